@@ -1,0 +1,197 @@
+"""The native core: ring operations, large copies, checksum, and a futex on shared memory.
+
+Every call is thread-safe. Calls that may take long (take with a timeout, copies and checksums of
+64 KiB and more, wait) release the GIL. Python signals interrupt waits (KeyboardInterrupt arrives).
+"""
+
+from typing_extensions import Buffer
+from typing import final
+
+LAYOUT_VERSION: int
+MAX_READERS: int  # 16, ranks per payload
+MAX_OWNERS: int  # 16, processes attached as owners
+MAX_PORTS: int  # 16, entries of the port table
+NOTE_CAPACITY: int  # bytes a slot keeps beside its payload (the encoded ticket)
+HAS_FAULT_POINTS: bool  # True only in the test build
+
+@final
+class RingFault(Exception):
+    """args = (code, message); ``code`` is one of the FAULT_ names below."""
+
+FAULT_EXISTS: int  # create: the segment exists and its keeper is alive
+FAULT_NOT_FOUND: int  # attach: no such segment
+FAULT_LAYOUT: int  # attach: magic, version, sizes or fingerprint differ; message names which
+FAULT_NOT_READY: int  # attach: initialised flag not set (creator died in creation, or is at it)
+FAULT_NO_OWNER: int  # attach: all owner places are held by live processes
+FAULT_NO_MEMORY: int  # create: posix_fallocate refused, /dev/shm too small or full
+FAULT_DENIED: int  # permission, or the segment belongs to another user
+FAULT_SYSTEM: int  # any other errno; message has call and errno text
+FAULT_DETACHED: int  # used after close, or in a child after fork
+FAULT_ARGUMENT: int  # slot index or rank out of range, name malformed
+
+# slot states, as in the word
+FREE: int
+WRITING: int
+READY: int
+READING: int
+
+# roles of an owner (information for `top`; only ROLE_OBSERVER takes no owner place)
+ROLE_OBSERVER: int
+ROLE_WRITER: int
+ROLE_LISTENER: int
+ROLE_READER: int
+
+# answers of pin
+PIN_OK: int
+PIN_STALE: int  # other generation, or not published
+PIN_DONE: int  # this rank has consumed (or the payload was discarded)
+
+@final
+class SlotInfo:
+    """One consistent look at a slot (re-read until the word was the same before and after)."""
+
+    state: int
+    generation: int
+    done: int  # bit set of ranks; ranks >= readers are born done
+    pins: int  # bit set of owners
+    readers: int
+    length: int
+    checksum: int
+    sequence: int  # order of publishing in this ring, from 1
+    created_ns: int
+    deadline_ns: int  # 0: none
+
+@final
+class OwnerInfo:
+    index: int
+    alive: bool  # its kernel lock is held
+    role: int
+    pid: int
+    started_ns: int
+    heartbeat_ns: int  # CLOCK_MONOTONIC of its last heartbeat() call
+    port: int  # 0 unless a listener
+
+@final
+class Ring:
+    """One attachment of this process to a ring's segment.
+
+    `create` makes the segment, keeps the keeper lock, and takes an owner place as ROLE_WRITER.
+    If a segment of this name exists, its keeper is dead, and layout, sizes and fingerprint agree,
+    it is taken over: ring id, generations, READY slots and ports stay; `taken_over` is True.
+    If its keeper is dead and the layout differs: FAULT_LAYOUT (the caller picks another name).
+    """
+
+    name: str  # as shm_open wants it, "/transport-…"
+    ring_id: bytes  # 16 random bytes
+    secret: bytes  # 16 random bytes, the key of the slot keys
+    fingerprint: bytes  # 16 bytes, of the schema; zeros: any payload
+    slot_count: int
+    slot_capacity: int  # payload bytes per slot, as asked (areas are rounded up to pages)
+    created_ns: int
+    taken_over: bool
+    owner: int  # own index, -1 for an observer
+    closed: bool
+
+    @staticmethod
+    def create(name: str, slot_count: int, slot_capacity: int, fingerprint: bytes) -> Ring: ...
+    @staticmethod
+    def attach(name: str, role: int, *, writable_payload: bool = False) -> Ring: ...
+    def close(self) -> None:
+        """Give up pins, owner place and locks; unmap when the last exported memory is gone. Idempotent."""
+    def unlink_if_last(self) -> bool:
+        """Remove the segment's name if no other owner is alive and nobody else keeps it."""
+    @staticmethod
+    def unlink_if_dead(name: str) -> bool:
+        """Remove a segment whose keeper and owners are all dead. False if one lives. FAULT_NOT_FOUND."""
+    def keep(self) -> bool:
+        """Try to become keeper (take the keeper lock); True if held now."""
+    @property
+    def keeper_alive(self) -> bool: ...
+
+    # --- the transitions (names of the protocol's table; False/None: refused, nothing changed) ----
+    def try_take(self) -> tuple[int, int] | None:
+        """FREE → WRITING. (slot, generation)"""
+    def take(self, timeout_s: float) -> tuple[int, int] | None:
+        """try_take, waiting on the futex while full; None after timeout_s. Reclaims dead owners' slots while waiting."""
+    def try_overwrite(self) -> tuple[int, int] | None:
+        """oldest READY that no rank has consumed and nobody pins → WRITING, generation+1."""
+    def publish(
+        self, slot: int, generation: int, length: int, checksum: int, readers: int, deadline_ns: int, note: bytes
+    ) -> bool:
+        """WRITING, mine → READY."""
+    def abort(self, slot: int, generation: int) -> bool:
+        """WRITING, mine → FREE."""
+    def pin(self, slot: int, generation: int, rank: int) -> int: ...
+    def unpin(self, slot: int, generation: int) -> bool: ...
+    def consume(self, slot: int, generation: int, rank: int) -> bool: ...
+    def mark_consumed(self, slot: int, generation: int, rank: int) -> bool:
+        """consume and unpin in one swap."""
+    def discard(self, slot: int, generation: int) -> bool: ...
+    def reclaim(self) -> int:
+        """Clear the bits of every owner proven dead; number of slots changed."""
+
+    # --- looking ---------------------------------------------------------------------------------
+    def info(self, slot: int) -> SlotInfo: ...
+    def note(self, slot: int, generation: int) -> bytes | None: ...
+    def payload(self, slot: int) -> memoryview:
+        """The slot's payload area, slot_capacity bytes; writable only where mapped so. Keeps the mapping alive."""
+    def state_counts(self) -> tuple[int, int, int, int]: ...
+    def counters(self) -> dict[str, int]:
+        """Sums over all owners, living and dead: takes, overwrites, publishes, aborts, pins, unpins,
+        consumes, late_finalises, discards, reclaimed_writing, reclaimed_reading, stale_pins, full_waits,
+        bytes_published, bytes_read."""
+    def count(self, name: str, amount: int) -> None: ...
+    def owners(self) -> list[OwnerInfo]: ...
+    def own_pins(self, slot: int) -> int:
+        """How often this attachment pins the slot."""
+    def heartbeat(self) -> None: ...
+
+    # --- what listeners and writers tell each other ------------------------------------------------
+    def ports(self) -> tuple[int, ...]: ...
+    def set_ports(self, ports: tuple[int, ...]) -> None: ...
+    def set_own_port(self, port: int) -> None: ...
+    addresses: str  # advertised addresses, comma separated, at most 1000 bytes
+
+    # --- waiting -----------------------------------------------------------------------------------
+    def freed_event(self) -> int:
+        """Value of the event counter that every freed slot advances."""
+    def wait_freed(self, seen: int, timeout_s: float) -> bool:
+        """Until the counter differs from seen. False after timeout_s."""
+    def published_event(self) -> int: ...
+    def wait_published(self, seen: int, timeout_s: float) -> bool: ...
+
+def copy(destination: Buffer, source: Buffer) -> None:
+    """Contiguous bytes to contiguous bytes of the same length."""
+
+def checksum(data: Buffer) -> int:
+    """XXH3, 64 bits."""
+
+@final
+class Checksum:
+    """XXH3 over several pieces; `copy` moves and hashes in one pass over memory."""
+
+    def __init__(self) -> None: ...
+    def update(self, data: Buffer) -> None: ...
+    def copy(self, destination: Buffer, source: Buffer) -> None: ...
+    def digest(self) -> int: ...
+
+@final
+class Event:
+    """A futex counter in the first 4 bytes of a file, mapped shared: wakes other processes without polling."""
+
+    def __init__(self, path: str) -> None:
+        """Opens or makes the file (mode 0600)."""
+    def value(self) -> int: ...
+    def advance(self) -> None:
+        """Add one and wake every waiter."""
+    def wait(self, seen: int, timeout_s: float) -> bool: ...
+    def close(self) -> None: ...
+
+def segments() -> list[str]:
+    """Names of this project's ring segments on this host ("/transport-…")."""
+
+# test build only (HAS_FAULT_POINTS)
+def set_fault(point: str, signal: int, after: int = 0) -> None:
+    """At the named step, after it was passed `after` times, send `signal` to this process."""
+
+FAULT_POINTS: tuple[str, ...]

@@ -1,0 +1,204 @@
+"""The error tree: who is at fault, whether trying again helps, and the code it travels under.
+
+    TransportError
+    ├── UsageError          the caller passed something wrong; nothing was lost
+    ├── RefusedError        the other side said no, and would say it again
+    ├── LinkError           the path broke; another port or another try may work (retryable)
+    ├── RingError           the ring cannot do it now, or is not the ring one thinks
+    └── InternalError       our own defect; please report it
+
+``retryable`` says whether the same call may succeed when made again. ``status`` is the code of
+the error in a STATUS record of the wire (see wire.py); 0 means that it never travels.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TransportError(Exception):
+    """Base of every error raised on purpose by this package."""
+
+    retryable: ClassVar[bool] = False
+    status: ClassVar[int] = 0
+
+
+# --- the caller's mistakes ---------------------------------------------------------------------
+class UsageError(TransportError, ValueError):
+    """An argument is wrong. Nothing was sent, written or lost."""
+
+
+class SchemaError(UsageError):
+    """A payload does not fit its schema, or two sides use different schemas."""
+
+
+class PayloadTooLargeError(UsageError):
+    """A payload has more bytes than a slot of this ring holds."""
+
+
+class BufferUnsuitableError(UsageError):
+    """A destination is read-only, strided, too small, or of memory that cannot be written from here."""
+
+
+class TicketError(UsageError):
+    """Bytes or text that are not a ticket, or a ticket of a version that is not known here."""
+
+
+class RankError(UsageError):
+    """A rank outside 0..readers-1 of the ticket."""
+
+    status = 6
+
+
+class MissingDependencyError(TransportError, ImportError):
+    """An optional package is not installed; the message names the command that installs it."""
+
+
+class ConfigurationError(UsageError):
+    """A setting is unknown, out of range, or contradicts another."""
+
+
+# --- the other side said no --------------------------------------------------------------------
+class RefusedError(TransportError):
+    """The other side understood the request and refused it."""
+
+
+class StaleSlotError(RefusedError):
+    """The ticket's payload is not there any more for this rank: consumed, overwritten, discarded or expired."""
+
+    status = 1
+
+
+class WrongKeyError(RefusedError):
+    """The ticket's key is not the key of this slot and generation."""
+
+    status = 2
+
+
+class WrongRingError(RefusedError):
+    """The listener serves another ring than the one the ticket names. Another port may serve it."""
+
+    retryable = True
+    status = 3
+
+
+class VersionMismatchError(RefusedError):
+    """The two sides share no protocol version."""
+
+    status = 4
+
+
+class AuthenticationError(RefusedError):
+    """The shared secret is missing or differs."""
+
+    status = 5
+
+
+class LengthMismatchError(RefusedError):
+    """The slot holds another number of bytes than the ticket says: the ticket was altered."""
+
+    status = 7
+
+
+class BusyError(RefusedError):
+    """The listener has reached a limit, or is shutting down."""
+
+    retryable = True
+    status = 8
+
+
+class ProtocolError(RefusedError):
+    """The other side sent what the protocol does not allow."""
+
+    status = 9
+
+
+class WireNotAllowedError(RefusedError):
+    """No wire the caller allows leads to the payload."""
+
+
+class PayloadLostError(RefusedError):
+    """Nobody serves this ticket's ring any more; the payload is gone."""
+
+
+# --- the path broke ----------------------------------------------------------------------------
+class LinkError(TransportError):
+    """The connection could not be made or broke; the payload is still in its slot."""
+
+    retryable = True
+
+
+class UnreachableError(LinkError):
+    """Nobody answers at the address and port, or there is no route."""
+
+
+class ConnectionLostError(LinkError):
+    """The peer closed, reset or died while something was under way."""
+
+
+class ReadTimeoutError(LinkError, TimeoutError):
+    """The peer said nothing within the time limit; it may be stopped, slow or cut off."""
+
+
+class ChecksumError(LinkError):
+    """The bytes that arrived are not the bytes that were written."""
+
+
+class RetriesExhaustedError(LinkError):
+    """Every attempt failed; ``__cause__`` is the last failure, ``attempts`` how many there were."""
+
+    def __init__(self, message: str, attempts: int = 0) -> None:
+        super().__init__(message)
+        self.attempts = attempts
+
+
+class DeadlineExceededError(LinkError, TimeoutError):
+    """The deadline of the whole operation passed; trying again needs a new deadline."""
+
+    retryable = False
+
+
+class ClosedError(TransportError):
+    """The object was closed by this side before or during the call."""
+
+
+# --- the ring ----------------------------------------------------------------------------------
+class RingError(TransportError):
+    """The ring refused, or cannot be had."""
+
+
+class RingFullError(RingError):
+    """No slot became free in time: the readers are slower than the writer, or gone."""
+
+    retryable = True
+
+
+class NoOwnerError(RingError):
+    """All owner places of the ring are taken by live processes."""
+
+    retryable = True
+
+
+class RingNotFoundError(RingError):
+    """No segment of this name on this host."""
+
+
+class RingBusyError(RingError):
+    """The segment's keeper is alive: it is neither taken over nor removed."""
+
+
+class LayoutError(RingError):
+    """The segment is not a ring, or of another layout version, size or schema."""
+
+
+class SharedMemoryError(RingError):
+    """The system has not enough shared memory, or denies it."""
+
+
+class InvalidTransition(RingError):
+    """A slot was asked for a transition that its state does not have; carries what the slot was."""
+
+
+# --- our own defects ---------------------------------------------------------------------------
+class InternalError(TransportError):
+    """A defect of this package. Please report it with the message."""

@@ -1,0 +1,78 @@
+"""Every default of the transport in one place, with the inequalities that must hold between them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from transport.errors import ConfigurationError
+
+# The reference's names, kept because users look for them.
+_PORT_QUARANTINE_SEC = 30.0
+_POOL_ENDPOINT_MAX_AGE_S = 100.0
+_MAX_FETCH_ROUNDS = 3
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Times in seconds, sizes in bytes, rates in bytes per second."""
+
+    # one attempt to read: a constant plus the payload at the slowest rate that is still normal
+    read_timeout_s: float = 5.0
+    read_slowest_rate: float = 100e6
+    connect_timeout_s: float = 5.0
+    handshake_timeout_s: float = 5.0
+
+    # layer 1: attempts inside one read; layer 2: calls per ticket; layer 3: rounds per batch
+    attempts_per_read: int = 2
+    calls_per_ticket: int = 2
+    rounds_per_batch: int = _MAX_FETCH_ROUNDS
+    batch_deadline_s: float = 300.0
+    backoff_first_s: float = 0.02
+    backoff_most_s: float = 1.0
+
+    port_quarantine_s: float = _PORT_QUARANTINE_SEC
+    pool_endpoint_max_age_s: float = _POOL_ENDPOINT_MAX_AGE_S
+    pool_endpoints_per_port: int = 8
+    connections_per_listener: int = 1024
+    listener_idle_eviction_s: float = 120.0
+
+    ack_delay_s: float = 0.005
+    ack_timeout_s: float = 30.0
+    linger_s: float = 300.0
+    watchdog_s: float = 10.0
+    heartbeat_s: float = 1.0
+
+    claim_lease_s: float = 60.0
+    claim_renew_s: float = 20.0
+
+    inline_limit: int = 8192
+    records_per_message: int = 63
+
+    def read_timeout(self, size: int) -> float:
+        """Longest time one attempt at a payload of ``size`` bytes may take."""
+        return self.read_timeout_s + size / self.read_slowest_rate
+
+    def validate(self) -> Settings:
+        """Return self, or raise ConfigurationError naming the first rule that does not hold."""
+        for holds, rule in self._rules():
+            if not holds:
+                raise ConfigurationError(f"settings contradict each other: {rule} must hold")
+        return self
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        positive = all(getattr(self, name) > 0 for name in self.__struct_fields__)
+        return [
+            (positive, "every setting > 0"),
+            (self.read_timeout(0) < self.batch_deadline_s, "read_timeout_s < batch_deadline_s"),
+            (
+                self.pool_endpoint_max_age_s < self.listener_idle_eviction_s,
+                "pool_endpoint_max_age_s < listener_idle_eviction_s",
+            ),
+            (self.ack_delay_s * 100 <= self.ack_timeout_s, "ack_delay_s * 100 <= ack_timeout_s"),
+            (self.claim_renew_s * 2 < self.claim_lease_s, "claim_renew_s * 2 < claim_lease_s"),
+            (self.heartbeat_s * 3 <= self.watchdog_s, "heartbeat_s * 3 <= watchdog_s"),
+            (self.backoff_first_s <= self.backoff_most_s, "backoff_first_s <= backoff_most_s"),
+            (1 <= self.records_per_message <= 63, "1 <= records_per_message <= 63"),
+        ]
+
+
+DEFAULTS = Settings().validate()
