@@ -1,0 +1,281 @@
+"""From the caller's values to packed bytes, and from packed bytes to arrays. Nothing is pickled on either way.
+
+arrays, lengths = describe(schema, mapping)          # validated; nothing is copied yet
+layout = schema.layout(lengths)
+checksum = pack_into(layout, arrays, slot, checksum=True)
+views(layout, slot, writable=False)                  # the same arrays, in the slot's own memory
+"""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from transport import _native
+from transport.devices import DeviceArray, is_torch, kind_of, to_host, writable_bytes
+from transport.errors import BufferUnsuitableError, SchemaError
+from transport.schema import ALIGNMENT, DTYPES, Layout, Placement, Schema, TensorSpec
+
+Casting = Literal["safe", "same_kind", "unsafe"]
+
+_ZEROS: Final = bytes(ALIGNMENT)  # longer than any gap between two tensors
+_NATIVE_DTYPES: Final = frozenset(DTYPES.values())
+
+
+# --- in: values to arrays ------------------------------------------------------------------------
+def as_host_array(value: object, name: str) -> np.ndarray:
+    """The value as a numpy array in host memory, without a copy where that is possible.
+
+    Takes numpy arrays and scalars, Python's bool, int, float and complex, anything with the buffer protocol (bytes
+    become uint8), torch tensors and CUDA arrays (copied to the host once), and what else speaks DLPack.
+    SchemaError, naming the tensor, for anything else: lists, strings, masked arrays, and any dtype that is not in
+    `DTYPES`, above all `object`.
+    """
+    try:
+        array = _to_array(value)
+    except (TypeError, ValueError, RuntimeError, BufferError, NotImplementedError) as error:
+        raise SchemaError(f"{name}: this {type(value).__name__} cannot be read as an array: {error}") from error
+    if array is None:
+        raise SchemaError(
+            f"{name}: expected an array, a buffer or a number, got {type(value).__name__}; numpy.asarray may convert it"
+        )
+    # By name as well, for the other byte order; numpy makes the name anew each time, which is slow.
+    if array.dtype not in _NATIVE_DTYPES and array.dtype.name not in DTYPES:
+        raise SchemaError(f"{name}: dtype {array.dtype} is not one that a payload can have: {', '.join(DTYPES)}")
+    return array
+
+
+def _to_array(value: object) -> np.ndarray | None:
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        return None  # its mask would be lost
+    if isinstance(value, np.ndarray | np.generic | bool | int | float | complex):
+        return np.asarray(value)
+    if is_torch(value) or kind_of(value) == "cuda":
+        return to_host(value)
+    view = _memoryview(value)
+    if view is not None:
+        return np.asarray(view)
+    if hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    return None
+
+
+def _memoryview(value: Any) -> memoryview | None:
+    try:
+        return memoryview(value)
+    except TypeError:
+        return None
+
+
+def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[np.ndarray]]:
+    """For a payload without a schema: the schema of exactly these values, nothing ragged, and the host arrays.
+
+    Takes what `as_host_array` takes; a Python number becomes bool, int64, float64 or complex128. SchemaError as there.
+    """
+    arrays = {name: as_host_array(value, name) for name, value in mapping.items()}
+    return Schema.from_arrays(arrays), list(arrays.values())
+
+
+def describe(
+    schema: Schema, mapping: Mapping[str, object], casting: Casting = "safe"
+) -> tuple[list[np.ndarray], tuple[int, ...]]:
+    """The mapping's values as host arrays in the schema's order, and the lengths of the ragged ones.
+
+    The arrays keep their own dtype and strides; `pack_into` converts while it copies. A dtype may differ from the
+    schema's where numpy's rule `casting` allows it: "safe" only widens, "same_kind" also narrows (float64 to float32),
+    "unsafe" is anything. A Python number has no dtype of its own: it takes the schema's, if its kind fits and it is in
+    range. SchemaError, naming tensor, expectation and finding, for names that are missing or too many, a dtype, a
+    shape, or a ragged length above its maximum.
+    """
+    if mapping.keys() != set(schema.names):
+        missing = [name for name in schema.names if name not in mapping]
+        extra = sorted(repr(name) for name in mapping if name not in schema.names)
+        raise SchemaError(
+            f"expected the tensors {', '.join(schema.names)}; "
+            f"missing: {', '.join(missing) or 'none'}; not in the schema: {', '.join(extra) or 'none'}"
+        )
+    arrays = []
+    lengths = []
+    for spec in schema.tensors:
+        array = _fitted(spec, mapping[spec.name], casting)
+        arrays.append(array)
+        if spec.ragged:
+            lengths.append(array.shape[0])
+    return arrays, tuple(lengths)
+
+
+def _fitted(spec: TensorSpec, value: object, casting: Casting) -> np.ndarray:
+    dtype = DTYPES[spec.dtype]
+    if type(value) in _PYTHON_KINDS and casting != "unsafe":
+        array = _number(spec, value, dtype)
+    else:
+        array = as_host_array(value, spec.name)
+        if array.dtype != dtype and not np.can_cast(array.dtype, dtype, casting):
+            raise SchemaError(
+                f"{spec.name}: expected {spec.dtype}, got {array.dtype.name}, which numpy does not cast to it under "
+                f'casting="{casting}"'
+            )
+    if spec.ragged:
+        fits = array.ndim == len(spec.shape) and array.shape[1:] == spec.shape[1:] and len(array) <= spec.shape[0]
+    else:
+        fits = array.shape == spec.shape
+    if not fits:
+        raise SchemaError(f"expected {spec}, got shape ({','.join(map(str, array.shape))}) for {spec.name}")
+    return array
+
+
+# The kinds of dtype that a Python number may take, as numpy promotes it; ml_dtypes' floats are of kind V (or f).
+_PYTHON_KINDS: Final[Mapping[type, str]] = {bool: "biufcV", int: "iufcV", float: "fcV", complex: "c"}
+
+
+def _number(spec: TensorSpec, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    if dtype.kind not in _PYTHON_KINDS[type(value)]:
+        raise SchemaError(f"{spec.name}: expected {spec.dtype}, got the {type(value).__name__} {value!r:.80}")
+    try:
+        with np.errstate(over="ignore"):
+            array = np.asarray(value, dtype=dtype)
+        if np.isfinite(array) or not cmath.isfinite(value):
+            return array
+    except (OverflowError, TypeError):  # ml_dtypes raises TypeError for an int above 64 bits
+        pass
+    raise SchemaError(f"{spec.name}: this {type(value).__name__} is out of range for {spec.dtype}")
+
+
+# --- packing -------------------------------------------------------------------------------------
+def pack_into(layout: Layout, arrays: Sequence[np.ndarray], destination: memoryview, checksum: bool) -> int | None:
+    """Copy each array to its place; gaps become zeros, so equal payloads are equal bytes.
+
+    layout, arrays: as `describe` gave them, shapes equal; a dtype that differs is converted, unchecked.
+    destination: writable flat bytes, at least `layout.total` of them. What stands behind those is left alone.
+    Returns XXH3 (64 bits) of the `layout.total` bytes, hashed while copying, or None without `checksum`.
+    BufferUnsuitableError for a destination that does not fit.
+    """
+    target = _writable(destination, layout.total)
+    base = np.asarray(target)
+    hasher = _native.Checksum() if checksum else None
+    for (start, end), placement, array in zip(_gaps(layout), layout.placements, arrays, strict=True):
+        if start != end:
+            target[start:end] = _ZEROS[: end - start]
+            if hasher:
+                hasher.update(target[start:end])
+        place = target[end : end + placement.nbytes]
+        if array.dtype == placement.dtype and array.flags.c_contiguous and array.shape == placement.shape:
+            source = array.reshape(-1).view(np.uint8).data
+            if hasher:
+                hasher.copy(place, source)  # one pass over memory for both
+            else:
+                _native.copy(place, source)
+        else:
+            # Strided or of another dtype: numpy gathers and converts straight into the destination.
+            with np.errstate(all="ignore"):  # a cast that loses something was asked for
+                np.copyto(_array_at(base, placement), array.reshape(placement.shape), casting="unsafe")
+            if hasher:
+                hasher.update(place)
+    return hasher.digest() if hasher else None
+
+
+def zero_gaps(layout: Layout, destination: memoryview) -> None:
+    """Zero the bytes between the tensors, for arrays that were filled in place: see `pack_into`."""
+    for start, end in _gaps(layout):
+        if start != end:
+            destination[start:end] = _ZEROS[: end - start]
+
+
+def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
+    """For each tensor, the start and end of the gap before it; the end is where the tensor starts."""
+    position = 0
+    for placement in layout.placements:
+        yield position, placement.offset
+        position = placement.offset + placement.nbytes
+
+
+# --- out: packed bytes to arrays -----------------------------------------------------------------
+def views(layout: Layout, buffer: object, writable: bool) -> dict[str, np.ndarray]:
+    """The payload's tensors by name, as arrays in the buffer's own memory.
+
+    buffer: contiguous host bytes, at least `layout.total`. Every array keeps it exported, hence alive and in place.
+    The arrays are read-only unless `writable`, and then cannot be made writable either.
+    BufferUnsuitableError for a buffer that is too small or not contiguous, or is read-only when `writable`.
+    """
+    flat = _writable(buffer, layout.total) if writable else _sized(_flat(buffer), layout.total).toreadonly()
+    # Not numpy.ndarray(buffer=…): that gives up the export and keeps only the object behind it, so that a bytearray
+    # may be resized and a mapping be unmapped under the array.
+    base = np.asarray(flat)
+    return {placement.name: _array_at(base, placement) for placement in layout.placements}
+
+
+def _array_at(base: np.ndarray, placement: Placement) -> np.ndarray:
+    piece = base[placement.offset : placement.offset + placement.nbytes]
+    return piece.view(placement.dtype).reshape(placement.shape)
+
+
+# --- destinations --------------------------------------------------------------------------------
+def check_destination(out: Any, size: int) -> memoryview | DeviceArray:
+    """The memory of `out` that a payload of `size` bytes may be received into.
+
+    UCX writes where it is told to, read-only and strided memory included, so this is what guards both.
+    Returns a flat writable memoryview of exactly `size` bytes of unsigned char, or `out` itself for device memory.
+    BufferUnsuitableError for memory that is read-only, not C-contiguous, too small, holds Python objects, belongs to a
+    torch tensor that requires gradients, or cannot be reached from here.
+    """
+    if kind_of(out) == "host":
+        return _writable(out, size)
+    nbytes = writable_bytes(out)
+    if nbytes < size:
+        raise BufferUnsuitableError(f"the destination has {nbytes} bytes of device memory, the payload {size}")
+    device_array: DeviceArray = out
+    return device_array
+
+
+def _writable(out: object, size: int) -> memoryview:
+    flat = _flat(out)
+    if flat.readonly:
+        raise BufferUnsuitableError(f"this {type(out).__name__} is read-only")
+    return _sized(flat, size)
+
+
+def _sized(flat: memoryview, size: int) -> memoryview:
+    if len(flat) < size:
+        raise BufferUnsuitableError(f"the buffer has {len(flat)} bytes, the payload {size}")
+    return flat[:size]
+
+
+def _flat(out: object) -> memoryview:
+    """The value's own memory as flat bytes, never a copy of it."""
+    kind = type(out).__name__
+    if isinstance(out, np.ndarray):
+        array = np.asarray(out)
+    elif is_torch(out):
+        array = _torch_memory(out)
+    else:
+        view = _memoryview(out)
+        if view is None:
+            raise BufferUnsuitableError(f"a {kind} has no memory that a payload can be in")
+        if view.c_contiguous and view.format == "B":
+            return view.cast("B")
+        try:
+            array = np.array(view, copy=False)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise BufferUnsuitableError(f"this {kind} cannot be taken as plain bytes: {error}") from error
+    if not array.flags.c_contiguous:
+        raise BufferUnsuitableError(f"this {kind} is not C-contiguous: shape {array.shape}, strides {array.strides}")
+    if array.dtype.hasobject:
+        raise BufferUnsuitableError(f"this {kind} holds Python objects, which bytes must not overwrite")
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _torch_memory(tensor: Any) -> np.ndarray:
+    if tensor.requires_grad:
+        raise BufferUnsuitableError("this torch tensor requires gradients; pass tensor.detach()")
+    try:
+        array = to_host(tensor)
+    except (TypeError, RuntimeError) as error:
+        raise BufferUnsuitableError(f"this torch tensor has no plain memory: {error}") from error
+    if array.size and array.ctypes.data != tensor.data_ptr():
+        raise BufferUnsuitableError("this torch tensor is lazily conjugated or negated; its memory is not its values")
+    return array

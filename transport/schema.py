@@ -1,0 +1,291 @@
+"""Named tensors, and where each of them stands in a slot.
+
+    schema = Schema.of(obs=("float32", UpTo(500), 4), action=("int64", UpTo(500)), reward=("float32",))
+    schema.max_bytes                 # what a slot must hold
+    schema.layout((120, 119)).total  # what a payload of 120 observations and 119 actions takes
+
+Tensors are packed one after another in the order of declaration, each at a multiple of 64 bytes, in C order and
+little-endian. A *ragged* tensor has a leading dimension that differs from payload to payload: its shape names the
+maximum, and its actual length travels in the ticket (`lengths`, in the order of the ragged tensors), so that only
+the used bytes move.
+
+Two sides use the same schema when their fingerprints are equal. The fingerprint is BLAKE2b with 16 bytes over the
+schema's canonical text, `str(schema)`, in ASCII (`printf … | b2sum -l 128` prints the same):
+
+    transport schema 1, alignment 64\\n
+    obs float32 (<=500,4)\\n
+    action int64 (<=500)\\n
+    reward float32 ()\\n
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import operator
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Final
+
+import ml_dtypes
+import msgspec
+import numpy as np
+
+from transport.errors import SchemaError
+
+ALIGNMENT: Final = 64  # one cache line, and the widest vector load
+MAX_TENSORS: Final = 256
+MAX_DIMENSIONS: Final = 32
+MAX_NAME_LENGTH: Final = 128
+MAX_BYTES: Final = 1 << 40  # 1 TiB: above any slot, and far below where sizes overflow
+MAX_DOCUMENT_BYTES: Final = 1 << 20  # of an encoded schema; the largest valid one takes a tenth of it
+
+_VERSION: Final = 1  # of the canonical text and of encode()
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+
+DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    dtype.name: dtype
+    for dtype in map(
+        np.dtype,
+        (
+            *(np.bool_, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64),
+            *(np.float16, np.float32, np.float64, np.complex64, np.complex128),
+            *(ml_dtypes.bfloat16, ml_dtypes.float8_e3m4, ml_dtypes.float8_e4m3, ml_dtypes.float8_e4m3b11fnuz),
+            *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fnuz, ml_dtypes.float8_e5m2),
+            *(ml_dtypes.float8_e5m2fnuz, ml_dtypes.float8_e8m0fnu),
+        ),
+    )
+}
+"""Every dtype a payload may have, by the name that numpy or ml_dtypes gives it."""
+
+
+class UpTo(msgspec.Struct, frozen=True):
+    """A ragged leading dimension of at most `limit` entries, for `Schema.of`."""
+
+    limit: int
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a schema. SchemaError when a field is out of range.
+
+    name: ASCII letters, digits and `_ . / -`, starting with a letter or `_`, at most 128 characters.
+    dtype: a name of `DTYPES`.
+    shape: at most 32 dimensions, none negative. For a ragged tensor, shape[0] is its maximum length.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    ragged: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or len(self.name) > MAX_NAME_LENGTH or not _NAME.fullmatch(self.name):
+            raise SchemaError(
+                f"tensor name {_short(self.name)} is not made of letters, digits and _ . / -, "
+                f"starting with a letter or _, at most {MAX_NAME_LENGTH} long"
+            )
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+            raise SchemaError(f"{self.name}: dtype {_short(self.dtype)} is not one of {', '.join(DTYPES)}")
+        if not isinstance(self.shape, tuple) or not all(type(size) is int for size in self.shape):
+            raise SchemaError(f"{self.name}: shape {_short(self.shape)} is not a tuple of ints")
+        if len(self.shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_BYTES for size in self.shape):
+            raise SchemaError(
+                f"{self.name}: shape {_short(self.shape)} has more than {MAX_DIMENSIONS} dimensions, "
+                f"or one outside 0..{MAX_BYTES}"
+            )
+        # A zero counts as one: numpy, too, refuses a shape whose other dimensions overflow.
+        if math.prod(max(1, size) for size in self.shape) * DTYPES[self.dtype].itemsize > MAX_BYTES:
+            raise SchemaError(f"{self.name}: {self.dtype} {_short(self.shape)} is more than {MAX_BYTES} bytes")
+        if not isinstance(self.ragged, bool):
+            raise SchemaError(f"{self.name}: ragged is {_short(self.ragged)}, not true or false")
+        if self.ragged and not self.shape:
+            raise SchemaError(f"{self.name}: a ragged tensor needs a leading dimension, its maximum length")
+
+    def __str__(self) -> str:
+        """The tensor's line of the canonical text, such as `obs float32 (<=500,4)`."""
+        return f"{self.name} {self.dtype} ({'<=' if self.ragged else ''}{','.join(map(str, self.shape))})"
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """Where one tensor of one payload stands. `offset` and `nbytes` are bytes; `shape` is the actual one."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """Where every tensor of one payload stands, in order. `total` is the payload's size in bytes.
+
+    `total` is the end of the last tensor: nothing is padded behind it.
+    """
+
+    placements: tuple[Placement, ...]
+    total: int
+
+
+_Row = tuple[str, str, tuple[int, ...], bool]
+
+
+class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+    """1 to 256 tensors of different names, together at most 1 TiB. SchemaError otherwise."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensors, tuple) or not all(isinstance(spec, TensorSpec) for spec in self.tensors):
+            raise SchemaError(f"tensors is {_short(self.tensors)}, not a tuple of TensorSpec")
+        if not 1 <= len(self.tensors) <= MAX_TENSORS:
+            raise SchemaError(f"a schema has 1..{MAX_TENSORS} tensors, not {len(self.tensors)}")
+        seen: set[str] = set()
+        for spec in self.tensors:
+            if spec.name in seen:
+                raise SchemaError(f"{spec.name}: the name is used twice")
+            seen.add(spec.name)
+        if self.max_bytes > MAX_BYTES:
+            raise SchemaError(f"the tensors take {self.max_bytes} bytes together, more than {MAX_BYTES}")
+
+    # --- making one ----------------------------------------------------------------------------
+    @classmethod
+    def of(cls, **tensors: tuple[str, *tuple[int | UpTo, ...]]) -> Schema:
+        """`name=(dtype, *dimensions)` for each tensor, in order; a leading `UpTo(n)` makes it ragged.
+
+        Names that are not Python identifiers go in as `Schema.of(**{"obs/image": ("uint8", 84, 84)})`.
+        """
+        specs = []
+        for name, (dtype, *dimensions) in tensors.items():
+            ragged = bool(dimensions) and isinstance(dimensions[0], UpTo)
+            sizes = (size.limit if isinstance(size, UpTo) else size for size in dimensions)
+            if any(isinstance(size, UpTo) for size in dimensions[1:]):
+                raise SchemaError(f"{name}: only the leading dimension can be ragged")
+            try:
+                shape = tuple(operator.index(size) for size in sizes)  # numpy's integers, too: Gymnasium gives them
+            except TypeError as error:
+                raise SchemaError(f"{name}: dimensions {_short(dimensions)} are not ints or UpTo") from error
+            specs.append(TensorSpec(name, dtype, shape, ragged))
+        return cls(tuple(specs))
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Schema:
+        """The schema of exactly these arrays, nothing ragged: for payloads whose shapes differ each time.
+
+        Values of other kinds become arrays by `payload.describe_exact`. SchemaError for them here.
+        """
+        for name, array in arrays.items():
+            if not isinstance(array, np.ndarray):
+                raise SchemaError(f"{name}: expected a numpy array, got {type(array).__name__}")
+        return cls(tuple(TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()))
+
+    # --- what follows from it ------------------------------------------------------------------
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The tensors' names, in order."""
+        return tuple(spec.name for spec in self.tensors)
+
+    @cached_property
+    def ragged(self) -> tuple[TensorSpec, ...]:
+        """The ragged tensors, in the order in which their lengths travel."""
+        return tuple(spec for spec in self.tensors if spec.ragged)
+
+    @cached_property
+    def max_bytes(self) -> int:
+        """Size in bytes of the largest payload: every ragged tensor at its maximum length."""
+        return self._place(tuple(spec.shape[0] for spec in self.ragged)).total
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """16 bytes that are equal for equal schemas: BLAKE2b of the canonical text."""
+        return hashlib.blake2b(str(self).encode("ascii"), digest_size=16).digest()
+
+    @property
+    def fingerprint_hex(self) -> str:
+        """The fingerprint as 32 hexadecimal digits."""
+        return self.fingerprint.hex()
+
+    def __str__(self) -> str:
+        """The canonical text: a line with version and alignment, then one line for each tensor."""
+        lines = [f"transport schema {_VERSION}, alignment {ALIGNMENT}", *map(str, self.tensors)]
+        return "".join(f"{line}\n" for line in lines)
+
+    def layout(self, lengths: tuple[int, ...] = ()) -> Layout:
+        """The layout of a payload whose ragged tensors have these lengths, in the order of `ragged`.
+
+        SchemaError when there are not as many lengths as ragged tensors, or one is outside 0..maximum.
+        """
+        if len(lengths) != len(self.ragged):
+            raise SchemaError(f"{len(self.ragged)} ragged tensors need as many lengths, not {len(lengths)}")
+        for spec, length in zip(self.ragged, lengths, strict=True):
+            if not 0 <= length <= spec.shape[0]:
+                raise SchemaError(f"{spec.name}: expected a length of 0..{spec.shape[0]}, got {length}")
+        return self._place(lengths) if lengths else self._fixed_layout
+
+    @cached_property
+    def _fixed_layout(self) -> Layout:
+        return self._place(())
+
+    def _place(self, lengths: tuple[int, ...]) -> Layout:
+        remaining = iter(lengths)
+        placements = []
+        end = 0
+        for spec in self.tensors:
+            shape = (next(remaining), *spec.shape[1:]) if spec.ragged else spec.shape
+            dtype = DTYPES[spec.dtype]
+            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            nbytes = math.prod(shape) * dtype.itemsize
+            placements.append(Placement(spec.name, dtype, shape, offset, nbytes))
+            end = offset + nbytes
+        return Layout(tuple(placements), end)
+
+    # --- encodings -----------------------------------------------------------------------------
+    def encode(self) -> bytes:
+        """MessagePack: an array of the version and, for each tensor, [name, dtype, shape, ragged]."""
+        rows = tuple((spec.name, spec.dtype, spec.shape, spec.ragged) for spec in self.tensors)
+        return msgspec.msgpack.encode((_VERSION, rows))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Schema:
+        """The schema that `encode` made these bytes of. SchemaError for anything else."""
+        _check_size(data)
+        try:
+            version, body = _decode_frame(data)
+            if version != _VERSION:
+                raise SchemaError(f"schema version {version} is not known here; this package reads {_VERSION}")
+            rows = _decode_rows(body)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise SchemaError(f"these bytes are not a schema: {error}") from error
+        return cls(tuple(TensorSpec(*row) for row in rows))
+
+    def to_json(self) -> str:
+        """`{"tensors": [{"name": …, "dtype": …, "shape": […], "ragged": …}, …]}`, indented for people."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Schema:
+        """The schema in this JSON; `ragged` may be left out. SchemaError says which part is wrong."""
+        _check_size(text)
+        try:
+            return _decode_json(text)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise SchemaError(f"this JSON is not a schema: {error}") from error
+
+
+_decode_frame = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw]).decode  # a later version may have other rows
+_decode_rows = msgspec.msgpack.Decoder(tuple[_Row, ...]).decode
+_decode_json = msgspec.json.Decoder(Schema).decode
+
+
+def _check_size(document: str | bytes) -> None:
+    if len(document) > MAX_DOCUMENT_BYTES:
+        raise SchemaError(f"a schema of {len(document)} bytes is longer than any: the limit is {MAX_DOCUMENT_BYTES}")
+
+
+def _short(value: object) -> str:
+    """For messages: what came may be huge and of any type."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return f"a {type(value).__name__} too long to print"
+    return text if len(text) <= 80 else f"{text[:77]}…"

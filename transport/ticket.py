@@ -1,0 +1,321 @@
+"""The ticket: what travels through the queue instead of the payload, and is enough to fetch it.
+
+    data = ticket.encode()          # MessagePack, a few hundred bytes, for queues and for the slot's note
+    text = ticket.to_text()         # the same as one word, for command lines and logs of one's own
+    Ticket.parse(data_or_text)      # takes all of them, JSON too
+
+An encoded ticket is `b"TK"`, one byte of version, and a MessagePack array with the fields of `_Row`. Its key admits to
+the payload, so whoever holds the ticket may read: neither `repr` nor `name` show the key.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import re
+import socket
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from transport import _native
+from transport.errors import RankError, SchemaError, TicketError
+from transport.schema import MAX_BYTES, MAX_TENSORS, Layout, Schema
+
+VERSION: Final = 1
+MAX_ENCODED_BYTES: Final = _native.NOTE_CAPACITY  # a slot keeps its ticket beside the payload
+MAX_METADATA_BYTES: Final = 1024
+MAX_JSON_BYTES: Final = 16 * MAX_ENCODED_BYTES  # names and escapes make JSON longer, but not by more
+MAX_ADDRESSES: Final = 16
+NO_SCHEMA: Final = "0" * 32  # the fingerprint of a ring that takes any payload
+
+_MAGIC: Final = b"TK"
+_HEX_16_BYTES: Final = re.compile(r"[0-9a-f]{32}")
+_SLOT_LIMIT: Final = 1 << 30  # slot and generation have 30 bits in the ring
+_U64_LIMIT: Final = 1 << 64
+
+Scalar = bool | int | float | str | None
+Metadata = dict[str, Scalar | list[Scalar]]
+
+
+class _Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Version 1 of the encoding: an array of these, in this order. `schema` is `Schema.encode()`."""
+
+    ring: str
+    segment: str
+    host: str
+    addresses: tuple[str, ...]
+    ports: tuple[int, ...]
+    slot: int
+    generation: int
+    key: int
+    size: int
+    checksum: int | None
+    readers: int
+    schema_fingerprint: str
+    schema: bytes | None
+    lengths: tuple[int, ...]
+    created: float
+    deadline: float | None
+    metadata: Metadata
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Names one payload: where it is, what it looks like, and the key to it. TicketError when a field is out of range.
+
+    Attributes:
+        ring: id of the ring, 32 hexadecimal digits.
+        segment: name of the ring's shared memory, by which readers on the same host map it; "" where it is not offered.
+        host: `host_identity()` of the writer.
+        addresses: where its listeners are reached, at most 16, none with white space.
+        ports: of the listeners, 1..65535, at most 16; a hint, they may have moved.
+        slot, generation: which payload of the ring, each below 2**30.
+        key: unguessable, of this slot and generation, below 2**64.
+        size: bytes of the payload, gaps between tensors included.
+        checksum: XXH3 (64 bits) of these bytes, or None where it was not taken.
+        readers: for how many ranks the payload was written, 1..16.
+        schema_fingerprint: 32 hexadecimal digits, `NO_SCHEMA` for bytes that no schema describes.
+        schema: the schema itself, where the payload describes itself; otherwise None, and the reader has it.
+        lengths: of the ragged tensors, in the schema's order.
+        created, deadline: seconds since 1970; a payload without a deadline has None.
+        metadata: the caller's own: str to None, bool, int, float, str or a list of these; at most 1024 bytes encoded.
+            numpy's numbers become Python's. JSON has no infinities and NaN: there they become null.
+    """
+
+    ring: str
+    segment: str = ""
+    host: str
+    addresses: tuple[str, ...]
+    ports: tuple[int, ...]
+    slot: int
+    generation: int
+    key: int
+    size: int
+    checksum: int | None = None
+    readers: int = 1
+    schema_fingerprint: str = NO_SCHEMA
+    schema: Schema | None = None
+    lengths: tuple[int, ...] = ()
+    created: float
+    deadline: float | None = None
+    metadata: Metadata = {}
+
+    def __post_init__(self) -> None:
+        for what in ("addresses", "ports", "lengths"):
+            if not isinstance(getattr(self, what), tuple):  # a single address would pass as a row of letters
+                raise TicketError(f"{what}: expected a tuple, got {getattr(self, what)!r:.80}")
+        _hexadecimal("ring", self.ring)
+        _words("segment, host and addresses", (self.segment, self.host, *self.addresses))
+        if len(self.addresses) > MAX_ADDRESSES or len(self.ports) > _native.MAX_PORTS:
+            raise TicketError(f"{len(self.addresses)} addresses and {len(self.ports)} ports are more than a ticket has")
+        for port in self.ports:
+            _within("port", port, 1, 1 << 16)
+        _within("slot", self.slot, 0, _SLOT_LIMIT)
+        _within("generation", self.generation, 0, _SLOT_LIMIT)
+        _within("key", self.key, 0, _U64_LIMIT, secret=True)
+        _within("size", self.size, 0, MAX_BYTES + 1)
+        _within("readers", self.readers, 1, _native.MAX_READERS + 1)
+        if self.checksum is not None:
+            _within("checksum", self.checksum, 0, _U64_LIMIT)
+        if not all(math.isfinite(moment) for moment in (self.created, self.deadline or 0.0)):
+            raise TicketError(f"created {self.created} and deadline {self.deadline} are not both finite")
+        if len(self.lengths) > MAX_TENSORS:
+            raise TicketError(f"{len(self.lengths)} lengths are more than a schema has tensors")
+        for length in self.lengths:
+            _within("length", length, 0, MAX_BYTES + 1)
+        _hexadecimal("schema_fingerprint", self.schema_fingerprint)
+        if self.schema is not None:
+            try:
+                self.layout(self.schema)
+            except SchemaError as error:
+                raise TicketError(f"the inline schema contradicts the ticket: {error}") from error
+        # A copy: what the caller does to the dict afterwards must not change the ticket.
+        msgspec.structs.force_setattr(self, "metadata", _plain(self.metadata))
+
+    # --- naming --------------------------------------------------------------------------------
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """Which payload: (ring, slot, generation). Never used twice."""
+        return self.ring, self.slot, self.generation
+
+    @property
+    def name(self) -> str:
+        """For logs: `1f3a…/17@42` is slot 17, generation 42, of the ring whose id starts with 1f3a."""
+        return f"{self.ring[:4]}…/{self.slot}@{self.generation}"
+
+    def __hash__(self) -> int:
+        return hash(self.identity)  # the metadata, a dict, has no hash
+
+    def __repr__(self) -> str:
+        return f"<Ticket {self.name} {self.size} bytes, readers={self.readers}>"
+
+    def __rich_repr__(self) -> Any:
+        """What rich prints in tracebacks: like `repr`, without the key."""
+        yield self.name
+
+    # --- using ---------------------------------------------------------------------------------
+    def check_rank(self, rank: int) -> None:
+        """RankError unless the rank is one of 0..readers-1."""
+        if type(rank) is not int or not 0 <= rank < self.readers:
+            raise RankError(
+                f"payload {self.name} was written for ranks 0..{self.readers - 1}, not for rank {rank!r:.40}"
+            )
+
+    def layout(self, schema: Schema | None = None) -> Layout:
+        """Where the payload's tensors stand, by the inline schema or else by `schema`, the reader's own.
+
+        SchemaError when there is neither, `schema` has another fingerprint, or lengths or size do not fit it.
+        """
+        chosen = self.schema or schema
+        if chosen is None:
+            raise SchemaError(f"payload {self.name} does not describe itself; pass the schema it was written with")
+        if chosen.fingerprint_hex != self.schema_fingerprint:
+            raise SchemaError(
+                f"payload {self.name} was written with schema {self.schema_fingerprint}, "
+                f"this one is {chosen.fingerprint_hex}"
+            )
+        layout = chosen.layout(self.lengths)
+        if layout.total != self.size:
+            raise SchemaError(f"payload {self.name} has {self.size} bytes, by its schema and lengths {layout.total}")
+        return layout
+
+    # --- encodings -----------------------------------------------------------------------------
+    def encode(self) -> bytes:
+        """MessagePack, at most 2048 bytes. TicketError, naming the largest field, when it would be more."""
+        fields = msgspec.structs.asdict(self)
+        fields["schema"] = None if self.schema is None else self.schema.encode()
+        data = _MAGIC + bytes((VERSION,)) + _encode(_Row(**fields))
+        if len(data) > MAX_ENCODED_BYTES:
+            largest = max(fields, key=lambda name: len(_encode(fields[name])))
+            raise TicketError(
+                f"the ticket takes {len(data)} bytes of at most {MAX_ENCODED_BYTES}; "
+                f"the largest field is {largest} with {len(_encode(fields[largest]))}"
+            )
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes) -> Ticket:
+        """The ticket that `encode` made these bytes of. TicketError for anything else."""
+        if len(data) > MAX_ENCODED_BYTES or len(data) < 3 or data[:2] != _MAGIC:
+            raise TicketError(f"these {len(data)} bytes are not a ticket")
+        _check_version(data[2])
+        try:
+            row = _decode_row(memoryview(data)[3:])
+            fields = msgspec.structs.asdict(row)
+            if row.schema is not None:
+                fields["schema"] = Schema.decode(row.schema)
+            return cls(**fields)
+        except (msgspec.MsgspecError, SchemaError, UnicodeError, RecursionError) as error:
+            raise TicketError(f"these {len(data)} bytes are not a ticket: {error}") from error
+
+    def to_text(self) -> str:
+        """`encode()` in base64url without padding: one word that needs no quoting."""
+        return base64.urlsafe_b64encode(self.encode()).decode("ascii").rstrip("=")
+
+    def to_json(self) -> str:
+        """One JSON object on one line: the version and every field by name."""
+        return msgspec.json.encode({"version": VERSION, **msgspec.structs.asdict(self)}).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Ticket:
+        """The ticket in this JSON. TicketError says which field is wrong."""
+        if len(text) > MAX_JSON_BYTES:
+            raise TicketError(f"{len(text)} characters of JSON are more than a ticket has")
+        try:
+            fields = _decode_object(text)
+            _check_version(fields.pop("version", None))
+            return msgspec.convert(fields, cls)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise TicketError(f"this JSON is not a ticket: {error}") from error
+
+    @classmethod
+    def parse(cls, source: str | bytes) -> Ticket:
+        """A ticket in any of its forms: the bytes of `encode`, or the text of `to_text` or `to_json`. TicketError."""
+        if isinstance(source, bytes):
+            if source.startswith(_MAGIC):
+                return cls.decode(source)
+            try:
+                source = source.decode()
+            except UnicodeDecodeError as error:
+                raise TicketError(f"these {len(source)} bytes are not a ticket, nor text with one") from error
+        text = source.strip()
+        if text.startswith("{"):
+            return cls.from_json(text)
+        try:
+            data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise TicketError(f"this text of {len(text)} characters is not a ticket: {error}") from error
+        return cls.decode(data)
+
+
+@cache
+def host_identity() -> str:
+    """What all processes of this running host have in common and no other host has: the kernel's boot id.
+
+    Where /proc does not have it, the host's name, marked as such.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return f"hostname:{socket.gethostname()}"
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_row = msgspec.msgpack.Decoder(_Row).decode
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+# --- checks --------------------------------------------------------------------------------------
+def _check_version(version: object) -> None:
+    if version != VERSION:
+        raise TicketError(
+            f"ticket version {version!r:.20} is not known here; this package reads 1..{VERSION}: "
+            "upgrade payload-transport, or have the writer's side use the same version"
+        )
+
+
+def _within(what: str, value: int, first: int, limit: int, *, secret: bool = False) -> None:
+    if type(value) is not int or not first <= value < limit:
+        shown = "what came" if secret else f"{value!r:.40}"
+        raise TicketError(f"{what}: expected an integer of {first}..{limit - 1}, {shown} is not")
+
+
+def _hexadecimal(what: str, value: str) -> None:
+    if not isinstance(value, str) or not _HEX_16_BYTES.fullmatch(value):
+        raise TicketError(f"{what}: expected 32 lower-case hexadecimal digits, got {value!r:.80}")
+
+
+def _words(what: str, values: tuple[str, ...]) -> None:
+    for value in values:
+        if not isinstance(value, str) or len(value) > 255 or not value.isprintable() or " " in value:
+            raise TicketError(f"{what} are printable words of at most 255 characters, {value!r:.80} is not")
+
+
+def _plain(metadata: Mapping[str, Any]) -> Metadata:
+    plain: Metadata = {}
+    for name, value in metadata.items():
+        plain[name] = (
+            [_scalar(name, item) for item in value] if isinstance(value, list | tuple) else _scalar(name, value)
+        )
+    try:
+        size = len(_encode(plain))
+    except (TypeError, ValueError, OverflowError) as error:  # an int above 64 bits, half a surrogate pair
+        raise TicketError(f"the metadata cannot be encoded: {error}") from error
+    if size > MAX_METADATA_BYTES or not all(isinstance(name, str) for name in plain):
+        raise TicketError(f"metadata takes names of type str and {MAX_METADATA_BYTES} bytes encoded; these are {size}")
+    return plain
+
+
+def _scalar(name: str, value: object) -> Scalar:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value  # type: ignore[return-value]  # narrowed by the exact type
+    raise TicketError(
+        f"metadata {name!r:.80}: expected None, bool, int, float, str or a list of them, got {type(value)}"
+    )
