@@ -1,0 +1,89 @@
+"""One episode of CartPole-v1 as a payload: its fields, and the loop that plays it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transport.demo.policy import OBSERVATION_SIZE, Policy
+from transport.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ENVIRONMENT = "CartPole-v1"
+MAXIMUM_LENGTH = 500
+"""Steps after which CartPole-v1 truncates an episode."""
+
+Episode = dict[str, NDArray[Any]]
+
+
+class FieldSpec(NamedTuple):
+    """One field of an episode. ``shape`` is the longest; where ``ragged``, its first dimension is the steps played."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    ragged: bool
+
+
+EPISODE_FIELDS = (
+    FieldSpec("observations", "float32", (MAXIMUM_LENGTH, OBSERVATION_SIZE), ragged=True),  # m, m/s, rad, rad/s
+    FieldSpec("actions", "int8", (MAXIMUM_LENGTH,), ragged=True),  # 0 pushes left, 1 pushes right
+    FieldSpec("rewards", "float32", (MAXIMUM_LENGTH,), ragged=True),
+    FieldSpec("log_probabilities", "float32", (MAXIMUM_LENGTH,), ragged=True),  # nats, under the policy that played
+    FieldSpec("policy_version", "int64", (), ragged=False),
+    FieldSpec("terminated", "bool", (), ragged=False),  # False: cut at the time limit, the pole still stood
+)
+
+
+class Environment(Protocol):
+    """What is used of a Gymnasium environment."""
+
+    def reset(self, *, seed: int | None = None) -> tuple[Any, Mapping[str, Any]]: ...
+
+    def step(self, action: Any, /) -> tuple[Any, Any, bool, bool, Mapping[str, Any]]: ...
+
+
+def make_environment() -> Environment:
+    """Return a CartPole-v1 with its time limit. Raises MissingDependencyError without Gymnasium."""
+    try:
+        import gymnasium
+    except ImportError as error:
+        raise MissingDependencyError("the demo plays Gymnasium's CartPole: pip install 'gymnasium>=1.0'") from error
+    # The checker looks at every step for mistakes of an environment's author; CartPole is not ours.
+    environment: Environment = gymnasium.make(ENVIRONMENT, disable_env_checker=True)
+    return environment
+
+
+def play_episode(environment: Environment, policy: Policy, rng: np.random.Generator) -> Episode:
+    """Play one episode of T <= MAXIMUM_LENGTH steps; the arrays are those of EPISODE_FIELDS, T long where ragged.
+
+    The episode follows from ``policy`` and the state of ``rng`` alone: the start is drawn from ``rng`` as well.
+    """
+    observations = np.empty((MAXIMUM_LENGTH, OBSERVATION_SIZE), np.float32)
+    actions = np.empty(MAXIMUM_LENGTH, np.int8)
+    rewards = np.empty(MAXIMUM_LENGTH, np.float32)
+    log_probabilities = np.empty(MAXIMUM_LENGTH, np.float32)
+    terminated = truncated = False
+    length = 0
+
+    observation, _ = environment.reset(seed=int(rng.integers(2**31)))
+    while not (terminated or truncated) and length < MAXIMUM_LENGTH:
+        action, log_probability = policy.act(observation, rng)
+        observations[length] = observation
+        actions[length] = action
+        log_probabilities[length] = log_probability
+        observation, rewards[length], terminated, truncated, _ = environment.step(action)
+        length += 1
+
+    return {
+        "observations": observations[:length],
+        "actions": actions[:length],
+        "rewards": rewards[:length],
+        "log_probabilities": log_probabilities[:length],
+        "policy_version": np.array(policy.version, np.int64),
+        "terminated": np.array(terminated, np.bool_),
+    }
