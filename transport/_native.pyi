@@ -4,8 +4,9 @@ Every call is thread-safe. Calls that may take long (take with a timeout, copies
 64 KiB and more, wait) release the GIL. Python signals interrupt waits (KeyboardInterrupt arrives).
 """
 
-from typing_extensions import Buffer
 from typing import final
+
+from typing_extensions import Buffer
 
 LAYOUT_VERSION: int
 MAX_READERS: int  # 16, ranks per payload
@@ -112,7 +113,7 @@ class Ring:
     def try_take(self) -> tuple[int, int] | None:
         """FREE → WRITING. (slot, generation)"""
     def take(self, timeout_s: float) -> tuple[int, int] | None:
-        """try_take, waiting on the futex while full; None after timeout_s. Reclaims dead owners' slots while waiting."""
+        """try_take, waiting on the futex while full (and reclaiming dead owners' slots); None after timeout_s."""
     def try_overwrite(self) -> tuple[int, int] | None:
         """oldest READY that no rank has consumed and nobody pins → WRITING, generation+1."""
     def publish(

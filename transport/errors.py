@@ -5,6 +5,7 @@
     ├── RefusedError        the other side said no, and would say it again
     ├── LinkError           the path broke; another port or another try may work (retryable)
     ├── RingError           the ring cannot do it now, or is not the ring one thinks
+    ├── QueueError          the ticket queue cannot do it now, or is not the queue one thinks
     └── InternalError       our own defect; please report it
 
 ``retryable`` says whether the same call may succeed when made again. ``status`` is the code of
@@ -197,6 +198,27 @@ class SharedMemoryError(RingError):
 
 class InvalidTransition(RingError):
     """A slot was asked for a transition that its state does not have; carries what the slot was."""
+
+
+# --- the ticket queue --------------------------------------------------------------------------
+class QueueError(TransportError):
+    """The ticket queue failed; the message has what its store said."""
+
+
+class QueueFullError(QueueError):
+    """The queue's store has no room: its disk, its quota or its bound is full. Nothing of the call was stored."""
+
+    retryable = True
+
+
+class QueueBusyError(QueueError):
+    """Another process held the queue's store longer than the time limit."""
+
+    retryable = True
+
+
+class QueueUnsuitableError(QueueError, UsageError):
+    """The place cannot hold this queue: a network file system, another program's file, an unknown version."""
 
 
 # --- our own defects ---------------------------------------------------------------------------

@@ -30,8 +30,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     backoff_most_s: float = 1.0
 
     port_quarantine_s: float = _PORT_QUARANTINE_SEC
+    port_quarantine_most_s: float = 8 * _PORT_QUARANTINE_SEC
     pool_endpoint_max_age_s: float = _POOL_ENDPOINT_MAX_AGE_S
     pool_endpoints_per_port: int = 8
+    pool_endpoints_idle: int = 256
     connections_per_listener: int = 1024
     listener_idle_eviction_s: float = 120.0
 
@@ -43,6 +45,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     claim_lease_s: float = 60.0
     claim_renew_s: float = 20.0
+
+    consumed_rings: int = 4096
 
     inline_limit: int = 8192
     records_per_message: int = 63
@@ -66,6 +70,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             (
                 self.pool_endpoint_max_age_s < self.listener_idle_eviction_s,
                 "pool_endpoint_max_age_s < listener_idle_eviction_s",
+            ),
+            (
+                self.port_quarantine_s <= self.port_quarantine_most_s < self.linger_s,
+                "port_quarantine_s <= port_quarantine_most_s < linger_s",
+            ),
+            (
+                self.pool_endpoints_per_port <= self.pool_endpoints_idle,
+                "pool_endpoints_per_port <= pool_endpoints_idle",
             ),
             (self.ack_delay_s * 100 <= self.ack_timeout_s, "ack_delay_s * 100 <= ack_timeout_s"),
             (self.claim_renew_s * 2 < self.claim_lease_s, "claim_renew_s * 2 < claim_lease_s"),

@@ -1,0 +1,77 @@
+"""Payload transport for reinforcement-learning post-training: from rollout memory to trainer memory, over UCX.
+
+    ring = SharedRingBuffer.create(schema)            # rollout worker
+    with UCXXServer(ring):
+        ticket = ring.write({"obs": obs, "reward": reward})
+
+    async with UCXXClient(schemas=[schema]) as client:  # trainer
+        payload = await client.read(ticket)
+
+Nothing below imports ucxx before an endpoint is needed, so that schemas, tickets, rings and same-host reads work
+without it. docs/DESIGN.md has the order in which to read the files.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transport.blocking import BlockingClient
+    from transport.client import ReadOutcome, UCXXClient
+    from transport.errors import StaleSlotError, TransportError
+    from transport.packer import UCXXDataPackerMixin
+    from transport.received import ReceivedPayload
+    from transport.ring import SharedRingBuffer, SlotState
+    from transport.rollout import UCXXRolloutMixin
+    from transport.schema import Schema, TensorSpec, UpTo
+    from transport.server import UCXXServer
+    from transport.settings import Settings
+    from transport.ticket import Ticket
+
+_HOMES = {
+    "BlockingClient": "blocking",
+    "ReadOutcome": "client",
+    "ReceivedPayload": "received",
+    "Schema": "schema",
+    "Settings": "settings",
+    "SharedRingBuffer": "ring",
+    "SlotState": "ring",
+    "StaleSlotError": "errors",
+    "TensorSpec": "schema",
+    "Ticket": "ticket",
+    "TransportError": "errors",
+    "UCXXClient": "client",
+    "UCXXDataPackerMixin": "packer",
+    "UCXXRolloutMixin": "rollout",
+    "UCXXServer": "server",
+    "UpTo": "schema",
+}
+
+__all__ = [  # noqa: RUF022  # in the order in which a user meets them
+    "Schema",
+    "TensorSpec",
+    "UpTo",
+    "SharedRingBuffer",
+    "SlotState",
+    "Ticket",
+    "UCXXServer",
+    "UCXXClient",
+    "BlockingClient",
+    "ReadOutcome",
+    "ReceivedPayload",
+    "UCXXRolloutMixin",
+    "UCXXDataPackerMixin",
+    "Settings",
+    "TransportError",
+    "StaleSlotError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a listener process must not pay for the packer, nor a schema for uvloop."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'transport' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"transport.{home}"), name)

@@ -1,0 +1,45 @@
+"""Which addresses of this host to put into tickets: an RDMA interface first, then the way out, then loopback."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from pathlib import Path
+
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915
+
+
+def interface_address(interface: str) -> str | None:
+    """IPv4 address of a network interface, or None."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def rdma_interfaces(root: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """Network interfaces that belong to InfiniBand or RoCE devices."""
+    return sorted({path.name for path in root.glob("*/device/net/*")})
+
+
+def default_route_interface(table: Path = Path("/proc/net/route")) -> str | None:
+    """Interface of the IPv4 default route, or None."""
+    try:
+        rows = table.read_text().splitlines()[1:]
+    except OSError:
+        return None
+    return next((fields[0] for fields in map(str.split, rows) if len(fields) > 1 and fields[1] == "00000000"), None)
+
+
+def advertised() -> tuple[str, ...]:
+    """Addresses to advertise, best first; loopback only where there is nothing else."""
+    interfaces = rdma_interfaces()
+    if route := default_route_interface():
+        interfaces.append(route)
+    found = [address for interface in interfaces if (address := interface_address(interface))]
+    return tuple(dict.fromkeys(found)) or (LOOPBACK,)

@@ -1,0 +1,103 @@
+"""BlockingClient: UCXXClient for code without an event loop. Its loop runs in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, TypeVar
+
+from transport.background import LoopThread
+from transport.client import ClientStatistics, ReadOutcome, UCXXClient
+from transport.received import ReceivedPayload
+from transport.ticket import Ticket
+from transport.wire import SlotFate
+
+
+class BlockingClient:
+    """The same arguments and errors as `UCXXClient`; every call waits. Any thread may call, calls run concurrently."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self._thread = LoopThread("transport blocking client")
+        try:
+            self._client = self._thread.run(_make(arguments))
+        except BaseException:
+            self._thread.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<BlockingClient {self._client!r}>"
+
+    def read(self, ticket: Ticket, out: Any = None, rank: int = 0, timeout: float | None = None) -> ReceivedPayload:
+        """See `UCXXClient.read`."""
+        return self._thread.run(self._client.read(ticket, out, rank, timeout))
+
+    def read_many(
+        self, tickets: Iterable[Ticket], *, rank: int = 0, timeout: float | None = None
+    ) -> Iterator[ReadOutcome]:
+        """See `UCXXClient.read_many`; yields as payloads complete."""
+        outcomes = self._client.read_many(tickets, rank=rank, timeout=timeout)
+        try:
+            while True:
+                try:
+                    yield self._thread.run(_next(outcomes))
+                except _Finished:
+                    return
+        finally:
+            if not self._thread.closed:
+                self._thread.run(_finish(outcomes))
+
+    def ack(self, ticket: Ticket, rank: int = 0) -> bool:
+        """See `UCXXClient.ack`."""
+        return self._thread.run(_call(self._client.ack, ticket, rank))
+
+    def discard(self, ticket: Ticket) -> bool:
+        """See `UCXXClient.discard`."""
+        return self._thread.run(self._client.discard(ticket))
+
+    def state(self, ticket: Ticket, rank: int = 0) -> SlotFate:
+        """See `UCXXClient.state`."""
+        return self._thread.run(self._client.state(ticket, rank))
+
+    def statistics(self) -> ClientStatistics:
+        """See `UCXXClient.statistics`."""
+        return self._thread.run(_call(self._client.statistics))
+
+    def close(self) -> None:
+        """Close the client and end its thread. Idempotent."""
+        if not self._thread.closed:
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._thread.close)
+                self._thread.run(self._client.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+T = TypeVar("T")
+
+
+class _Finished(Exception):
+    """StopAsyncIteration cannot cross a future."""
+
+
+async def _make(arguments: dict[str, Any]) -> UCXXClient:
+    return UCXXClient(**arguments)
+
+
+async def _call(function: Callable[..., T], *arguments: Any) -> T:
+    return function(*arguments)
+
+
+async def _next(outcomes: Any) -> ReadOutcome:
+    try:
+        outcome: ReadOutcome = await anext(outcomes)
+    except StopAsyncIteration:
+        raise _Finished from None
+    return outcome
+
+
+async def _finish(outcomes: Any) -> None:
+    await outcomes.aclose()

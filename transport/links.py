@@ -1,0 +1,293 @@
+"""All connections of a client: ports by health, links by pool, acknowledgements by ledger.
+
+Pool, quarantine and ledger say what to do; this file does it: opens, closes, sends, waits. It belongs to the client's
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Hashable, Iterable
+
+import msgspec
+
+from transport.acks import Ack, AckLedger
+from transport.addresses import LOOPBACK
+from transport.errors import (
+    ClosedError,
+    LinkError,
+    TransportError,
+    UnreachableError,
+    WireNotAllowedError,
+    WrongRingError,
+)
+from transport.link import Link, Want, new_tag_base
+from transport.pool import EndpointPool, PoolCounts, PortKey
+from transport.quarantine import PortQuarantine
+from transport.settings import Settings
+from transport.ticket import Ticket, host_identity
+from transport.ucx import Wire, Worker, settings_for
+from transport.wire import Answer, Kind, Record
+
+log = logging.getLogger(__name__)
+
+_BYE_TIMEOUT_S = 1.0
+_LONGEST_SLEEP_S = 30.0
+
+
+class _Route(msgspec.Struct):
+    """How a ring was last reached, for acknowledgements that go out later."""
+
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+    wrong: set[PortKey] = msgspec.field(default_factory=set)  # those that serve another ring now
+
+
+class Links:
+    """Opens, lends, takes back and closes the links of one client.
+
+    Args:
+        wires: the wires a link may use; None: any.
+        secret: shared secret to prove to listeners.
+    """
+
+    def __init__(self, settings: Settings, wires: frozenset[Wire] | None, secret: bytes | None) -> None:
+        self._settings = settings
+        self._wires = wires
+        self._secret = secret
+        self._worker: Worker | None = None
+        self._pool: EndpointPool[Link] = EndpointPool(settings)
+        self._changed = asyncio.Event()  # replaced at each change: a link came back, or a place became free
+        self._tag_bases: dict[Link, int] = {}
+        self._opening_bases: set[int] = set()
+        self._routes: dict[str, _Route] = {}
+        self._rotation = random.randrange(1 << 16)
+        self._wake = asyncio.Event()
+        self._closed = False
+        self.opened = 0
+        self.quarantine = PortQuarantine(settings)
+        self.ledger = AckLedger(settings)
+        self._tender = asyncio.get_running_loop().create_task(self._tend(), name="transport client")
+
+    def __repr__(self) -> str:
+        return f"<Links {self._pool!r} {self.ledger!r} {self.quarantine!r}>"
+
+    def counts(self) -> PoolCounts:
+        """Idle, lent and opening links."""
+        return self._pool.counts()
+
+    def ports(self, ticket: Ticket) -> list[PortKey]:
+        """(address, port) of every listener that may serve the ticket's ring, best address first."""
+        hosts = tuple(
+            dict.fromkeys((LOOPBACK, *ticket.addresses) if ticket.host == host_identity() else ticket.addresses)
+        )
+        route = self._routes.get(ticket.ring)
+        # what a listener said last is fresher than the ticket
+        numbers = tuple(dict.fromkeys((*(route.ports if route else ()), *ticket.ports)))
+        if not hosts or not numbers:
+            raise UnreachableError(f"ticket {ticket.name} names no address and port; is its ring being served?")
+        if route is None or (route.hosts, route.ports) != (hosts, numbers):
+            self._routes[ticket.ring] = _Route(hosts, numbers)
+        return [(host, number) for host in hosts for number in numbers]
+
+    def next_port(self, ports: list[PortKey], wrong_ring: set[PortKey]) -> PortKey:
+        """The healthiest port; the next one each time, so that load is spread. Addresses are tried in their order."""
+        now = time.monotonic()
+        best_host = ports[0][0]
+        candidates = [port for port in ports if port not in wrong_ring] or ports
+        preferred = [port for port in candidates if port[0] == best_host]
+        healthy = [port for port in preferred if not self.quarantine.is_quarantined(port, now)]
+        self._rotation += 1
+        order = self.quarantine.order(healthy or candidates, now, self._rotation)
+        return order[0]
+
+    def note_failure(self, port: PortKey, error: TransportError, wrong_ring: set[PortKey]) -> None:
+        now = time.monotonic()
+        if isinstance(error, WrongRingError):
+            wrong_ring.add(port)
+        elif isinstance(error, LinkError):
+            log.info("port %s:%d is quarantined: %s", *port, error)
+            self.quarantine.failed(port, now)
+            self._break_off_all(self._pool.drain_port(port))
+        else:
+            self.quarantine.succeeded(port)  # a refusal is an answer
+
+    async def request(self, link: Link, wants: list[Want]) -> list[TransportError | Answer]:
+        """Send wants with the acknowledgements that are waiting for this ring; confirm those sent before."""
+        acks = self.ledger.take(link.ring, self._settings.records_per_message - len(wants), link.port)
+        # Invariant: between take and sent there is no await, so no acknowledgement rides twice.
+        reading = link.read(wants, [_record(ack) for ack in acks])
+        self.ledger.sent(link, link.next_number, acks)
+        number, results = await reading
+        self.ledger.answered(link, number)
+        return results
+
+    # --- links --------------------------------------------------------------------------------------
+    async def checkout(self, port: PortKey, ring: str) -> Link:
+        """An idle link, a new one, or, where the port has as many as it may, the next one that comes back."""
+        while True:
+            if self._closed:
+                raise ClosedError("this client is closed")
+            self._break_off_all(self._pool.expired(time.monotonic()))
+            link = self._pool.checkout(port, time.monotonic())
+            if link is not None:
+                if link.usable and link.ring == ring:
+                    return link
+                self.break_off(link)
+                continue
+            if self._pool.may_open(port):
+                return await self._open(port, ring)
+            await self._changed.wait()
+
+    async def _open(self, port: PortKey, ring: str) -> Link:
+        if self._worker is None:
+            self._worker = Worker(settings_for(self._wires))
+        self.quarantine.begin(port, time.monotonic())
+        self._pool.begin_open(port)
+        base = new_tag_base(self._opening_bases | set(self._tag_bases.values()))
+        self._opening_bases.add(base)
+        try:
+            link = await Link.open(
+                self._worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
+            )
+        except BaseException:
+            self._pool.open_failed(port)
+            self._notify()
+            raise
+        finally:
+            self._opening_bases.discard(base)
+        self._pool.opened(port, link)
+        self._tag_bases[link] = base
+        self.opened += 1
+        if self._wires is not None and link.wire not in self._wires:
+            chosen = ", ".join("/".join(each) for each in link.transports())
+            self.break_off(link)
+            raise WireNotAllowedError(
+                f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires or ())}"
+            )
+        if ring in self._routes and link.ports and link.ports != self._routes[ring].ports:
+            self._routes[ring] = _Route(self._routes[ring].hosts, link.ports)
+        return link
+
+    def checkin(self, link: Link) -> None:
+        if link.usable:
+            self._break_off_all(self._pool.checkin(link, time.monotonic()))
+            self._notify()
+        else:
+            self.break_off(link)
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def break_off(self, link: Link) -> None:
+        """Abort a link; what it carried unconfirmed is acknowledged again through another one."""
+        link.abort()
+        self._pool.drop(link)
+        self._tag_bases.pop(link, None)
+        self.ledger.lost(link, time.monotonic())
+        self._wake.set()
+        self._notify()
+
+    def _break_off_all(self, links: Iterable[Link]) -> None:
+        for link in links:
+            self.break_off(link)
+
+    # --- acknowledgements and ageing ----------------------------------------------------------------------
+    async def _tend(self) -> None:
+        """Send acknowledgements that found no request to ride with; close links before the listener does."""
+        while True:
+            now = time.monotonic()
+            due = self.ledger.next_due()
+            expiry = self._pool.next_expiry()
+            waits = [moment - now for moment in (due, expiry) if moment is not None]
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(waits, default=_LONGEST_SLEEP_S)):
+                    await self._wake.wait()
+            if (due := self.ledger.next_due()) is not None and due > time.monotonic():
+                await asyncio.sleep(due - time.monotonic())
+            for ring in self.ledger.due(time.monotonic()):
+                await self._flush(ring)
+            for link in self._pool.expired(time.monotonic()):
+                await self._farewell(link)
+
+    async def _flush(self, ring: str) -> None:
+        """Send what is pending for a ring, now; failures leave it pending, with a longer pause."""
+        route = self._routes.get(ring)
+        if route is None:
+            self.ledger.forget_ring(ring)
+            return
+        for via in self.ledger.vias(ring):
+            await self._flush_to(ring, route, via)
+
+    async def _flush_to(self, ring: str, route: _Route, via: Hashable | None) -> None:
+        ports = [(host, port) for host in route.hosts for port in route.ports]
+        port = via if via in ports else self.next_port(ports, route.wrong)
+        if via is not None and port != via:
+            self.ledger.reroute(ring, via)
+        try:
+            async with asyncio.timeout(self._settings.read_timeout(0)):
+                link = await self.checkout(port, ring)
+        except WrongRingError:
+            route.wrong.add(port)
+            self.ledger.reroute(ring, port)
+            if route.wrong >= set(ports):
+                self.ledger.forget_ring(ring)  # the ring is gone, its slots with it
+            self.ledger.unreachable(ring, time.monotonic())
+            return
+        except (TransportError, TimeoutError) as error:
+            log.debug("acknowledgements for ring %s wait: %s", ring[:8], error)
+            if isinstance(error, LinkError):
+                self.quarantine.failed(port, time.monotonic())
+            self.ledger.reroute(ring, port)
+            self.ledger.unreachable(ring, time.monotonic())
+            return
+        try:
+            while acks := self.ledger.take(ring, self._settings.records_per_message, port):
+                self.ledger.sent(link, link.tell([_record(ack) for ack in acks]), acks)
+        except TransportError:
+            self.break_off(link)
+            return
+        self.checkin(link)
+
+    async def _farewell(self, link: Link) -> None:
+        """Part in good order: the last acknowledgements, BYE, its answer, close."""
+        try:
+            acks = self.ledger.take(link.ring, self._settings.records_per_message - 1, link.port)
+            async with asyncio.timeout(_BYE_TIMEOUT_S):
+                asking = link.ask(Record(Kind.BYE), [_record(ack) for ack in acks])
+                self.ledger.sent(link, link.next_number, acks)
+                number, _ = await asking
+            self.ledger.answered(link, number)
+        except (TransportError, TimeoutError) as error:
+            log.debug("%r did not answer the farewell: %s", link, error)
+        finally:
+            self.break_off(link)
+
+    def acknowledge(self, ack: Ack, via: PortKey | None) -> None:
+        """Have ``ack`` sent: with the next request through port ``via``, or alone after ``ack_delay_s``."""
+        self.ledger.add(ack, time.monotonic(), via)
+        self._wake.set()
+
+    async def close(self) -> None:
+        """Send the last acknowledgements, part from every listener, stop UCX. Users of lent links get ClosedError."""
+        if self._closed:
+            return
+        self._tender.cancel()
+        await asyncio.gather(self._tender, return_exceptions=True)
+        for ring in self.ledger.pending_rings():
+            await self._flush(ring)
+        self._closed = True
+        self._notify()
+        await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _record(ack: Ack) -> Record:
+    return Record(Kind.ACK, ack.slot, ack.generation, ack.rank, ack.key)

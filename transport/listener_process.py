@@ -1,0 +1,101 @@
+"""A listener as a process of its own: ``python -m transport.listener_process``, started by the supervisor.
+
+Its configuration comes as JSON on standard input (a secret must not stand on a command line); it reports once, one
+JSON line on standard output: its port, or why it could not start. SIGTERM drains within a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import time
+
+import msgspec
+import uvloop
+
+from transport.errors import TransportError
+from transport.lifetime import Lifetime, Phase
+from transport.listener import Listener, serve_until
+from transport.ring import SharedRingBuffer
+from transport.settings import Settings
+from transport.supervisor_lock import supervised
+from transport.ucx import Wire
+
+log = logging.getLogger(__name__)
+
+DRAIN_S = 5.0  # longest wait for acknowledgements after SIGTERM
+
+
+class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a listener process is told."""
+
+    segment: str
+    port: int
+    settings: Settings
+    secret: bytes | None = None
+    wires: frozenset[Wire] | None = None
+    log_level: str = "WARNING"
+
+
+class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a listener process answers, once."""
+
+    port: int = 0
+    error: str = ""
+    message: str = ""
+
+
+def _report(report: ListenerReport) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+async def _stop_when_orphaned(ring: SharedRingBuffer, settings: Settings, stop: asyncio.Event) -> None:
+    """Without writer and supervisor nobody else ends this process or removes the segment."""
+    lifetime = Lifetime(settings.linger_s)
+    while True:
+        alive = ring.native.keeper_alive or supervised(ring.name)
+        _, _, ready, reading = ring.native.state_counts()
+        if lifetime.tick(time.monotonic(), writer_alive=alive, unread=ready + reading) is Phase.STOP:
+            stop.set()
+            return
+        await asyncio.sleep(settings.heartbeat_s)
+
+
+async def _serve(config: ListenerConfig) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        ring = SharedRingBuffer.attach(config.segment, role="listener")
+    except TransportError as error:
+        _report(ListenerReport(error=type(error).__name__, message=str(error)))
+        return 1
+    with ring:
+        listener = Listener(ring, settings=config.settings, secret=config.secret, wires=config.wires)
+        try:
+            port = listener.start(config.port)
+        except TransportError as error:
+            _report(ListenerReport(error=type(error).__name__, message=str(error)))
+            return 1
+        ring.native.set_own_port(port)
+        orphaned = loop.create_task(_stop_when_orphaned(ring, config.settings, stop))
+        try:
+            await serve_until(listener, stop, DRAIN_S, lambda port: _report(ListenerReport(port=port)))
+        finally:
+            orphaned.cancel()
+    return 0
+
+
+def main() -> int:
+    """Entry point. Exit status 0 after an orderly stop, 1 when it could not start."""
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
+    logging.basicConfig(level=config.log_level, format="%(asctime)s listener %(process)d %(levelname)s %(message)s")
+    return uvloop.run(_serve(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

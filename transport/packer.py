@@ -1,0 +1,456 @@
+"""UCXXDataPackerMixin: gives a trainer's data packer payloads by ticket, prefetched, each trained on once.
+
+Three layers of retry, one deadline through all of them:
+
+    layer 3  `_ucxx_dp_fetch_all`   rounds over the batch, only what failed retryably     rounds_per_batch
+    layer 2    `_read_one`            fresh calls for one ticket                            calls_per_ticket
+    layer 1      `UCXXClient.read`      rotation over the ring's ports                        attempts_per_read
+
+Consumption (with a queue): a payload is consumed when `queue.ack` returned True for its claim; only then is its slot
+acknowledged and only then may it be trained on. What a dying trainer had claimed is claimed again by another.
+
+The mixin owns one background loop, from `setup_ucxx_packer` to `cleanup_ucxx_packer`. Its public methods block, and
+belong to the trainer's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from transport.background import LoopThread
+from transport.client import ClientStatistics, UCXXClient, WirePolicy
+from transport.duplicates import ConsumedRecord
+from transport.errors import ClosedError, StaleSlotError, TransportError, UsageError
+from transport.prefetch import FetchedBatch, FetchedItem, Prefetch
+from transport.progress import Progress, silent
+from transport.queue.base import Claim, TicketQueue
+from transport.received import AckMode, ReceivedPayload
+from transport.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
+from transport.schema import Schema
+from transport.settings import _MAX_FETCH_ROUNDS, DEFAULTS, Settings
+from transport.ticket import Ticket
+
+__all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics", "UCXXDataPackerMixin"]
+
+log = logging.getLogger(__name__)
+
+TicketLike = Ticket | Claim | bytes | str
+
+
+class PackerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since `setup_ucxx_packer`."""
+
+    batches: int
+    consumed: int
+    duplicates: int  # came a second time and were dropped
+    failed: int  # tickets whose payload could not be had
+    stale: int  # of those, because it was gone
+    returned: int  # claims given back to the queue
+    lost_claims: int  # another trainer had the claim by the time of the ack; not trained on
+    client: ClientStatistics
+
+
+class _Packer:
+    """What a mixin holds between setup and cleanup."""
+
+    def __init__(self, client: UCXXClient, thread: LoopThread, settings: Settings) -> None:
+        self.client = client
+        self.thread = thread
+        self.settings = settings
+        self.queue: TicketQueue | None = None
+        self.rank = 0
+        self.consumer = ""
+        self.ack: AckMode = "on_consumed"
+        self.record = ConsumedRecord(settings)
+        self.progress: Progress = silent
+        self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch()
+        self.fetching: Future[FetchedBatch] | None = None
+        self.collected: dict[tuple[str, int, int], ReceivedPayload] = {}
+        self.claims: dict[str, Claim] = {}  # in hand, by token; their leases are renewed
+        self.renewer: Future[None] | None = None
+        self.counts = dict.fromkeys(
+            ("batches", "consumed", "duplicates", "failed", "stale", "returned", "lost_claims"), 0
+        )
+
+
+class UCXXDataPackerMixin:
+    """Mix into a data packer, before its base class. `get_policy_input` then also takes tickets."""
+
+    _ucxx: _Packer | None = None
+
+    # --- life ---------------------------------------------------------------------------------------
+    def setup_ucxx_packer(
+        self,
+        *,
+        schemas: Sequence[Schema] = (),
+        queue: TicketQueue | None = None,
+        rank: int = 0,
+        consumer: str | None = None,
+        ack: AckMode = "on_consumed",
+        wire: WirePolicy = "auto",
+        secret: bytes | None = None,
+        settings: Settings = DEFAULTS,
+        consumed: ConsumedRecord | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        """Start the background loop and the client. Called again, it cleans up first.
+
+        Args:
+            schemas: of rings whose tickets do not describe their payloads.
+            queue: where claims come from; None: tickets come another way, and `consume` acknowledges slots only.
+            rank: which of each payload's readers this trainer is.
+            consumer: name in the queue's reports; default host and process id.
+            ack: "on_consumed" (see above); "on_arrival" acknowledges on verified arrival, so what a dying trainer had
+                in memory is lost, and reported by the queue.
+            consumed: record from a checkpoint, so that a restarted trainer drops what it had trained on.
+            progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched.
+        """
+        self.cleanup_ucxx_packer()
+        thread = LoopThread("transport data packer")
+        try:
+            client = thread.run(_make_client(schemas, wire, ack, secret, settings))
+        except BaseException:
+            thread.close()
+            raise
+        packer = _Packer(client, thread, settings)
+        packer.queue = queue
+        packer.rank = rank
+        packer.consumer = consumer or f"{socket.gethostname()}:{os.getpid()}"
+        packer.ack = ack
+        packer.record = consumed if consumed is not None else packer.record
+        packer.progress = progress or silent
+        self._ucxx = packer
+        if queue is not None:
+            packer.renewer = thread.submit(_renew(packer))
+
+    def cleanup_ucxx_packer(self) -> None:
+        """Stop fetching, give claims back to the queue, close client and loop. Any state; idempotent."""
+        packer, self._ucxx = self._ucxx, None
+        if packer is None:
+            return
+        with contextlib.ExitStack() as stack:  # every step runs, whatever the others do
+            stack.callback(packer.thread.close)
+            stack.callback(lambda: packer.thread.run(packer.client.close()))
+            stack.callback(lambda: _give_back(packer, list(packer.claims.values()), "the trainer stopped"))
+            if packer.renewer is not None:
+                stack.callback(packer.renewer.cancel)
+            stack.callback(packer.collected.clear)
+            stack.callback(lambda: _cancel(packer))
+            packer.prefetch.close()
+
+    @property
+    def _packer(self) -> _Packer:
+        if self._ucxx is None:
+            raise ClosedError("call setup_ucxx_packer() first")
+        return self._ucxx
+
+    # --- claiming and consuming -------------------------------------------------------------------------
+    def claim_tickets(self, n: int, timeout_s: float = 0.0) -> list[Claim]:
+        """Up to ``n`` claims for this rank, renewed until consumed or failed; waits ``timeout_s`` for the first."""
+        packer = self._packer
+        if packer.queue is None:
+            raise UsageError("claim_tickets() needs setup_ucxx_packer(queue=...)")
+        claims = packer.queue.claim(n, timeout_s, rank=packer.rank, consumer=packer.consumer)
+        packer.claims.update((claim.token, claim) for claim in claims)
+        return claims
+
+    def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
+        """Acknowledge a batch, first to the queue, then to the rings; returns what may be trained on, each once.
+
+        Left out are payloads that failed, duplicates, and those whose claim another trainer has by now.
+        """
+        packer = self._packer
+        if batch.consumed:
+            raise UsageError("this batch has been consumed")
+        batch.consumed = True
+        owned = _settle_claims(packer, [item for item in batch.items if item.payload is not None])
+        trainable = []
+        for item in owned:
+            if item.payload is None:
+                continue
+            ring, slot, generation = item.ticket.identity
+            if packer.record.accept(ring, slot, generation, packer.rank):
+                trainable.append(item.payload)
+            else:
+                packer.counts["duplicates"] += 1
+            item.payload.ack()
+        packer.counts["consumed"] += len(trainable)
+        for item in batch.items:
+            packer.collected.pop(item.ticket.identity, None)
+        return trainable
+
+    # --- prefetch -----------------------------------------------------------------------------------
+    def start_prefetch(self, items: Sequence[TicketLike]) -> None:
+        """Fetch a batch in the background. Raises UsageError when the one before has not been collected."""
+        packer = self._packer
+        self._start(packer, packer.prefetch.start(items))
+
+    def defer_prefetch(self, items: Sequence[TicketLike]) -> None:
+        """Fetch a batch in the background once the one before it has been collected; at once if there is none."""
+        packer = self._packer
+        batch = packer.prefetch.defer(items)
+        if batch is not None:
+            self._start(packer, batch)
+
+    def _start(self, packer: _Packer, items: Sequence[TicketLike]) -> None:
+        deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
+        packer.fetching = packer.thread.submit(self._ucxx_dp_fetch_all(items, deadline))
+
+    def wait_prefetch(self, timeout: float | None = None) -> bool:
+        """Wait until the batch is there; False when ``timeout`` seconds were not enough, or nothing is fetched."""
+        packer = self._packer
+        if packer.fetching is None:
+            return False
+        try:
+            packer.fetching.result(timeout)
+        except TimeoutError:
+            if not packer.fetching.done():
+                return False
+        packer.prefetch.finished()
+        return True
+
+    def collect_prefetch(self, timeout: float | None = None) -> FetchedBatch | None:
+        """The prefetched batch, failures included, waiting for it if need be; then the deferred batch is started.
+
+        None on a cold start, when nothing was started. Raises TimeoutError after ``timeout``; the fetch goes on.
+        """
+        packer = self._packer
+        if packer.fetching is None:
+            return None
+        try:
+            batch = packer.fetching.result(timeout)
+        finally:
+            if packer.fetching.done():
+                packer.fetching = None
+                following = packer.prefetch.collected()
+                if following is not None:
+                    self._start(packer, following)
+        packer.counts["batches"] += 1
+        packer.collected.update((payload.ticket.identity, payload) for payload in batch.payloads)
+        return batch
+
+    def cancel_prefetch(self) -> None:
+        """Stop fetching; the claims of the batch, and of a deferred one, go back to the queue."""
+        _cancel(self._packer)
+
+    # --- the interface of the trainer ---------------------------------------------------------------------
+    def get_policy_input(self, item: Any, *arguments: Any, **named: Any) -> Any:
+        """What the policy trains on. A ticket (or claim) is resolved; anything else goes to the base class.
+
+        A ticket of a collected batch costs nothing; one that was not prefetched is fetched now.
+        """
+        if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
+            return super().get_policy_input(item, *arguments, **named)  # type: ignore[misc]  # the packer mixed with
+        ticket, _ = _resolve(item)
+        packer = self._packer
+        payload = packer.collected.get(ticket.identity)
+        if payload is None:
+            deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
+            payload = packer.thread.run(self._read_one(ticket, deadline))
+        return self.payload_to_policy_input(payload, *arguments, **named)
+
+    def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
+        """Override to shape a payload for the policy; by default its arrays by name."""
+        return dict(payload)
+
+    # --- layers 2 and 3 -----------------------------------------------------------------------------------
+    async def _read_one(self, ticket: Ticket, deadline: Deadline, calls: int | None = None) -> ReceivedPayload:
+        """Layer 2: fresh calls for one ticket. Final errors (StaleSlotError above all) are not tried again."""
+        packer = self._packer
+        limit = packer.settings.calls_per_ticket if calls is None else calls
+        plan = Retry(limit, deadline, packer.settings, random.random)
+        while True:
+            match plan.step(time.monotonic()):
+                case Wait(seconds):
+                    await asyncio.sleep(seconds)
+                case GiveUp(error):
+                    raise error
+                case Try():
+                    now = time.monotonic()
+                    try:
+                        return await packer.client.read(ticket, rank=packer.rank, timeout=deadline.remaining(now))
+                    except TransportError as error:
+                        plan.failed(error, time.monotonic())
+
+    async def _ucxx_dp_fetch_all(self, items: Sequence[TicketLike], deadline: Deadline) -> FetchedBatch:
+        """Layer 3: rounds over the batch; each round only what failed retryably in the one before."""
+        packer = self._packer
+        started = time.monotonic()
+        fetched = [_item(packer, each) for each in items]
+        todo = [item for item in fetched if not item.duplicate]
+        batch = FetchedBatch(fetched)
+        try:
+            while todo and batch.rounds < packer.settings.rounds_per_batch:
+                if batch.rounds:
+                    pause = backoff(batch.rounds, packer.settings, random.random)
+                    if deadline.passed(time.monotonic() + pause):
+                        break
+                    await asyncio.sleep(pause)
+                batch.rounds += 1
+                await self._round(packer, todo, batch, deadline)
+                todo = [item for item in todo if item.payload is None and item.error and item.error.retryable]
+        except BaseException:
+            batch.release()
+            raise
+        batch.seconds = time.monotonic() - started
+        await asyncio.to_thread(_report_outcome, packer, batch)
+        return batch
+
+    async def _round(self, packer: _Packer, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline) -> None:
+        """One call for every ticket, small ones sharing messages; then the other calls for those that failed."""
+        by_identity: dict[tuple[str, int, int], list[FetchedItem]] = {}
+        for item in todo:
+            by_identity.setdefault(item.ticket.identity, []).append(item)
+        tickets = [items[0].ticket for items in by_identity.values()]
+        timeout = deadline.at - time.monotonic()
+        outcomes = packer.client.read_many(tickets, rank=packer.rank, timeout=max(timeout, 0.0))
+        again: list[FetchedItem] = []
+        async with contextlib.aclosing(outcomes):
+            async for outcome in outcomes:
+                for item in by_identity[outcome.ticket.identity]:
+                    item.payload, item.error = outcome.payload, outcome.error
+                    if outcome.error is not None and outcome.error.retryable:
+                        again.append(item)
+                packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
+        calls = packer.settings.calls_per_ticket - 1
+        if calls < 1:
+            return
+        for item in again:
+            try:
+                item.payload = await self._read_one(item.ticket, deadline, calls)
+                item.error = None
+            except TransportError as error:
+                item.error = error
+            packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
+
+    def ucxx_statistics(self) -> PackerStatistics:
+        """Counters at this moment."""
+        packer = self._packer
+        client = packer.thread.run(_statistics(packer.client))
+        return PackerStatistics(**packer.counts, client=client)
+
+    def consumed_record(self) -> ConsumedRecord:
+        """What was trained on; its `to_bytes()` in the trainer's checkpoint gives exactly-once across a restart."""
+        return self._packer.record
+
+
+# --- parts -----------------------------------------------------------------------------------------------
+async def _make_client(
+    schemas: Sequence[Schema], wire: WirePolicy, ack: AckMode, secret: bytes | None, settings: Settings
+) -> UCXXClient:
+    return UCXXClient(schemas=schemas, wire=wire, ack=ack, secret=secret, settings=settings)
+
+
+async def _statistics(client: UCXXClient) -> ClientStatistics:
+    return client.statistics()
+
+
+def _resolve(item: TicketLike) -> tuple[Ticket, Claim | None]:
+    if isinstance(item, Ticket):
+        return item, None
+    if isinstance(item, Claim):
+        return Ticket.decode(item.data), item
+    return Ticket.parse(item), None
+
+
+def _item(packer: _Packer, each: TicketLike) -> FetchedItem:
+    ticket, claim = _resolve(each)
+    ring, slot, generation = ticket.identity
+    duplicate = packer.record.contains(ring, slot, generation, packer.rank)
+    return FetchedItem(ticket, claim, duplicate=duplicate)
+
+
+def _settle_claims(packer: _Packer, items: list[FetchedItem]) -> list[FetchedItem]:
+    """Ack (or finish) the items' claims; returns the items that are this trainer's to train on."""
+    claims = [item.claim for item in items if item.claim is not None]
+    if packer.queue is None or not claims:
+        return items
+    if packer.ack == "on_arrival":
+        mine = {claim.token for claim in packer.queue.finish(claims)}
+    else:
+        mine = {claim.token for claim in packer.queue.ack_many(claims)}
+    for claim in claims:
+        packer.claims.pop(claim.token, None)
+    packer.counts["lost_claims"] += len(claims) - len(mine)
+    return [item for item in items if item.claim is None or item.claim.token in mine]
+
+
+def _report_outcome(packer: _Packer, batch: FetchedBatch) -> None:
+    """Tell the queue what became of a fetched batch. Runs in a thread: the queue blocks."""
+    for item in batch.items:
+        if item.duplicate:
+            packer.counts["duplicates"] += 1
+        if item.error is not None:
+            packer.counts["failed"] += 1
+            packer.counts["stale"] += isinstance(item.error, StaleSlotError)
+            log.warning("payload %s: %s: %s", item.ticket.name, type(item.error).__name__, item.error)
+    queue = packer.queue
+    if queue is None:
+        return
+    for item in batch.items:
+        if item.claim is None or (item.error is None and not item.duplicate):
+            continue
+        packer.claims.pop(item.claim.token, None)
+        if item.error is None:
+            queue.ack(item.claim)  # trained on before; nobody else shall be given it
+        elif item.error.retryable:
+            queue.retry(item.claim, packer.settings.backoff_most_s, str(item.error))
+        else:
+            queue.discard(item.claim, f"{type(item.error).__name__}: {item.error}")
+    arrived = [item.claim for item in batch.items if item.payload is not None and item.claim is not None]
+    if packer.ack == "on_arrival" and arrived:
+        queue.ack_many(arrived, trained=False)
+
+
+def _cancel(packer: _Packer) -> None:
+    fetching, packer.fetching = packer.fetching, None
+    if fetching is not None:
+        fetching.cancel()
+        packer.thread.run(_settled())
+    packer.prefetch.cancelled()
+    held = {payload.ticket.identity for payload in packer.collected.values()}
+    waiting = [claim for claim in packer.claims.values() if Ticket.decode(claim.data).identity not in held]
+    _give_back(packer, waiting, "the fetch was cancelled")
+
+
+async def _settled() -> None:
+    """Let a cancelled fetch run its clean-up before anything else is done with its tickets."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def _give_back(packer: _Packer, claims: list[Claim], reason: str) -> None:
+    for claim in claims:
+        packer.claims.pop(claim.token, None)
+        if packer.queue is not None and packer.queue.retry(claim, 0.0, reason):
+            packer.counts["returned"] += 1
+
+
+async def _renew(packer: _Packer) -> None:
+    """Keep the leases of claims in hand, at a third of the lease."""
+    if packer.queue is None:
+        return
+    while True:
+        await asyncio.sleep(packer.queue.lease_s / 3)
+        claims = list(packer.claims.values())
+        if not claims:
+            continue
+        try:
+            kept = await asyncio.to_thread(packer.queue.renew, claims)
+        except TransportError as error:
+            log.warning("the leases of %d claims could not be renewed: %s", len(claims), error)
+            continue
+        lost = {claim.token for claim in claims} - {claim.token for claim in kept}
+        if lost:
+            log.warning("%d claims are another trainer's by now", len(lost & packer.claims.keys()))

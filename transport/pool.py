@@ -1,0 +1,188 @@
+"""Endpoint pool: which connection to use, which to keep, which to close. Decisions only, no I/O.
+
+A connection is *idle* or *in use*; a place is also held by one that is *being opened*.
+
+    begin_open ──► being opened ──opened──► in use ──checkin──► idle ──checkout──► in use
+                        └── open_failed                └───── expired, drop, drain ─────► gone
+
+The pool never closes anything: every method that lets go of connections returns them, and the caller
+closes them afterwards, shielded from cancellation. What a caller does to get a connection:
+
+    close all of expired(now); checkout(port, now), or where that is None and may_open(port):
+    begin_open(port), connect, then opened(port, connection) or open_failed(port)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+from transport.errors import InternalError
+from transport.settings import _POOL_ENDPOINT_MAX_AGE_S, DEFAULTS, Settings
+
+__all__ = ["_POOL_ENDPOINT_MAX_AGE_S", "EndpointPool", "PoolCounts", "PortKey"]
+
+PortKey: TypeAlias = tuple[str, int]  # (address, port)
+
+C = TypeVar("C", bound=Hashable)
+
+
+class PoolCounts(NamedTuple):
+    """Connections of one port, or of all of them."""
+
+    idle: int
+    in_use: int
+    opening: int
+
+    @property
+    def total(self) -> int:
+        """Places taken."""
+        return self.idle + self.in_use + self.opening
+
+
+class EndpointPool(Generic[C]):
+    """Connections by (address, port), each handed to one user at a time, the freshest first.
+
+    Bounds: ``pool_endpoints_per_port`` places per port (idle, in use, and being opened together) and
+    ``pool_endpoints_idle`` idle connections over all ports. An idle connection is closed when its last use
+    is longer ago than ``pool_endpoint_max_age_s``, which lies below the listener's idle eviction, so that
+    the client closes first. Owned by one thread.
+    """
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self._max_age_s = settings.pool_endpoint_max_age_s
+        self._per_port = settings.pool_endpoints_per_port
+        self._most_idle = settings.pool_endpoints_idle
+        # Invariant: ordered by last use, the longest ago first. Hence the freshest of a port is its last one.
+        self._idle: dict[C, tuple[PortKey, float]] = {}
+        # Invariant: shares no connection with _idle.
+        self._in_use: dict[C, PortKey] = {}
+        # Invariant: no zeros.
+        self._opening: dict[PortKey, int] = {}
+        self._drained = False
+
+    def __repr__(self) -> str:
+        idle, in_use, opening = self.counts()
+        state = "drained" if self._drained else "open"
+        return f"<EndpointPool {state}, {idle} idle, {in_use} in use, {opening} opening>"
+
+    def counts(self, port: PortKey | None = None) -> PoolCounts:
+        """How many connections ``port`` has, or all ports together."""
+        if port is None:
+            return PoolCounts(len(self._idle), len(self._in_use), sum(self._opening.values()))
+        idle = sum(1 for owner, _ in self._idle.values() if owner == port)
+        in_use = sum(1 for owner in self._in_use.values() if owner == port)
+        return PoolCounts(idle, in_use, self._opening.get(port, 0))
+
+    # --- opening -------------------------------------------------------------------------------
+    def may_open(self, port: PortKey) -> bool:
+        """Whether the port has a place for one more connection. Never after ``drain``."""
+        return not self._drained and self.counts(port).total < self._per_port
+
+    def begin_open(self, port: PortKey) -> None:
+        """Take a place, so that concurrent users do not open more connections than there are places."""
+        if not self.may_open(port):
+            raise InternalError(f"a connection to {port} is opened without a place in {self!r}")
+        self._opening[port] = self._opening.get(port, 0) + 1
+
+    def opened(self, port: PortKey, connection: C) -> None:
+        """The place now belongs to ``connection``, which is in the caller's use."""
+        if connection in self._idle or connection in self._in_use:
+            raise InternalError(f"{connection!r} is in {self!r} already")
+        self._free_place(port)
+        self._in_use[connection] = port
+
+    def open_failed(self, port: PortKey) -> None:
+        """Give the place back."""
+        self._free_place(port)
+
+    def _free_place(self, port: PortKey) -> None:
+        places = self._opening.get(port, 0)
+        if not places:
+            raise InternalError(f"no connection to {port} is being opened in {self!r}")
+        if places == 1:
+            del self._opening[port]
+        else:
+            self._opening[port] = places - 1
+
+    # --- using ---------------------------------------------------------------------------------
+    def checkout(self, port: PortKey, now: float) -> C | None:
+        """The port's most recently used idle connection, exclusively; None if it has none that is young enough.
+
+        The freshest first, so that those beyond the present need grow old together and are closed.
+        """
+        for connection, (owner, last_use) in reversed(self._idle.items()):
+            if now - last_use > self._max_age_s:
+                return None
+            if owner == port:
+                del self._idle[connection]
+                self._in_use[connection] = port
+                return connection
+        return None
+
+    def checkin(self, connection: C, now: float) -> list[C]:
+        """Take a healthy connection back; returns what the caller must close.
+
+        That is the connection itself after ``drain``, or the longest idle one where the bound is reached.
+        """
+        port = self._in_use.pop(connection, None)
+        if port is None:
+            raise InternalError(f"{connection!r} is checked in but not in use in {self!r}")
+        if self._drained:
+            return [connection]
+        self._idle[connection] = (port, now)
+        if len(self._idle) <= self._most_idle:
+            return []
+        oldest = next(iter(self._idle))
+        del self._idle[oldest]
+        return [oldest]
+
+    def drop(self, connection: C) -> bool:
+        """Forget a connection that broke or was retired, in whatever state; False if it is not here."""
+        was_idle = self._idle.pop(connection, None)
+        was_in_use = self._in_use.pop(connection, None)
+        return was_idle is not None or was_in_use is not None
+
+    # --- letting go ----------------------------------------------------------------------------
+    def expired(self, now: float) -> list[C]:
+        """Take out the idle connections whose last use is longer ago than the maximal age."""
+        expired = []
+        for connection, (_, last_use) in self._idle.items():
+            if now - last_use <= self._max_age_s:
+                break
+            expired.append(connection)
+        for connection in expired:
+            del self._idle[connection]
+        return expired
+
+    def next_expiry(self) -> float | None:
+        """Time after which ``expired`` has something to return; None while nothing is idle."""
+        for _, last_use in self._idle.values():
+            return last_use + self._max_age_s
+        return None
+
+    def drain_port(self, port: PortKey) -> list[C]:
+        """Take out the idle connections of a port whose listener is known to be gone."""
+        gone = [connection for connection, (owner, _) in self._idle.items() if owner == port]
+        for connection in gone:
+            del self._idle[connection]
+        return gone
+
+    def drain(self) -> list[C]:
+        """Take out all idle connections and admit no more; those in use are to be closed at their check-in."""
+        self._drained = True
+        gone = list(self._idle)
+        self._idle.clear()
+        return gone
+
+    def validate(self) -> None:
+        """Assert every invariant."""
+        assert not self._idle.keys() & self._in_use.keys(), "a connection is idle and in use"
+        last_uses = [last_use for _, last_use in self._idle.values()]
+        assert last_uses == sorted(last_uses), "idle connections are out of order"
+        assert len(self._idle) <= self._most_idle, "too many idle connections"
+        assert all(places > 0 for places in self._opening.values()), "a port holds no place"
+        assert not (self._drained and self._idle), "idle connections after drain"
+        ports = {port for port, _ in self._idle.values()} | set(self._in_use.values()) | set(self._opening)
+        for port in ports:
+            assert self.counts(port).total <= self._per_port, f"too many connections to {port}"

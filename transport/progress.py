@@ -1,0 +1,35 @@
+"""Progress of long work: a callback, or a bar on the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+Progress: TypeAlias = Callable[[int, int, int], None]
+"""Called with (things done, things in all, bytes done)."""
+
+
+def silent(done: int, total: int, size: int) -> None:
+    """Show nothing."""
+
+
+@contextlib.contextmanager
+def bar(what: str, *, shown: bool = True) -> Iterator[Progress]:
+    """A progress bar on standard error while the block runs; nothing where that is no terminal, or not ``shown``."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+
+    console = Console(stderr=True)
+    if not shown or not console.is_terminal:
+        yield silent
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[size]}"))
+    with RichProgress(*columns, TimeElapsedColumn(), console=console) as rich:
+        task = rich.add_task(what, total=None, size="")
+
+        def show(done: int, total: int, size: int) -> None:
+            rich.update(task, completed=done, total=total, size=f"{size / 1e6:.1f} MB")
+
+        yield show

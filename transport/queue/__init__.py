@@ -1,0 +1,29 @@
+"""Ticket queues: how tickets come from rollout workers to trainers."""
+
+from transport.queue.base import (
+    KEEP_FINISHED,
+    MAX_DELIVERIES,
+    Claim,
+    DeliveryState,
+    Failure,
+    Notice,
+    QueueDepth,
+    QueuedTicket,
+    TicketQueue,
+    finished,
+)
+from transport.queue.sqlite import SQLiteQueue
+
+__all__ = [
+    "KEEP_FINISHED",
+    "MAX_DELIVERIES",
+    "Claim",
+    "DeliveryState",
+    "Failure",
+    "Notice",
+    "QueueDepth",
+    "QueuedTicket",
+    "SQLiteQueue",
+    "TicketQueue",
+    "finished",
+]

@@ -1,0 +1,200 @@
+"""Ticket queue: the contract that every queue keeps. Tickets are opaque bytes with an id.
+
+A ticket published for n readers is n independent *deliveries*, one per rank:
+
+                    ┌────────────── retry, or the lease ends ──────────────┐
+                    ▼                                                      │
+    publish ──►  ready ──claim──►  claimed ──ack──────────────────────►  done
+                                     │ │ └───ack(trained=False)──► arrived ──finish──► done
+                                     │ └──discard──► discarded         └──the lease ends──► lost
+                                     └──retry, or the lease ends, at the last delivery──► dead
+
+* publish is idempotent per id; deliveries come out in the order of publication, those retried in their old place.
+* A claim belongs to its claimant until its lease ends; what a claim no longer owned asks for is refused and changes
+  nothing. An unfinished delivery whose lease ended is claimed again, with ``attempts`` + 1.
+* ``arrived`` serves ack="on_arrival": consumed, but not trained yet; if the trainer dies then, the delivery is
+  ``lost`` and counted, never claimed again.
+* A delivery that was claimed ``max_deliveries`` times in vain is ``dead``, with its reason: a ticket that kills
+  its trainers must not kill them all.
+* Finished tickets are remembered (without their bytes) for the ``KEEP_FINISHED`` last of them, so that
+  a rollout that reconciles learns of them and does not publish them again.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import msgspec
+
+MAX_DELIVERIES = 20
+KEEP_FINISHED = 100_000
+
+
+class DeliveryState(enum.StrEnum):
+    """State of one delivery; stored by name."""
+
+    READY = "ready"
+    CLAIMED = "claimed"
+    ARRIVED = "arrived"
+    DONE = "done"
+    DISCARDED = "discarded"
+    DEAD = "dead"
+    LOST = "lost"
+
+    @property
+    def final(self) -> bool:
+        """Whether nothing will be done with the delivery any more."""
+        return self not in _UNFINISHED
+
+
+_UNFINISHED = frozenset({DeliveryState.READY, DeliveryState.CLAIMED, DeliveryState.ARRIVED})
+
+
+class QueuedTicket(NamedTuple):
+    """What is published: ``id`` (ring/slot/generation) names the ticket, ``data`` is the encoded ticket."""
+
+    id: str
+    data: bytes
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """One delivery in the hands of one consumer, until its lease ends."""
+
+    ticket_id: str
+    data: bytes
+    rank: int
+    attempts: int  # how often the delivery was claimed, this time included
+    token: str  # opaque; proves that the claim is this one
+    policy_version: int | None = None
+
+
+class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
+    """Deliveries by state, of one rank or of all. The finished ones are counted from the queue's beginning."""
+
+    ready: int = 0  # includes those waiting for the delay of a retry
+    claimed: int = 0
+    arrived: int = 0
+    done: int = 0
+    discarded: int = 0
+    dead: int = 0
+    lost: int = 0
+    retried: int = 0  # how often a claim was given back
+    expired: int = 0  # how often a lease ended before its claim did
+
+    @property
+    def unfinished(self) -> int:
+        """Deliveries that are still to be trained on."""
+        return self.ready + self.claimed + self.arrived
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A delivery that ended without being trained on, and why."""
+
+    ticket_id: str
+    rank: int
+    state: DeliveryState  # discarded, dead or lost
+    attempts: int
+    consumer: str
+    reason: str
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """The latest announcement on a topic."""
+
+    topic: str
+    version: int
+    payload: bytes
+
+
+def finished(states: Sequence[DeliveryState]) -> bool:
+    """Whether a ticket with these states (from ``known``) needs its payload no more."""
+    return all(state.final for state in states)
+
+
+class TicketQueue(abc.ABC):
+    """A queue of tickets. All methods are thread-safe and block; call them from threads, not from an event loop.
+
+    All raise QueueError or one of its kinds when the store fails, and ClosedError after ``close``.
+    """
+
+    lease_s: float  # of claims; renew at a third of it
+
+    @abc.abstractmethod
+    def publish(
+        self,
+        tickets: QueuedTicket | Iterable[QueuedTicket],
+        *,
+        readers: int = 1,
+        policy_version: int | None = None,
+    ) -> int:
+        """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
+
+    @abc.abstractmethod
+    def claim(self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str) -> list[Claim]:
+        """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``.
+
+        ``consumer`` names the claimant in reports. Returns an empty list when the time is over.
+        """
+
+    @abc.abstractmethod
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+        """Consume; returns the claims that were still the caller's. Only what is returned may be trained on."""
+
+    def ack(self, claim: Claim, *, trained: bool = True) -> bool:
+        """Consume one delivery: True once, and only while the claim is the caller's.
+
+        With ``trained=False`` it is recorded as arrived, keeps its lease, and needs ``finish`` later.
+        """
+        return bool(self.ack_many([claim], trained=trained))
+
+    @abc.abstractmethod
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Arrived deliveries were trained on; returns those that were still the caller's, not lost."""
+
+    @abc.abstractmethod
+    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
+        """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+
+    @abc.abstractmethod
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """Nobody can or should read this delivery (its payload is gone). False if not owned."""
+
+    @abc.abstractmethod
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Begin the lease anew; returns the claims that are still the caller's, whether claimed or arrived."""
+
+    @abc.abstractmethod
+    def depth(self, rank: int | None = None) -> QueueDepth:
+        """Counts of one rank, or of all."""
+
+    @abc.abstractmethod
+    def failures(self, limit: int = 100) -> list[Failure]:
+        """The last deliveries that were discarded, died or were lost, the latest published first."""
+
+    @abc.abstractmethod
+    def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
+        """State per rank of each ticket that the queue knows; ids it does not know are absent (publish them again)."""
+
+    @abc.abstractmethod
+    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
+        """Replace the topic's notice, unless it has this version or a later one (then False)."""
+
+    @abc.abstractmethod
+    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release everything, and end waits in other threads with ClosedError. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,319 @@
+"""One SQLite file: opening it safely, transactions, and its errors in our words. Knows nothing about tickets.
+
+What it takes care of, so that nobody above has to:
+
+* WAL needs memory shared by all users of the file, so a file on a network file system is refused.
+* A connection must not pass through a fork: not even closing it in the child is safe, and a new one there would rely on
+  locks that only the parent holds. So fork closes it first, and either side opens its own when it next needs one.
+* Times in the file are of the host's monotonic clock: a step of the wall clock changes nothing, and
+  after a reboot (another boot id) ``on_reboot`` may void what was stored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sqlite3
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from transport.errors import (
+    ClosedError,
+    InternalError,
+    QueueBusyError,
+    QueueError,
+    QueueFullError,
+    QueueUnsuitableError,
+)
+
+Synchronous = Literal["NORMAL", "FULL"]
+
+# 9p is not among them: where it cannot do what WAL needs (WSL's /mnt), SQLite says so by itself.
+_NETWORK_TYPES = frozenset(
+    {"nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "afs", "coda", "ceph", "lustre", "gpfs", "beegfs"}
+    | {"pvfs2", "orangefs", "panfs", "wekafs", "ocfs2", "gfs2"}
+)
+# FUSE may be local (a container's overlay) or not; only those known to be remote are refused.
+_NETWORK_FUSE = ("sshfs", "gluster", "ceph", "s3", "gcs", "goofys", "rclone", "juicefs", "beegfs", "moose", "hdfs")
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_WAL_LIMIT_BYTES = 64 << 20  # what a burst of publishing may leave behind on disk
+
+
+def boot_id() -> str:
+    """Differs after every boot of this host; "" where the kernel does not tell (some sandboxes)."""
+    try:
+        return _BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def file_system_type(path: Path, mount_table: str | None = None) -> str:
+    """Type of the file system that holds ``path``, as in the mount table; "" if that cannot be read."""
+    if mount_table is None:
+        try:
+            mount_table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError:
+            return ""
+    best, found = -1, ""
+    for line in mount_table.splitlines():
+        before, _, after = line.partition(" - ")
+        mount_point = Path(re.sub(r"\\([0-7]{3})", lambda escape: chr(int(escape[1], 8)), before.split()[4]))
+        # At equal depth the later line is mounted over the earlier one.
+        if path.is_relative_to(mount_point) and len(mount_point.parts) >= best:
+            best, found = len(mount_point.parts), after.split()[0]
+    return found
+
+
+def is_network_type(file_system: str) -> bool:
+    """Whether several hosts may share a file system of this type."""
+    if file_system in _NETWORK_TYPES:
+        return True
+    kind, _, name = file_system.partition(".")
+    return kind == "fuse" and any(part in name for part in _NETWORK_FUSE)
+
+
+@contextlib.contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """SQLite's errors as ours."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code == sqlite3.SQLITE_FULL:
+            raise QueueFullError(
+                f"no room for the queue {path}: {error}; free disk space, or raise max_bytes"
+            ) from error
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise QueueBusyError(f"another process holds the queue {path} for too long: {error}") from error
+        if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            raise QueueUnsuitableError(f"{path} is not an intact SQLite file: {error}; name another path") from error
+        if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+            raise QueueUnsuitableError(f"the queue {path} cannot be written by this user: {error}") from error
+        raise QueueError(f"the queue {path} failed: {error}") from error
+
+
+class Database:
+    """One connection behind one lock, opened when first needed, and anew after a fork.
+
+    Transactions are short and never wait for anything but the file, so one connection serves all threads.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        schema: str,
+        application_id: int,
+        version: int,
+        on_reboot: str,
+        synchronous: Synchronous = "NORMAL",
+        max_bytes: int | None = None,
+        busy_timeout_s: float = 10.0,
+    ) -> None:
+        self.path = path.resolve()
+        self._schema = schema
+        self._application_id = application_id
+        self._version = version
+        self._on_reboot = on_reboot
+        self._synchronous = synchronous
+        self._max_bytes = max_bytes
+        self._busy_timeout_s = busy_timeout_s
+        self._lock = threading.RLock()
+        # Invariant: guarded by _lock; None while closed and throughout a fork.
+        self._connection: sqlite3.Connection | None = None
+        self._closed = False
+        with self._lock:
+            self._opened()
+        with _forking:
+            _databases.add(self)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """The connection, outside a transaction: each statement sees its own moment, and none waits for writers."""
+        with self._lock, _translated(self.path):
+            yield self._opened()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """A write transaction: all or nothing, whatever interrupts it."""
+        with self._lock, _translated(self.path):
+            connection = self._opened()
+            self._refuse_reentry(connection)
+            try:
+                connection.execute("BEGIN IMMEDIATE")  # so that a writer waits here, and nowhere later
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    def _refuse_reentry(self, connection: sqlite3.Connection) -> None:
+        # The lock admits its own thread again; a transaction inside another would end that one's.
+        if connection.in_transaction:
+            raise InternalError(f"the queue {self.path} is used by a signal handler inside its own transaction")
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Close for good. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._disconnect()
+
+    # --- opening -------------------------------------------------------------------------------
+    def _opened(self) -> sqlite3.Connection:
+        if self._closed:
+            raise ClosedError(f"the queue {self.path} was closed")
+        if self._connection is None:
+            self._make_file()
+            with _translated(self.path):
+                connection = sqlite3.connect(
+                    self.path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
+                )
+                try:
+                    self._prepare(connection)
+                except BaseException:
+                    connection.close()
+                    raise
+                self._connection = connection
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _make_file(self) -> None:
+        if not self.path.parent.is_dir():
+            raise QueueUnsuitableError(f"there is no directory {self.path.parent} for the queue; make it first")
+        file_system = file_system_type(self.path.parent)
+        if is_network_type(file_system):
+            raise QueueUnsuitableError(
+                f"{self.path} is on a network file system ({file_system}), where SQLite loses data: use a local path "
+                "if all processes are on one host, or --queue redis://… if they are not"
+            )
+        # An existing file is not opened here: closing any descriptor of it drops the locks of this whole process.
+        with contextlib.suppress(FileExistsError):
+            try:
+                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+            except PermissionError as error:
+                raise QueueUnsuitableError(f"this user may not make files in {self.path.parent}: {error}") from error
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        if self._is_new(connection):
+            self._use_wal(connection)
+            connection.execute("BEGIN IMMEDIATE")
+            if self._is_new(connection):  # nobody else was faster
+                for statement in _statements(self._schema):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {self._application_id}")
+                connection.execute(f"PRAGMA user_version = {self._version}")
+                connection.execute("CREATE TABLE boot (id TEXT NOT NULL)")
+                connection.execute("INSERT INTO boot VALUES (?)", (boot_id(),))
+            connection.execute("COMMIT")
+        self._check_version(connection)
+        connection.execute(f"PRAGMA synchronous = {self._synchronous}")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute(
+            "PRAGMA temp_store = MEMORY"
+        )  # statements with triggers keep a journal; in a file it is slow
+        connection.execute(f"PRAGMA journal_size_limit = {_WAL_LIMIT_BYTES}")
+        if self._max_bytes is not None:
+            (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+            connection.execute(f"PRAGMA max_page_count = {max(1, self._max_bytes // page_bytes)}")
+        self._check_boot(connection)
+
+    def _is_new(self, connection: sqlite3.Connection) -> bool:
+        (tables,) = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        return not tables and _pragma(connection, "application_id") == 0
+
+    def _use_wal(self, connection: sqlite3.Connection) -> None:
+        # SQLite does not wait by itself when two processes change the journal mode at the same moment.
+        give_up_at = time.monotonic() + self._busy_timeout_s
+        while True:
+            try:
+                (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up_at:
+                    raise
+                time.sleep(0.01)
+                continue
+            if mode != "wal":
+                raise QueueUnsuitableError(
+                    f"SQLite cannot use WAL for {self.path}, it offers {mode}; name another path"
+                )
+            return
+
+    def _check_version(self, connection: sqlite3.Connection) -> None:
+        application_id = _pragma(connection, "application_id")
+        if application_id != self._application_id:
+            raise QueueUnsuitableError(
+                f"{self.path} belongs to another program (application id {application_id:#x}); name another path"
+            )
+        version = _pragma(connection, "user_version")
+        if version != self._version:
+            raise QueueUnsuitableError(
+                f"{self.path} has version {version}, this program reads {self._version}: "
+                "finish the run with the program that made it, or name another path"
+            )
+
+    def _check_boot(self, connection: sqlite3.Connection) -> None:
+        current = boot_id()
+        if connection.execute("SELECT id FROM boot").fetchone() == (current,):
+            return
+        connection.execute("BEGIN IMMEDIATE")
+        if connection.execute("SELECT id FROM boot").fetchone() != (current,):
+            for statement in _statements(self._on_reboot):
+                connection.execute(statement)
+            connection.execute("UPDATE boot SET id = ?", (current,))
+        connection.execute("COMMIT")
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    (value,) = connection.execute(f"PRAGMA {name}").fetchone()
+    assert isinstance(value, int)
+    return value
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Single statements, because ``executescript`` would commit in between."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+
+
+# --- fork ----------------------------------------------------------------------------------------
+_databases: weakref.WeakSet[Database] = weakref.WeakSet()
+_forking = threading.RLock()  # guards the next, and is taken before any Database._lock
+_held: list[Database] = []
+
+
+def _before_fork() -> None:
+    _forking.acquire()
+    _held.extend(_databases)
+    for database in _held:
+        database._lock.acquire()
+        database._disconnect()
+
+
+def _after_fork() -> None:
+    for database in _held:
+        database._lock.release()
+    _held.clear()
+    _forking.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)

@@ -1,0 +1,366 @@
+"""Ticket queue in one SQLite file, for the processes of one host. See base.py for what a queue promises.
+
+Every operation is one transaction that first ends the leases whose time has come, so what an operation sees
+never depends on whether somebody else looked before. Survives the death of any process at any instruction; a power
+loss may cost the last transactions unless ``synchronous="FULL"``.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from transport.errors import RankError, UsageError
+from transport.queue.base import (
+    KEEP_FINISHED,
+    MAX_DELIVERIES,
+    Claim,
+    DeliveryState,
+    Failure,
+    Notice,
+    QueueDepth,
+    QueuedTicket,
+    TicketQueue,
+)
+from transport.queue.database import Database, Synchronous
+from transport.queue.wake import Bell
+from transport.settings import DEFAULTS
+
+Answer = TypeVar("Answer")
+
+APPLICATION_ID = 0x5452_5051  # "TRPQ"
+SCHEMA_VERSION = 1
+MAX_READERS = 16
+
+RECHECK_S = 1.0  # a wake-up may be lost with the process that sends it, and nobody wakes for the end of a lease
+_PURGE_EVERY = 1000  # tickets published
+_IDS_PER_QUERY = 500  # below the number of parameters that any SQLite takes
+
+# `open` counts a ticket's unfinished deliveries; at 0 its bytes go and the row remains as a memory of it.
+# Tokens are (seq, attempts): seq is never used twice, and attempts grow with every claim, which fences older claims.
+_SCHEMA = """
+CREATE TABLE tickets (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, data BLOB, policy_version INTEGER,
+    open INTEGER NOT NULL);
+CREATE INDEX tickets_finished ON tickets (seq) WHERE open = 0;
+CREATE TABLE deliveries (
+    seq INTEGER NOT NULL REFERENCES tickets ON DELETE CASCADE, rank INTEGER NOT NULL,
+    state TEXT NOT NULL DEFAULT 'ready', attempts INTEGER NOT NULL DEFAULT 0,
+    not_before REAL NOT NULL DEFAULT 0, lease_ends REAL, consumer TEXT NOT NULL DEFAULT '',
+    reason TEXT NOT NULL DEFAULT '', PRIMARY KEY (seq, rank)) WITHOUT ROWID;
+CREATE INDEX deliveries_ready ON deliveries (rank, seq, not_before) WHERE state = 'ready';
+CREATE INDEX deliveries_leased ON deliveries (lease_ends) WHERE lease_ends IS NOT NULL;
+CREATE INDEX deliveries_failed ON deliveries (seq) WHERE state IN ('discarded', 'dead', 'lost');
+CREATE TABLE counts (rank INTEGER, name TEXT, amount INTEGER NOT NULL, PRIMARY KEY (rank, name)) WITHOUT ROWID;
+CREATE TABLE notices (topic TEXT PRIMARY KEY, version INTEGER NOT NULL, payload BLOB NOT NULL) WITHOUT ROWID;
+CREATE TRIGGER count_new AFTER INSERT ON deliveries BEGIN
+    INSERT INTO counts VALUES (new.rank, new.state, 1) ON CONFLICT DO UPDATE SET amount = amount + 1;
+END;
+CREATE TRIGGER count_moved AFTER UPDATE OF state ON deliveries WHEN old.state <> new.state BEGIN
+    UPDATE counts SET amount = amount - 1 WHERE rank = old.rank AND name = old.state;
+    INSERT INTO counts VALUES (new.rank, new.state, 1) ON CONFLICT DO UPDATE SET amount = amount + 1;
+END;
+CREATE TRIGGER close_ticket AFTER UPDATE OF state ON deliveries
+WHEN old.state IN ('ready', 'claimed', 'arrived') AND new.state NOT IN ('ready', 'claimed', 'arrived') BEGIN
+    UPDATE tickets SET data = CASE WHEN open = 1 THEN NULL ELSE data END, open = open - 1 WHERE seq = new.seq;
+END;
+"""
+
+# After a reboot every claimant is gone, and times of the old boot mean nothing.
+_ON_REBOOT = """
+UPDATE deliveries SET lease_ends = 0 WHERE lease_ends IS NOT NULL;
+UPDATE deliveries SET not_before = 0 WHERE state = 'ready' AND not_before > 0;
+"""
+
+_COUNT_EXPIRED = """
+INSERT INTO counts SELECT rank, 'expired', COUNT(*) FROM deliveries WHERE lease_ends <= ? GROUP BY rank
+ON CONFLICT DO UPDATE SET amount = amount + excluded.amount"""
+_END_LEASES = """
+UPDATE deliveries SET lease_ends = NULL, reason = 'the lease of ' || consumer || ' ended', state = CASE
+    WHEN state = 'arrived' THEN 'lost' WHEN attempts >= ? THEN 'dead' ELSE 'ready' END
+WHERE lease_ends <= ?"""
+_ANYTHING_DUE = """
+SELECT EXISTS (SELECT 1 FROM deliveries WHERE rank = :rank AND state = 'ready' AND not_before <= :now)
+    OR EXISTS (SELECT 1 FROM deliveries WHERE lease_ends <= :now)"""
+_NEXT_DUE = "SELECT MIN(not_before) FROM deliveries WHERE rank = ? AND state = 'ready'"
+_OLDEST_READY = """
+SELECT seq, id, data, attempts, policy_version FROM deliveries JOIN tickets USING (seq)
+WHERE rank = ? AND state = 'ready' AND not_before <= ? ORDER BY seq LIMIT ?"""
+_CLAIM = """
+UPDATE deliveries SET state = 'claimed', attempts = attempts + 1, lease_ends = ?, consumer = ?
+WHERE seq = ? AND rank = ?"""
+_COUNT = "INSERT INTO counts VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET amount = amount + 1"
+_HELD = "WHERE seq = ? AND rank = ? AND attempts = ?"
+_PURGE = """
+DELETE FROM tickets WHERE open = 0
+    AND seq <= (SELECT seq FROM tickets WHERE open = 0 ORDER BY seq DESC LIMIT 1 OFFSET ?)"""
+
+
+class SQLiteQueue(TicketQueue):
+    """A queue in the file ``path`` (with ``-wal``, ``-shm`` and ``.wake`` beside it), made where it does not exist.
+
+    Args:
+        path: on a local file system; its directory exists.
+        lease_s: how long a claim is its claimant's without renewal.
+        max_deliveries: claims in vain after which a delivery is dead.
+        synchronous: "FULL" survives a power loss and costs a disk flush per operation.
+        max_bytes: bound on the file; beyond it publishing raises QueueFullError. None: the disk is the bound.
+        keep_finished: how many finished tickets are remembered (about 200 bytes each).
+        busy_timeout_s: how long to wait for other processes' transactions.
+        clock: seconds of a clock that all processes of the host share.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        lease_s: float = DEFAULTS.claim_lease_s,
+        max_deliveries: int = MAX_DELIVERIES,
+        synchronous: Synchronous = "NORMAL",
+        max_bytes: int | None = None,
+        keep_finished: int = KEEP_FINISHED,
+        busy_timeout_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lease_s = lease_s
+        self._max_deliveries = max_deliveries
+        self._keep_finished = keep_finished
+        self._clock = clock
+        self._published_since_purge = 0
+        self._database = Database(
+            Path(path),
+            schema=_SCHEMA,
+            application_id=APPLICATION_ID,
+            version=SCHEMA_VERSION,
+            on_reboot=_ON_REBOOT,
+            synchronous=synchronous,
+            max_bytes=max_bytes,
+            busy_timeout_s=busy_timeout_s,
+        )
+        self._bell = Bell(self.path.with_name(self.path.name + ".wake"))
+
+    def __repr__(self) -> str:
+        return f"<SQLiteQueue {self.path} {'closed' if self._database.closed else 'open'}>"
+
+    @property
+    def path(self) -> Path:
+        """The file, as an absolute path."""
+        return self._database.path
+
+    def close(self) -> None:
+        """Close the file and end waits in other threads with ClosedError. The file and its tickets stay."""
+        self._bell.close()
+        self._database.close()
+
+    # --- publishing ----------------------------------------------------------------------------
+    def publish(
+        self,
+        tickets: QueuedTicket | Iterable[QueuedTicket],
+        *,
+        readers: int = 1,
+        policy_version: int | None = None,
+    ) -> int:
+        """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
+        if not 1 <= readers <= MAX_READERS:
+            raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
+        batch = [tickets] if isinstance(tickets, QueuedTicket) else list(tickets)
+        new = 0
+        with self._database.transaction() as connection:
+            for ticket in batch:
+                stored = connection.execute(
+                    "INSERT INTO tickets (id, data, policy_version, open) VALUES (?, ?, ?, ?) "
+                    "ON CONFLICT (id) DO NOTHING RETURNING seq",
+                    (ticket.id, ticket.data, policy_version, readers),
+                ).fetchall()
+                for (seq,) in stored:
+                    new += 1
+                    connection.executemany(
+                        "INSERT INTO deliveries (seq, rank) VALUES (?, ?)", [(seq, rank) for rank in range(readers)]
+                    )
+            self._purge_sometimes(connection, new)
+        self._bell.ring()
+        return new
+
+    def _purge_sometimes(self, connection: sqlite3.Connection, published: int) -> None:
+        self._published_since_purge += published
+        if self._published_since_purge >= min(_PURGE_EVERY, self._keep_finished):
+            self._published_since_purge = 0
+            connection.execute(_PURGE, (self._keep_finished,))
+
+    def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
+        """State per rank of each ticket that the queue knows; ids it does not know are absent (publish them again)."""
+        wanted = list(ticket_ids)
+        states: dict[str, tuple[DeliveryState, ...]] = {}
+        with self._database.transaction() as connection:
+            self._end_leases(connection)
+            for start in range(0, len(wanted), _IDS_PER_QUERY):
+                part = wanted[start : start + _IDS_PER_QUERY]
+                places = ",".join("?" * len(part))
+                query = (
+                    f"SELECT id, state FROM tickets JOIN deliveries USING (seq) WHERE id IN ({places}) ORDER BY rank"
+                )
+                for ticket_id, state in connection.execute(query, part):
+                    states[ticket_id] = (*states.get(ticket_id, ()), DeliveryState(state))
+        return states
+
+    # --- claiming ------------------------------------------------------------------------------
+    def claim(self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str) -> list[Claim]:
+        """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
+        if n < 1:
+            raise UsageError(f"n={n}; at least one delivery is claimed")
+        if not 0 <= rank < MAX_READERS:
+            raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
+
+        def recheck_s() -> float:
+            with self._database.reading() as connection:
+                (due_at,) = connection.execute(_NEXT_DUE, (rank,)).fetchone()
+            return RECHECK_S if due_at is None else min(RECHECK_S, due_at - self._clock())
+
+        return self._wait_for(lambda: self._try_claim(n, rank, consumer) or None, timeout_s, recheck_s) or []
+
+    def _try_claim(self, n: int, rank: int, consumer: str) -> list[Claim]:
+        # Look before taking the write lock: many waiters wake for one ticket, and all but one find nothing.
+        with self._database.reading() as connection:
+            (due,) = connection.execute(_ANYTHING_DUE, {"rank": rank, "now": self._clock()}).fetchone()
+        if not due:
+            return []
+        with self._database.transaction() as connection:
+            now = self._end_leases(connection)
+            rows = connection.execute(_OLDEST_READY, (rank, now, n)).fetchall()
+            connection.executemany(_CLAIM, [(now + self.lease_s, consumer, row[0], rank) for row in rows])
+        return [
+            Claim(ticket_id, data, rank, attempts + 1, f"{seq}:{attempts + 1}", policy_version)
+            for seq, ticket_id, data, attempts, policy_version in rows
+        ]
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Begin the lease anew; returns the claims that are still the caller's, whether claimed or arrived."""
+        with self._database.transaction() as connection:
+            until = self._end_leases(connection) + self.lease_s
+            change = f"UPDATE deliveries SET lease_ends = ? {_HELD} AND lease_ends IS NOT NULL"
+            return [claim for claim in claims if connection.execute(change, (until, *_key(claim))).rowcount]
+
+    # --- finishing -----------------------------------------------------------------------------
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+        """Consume; returns the claims that were still the caller's. Only what is returned may be trained on."""
+        if trained:
+            return self._move(claims, "claimed", "done")
+        with self._database.transaction() as connection:
+            self._end_leases(connection)
+            change = f"UPDATE deliveries SET state = 'arrived' {_HELD} AND state = 'claimed'"
+            return [claim for claim in claims if connection.execute(change, _key(claim)).rowcount]
+
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Arrived deliveries were trained on; returns those that were still the caller's, not lost."""
+        return self._move(claims, "arrived", "done")
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """Nobody can or should read this delivery (its payload is gone). False if not owned."""
+        return bool(self._move([claim], "claimed", "discarded", reason))
+
+    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
+        """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        to = "ready" if claim.attempts < self._max_deliveries else "dead"
+        given_back = self._move([claim], "claimed", to, reason, delay_s, count_as="retried")
+        if given_back:
+            self._bell.ring()
+        return bool(given_back)
+
+    def _move(
+        self, claims: Sequence[Claim], held: str, to: str, reason: str = "", delay_s: float = 0.0, count_as: str = ""
+    ) -> list[Claim]:
+        """Bring claims from state ``held`` to ``to`` and end their leases; returns those that were the caller's."""
+        with self._database.transaction() as connection:
+            not_before = self._end_leases(connection) + delay_s
+            change = (
+                f"UPDATE deliveries SET state = ?, reason = ?, not_before = ?, lease_ends = NULL {_HELD} AND state = ?"
+            )
+            moved = [
+                claim
+                for claim in claims
+                if connection.execute(change, (to, reason, not_before, *_key(claim), held)).rowcount
+            ]
+            if count_as:
+                connection.executemany(_COUNT, [(claim.rank, count_as) for claim in moved])
+        return moved
+
+    def _end_leases(self, connection: sqlite3.Connection) -> float:
+        """Inside every transaction: what is past its lease is nobody's any more. Returns the time it was judged by."""
+        now = self._clock()
+        if connection.execute(_COUNT_EXPIRED, (now,)).rowcount:
+            connection.execute(_END_LEASES, (self._max_deliveries, now))
+        return now
+
+    # --- looking -------------------------------------------------------------------------------
+    def depth(self, rank: int | None = None) -> QueueDepth:
+        """Counts of one rank, or of all."""
+        with self._database.transaction() as connection:
+            self._end_leases(connection)
+            rows = connection.execute(
+                "SELECT name, SUM(amount) FROM counts WHERE ?1 IS NULL OR rank = ?1 GROUP BY name", (rank,)
+            ).fetchall()
+        return QueueDepth(**dict(rows))
+
+    def failures(self, limit: int = 100) -> list[Failure]:
+        """The last deliveries that were discarded, died or were lost, the latest published first."""
+        with self._database.transaction() as connection:
+            self._end_leases(connection)
+            rows = connection.execute(
+                "SELECT id, rank, state, attempts, consumer, reason FROM deliveries JOIN tickets USING (seq) "
+                "WHERE state IN ('discarded', 'dead', 'lost') ORDER BY seq DESC, rank LIMIT ?",
+                (limit,),
+            ).fetchall()
+        return [
+            Failure(ticket_id, rank, DeliveryState(state), attempts, consumer, reason)
+            for ticket_id, rank, state, attempts, consumer, reason in rows
+        ]
+
+    # --- notices -------------------------------------------------------------------------------
+    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
+        """Replace the topic's notice, unless it has this version or a later one (then False)."""
+        with self._database.transaction() as connection:
+            replaced = connection.execute(
+                "INSERT INTO notices VALUES (?, ?, ?) ON CONFLICT (topic) DO UPDATE "
+                "SET version = excluded.version, payload = excluded.payload WHERE excluded.version > version",
+                (topic, version, payload),
+            ).rowcount
+        if replaced:
+            self._bell.ring()
+        return bool(replaced)
+
+    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
+
+        def look() -> Notice | None:
+            with self._database.reading() as connection:
+                row = connection.execute(
+                    "SELECT topic, version, payload FROM notices WHERE topic = ?1 AND (?2 IS NULL OR version > ?2)",
+                    (topic, newer_than),
+                ).fetchone()
+            return Notice(*row) if row else None
+
+        return self._wait_for(look, timeout_s, lambda: RECHECK_S)
+
+    # --- waiting -------------------------------------------------------------------------------
+    def _wait_for(
+        self, look: Callable[[], Answer | None], timeout_s: float, recheck_s: Callable[[], float]
+    ) -> Answer | None:
+        """What ``look`` finds, looking again at every wake-up and after ``recheck_s``; None when the time is over."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            seen = self._bell.seen()  # before looking, so that what changes in between ends the wait at once
+            answer = look()
+            remaining_s = give_up_at - time.monotonic()
+            if answer is not None or remaining_s <= 0:
+                return answer
+            self._bell.wait(seen, min(remaining_s, max(0.001, recheck_s())))
+
+
+def _key(claim: Claim) -> tuple[int, int, int]:
+    """(seq, rank, attempts): what the row of a delivery says while the claim is the one that holds it."""
+    seq, _, attempts = claim.token.partition(":")
+    return int(seq), claim.rank, int(attempts)

@@ -1,0 +1,111 @@
+"""A payload that has arrived: its arrays, and the two things to say about it (acknowledge, release)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+
+from transport.errors import ClosedError, SchemaError
+from transport.payload import views
+from transport.schema import Schema
+from transport.ticket import Ticket
+from transport.ucx import Wire
+
+AckMode = Literal["on_arrival", "on_consumed", "manual"]
+
+
+class ReceivedPayload(Mapping[str, np.ndarray]):
+    """One payload in this process's memory; a mapping from tensor names to read-only arrays.
+
+    The arrays own their memory: a pooled buffer goes back, and a mapped slot is unpinned, when the last of them is
+    gone. `release` only drops this object's own references.
+
+    Attributes:
+        ticket: what was asked for; its metadata are the writer's small values.
+        rank: the reader rank this delivery is for.
+        wire: what carried the bytes: mapped, shm, tcp, rdma or cuda.
+        data: the bytes themselves (a uint8 array), or the caller's `out`.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        rank: int,
+        wire: Wire,
+        data: Any,
+        schema: Schema | None,
+        acknowledge: Callable[[], bool],
+        abandon: Callable[[], None] | None = None,
+    ) -> None:
+        self.ticket = ticket
+        self.rank = rank
+        self.wire: Wire = wire
+        self.acknowledged = False
+        self._data: Any = data
+        self._schema = schema
+        self._acknowledge = acknowledge
+        self._abandon = abandon
+
+    def __repr__(self) -> str:
+        state = "released" if self._data is None else "acknowledged" if self.acknowledged else "not acknowledged"
+        return f"<ReceivedPayload {self.ticket.name} rank {self.rank} {self.ticket.size} bytes by {self.wire}, {state}>"
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The writer's own small values."""
+        return self.ticket.metadata
+
+    @property
+    def data(self) -> Any:
+        """The payload's bytes. Raises ClosedError after release."""
+        if self._data is None:
+            raise ClosedError(f"payload {self.ticket.name} was released")
+        return self._data
+
+    @cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Tensors by name, without a copy, read-only.
+
+        Raises SchemaError when the ticket brings no description and the client was not given the ring's schema.
+        """
+        if self._schema is None:
+            raise SchemaError(
+                f"payload {self.ticket.name} is of schema {self.ticket.schema_fingerprint}, which this client does not "
+                "have; pass it: UCXXClient(schemas=[schema])"
+            )
+        return views(self.ticket.layout(self._schema), self.data, writable=False)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def ack(self) -> bool:
+        """Say that this rank has consumed the payload, so that its slot can be used again. False: said before."""
+        if self.acknowledged:
+            return False
+        self.acknowledged = True
+        return self._acknowledge()
+
+    def release(self) -> None:
+        """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
+        self._data = None
+        self.__dict__.pop("arrays", None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.ack()
+        elif self._abandon is not None and not self.acknowledged:
+            self._abandon()
+        self.release()

@@ -1,0 +1,636 @@
+"""SharedRingBuffer: payloads in shared memory, written and read under leases.
+
+A slot goes FREE → WRITING → READY → READING → FREE; the transitions are compare-and-swaps on one atomic word in the
+segment (native/slot_word.hpp has the table). This file adds what needs no atomics: packing by schema, tickets,
+overflow policies, leases that publish or roll back, and errors by name.
+
+Any thread may call any method. Blocking calls release the GIL; inside an event loop use `asyncio.to_thread`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
+
+import msgspec
+import numpy as np
+
+from transport import _native
+from transport.errors import (
+    ClosedError,
+    InternalError,
+    InvalidTransition,
+    LayoutError,
+    LengthMismatchError,
+    NoOwnerError,
+    PayloadTooLargeError,
+    RingBusyError,
+    RingError,
+    RingFullError,
+    RingNotFoundError,
+    SchemaError,
+    SharedMemoryError,
+    StaleSlotError,
+    TransportError,
+    UsageError,
+    WrongKeyError,
+    WrongRingError,
+)
+from transport.payload import describe, describe_exact, pack_into, views, zero_gaps
+from transport.schema import Layout, Schema
+from transport.ticket import Ticket, host_identity
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Overflow = Literal["block", "error", "overwrite"]
+MAX_READERS = _native.MAX_READERS
+_FOR_EVER_S: Final = 1e9
+
+
+class SlotState(enum.IntEnum):
+    """What a slot is, as in the two state bits of its word."""
+
+    FREE = _native.FREE
+    WRITING = _native.WRITING
+    READY = _native.READY
+    READING = _native.READING
+
+
+class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at a ring. Counters are sums over every process that was ever attached."""
+
+    slots: int
+    slot_capacity_bytes: int
+    free: int
+    writing: int
+    ready: int
+    reading: int
+    takes: int = 0
+    overwrites: int = 0  # unread payloads lost to overflow="overwrite"
+    publishes: int = 0
+    aborts: int = 0
+    pins: int = 0
+    unpins: int = 0
+    consumes: int = 0
+    late_finalises: int = 0  # refused mark_consumed / release_reading: somebody had been faster
+    discards: int = 0
+    reclaimed_writing: int = 0  # slots taken back from dead writers
+    reclaimed_reading: int = 0  # pins taken back from dead readers
+    stale_pins: int = 0  # reads refused because the payload was gone
+    full_waits: int = 0
+    bytes_published: int = 0
+    bytes_read: int = 0
+
+
+_FAULTS: dict[int, type[TransportError]] = {
+    _native.FAULT_EXISTS: RingBusyError,
+    _native.FAULT_NOT_FOUND: RingNotFoundError,
+    _native.FAULT_LAYOUT: LayoutError,
+    _native.FAULT_NOT_READY: LayoutError,
+    _native.FAULT_NO_OWNER: NoOwnerError,
+    _native.FAULT_NO_MEMORY: SharedMemoryError,
+    _native.FAULT_DENIED: SharedMemoryError,
+    _native.FAULT_SYSTEM: RingError,
+    _native.FAULT_DETACHED: ClosedError,
+    _native.FAULT_ARGUMENT: UsageError,
+}
+
+
+def _named(fault: _native.RingFault) -> TransportError:
+    code, message = fault.args
+    return _FAULTS.get(code, InternalError)(message)
+
+
+def slot_key(secret: bytes, slot: int, generation: int) -> int:
+    """The unguessable key of one payload: a keyed hash, so that publishing needs no system call for random bytes."""
+    data = slot.to_bytes(4, "little") + generation.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=secret).digest(), "little")
+
+
+class SharedRingBuffer:
+    """A ring of slots in one shared-memory segment. Make it with `create` or `attach`.
+
+    Attributes:
+        name: of the segment; `attach` and same-host readers use it.
+        ring_id: 32 hex digits, random, in every ticket.
+        schema: what payloads look like, or None: any mapping of arrays, described by its ticket.
+    """
+
+    def __init__(self, native: _native.Ring, schema: Schema | None, overflow: Overflow) -> None:
+        self.native = native
+        self.schema = schema
+        self.overflow = overflow
+        self.name = native.name
+        self.ring_id = native.ring_id.hex()
+        self.slot_count = native.slot_count
+        self.slot_capacity = native.slot_capacity
+        self._secret = native.secret
+
+    def __repr__(self) -> str:
+        if self.native.closed:
+            return f"<SharedRingBuffer {self.ring_id[:8]} closed>"
+        free, writing, ready, reading = self.native.state_counts()
+        return (
+            f"<SharedRingBuffer {self.ring_id[:8]} {self.slot_count}×{self.slot_capacity} B: "
+            f"{free} free, {writing} writing, {ready} ready, {reading} reading>"
+        )
+
+    # --- making one ---------------------------------------------------------------------------------
+    @classmethod
+    def create(
+        cls,
+        schema: Schema | None = None,
+        *,
+        slots: int = 64,
+        slot_bytes: int | None = None,
+        name: str | None = None,
+        overflow: Overflow = "block",
+    ) -> Self:
+        """Make the ring, or take over the one of a dead writer when ``name`` exists.
+
+        Args:
+            schema: of every payload; None: each payload brings its own description.
+            slots: payloads the ring holds, unread ones included.
+            slot_bytes: payload bytes per slot; default the schema's largest payload.
+            name: only for a ring that a restarted writer shall find again; default random.
+            overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest unread.
+
+        Raises:
+            RingBusyError: a living process keeps a ring of this name.
+            LayoutError: a dead writer's ring of this name has another layout or schema.
+            SharedMemoryError: /dev/shm is too small or full; nothing is left behind.
+            UsageError: a size that makes no sense.
+        """
+        if overflow not in ("block", "error", "overwrite"):
+            raise UsageError(f"overflow={overflow!r}; choose 'block', 'error' or 'overwrite'")
+        if slot_bytes is None:
+            if schema is None:
+                raise UsageError("a ring without a schema needs slot_bytes, the size of its largest payload")
+            slot_bytes = schema.max_bytes
+        elif schema is not None and slot_bytes < schema.max_bytes:
+            raise PayloadTooLargeError(
+                f"slot_bytes={slot_bytes} cannot hold the schema's largest payload of {schema.max_bytes} bytes"
+            )
+        if slots < 1 or slot_bytes < 1:
+            raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
+        fingerprint = schema.fingerprint if schema is not None else bytes(16)
+        segment = name if name is not None else f"/transport-{secrets.token_hex(8)}"
+        if not segment.startswith("/transport-"):
+            segment = f"/transport-{segment}"
+        try:
+            native = _native.Ring.create(segment, slots, slot_bytes, fingerprint)
+        except _native.RingFault as fault:
+            raise _named(fault) from None
+        if native.taken_over:
+            log.warning("took over ring %s of a dead writer, %d payloads unread", segment, native.state_counts()[2])
+        return cls(native, schema, overflow)
+
+    @classmethod
+    def attach(
+        cls, name: str, schema: Schema | None = None, *, role: Literal["writer", "listener", "reader", "observer"]
+    ) -> Self:
+        """Attach to an existing ring. Each process that writes, serves or maps takes one of 16 owner places.
+
+        Raises:
+            RingNotFoundError: no such segment on this host.
+            LayoutError: not a ring, another layout version, or another schema than ``schema``.
+            NoOwnerError: sixteen living processes are attached already.
+            SharedMemoryError: the segment belongs to another user.
+        """
+        number = {
+            "writer": _native.ROLE_WRITER,
+            "listener": _native.ROLE_LISTENER,
+            "reader": _native.ROLE_READER,
+            "observer": _native.ROLE_OBSERVER,
+        }[role]
+        try:
+            native = _native.Ring.attach(name, number, writable_payload=role == "writer")
+        except _native.RingFault as fault:
+            raise _named(fault) from None
+        if schema is not None and native.fingerprint != schema.fingerprint:
+            native.close()
+            raise SchemaError(
+                f"ring {name} was made for schema {native.fingerprint.hex()}, not for {schema.fingerprint.hex()}: "
+                "both sides must use the same tensors, dtypes and shapes"
+            )
+        return cls(native, schema, "block")
+
+    def close(self) -> None:
+        """Give up every hold and detach. The segment goes when nobody else is attached. Idempotent."""
+        if not self.native.closed:
+            self.native.unlink_if_last()
+            self.native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- writing ------------------------------------------------------------------------------------
+    def write(
+        self,
+        values: Mapping[str, Any],
+        *,
+        readers: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+        casting: Literal["safe", "same_kind", "unsafe"] = "safe",
+    ) -> Ticket:
+        """Copy named arrays into a slot (one pass over memory, checksum included) and publish it.
+
+        Args:
+            values: numpy, torch, CuPy, DLPack, buffers or scalars, by tensor name.
+            readers: how many ranks (1 to 16) read the payload once each.
+            metadata: small values of the caller's own that travel in the ticket.
+            deadline_s: seconds from now after which the payload may be discarded unread.
+            timeout_s: longest wait for a slot where overflow is "block"; None: no limit.
+
+        Raises:
+            SchemaError: the values do not fit the schema.
+            PayloadTooLargeError: a payload without a schema that is larger than a slot.
+            RingFullError: no slot became free in time.
+        """
+        arrays, lengths, schema = self._describe(values, casting)
+        with self._reserve(schema, lengths, None, readers, metadata, deadline_s, timeout_s) as lease:
+            if lease.layout is None:
+                raise InternalError("a lease by schema has a layout")
+            lease.checksum = pack_into(lease.layout, arrays, lease.memory, checksum=True)
+        return lease.ticket
+
+    def write_raw(
+        self,
+        data: Any,
+        *,
+        readers: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Ticket:
+        """Copy contiguous bytes into a slot and publish it; readers get one uint8 array named "data"."""
+        source = np.frombuffer(data, dtype=np.uint8)
+        if self.schema is not None:
+            raise SchemaError("write_raw needs a ring without a schema; use write() with the schema's tensors")
+        return self.write(
+            {"data": source}, readers=readers, metadata=metadata, deadline_s=deadline_s, timeout_s=timeout_s
+        )
+
+    def reserve(
+        self,
+        lengths: Mapping[str, int] | Schema | None = None,
+        *,
+        readers: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> WriteLease:
+        """Hand out the slot's own memory as arrays to fill: a payload written without any copy.
+
+        Use as a context manager: the end of the ``with`` publishes, an exception in it gives the slot back.
+
+        Args:
+            lengths: actual length of each ragged tensor by name; where the ring has no schema, this payload's `Schema`.
+        """
+        if isinstance(lengths, Schema):
+            if self.schema is not None:
+                raise SchemaError("this ring has a schema; give the lengths of its ragged tensors only")
+            return self._reserve(lengths, None, None, readers, metadata, deadline_s, timeout_s)
+        if self.schema is None:
+            raise SchemaError("a ring without a schema needs reserve(Schema(...)), the description of this payload")
+        return self._reserve(self.schema, None, lengths or {}, readers, metadata, deadline_s, timeout_s)
+
+    def _describe(self, values: Mapping[str, Any], casting: Any) -> tuple[Sequence[Any], tuple[int, ...], Schema]:
+        if self.schema is not None:
+            arrays, lengths = describe(self.schema, values, casting=casting)
+            return arrays, lengths, self.schema
+        schema, arrays = describe_exact(values)
+        return arrays, (), schema
+
+    def _reserve(
+        self,
+        schema: Schema,
+        lengths: tuple[int, ...] | None,
+        named_lengths: Mapping[str, int] | None,
+        readers: int,
+        metadata: Mapping[str, Any] | None,
+        deadline_s: float | None,
+        timeout_s: float | None,
+    ) -> WriteLease:
+        if not 1 <= readers <= MAX_READERS:
+            raise UsageError(f"readers={readers}; a payload is written for 1 to {MAX_READERS} ranks")
+        if lengths is None:
+            lengths = _ordered_lengths(schema, named_lengths or {})
+        layout = schema.layout(lengths)
+        if layout.total > self.slot_capacity:
+            raise PayloadTooLargeError(
+                f"a payload of {layout.total} bytes does not fit a slot of {self.slot_capacity}: "
+                "make the ring with a larger slot_bytes"
+            )
+        slot, generation = self._take(timeout_s)
+        now = time.time()
+        return WriteLease(
+            self,
+            slot,
+            generation,
+            layout,
+            _Draft(
+                schema=schema,
+                lengths=lengths,
+                readers=readers,
+                metadata=dict(metadata or {}),
+                created=now,
+                deadline=None if deadline_s is None else now + deadline_s,
+            ),
+        )
+
+    def _take(self, timeout_s: float | None) -> tuple[int, int]:
+        """A slot to write, by the ring's overflow policy."""
+        taken = self._call(self.native.try_take)
+        if taken is None and self.overflow == "overwrite":
+            taken = self._call(self.native.try_overwrite)
+        if taken is None:
+            self.reclaim()
+            self.discard_expired()
+            taken = self._call(self.native.try_take)
+        if taken is None and self.overflow != "error":
+            taken = self._call(self.native.take, timeout_s if timeout_s is not None else _FOR_EVER_S)
+        if taken is None:
+            _, writing, ready, reading = self.native.state_counts()
+            raise RingFullError(
+                f"no slot of {self.slot_count} became free: {writing} being written, {ready} unread, {reading} being "
+                "read; the readers are slower than the writer, or gone (a larger ring, or overflow='overwrite')"
+            )
+        return taken
+
+    def _call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        try:
+            return function(*arguments, **named)
+        except _native.RingFault as fault:
+            raise _named(fault) from None
+
+    # --- reading on this host -------------------------------------------------------------------------
+    def check(self, ticket: Ticket, rank: int = 0) -> None:
+        """Refuse a ticket of another ring, a wrong key or a rank out of range."""
+        ticket.check_rank(rank)
+        if ticket.ring != self.ring_id:
+            raise WrongRingError(f"ticket {ticket.name} is of another ring than {self.ring_id[:8]}")
+        if ticket.slot >= self.slot_count:
+            raise StaleSlotError(f"ticket {ticket.name}: this ring has {self.slot_count} slots")
+        if ticket.key != self.key(ticket.slot, ticket.generation):
+            raise WrongKeyError(f"ticket {ticket.name}: the key is not that of this slot and generation")
+
+    def key(self, slot: int, generation: int) -> int:
+        """The key that a ticket for this slot and generation carries."""
+        return slot_key(self._secret, slot, generation)
+
+    def read_raw(self, ticket: Ticket, rank: int = 0) -> ReadLease:
+        """Pin a payload and lend its bytes, read-only, until the lease is consumed or released.
+
+        Raises:
+            StaleSlotError: consumed by this rank, overwritten, discarded or expired.
+            WrongRingError, WrongKeyError, RankError, LengthMismatchError: the ticket is not for this payload.
+        """
+        self.check(ticket, rank)
+        answer = self._call(self.native.pin, ticket.slot, ticket.generation, rank)
+        if answer != _native.PIN_OK:
+            what = "was consumed by this rank" if answer == _native.PIN_DONE else "is not in its slot any more"
+            raise StaleSlotError(f"payload {ticket.name} {what}")
+        length = self.native.info(ticket.slot).length
+        if length != ticket.size:
+            self.native.unpin(ticket.slot, ticket.generation)
+            raise LengthMismatchError(f"payload {ticket.name} has {length} bytes, its ticket says {ticket.size}")
+        return ReadLease(self, ticket, rank)
+
+    def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:
+        """Consume and unpin in one swap, by the reader that holds the pin. False: it was not the owner any more."""
+        return self._call(self.native.mark_consumed, ticket.slot, ticket.generation, rank)
+
+    def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
+        """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
+        return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
+
+    def release_reading(self, ticket: Ticket) -> bool:
+        """Unpin without consuming: the payload is READY again for the next attempt. False: not pinned by this owner."""
+        return self._call(self.native.unpin, ticket.slot, ticket.generation)
+
+    def discard(self, ticket: Ticket) -> bool:
+        """Free a payload nobody wants, for every rank. False: it was gone."""
+        self.check(ticket)
+        return self._call(self.native.discard, ticket.slot, ticket.generation)
+
+    # --- looking and tidying ----------------------------------------------------------------------------
+    def get_ready_count(self) -> int:
+        """Slots that are READY: published, and read by nobody at the moment."""
+        return self._call(self.native.state_counts)[2]
+
+    def statistics(self) -> RingStatistics:
+        """States and counters at this moment."""
+        free, writing, ready, reading = self._call(self.native.state_counts)
+        counters = {name: value for name, value in self.native.counters().items() if name in _STATISTICS}
+        return RingStatistics(
+            slots=self.slot_count,
+            slot_capacity_bytes=self.slot_capacity,
+            free=free,
+            writing=writing,
+            ready=ready,
+            reading=reading,
+            **counters,
+        )
+
+    def tickets(self) -> list[Ticket]:
+        """Tickets of all published, not fully consumed payloads, oldest first; for republishing after a crash."""
+        found = []
+        for slot in range(self.slot_count):
+            info = self._call(self.native.info, slot)
+            if info.state in (SlotState.READY, SlotState.READING):
+                note = self.native.note(slot, info.generation)
+                if note is not None:
+                    found.append((info.sequence, Ticket.decode(note)))
+        return [ticket for _, ticket in sorted(found, key=lambda each: each[0])]
+
+    def discard_expired(self, now: float | None = None) -> int:
+        """Discard READY payloads whose deadline has passed; how many."""
+        limit = int((time.time() if now is None else now) * 1e9)
+        expired = 0
+        for slot in range(self.slot_count):
+            info = self._call(self.native.info, slot)
+            if info.state == SlotState.READY and 0 < info.deadline_ns <= limit:
+                expired += self.native.discard(slot, info.generation)
+        return expired
+
+    def reclaim(self) -> int:
+        """Take back the slots of owners that died; how many slots changed."""
+        changed = self._call(self.native.reclaim)
+        if changed:
+            log.warning("ring %s: took back %d slots of dead processes", self.ring_id[:8], changed)
+        return changed
+
+
+_STATISTICS = frozenset(RingStatistics.__struct_fields__)
+
+
+def _ordered_lengths(schema: Schema, named: Mapping[str, int]) -> tuple[int, ...]:
+    ragged = [spec.name for spec in schema.ragged]
+    if set(named) != set(ragged):
+        raise SchemaError(f"reserve() needs the lengths of {ragged}, the ragged tensors, and got {sorted(named)}")
+    return tuple(int(named[name]) for name in ragged)
+
+
+class _Draft(msgspec.Struct, kw_only=True):
+    """What a ticket needs besides the slot."""
+
+    schema: Schema
+    lengths: tuple[int, ...]
+    readers: int
+    metadata: dict[str, Any]
+    created: float
+    deadline: float | None
+
+
+class WriteLease:
+    """A slot being written. Leaving the ``with`` publishes it; an exception, or `abort`, gives the slot back."""
+
+    def __init__(self, ring: SharedRingBuffer, slot: int, generation: int, layout: Layout, draft: _Draft) -> None:
+        self._ring = ring
+        self._slot = slot
+        self._generation = generation
+        self._draft = draft
+        self._ticket: Ticket | None = None
+        self._open = True
+        self.layout = layout
+        self.memory: memoryview = ring.native.payload(slot)[: layout.total]
+        self.checksum: int | None = None
+        self._arrays: dict[str, np.ndarray[Any, Any]] | None = None
+
+    def __repr__(self) -> str:
+        state = "writing" if self._open else "published" if self._ticket is not None else "aborted"
+        return f"<WriteLease slot {self._slot} generation {self._generation} {state}>"
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The slot's memory as writable arrays by name. Not to be used after publishing."""
+        if self._arrays is None:
+            self._arrays = views(self.layout, self.memory, writable=True)
+        return self._arrays
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        return self.arrays[name]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Small values that travel in the ticket; may be changed until publishing."""
+        return self._draft.metadata
+
+    @property
+    def ticket(self) -> Ticket:
+        """The published payload's ticket. Raises InvalidTransition before publishing."""
+        if self._ticket is None:
+            raise InvalidTransition(f"{self!r} has no ticket: it has not been published")
+        return self._ticket
+
+    def publish(self) -> Ticket:
+        """Make the payload readable. Raises InvalidTransition when the slot is not this lease's any more."""
+        if not self._open:
+            raise InvalidTransition(f"{self!r} cannot be published")
+        ring, draft = self._ring, self._draft
+        try:
+            if self.checksum is None:  # filled in place
+                zero_gaps(self.layout, self.memory)
+                self.checksum = _native.checksum(self.memory)
+            ticket = Ticket(
+                ring=ring.ring_id,
+                segment=ring.name,
+                host=host_identity(),
+                addresses=tuple(filter(None, ring.native.addresses.split(","))),
+                ports=ring.native.ports(),
+                slot=self._slot,
+                generation=self._generation,
+                key=ring.key(self._slot, self._generation),
+                size=self.layout.total,
+                checksum=self.checksum,
+                readers=draft.readers,
+                schema_fingerprint=draft.schema.fingerprint_hex,
+                schema=draft.schema if ring.schema is None else None,
+                lengths=draft.lengths,
+                created=draft.created,
+                deadline=draft.deadline,
+                metadata=draft.metadata,
+            )
+            note = ticket.encode()
+            published = ring.native.publish(
+                self._slot,
+                self._generation,
+                self.layout.total,
+                self.checksum,
+                draft.readers,
+                int(draft.deadline * 1e9) if draft.deadline is not None else 0,
+                note,
+            )
+        except BaseException:
+            self.abort()
+            raise
+        self._open = False
+        if not published:
+            raise InvalidTransition(f"slot {self._slot} is not this writer's any more: {ring.native.info(self._slot)}")
+        self._ticket = ticket
+        return ticket
+
+    def abort(self) -> None:
+        """Give the slot back unpublished. Does nothing after publishing."""
+        if self._open:
+            self._open = False
+            self._ring.native.abort(self._slot, self._generation)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort()
+        elif self._open:
+            self.publish()
+
+
+class ReadLease:
+    """A pinned payload. Finalised exactly once: `consume`, or `release` (the default at the end of a ``with``)."""
+
+    def __init__(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> None:
+        self._ring = ring
+        self.ticket = ticket
+        self.rank = rank
+        self._open = True
+        self.view: memoryview = ring.native.payload(ticket.slot)[: ticket.size].toreadonly()
+
+    def consume(self) -> bool:
+        """Say that this rank has the payload, and unpin. False: this lease was finalised before."""
+        return self._finalise(lambda: self._ring.mark_consumed(self.ticket, self.rank))
+
+    def acknowledge(self) -> bool:
+        """Say that this rank has the payload, and keep the memory pinned until `release`. False: said before."""
+        return self._ring.acknowledge(self.ticket, self.rank)
+
+    def release(self) -> bool:
+        """Unpin; the payload stays for the next attempt. False: this lease was finalised before."""
+        return self._finalise(lambda: self._ring.release_reading(self.ticket))
+
+    def _finalise(self, how: Callable[[], bool]) -> bool:
+        if not self._open:
+            return False
+        self._open = False
+        return how()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

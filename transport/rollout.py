@@ -1,0 +1,166 @@
+"""UCXXRolloutMixin: gives a rollout worker a ring, its server, and tickets for what it produces.
+
+class Worker(UCXXRolloutMixin): ...
+worker.setup_ucxx(schema, queue=queue)
+ticket = worker.write_to_buffer(trajectory, metadata={"reward": 1.0})    # published to the queue as well
+worker.cleanup_ucxx()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from transport.errors import ClosedError, TransportError
+from transport.queue.base import QueuedTicket, TicketQueue, finished
+from transport.ring import Overflow, RingStatistics, SharedRingBuffer
+from transport.schema import Schema
+from transport.server import UCXXServer
+from transport.settings import DEFAULTS, Settings
+from transport.ticket import Ticket
+from transport.ucx import Wire
+
+log = logging.getLogger(__name__)
+
+
+def ticket_id(ticket: Ticket) -> str:
+    """The name under which a queue knows a ticket: ring/slot/generation."""
+    return "/".join(map(str, ticket.identity))
+
+
+def queued(ticket: Ticket) -> QueuedTicket:
+    """A ticket as a queue takes it."""
+    return QueuedTicket(ticket_id(ticket), ticket.encode())
+
+
+class UCXXRolloutMixin:
+    """Mix into a rollout worker. Belongs to the worker's thread."""
+
+    _ucxx_ring: SharedRingBuffer | None = None
+    _ucxx_server: UCXXServer | None = None
+    _ucxx_queue: TicketQueue | None = None
+    _ucxx_readers = 1
+
+    def setup_ucxx(
+        self,
+        schema: Schema | None = None,
+        *,
+        slots: int = 64,
+        slot_bytes: int | None = None,
+        readers: int = 1,
+        overflow: Overflow = "block",
+        ports: Sequence[int] = (0,),
+        name: str | None = None,
+        queue: TicketQueue | None = None,
+        addresses: Sequence[str] | None = None,
+        wires: frozenset[Wire] | None = None,
+        secret: bytes | None = None,
+        mode: Literal["process", "thread"] = "process",
+        linger_s: float | None = None,
+        settings: Settings = DEFAULTS,
+    ) -> SharedRingBuffer:
+        """Make the ring and serve it. Called again, it cleans up first.
+
+        Args:
+            schema, slots, slot_bytes, overflow, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a
+                restarted worker takes its old ring over and `reconcile` publishes what the queue does not know.
+            readers: how many ranks read each payload.
+            queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
+            ports, addresses, wires, secret, mode, linger_s: of the server, see `UCXXServer`.
+        """
+        self.cleanup_ucxx()
+        ring = SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, name=name, overflow=overflow)
+        try:
+            self._ucxx_server = UCXXServer(
+                ring,
+                ports,
+                addresses=addresses,
+                settings=settings,
+                secret=secret,
+                wires=wires,
+                mode=mode,
+                linger_s=linger_s,
+            ).start()
+        except BaseException:
+            ring.close()
+            raise
+        self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = ring, queue, readers
+        if ring.native.taken_over and queue is not None:
+            self.reconcile()
+        return ring
+
+    @property
+    def ring(self) -> SharedRingBuffer:
+        """The worker's ring. Raises ClosedError before setup and after cleanup."""
+        if self._ucxx_ring is None:
+            raise ClosedError("call setup_ucxx() first")
+        return self._ucxx_ring
+
+    def write_to_buffer(
+        self,
+        trajectory: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        policy_version: int | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Ticket:
+        """Write one trajectory and publish its ticket.
+
+        Where publishing fails the payload is discarded again, so nothing is left that nobody knows of.
+
+        Raises what `SharedRingBuffer.write` and the queue's `publish` raise.
+        """
+        ring = self.ring
+        ticket = ring.write(
+            trajectory, readers=self._ucxx_readers, metadata=metadata, deadline_s=deadline_s, timeout_s=timeout_s
+        )
+        if self._ucxx_queue is not None:
+            try:
+                self._ucxx_queue.publish(queued(ticket), readers=ticket.readers, policy_version=policy_version)
+            except BaseException:
+                with contextlib.suppress(TransportError):
+                    ring.discard(ticket)
+                raise
+        return ticket
+
+    def reconcile(self) -> tuple[int, int]:
+        """Bring ring and queue to agree, after either was restarted: (tickets published again, slots freed).
+
+        Unread payloads the queue does not know are published again; those it records as finished are freed.
+        """
+        ring, queue = self.ring, self._ucxx_queue
+        if queue is None:
+            return 0, 0
+        tickets = ring.tickets()
+        known = queue.known(ticket_id(ticket) for ticket in tickets)
+        published = freed = 0
+        for ticket in tickets:
+            states = known.get(ticket_id(ticket))
+            if states is None:
+                published += queue.publish(queued(ticket), readers=ticket.readers)
+            elif finished(states):
+                freed += ring.discard(ticket)
+        log.info("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
+        return published, freed
+
+    def ring_statistics(self) -> RingStatistics:
+        """States and counters of the ring."""
+        return self.ring.statistics()
+
+    def cleanup_ucxx(self, drain_s: float = 0.0) -> None:
+        """Stop serving and give the ring up. Any state; idempotent.
+
+        Args:
+            drain_s: wait this long for unread payloads to be consumed first.
+        """
+        server, self._ucxx_server = self._ucxx_server, None
+        ring, self._ucxx_ring = self._ucxx_ring, None
+        self._ucxx_queue = None
+        with contextlib.ExitStack() as stack:  # the ring goes even if the server does not stop in order
+            if ring is not None:
+                stack.callback(ring.close)
+            if server is not None:
+                server.close(drain_s)

@@ -1,0 +1,287 @@
+"""UCXXServer: what a rollout worker starts so that its ring can be read from other hosts.
+
+Two modes. "process" (default): a supervisor process with one listener process per port; the rollout worker's GIL and
+crashes do not touch them, and what it had published stays readable after its death for ``linger_s``.
+"thread": one listener per port on one loop in a thread of this process, for tests and small uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal, Self
+
+import msgspec
+import uvloop
+
+from transport import errors
+from transport.addresses import advertised
+from transport.errors import ClosedError, InternalError, TransportError, UsageError
+from transport.listener import Listener
+from transport.listener_process import DRAIN_S, ListenerConfig
+from transport.ring import MAX_READERS, SharedRingBuffer
+from transport.settings import DEFAULTS, Settings
+from transport.supervisor import SupervisorConfig, SupervisorReport
+from transport.ucx import BusyPortError, Wire, library
+
+log = logging.getLogger(__name__)
+
+MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner places, the writer one
+
+_START_TIMEOUT_S = 60.0
+_RESTART_PAUSE_S = 0.2
+
+
+class UCXXServer:
+    """Serves a ring on ports of this host.
+
+    Args:
+        ring: the writer's ring.
+        ports: one listener each; 0 is assigned by the system. `ports` reports the actual ones after `start`.
+        addresses: what tickets advertise, best first; default: an RDMA interface if there is one, else the way out.
+        secret: shared secret that clients must prove to have.
+        wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: whatever is best.
+        mode: "process" or "thread", see above.
+        linger_s: how long listeners outlive a killed writer that left unread payloads; default from settings.
+    """
+
+    def __init__(
+        self,
+        ring: SharedRingBuffer,
+        ports: Sequence[int] = (0,),
+        *,
+        addresses: Sequence[str] | None = None,
+        settings: Settings = DEFAULTS,
+        secret: bytes | None = None,
+        wires: frozenset[Wire] | None = None,
+        mode: Literal["process", "thread"] = "process",
+        linger_s: float | None = None,
+        log_level: str = "WARNING",
+    ) -> None:
+        if mode not in ("process", "thread"):
+            raise UsageError(f"mode={mode!r}; choose 'process' or 'thread'")
+        if not 1 <= len(ports) <= MAX_PORTS:
+            raise UsageError(f"{len(ports)} ports; a ring is served on 1 to {MAX_PORTS}")
+        for port in ports:
+            if not 0 <= port <= 65535:
+                raise UsageError(f"port {port} is not in 0..65535 (0: assigned by the system)")
+        if len(set(filter(None, ports))) != len([port for port in ports if port]):
+            raise UsageError(f"ports {tuple(ports)} name one port twice")
+        if linger_s is not None:
+            settings = msgspec.structs.replace(settings, linger_s=linger_s)
+        self._ring = ring
+        self._wanted = tuple(ports)
+        self._addresses = tuple(addresses) if addresses is not None else advertised()
+        self._mode = mode
+        self._config = ListenerConfig(
+            segment=ring.name,
+            port=0,
+            settings=settings.validate(),
+            secret=secret,
+            wires=wires,
+            log_level=log_level,
+        )
+        self._run: _Processes | _Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<UCXXServer {self._mode} ports {self.ports} of ring {self._ring.ring_id[:8]}>"
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Ports that are listened on; empty before `start`."""
+        return self._ring.native.ports() if self._run is not None else ()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses that tickets advertise."""
+        return self._addresses
+
+    def start(self) -> Self:
+        """Start listening and wait until every port answers.
+
+        Raises:
+            BusyPortError: another program has one of the ports; no listener is left running.
+            MissingDependencyError: ucxx is not installed.
+        """
+        if self._run is not None:
+            raise UsageError("this server has been started already")
+        library()  # a missing ucxx is this process's error, not a line in a child's log
+        self._ring.native.addresses = ",".join(self._addresses)
+        run = _Processes(self._config, self._wanted) if self._mode == "process" else _Thread(self._ring, self._config)
+        ports = run.start(self._wanted)
+        self._ring.native.set_ports(ports)
+        self._run = run
+        return self
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Stop listening.
+
+        Args:
+            drain_s: wait this long for unread payloads to be consumed first. What is still unread afterwards
+                stays in the ring, but nobody serves it any more.
+        """
+        run, self._run = self._run, None
+        if run is None:
+            return
+        self._drain(drain_s)
+        run.stop()
+        if not self._ring.native.closed:
+            self._ring.native.set_ports(())
+            self._ring.reclaim()
+
+    def _drain(self, drain_s: float) -> None:
+        give_up = time.monotonic() + drain_s
+        native = self._ring.native
+        while not native.closed and (left := give_up - time.monotonic()) > 0:
+            seen = native.freed_event()
+            free, writing, _, _ = native.state_counts()
+            if free + writing == self._ring.slot_count:
+                return
+            native.wait_freed(seen, min(left, 1.0))
+
+    def __enter__(self) -> Self:
+        return self if self._run is not None else self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _raise_reported(name: str, message: str) -> None:
+    """Raise the error a child process reported, by its own class."""
+    if name == BusyPortError.__name__:
+        raise BusyPortError(message)
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TransportError):
+        raise kind(message)
+    raise InternalError(f"the supervisor failed: {name}: {message}")
+
+
+class _Processes:
+    """The supervisor process, and a thread that starts it again should it die."""
+
+    def __init__(self, config: ListenerConfig, ports: tuple[int, ...]) -> None:
+        self._config = SupervisorConfig(ports=ports, listener=config)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._spawning = threading.Lock()  # Invariant: nobody spawns after stop() has begun
+        self._watcher: threading.Thread | None = None
+
+    def start(self, _: tuple[int, ...]) -> tuple[int, ...]:
+        report = self._spawn()
+        if report.error:
+            _raise_reported(report.error, report.message)
+        # a supervisor that is started again adopts the listeners on these ports
+        self._config = msgspec.structs.replace(self._config, ports=report.ports)
+        self._watcher = threading.Thread(target=self._watch, name="transport supervisor watch", daemon=True)
+        self._watcher.start()
+        return report.ports
+
+    def _spawn(self) -> SupervisorReport:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "transport.supervisor"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the writer, which stops its listeners in order
+        )
+        self._process = process
+        if process.stdin is None or process.stdout is None:
+            raise InternalError("the supervisor has no pipes")
+        killer = threading.Timer(_START_TIMEOUT_S, process.kill)
+        killer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(msgspec.json.encode(self._config))
+                process.stdin.close()
+            line = process.stdout.readline()
+        finally:
+            killer.cancel()
+            killer.join()
+        process.stdout.close()
+        if not line:
+            process.wait()
+            return SupervisorReport(error="InternalError", message=f"it ended with status {process.returncode}")
+        report = msgspec.json.decode(line, type=SupervisorReport)
+        if report.error:
+            process.wait()
+        return report
+
+    def _watch(self) -> None:
+        while self._process is not None:
+            status = self._process.wait()
+            if self._stopping.wait(_RESTART_PAUSE_S):
+                return
+            log.warning("the supervisor ended with status %d; starting it again", status)
+            with self._spawning:
+                if self._stopping.is_set():
+                    return
+                report = self._spawn()
+            if report.error:
+                log.error("the supervisor does not start: %s: %s", report.error, report.message)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that does not help within the drain bound."""
+        with self._spawning:
+            self._stopping.set()
+            process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(DRAIN_S + 10.0)
+            except subprocess.TimeoutExpired:
+                log.error("the supervisor does not stop; killing it")
+                process.kill()
+                process.wait()
+        if self._watcher is not None:
+            self._watcher.join()
+
+
+class _Thread:
+    """Listeners on a loop in a thread of this process."""
+
+    def __init__(self, ring: SharedRingBuffer, config: ListenerConfig) -> None:
+        self._ring = ring
+        self._config = config
+        self._listeners: list[Listener] = []
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="transport listeners", daemon=True)
+
+    def _call(self, coroutine: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_START_TIMEOUT_S)
+
+    def start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
+        self._thread.start()
+        try:
+            return self._call(self._start(ports))
+        except BaseException:
+            self.stop()
+            raise
+
+    async def _start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
+        config = self._config
+        for port in ports:
+            listener = Listener(self._ring, settings=config.settings, secret=config.secret, wires=config.wires)
+            listener.start(port)
+            self._listeners.append(listener)
+        return tuple(listener.port for listener in self._listeners)
+
+    async def _stop(self) -> tuple[int, ...]:
+        await asyncio.gather(*(listener.stop() for listener in self._listeners))
+        self._listeners.clear()
+        return ()
+
+    def stop(self) -> None:
+        """Close the listeners on their own loop, then end the thread."""
+        if self._loop.is_closed():
+            raise ClosedError("the listeners' loop is closed")
+        self._call(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,246 @@
+"""Keeps one listener process per port alive: ``python -m transport.supervisor``, started by `UCXXServer`.
+
+A place is one port's listener. What a supervisor knows stands in the segment (port table, owner table, kernel locks),
+so one that starts anew adopts the listeners it finds:
+
+    EMPTY ──spawn──► STARTING ──reported its port──► SERVING ──exit, or watchdog──► EMPTY
+      ▲                  └──failed: back-off; after five times on a busy port, any port──┘
+
+It stops on SIGTERM, or when the writer is gone and everything is consumed or linger_s is over (lifetime.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+
+import msgspec
+import uvloop
+
+from transport.errors import TransportError
+from transport.lifetime import Lifetime, Phase
+from transport.listener_process import DRAIN_S, ListenerConfig, ListenerReport
+from transport.ring import SharedRingBuffer
+from transport.supervisor_lock import holding
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.5
+_START_TIMEOUT_S = 30.0
+_BACKOFF_FIRST_S = 0.1
+_BACKOFF_MOST_S = 5.0
+_TRIES_ON_A_BUSY_PORT = 5
+
+
+class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a supervisor is told: the ports (0: assigned) and what each listener gets."""
+
+    ports: tuple[int, ...]
+    listener: ListenerConfig
+
+
+class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a supervisor answers, once: every port, or the first reason why not."""
+
+    ports: tuple[int, ...] = ()
+    error: str = ""
+    message: str = ""
+
+
+class Place:
+    """One port and whoever serves it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.process: asyncio.subprocess.Process | None = None
+        self.failures = 0
+        self.not_before = 0.0
+        self.last_error = ListenerReport()
+
+    def __repr__(self) -> str:
+        return f"<Place port {self.port} {'own' if self.process else 'none or adopted'} failures {self.failures}>"
+
+    def failed(self, now: float) -> None:
+        """Back off before the next start; leave a port that somebody else keeps."""
+        self.failures += 1
+        self.not_before = now + min(_BACKOFF_FIRST_S * 2 ** (self.failures - 1), _BACKOFF_MOST_S)
+        if self.last_error.error == "BusyPortError" and self.failures >= _TRIES_ON_A_BUSY_PORT:
+            log.warning("port %d is in use by another program; taking another", self.port)
+            self.port = 0
+
+
+class Supervisor:
+    """The places of one ring. Owned by the supervisor process's loop."""
+
+    def __init__(self, ring: SharedRingBuffer, config: SupervisorConfig) -> None:
+        self._ring = ring
+        self._config = config
+        self._wake = asyncio.Event()
+        self._stop = False
+        self._lifetime = Lifetime(config.listener.settings.linger_s)
+        self._watchers: set[asyncio.Task[None]] = set()
+        known = ring.native.ports()
+        self.places = [
+            Place(known[index] if port == 0 and index < len(known) else port) for index, port in enumerate(config.ports)
+        ]
+
+    def request_stop(self) -> None:
+        """Stop at the next look (signal handler)."""
+        self._stop = True
+        self._wake.set()
+
+    # --- the listeners ------------------------------------------------------------------------------
+    def _living(self) -> dict[int, tuple[int, float]]:
+        """pid and seconds since the last heartbeat of each living listener, by port."""
+        now = time.monotonic_ns()
+        return {
+            owner.port: (owner.pid, (now - owner.heartbeat_ns) / 1e9)
+            for owner in self._ring.native.owners()
+            if owner.alive and owner.port
+        }
+
+    async def fill(self) -> None:
+        """Start a listener in every place that has none; a stopped one is killed first."""
+        living = self._living()
+        now = time.monotonic()
+        starts = []
+        for place in self.places:
+            pid, silent_s = living.get(place.port, (0, 0.0))
+            if pid and silent_s > self._config.listener.settings.watchdog_s:
+                log.warning("listener %d on port %d is stopped for %.0f s; killing it", pid, place.port, silent_s)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            elif not pid and place.process is None and now >= place.not_before:
+                starts.append(self._start(place))
+        if starts:
+            await asyncio.gather(*starts)
+            self._ring.native.set_ports(tuple(place.port for place in self.places))
+
+    async def _start(self, place: Place) -> None:
+        config = msgspec.structs.replace(self._config.listener, port=place.port)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "transport.listener_process",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        place.process = process
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                report = await self._exchange(process, config)
+        except (TimeoutError, OSError, msgspec.MsgspecError) as error:
+            report = ListenerReport(error=type(error).__name__, message=f"the listener did not report: {error}")
+        place.last_error = report
+        if report.error:
+            log.warning("listener on port %d: %s: %s", place.port, report.error, report.message)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            place.process = None
+            place.failed(time.monotonic())
+            return
+        place.port = report.port
+        place.failures = 0
+        watcher = asyncio.create_task(self._watch(place, process))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> ListenerReport:
+        if process.stdin is None or process.stdout is None:
+            raise OSError("the listener has no pipes")
+        process.stdin.write(msgspec.json.encode(config))
+        process.stdin.close()
+        return msgspec.json.decode(await process.stdout.readline(), type=ListenerReport)
+
+    async def _watch(self, place: Place, process: asyncio.subprocess.Process) -> None:
+        status = await process.wait()
+        place.process = None
+        if not self._stop:
+            log.warning("listener on port %d ended with status %d; starting it again", place.port, status)
+        self._ring.reclaim()
+        self._wake.set()
+
+    # --- the run ------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Keep the places filled until told to stop, or until nobody needs them."""
+        while not self._stop:
+            await self.fill()
+            if not all(place.process for place in self.places):
+                self._ring.reclaim()  # adopted listeners have no watcher
+            _, _, ready, reading = self._ring.native.state_counts()
+            writer_alive = self._ring.native.keeper_alive
+            if self._lifetime.tick(time.monotonic(), writer_alive=writer_alive, unread=ready + reading) is Phase.STOP:
+                log.info("the writer is gone and nothing is left to serve")
+                break
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._wake.wait()
+        await self._stop_listeners()
+
+    async def _stop_listeners(self) -> None:
+        """SIGTERM to own and adopted listeners; SIGKILL to those that do not go."""
+        self._stop = True
+        for pid in self._listener_pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        give_up = time.monotonic() + DRAIN_S + 2.0
+        while self._living() or any(place.process for place in self.places):
+            if time.monotonic() > give_up:
+                log.warning("listeners %s do not stop; killing them", sorted(self._listener_pids()))
+                for pid in self._listener_pids():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                give_up = time.monotonic() + 5.0
+            await asyncio.sleep(0.02)
+        self._ring.reclaim()
+
+    def _listener_pids(self) -> set[int]:
+        own = {place.process.pid for place in self.places if place.process is not None}
+        return own | {pid for pid, _ in self._living().values()}
+
+
+async def _supervise(config: SupervisorConfig) -> int:
+    loop = asyncio.get_running_loop()
+    with SharedRingBuffer.attach(config.listener.segment, role="observer") as ring, holding(ring.name):
+        supervisor = Supervisor(ring, config)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, supervisor.request_stop)
+        await supervisor.fill()
+        failed = [place for place in supervisor.places if place.last_error.error]
+        if failed:
+            _report(SupervisorReport(error=failed[0].last_error.error, message=failed[0].last_error.message))
+            await supervisor._stop_listeners()
+            return 1
+        _report(SupervisorReport(ports=tuple(place.port for place in supervisor.places)))
+        await supervisor.run()
+    return 0
+
+
+def _report(report: SupervisorReport) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the writer that asked is gone; the listeners serve on
+        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def main() -> int:
+    """Entry point. Exit status 0 after an orderly stop, 1 when a listener could not start."""
+    config = msgspec.json.decode(sys.stdin.buffer.read(), type=SupervisorConfig)
+    logging.basicConfig(
+        level=config.listener.log_level, format="%(asctime)s supervisor %(process)d %(levelname)s %(message)s"
+    )
+    try:
+        return uvloop.run(_supervise(config))
+    except TransportError as error:
+        _report(SupervisorReport(error=type(error).__name__, message=str(error)))
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""Frames: what travels between client and listener, as types with encode and decode. No I/O.
+
+Handshake (over the stream of the endpoint, before tags are agreed), each an 8-byte prefix and a MessagePack body:
+
+    client                         listener
+    HELLO      ──────────────────►
+               ◄────────────────── CHALLENGE      only where a secret is configured
+    PROOF      ──────────────────►
+               ◄────────────────── WELCOME        or a refusal: a WELCOME whose code is not 0
+
+Afterwards (tagged messages, little-endian, fixed layouts):
+
+    CONTROL  client → listener     16-byte header, then up to 63 records of 32 bytes: READ, ACK, DISCARD, STATE, BYE
+    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE and BYE, small payloads inline
+    payload  listener → client     raw bytes, one message per payload that is not inline
+
+The receiver chooses the tag base, because UCX matches tags per worker: a base is unique among the receiver's
+own connections. A tag is used once: base (32 bits) · message number (24) · part (8).
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+
+from transport.errors import ProtocolError, VersionMismatchError
+
+VERSION = 1
+OLDEST_VERSION = 1
+
+MAX_HANDSHAKE_BYTES = 4096
+MAX_RECORDS = 63
+MESSAGE_NUMBERS = 1 << 24  # a connection is retired when it has used them
+
+
+class Kind(enum.IntEnum):
+    """First bytes of handshake messages and frames, and kinds of records."""
+
+    HELLO = 0x01
+    CHALLENGE = 0x02
+    PROOF = 0x03
+    WELCOME = 0x04
+    CONTROL = 0x10
+    STATUS = 0x11
+    READ = 0x20
+    ACK = 0x21
+    DISCARD = 0x22
+    STATE = 0x23
+    BYE = 0x24
+
+
+ANSWERED = frozenset({Kind.READ, Kind.STATE, Kind.BYE})
+_RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
+
+_PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
+_HEADER = struct.Struct("<BBHIII")  # version, kind, count, message number, inline bytes, reserved
+_RECORD = struct.Struct("<BBHIIIQQ")  # kind, rank, reserved, slot, generation, reserved, key, length
+_ANSWER = struct.Struct("<BBHIQQQ")  # code, flags, record index, inline offset, length, checksum, value
+
+PREFIX_BYTES = _PREFIX.size
+HEADER_BYTES = _HEADER.size
+RECORD_BYTES = _RECORD.size
+ANSWER_BYTES = _ANSWER.size
+CONTROL_BYTES = HEADER_BYTES + MAX_RECORDS * RECORD_BYTES
+
+_INLINE = 0x01
+_CHECKED = 0x02
+
+
+TagBase = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # anything else would not fit a tag
+
+
+# --- handshake ---------------------------------------------------------------------------------
+class Hello(msgspec.Struct, frozen=True):
+    """What the client can speak, and the tag base for what it receives."""
+
+    oldest: int
+    newest: int
+    ring: str
+    tag_base: TagBase
+    nonce: bytes
+    features: tuple[str, ...] = ()
+
+
+class Challenge(msgspec.Struct, frozen=True):
+    """The listener's nonce and its own proof, so that both sides know that the other has the secret."""
+
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """The client's answer to a challenge."""
+
+    proof: bytes
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """What was agreed; ``code`` other than 0 is a refusal (see errors.py) and ``reason`` says why."""
+
+    version: int
+    ring: str
+    tag_base: TagBase
+    ports: tuple[int, ...] = ()
+    inline_limit: int = 0
+    features: tuple[str, ...] = ()
+    code: int = 0
+    reason: str = ""
+
+
+_HANDSHAKE: dict[type[msgspec.Struct], Kind] = {
+    Hello: Kind.HELLO,
+    Challenge: Kind.CHALLENGE,
+    Proof: Kind.PROOF,
+    Welcome: Kind.WELCOME,
+}
+Handshake = TypeVar("Handshake", Hello, Challenge, Proof, Welcome)
+
+
+def encode_handshake(message: Hello | Challenge | Proof | Welcome) -> bytes:
+    """Prefix and body of one handshake message."""
+    body = msgspec.msgpack.encode(message)
+    return _PREFIX.pack(VERSION, _HANDSHAKE[type(message)], 0, len(body)) + body
+
+
+def decode_prefix(prefix: bytes | bytearray) -> tuple[Kind, int]:
+    """(kind, body length) of a handshake message.
+
+    Raises:
+        VersionMismatchError: framing of a version that is not known here.
+        ProtocolError: not a handshake, or a body longer than MAX_HANDSHAKE_BYTES.
+    """
+    if len(prefix) != PREFIX_BYTES:
+        raise ProtocolError(f"handshake prefix of {len(prefix)} bytes; it has {PREFIX_BYTES}")
+    version, kind, _, length = _PREFIX.unpack(prefix)
+    if not OLDEST_VERSION <= version <= VERSION:
+        raise VersionMismatchError(f"handshake of version {version}; this side speaks {OLDEST_VERSION} to {VERSION}")
+    if kind not in _HANDSHAKE.values():
+        raise ProtocolError(f"handshake of unknown kind {kind:#x}")
+    if length > MAX_HANDSHAKE_BYTES:
+        raise ProtocolError(f"handshake of {length} bytes; at most {MAX_HANDSHAKE_BYTES} are allowed")
+    return Kind(kind), length
+
+
+def decode_handshake(expected: type[Handshake], body: bytes) -> Handshake:
+    """The message in ``body``. Raises ProtocolError for anything malformed."""
+    try:
+        return msgspec.msgpack.decode(body, type=expected)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ProtocolError(f"malformed {expected.__name__}: {error}") from error
+
+
+def agree_version(hello: Hello) -> int:
+    """Newest version both sides speak. Raises VersionMismatchError naming both ranges."""
+    version = min(VERSION, hello.newest)
+    if version < max(OLDEST_VERSION, hello.oldest):
+        raise VersionMismatchError(
+            f"the client speaks versions {hello.oldest} to {hello.newest}, this side {OLDEST_VERSION} to {VERSION}: "
+            "upgrade the older of the two"
+        )
+    return version
+
+
+# --- tags --------------------------------------------------------------------------------------
+def tag(base: int, number: int, part: int = 0) -> int:
+    """64-bit tag of part ``part`` of message ``number`` (part 0: CONTROL or STATUS; 1 + i: payload of record i)."""
+    return base << 32 | number << 8 | part
+
+
+# --- client to listener ------------------------------------------------------------------------
+class Record(NamedTuple):
+    """One thing asked of the listener about one payload."""
+
+    kind: Kind
+    slot: int = 0
+    generation: int = 0
+    rank: int = 0
+    key: int = 0
+    length: int = 0
+
+
+def encode_control(number: int, records: list[Record]) -> bytearray:
+    """One CONTROL message; a bytearray, since UCX reads it in place until the send is complete."""
+    message = bytearray(HEADER_BYTES + len(records) * RECORD_BYTES)
+    _HEADER.pack_into(message, 0, VERSION, Kind.CONTROL, len(records), number, 0, 0)
+    offset = HEADER_BYTES
+    for record in records:
+        _RECORD.pack_into(
+            message,
+            offset,
+            record.kind,
+            record.rank,
+            0,
+            record.slot,
+            record.generation,
+            0,
+            record.key,
+            record.length,
+        )
+        offset += RECORD_BYTES
+    return message
+
+
+def decode_control(message: bytes | bytearray | memoryview) -> tuple[int, list[Record]]:
+    """(message number, records). Raises ProtocolError for anything malformed."""
+    if len(message) < HEADER_BYTES:
+        raise ProtocolError(f"control message of {len(message)} bytes has no header")
+    version, kind, count, number, _, _ = _HEADER.unpack_from(message, 0)
+    if version != VERSION or kind != Kind.CONTROL:
+        raise ProtocolError(f"expected a control message of version {VERSION}, got kind {kind:#x} version {version}")
+    if not 0 < count <= MAX_RECORDS:
+        raise ProtocolError(f"control message of {count} records; 1 to {MAX_RECORDS} are allowed")
+    if len(message) < HEADER_BYTES + count * RECORD_BYTES:
+        raise ProtocolError(f"control message of {len(message)} bytes is too short for {count} records")
+    records = []
+    for index in range(count):
+        kind, rank, _, slot, generation, _, key, length = _RECORD.unpack_from(
+            message, HEADER_BYTES + index * RECORD_BYTES
+        )
+        if kind not in _RECORD_KINDS:
+            raise ProtocolError(f"record of unknown kind {kind:#x}")
+        records.append(Record(Kind(kind), slot, generation, rank, key, length))
+    return number, records
+
+
+# --- listener to client ------------------------------------------------------------------------
+class SlotFate(enum.IntEnum):
+    """Answer to STATE: what became of a payload."""
+
+    READABLE = 1
+    CONSUMED = 2  # by the rank that asks
+    GONE = 3  # freed, overwritten or discarded
+
+
+class Answer(NamedTuple):
+    """Answer to one record. ``code`` 0 is success, else the ``status`` of an error class."""
+
+    code: int
+    position: int  # of its record in the CONTROL message
+    length: int = 0
+    checksum: int | None = None
+    value: int = 0
+    inline: memoryview | None = None
+
+
+def status_bytes(reads: int, inline: int) -> int:
+    """Size of the buffer for a STATUS of ``reads`` answers with ``inline`` bytes of small payloads."""
+    return HEADER_BYTES + reads * ANSWER_BYTES + inline
+
+
+def encode_status(number: int, answers: list[Answer]) -> bytearray:
+    """One STATUS message, small payloads copied in."""
+    inline_bytes = sum(len(answer.inline) for answer in answers if answer.inline is not None)
+    message = bytearray(status_bytes(len(answers), inline_bytes))
+    _HEADER.pack_into(message, 0, VERSION, Kind.STATUS, len(answers), number, inline_bytes, 0)
+    position = HEADER_BYTES
+    start = offset = HEADER_BYTES + len(answers) * ANSWER_BYTES
+    for answer in answers:
+        flags = (_INLINE if answer.inline is not None else 0) | (_CHECKED if answer.checksum is not None else 0)
+        _ANSWER.pack_into(
+            message,
+            position,
+            answer.code,
+            flags,
+            answer.position,
+            offset - start,
+            answer.length,
+            answer.checksum or 0,
+            answer.value,
+        )
+        position += ANSWER_BYTES
+        if answer.inline is not None:
+            message[offset : offset + len(answer.inline)] = answer.inline
+            offset += len(answer.inline)
+    return message
+
+
+def decode_status(message: bytearray | memoryview) -> tuple[int, list[Answer]]:
+    """(message number, answers); inline payloads are views of ``message``. Raises ProtocolError when malformed."""
+    view = memoryview(message)
+    if len(view) < HEADER_BYTES:
+        raise ProtocolError(f"status of {len(view)} bytes has no header")
+    version, kind, count, number, inline_bytes, _ = _HEADER.unpack_from(view, 0)
+    if version != VERSION or kind != Kind.STATUS:
+        raise ProtocolError(f"expected a status of version {VERSION}, got kind {kind:#x} version {version}")
+    start = HEADER_BYTES + count * ANSWER_BYTES
+    if count > MAX_RECORDS or len(view) < start + inline_bytes:
+        raise ProtocolError(f"status of {count} answers and {inline_bytes} inline bytes does not fit {len(view)} bytes")
+    answers = []
+    for position in range(HEADER_BYTES, start, ANSWER_BYTES):
+        code, flags, index, offset, length, checksum, value = _ANSWER.unpack_from(view, position)
+        inline = None
+        if flags & _INLINE:
+            if offset + length > inline_bytes:
+                raise ProtocolError(f"inline payload of {length} bytes at {offset} leaves its {inline_bytes} bytes")
+            inline = view[start + offset : start + offset + length]
+        answers.append(Answer(code, index, length, checksum if flags & _CHECKED else None, value, inline))
+    return number, answers
