@@ -1,0 +1,199 @@
+"""Check the model of the slot protocol with Spin: every configuration, and every planted fault.
+
+    python3 native/model/check.py [--quick | --deep] [--json PATH] [--only NAME] [--trace FAULT]
+
+Every search is exhaustive for its configuration: no bitstate, no hash compaction, no partial order
+reduction. Exit status: 0 all hold and every fault is found, 1 otherwise, 3 Spin or gcc is missing.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MODEL = Path(__file__).with_name("slot.pml")
+MEMORY_LIMIT_MB = 3500  # per search; two run at once
+TIME_LIMIT_S = 600
+EVERYTHING = "OVERWRITE=1 DISCARD=1"
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    defines: str
+    expect: str = ""  # the property that must be violated; none: all must hold
+    ltl: bool = False
+    size: int = 0  # 0 is part of --quick, 2 only of --deep
+
+
+# Two writers, listeners, ranks and generations unless said otherwise; longest first, so that two cores end together.
+CONFIGURATIONS = (
+    Case("2 slots, overwrite and discard", f"SLOTS=2 {EVERYTHING}", size=2),
+    Case("2 slots", "SLOTS=2", size=1),
+    Case("3 slots, 1 writer, 1 generation", "SLOTS=3 WRITERS=1 MAXGEN=1", size=2),
+    Case("3 slots, 1 writer, readers=1", "SLOTS=3 WRITERS=1 READERS=1", size=1),
+    Case("3 slots, readers=1, 1 generation", "SLOTS=3 READERS=1 MAXGEN=1", size=1),
+    Case("2 slots, readers=1, 3 generations", f"SLOTS=2 READERS=1 MAXGEN=3 {EVERYTHING}", size=1),
+    Case("2 slots, readers=1, comes to rest", "SLOTS=2 READERS=1", ltl=True, size=1),
+    Case("2 slots, readers=1, 2 reclaimers", "SLOTS=2 READERS=1 JANITORS=2", size=1),
+    Case("2 slots, readers=1, readers gone", "SLOTS=2 READERS=1 READERS_GONE", size=1),
+    Case("1 slot, 2 attempts each", f"SLOTS=1 ATTEMPTS=2 MAXGEN=3 {EVERYTHING}", size=1),
+    Case("2 slots, 1 listener, 2 attempts", "SLOTS=2 LISTENERS=1 ATTEMPTS=2", size=1),
+    Case("1 slot, 3 generations", f"SLOTS=1 MAXGEN=3 {EVERYTHING}"),
+    Case("1 slot, comes to rest", f"SLOTS=1 {EVERYTHING}", ltl=True),
+    Case("1 slot, readers gone, rests", f"SLOTS=1 READERS_GONE {EVERYTHING}", ltl=True),
+    Case("1 slot, readers gone", f"SLOTS=1 READERS_GONE {EVERYTHING}"),
+    Case("1 slot, 2 reclaimers", f"SLOTS=1 JANITORS=2 {EVERYTHING}"),
+    Case("1 slot, newcomers clear alone", f"SLOTS=1 JANITORS=0 {EVERYTHING}"),
+    Case("1 slot, readers differ", f"SLOTS=1 MIXED MAXGEN=3 {EVERYTHING}"),
+)
+
+REWRITTEN = "P2_rewritten_under_a_live_pin"
+FAULTS = (
+    Case("PIN_NO_GENERATION", "", "P1_bytes_of_another_generation"),
+    Case("PIN_IGNORES_DONE", "", "P7_read_again_after_consume"),
+    Case("FREE_ON_SEND", "", "P5_payload_lost"),
+    Case("FIRST_FINISH_FREES", "", REWRITTEN),
+    Case("RECLAIM_WITHOUT_LOCK", "", REWRITTEN),
+    Case("LOCK_SHARED_BY_THREADS", "JANITORS=2 WRITERS=1", REWRITTEN),
+    Case("REUSE_BEFORE_CLEARING", "", "P6_stuck"),
+    Case("WRITING_NOT_RECLAIMED", "", "comes_to_rest", ltl=True),
+    Case("OVERWRITE_IGNORES_PINS", "OVERWRITE=1", REWRITTEN),
+    Case("OVERWRITE_IGNORES_DONE", "OVERWRITE=1", "P5_payload_lost"),
+    Case("CONSUME_NO_GENERATION", "", "P5_payload_lost"),
+    Case("CONSUME_IGNORES_DONE", "", "P4_consumed_twice"),
+    Case("CONSUME_IGNORES_PINS", "", REWRITTEN),
+    Case("DISCARD_IGNORES_PINS", "DISCARD=1", REWRITTEN),
+    Case("UNPIN_FORGETS_DONE", "", "P6_stuck"),
+    Case("LATE_UNPIN", "", REWRITTEN),
+    Case("UNPIN_WHILE_SENDING", "", REWRITTEN),
+    Case("REFUSED_MARK_KEEPS_PIN", "", "P6_stuck"),
+    Case("COUNT_WITHOUT_MUTEX", "ATTEMPTS=2 WRITERS=1 LISTENERS=1", REWRITTEN),
+    Case("PUBLISH_NO_GENERATION", "", "P1_bytes_of_another_generation"),
+    Case("ABORT_UNCHECKED", "", "P3_freed_exactly_once"),
+    Case("READERS_BEFORE_WORD", "MIXED MAXGEN=3", "P5_payload_lost"),
+    # A limit of the table, not a fault: what a rank has and has not acknowledged may be overwritten.
+    Case("OVERWRITE_AFTER_DELIVERY", "OVERWRITE=1", "LIMIT_overwritten_after_delivery"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    name: str
+    defines: str
+    expect: str
+    found: str  # the violated property
+    states: int
+    depth: int
+    seconds: float
+    memory_mb: float
+    trouble: str  # why the search does not count
+
+    @property
+    def good(self) -> bool:
+        return not self.trouble and self.found == self.expect
+
+
+def defines_of(case: Case) -> list[str]:
+    words = case.defines.split()
+    if case.expect:
+        words += [("SHOW_" if case.expect.startswith("LIMIT") else "MUT_") + case.name, "MUTANT", "SLOTS=1"]
+    return [f"-D{word}" for word in words + ["LIVENESS"] * case.ltl]
+
+
+def search(case: Case, folder: str) -> Outcome:
+    """Generate, compile and run one verifier; a fault breadth first, for a shortest counterexample."""
+    kind = [] if case.ltl else ["-DSAFETY", "-DBFS"] if case.expect else ["-DSAFETY"]
+    options = ["-w25" if case.size else "-w22", "-m2000000", "-n", *(["-a"] if case.ltl else [])]
+    commands = (
+        ["spin", "-a", *defines_of(case), str(MODEL)],
+        ["gcc", "-O2" if case.size else "-O0", "-w", "-DNOREDUCE", f"-DMEMLIM={MEMORY_LIMIT_MB}", *kind, "-o", "pan", "pan.c"],
+        ["./pan", *options],
+    )
+    text, trouble = "", ""
+    for command in commands:
+        start = time.monotonic()
+        try:
+            ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            trouble = f"{command[0]}: not finished in {TIME_LIMIT_S} s"
+            break
+        text = ran.stdout + ran.stderr
+        if command[0] != "./pan" and (ran.returncode or "Error" in text):
+            trouble = f"{command[0]}: {text.strip()[-200:]}"
+            break
+    seconds = time.monotonic() - start
+
+    def number(pattern: str) -> float:
+        match = re.search(pattern, text)
+        return float(match.group(1)) if match else 0
+
+    named = re.search(r"assertion violated .*?\b((?:P\d|LIMIT)_\w+)", text)
+    found = named.group(1) if named else "comes_to_rest" if "acceptance cycle" in text else ""
+    errors = re.search(r"errors: (\d+)", text)
+    if not trouble and errors is None:
+        trouble = f"pan: {text.strip()[-200:]}"
+    elif not trouble and bool(int(errors.group(1))) != bool(found):
+        trouble = "pan: " + next((line for line in text.splitlines() if line.startswith("pan:1")), "unnamed error")
+    elif not trouble and not found and re.search(r"not completed|too small|out of memory|reached -DMEMLIM", text):
+        trouble = "pan: the search is not exhaustive"
+    states, depth = int(number(r"(\d+) states, stored")), int(number(r"depth reached (\d+)"))
+    memory = number(r"([\d.]+)\s+total actual memory usage")
+    return Outcome(case.name, case.defines, case.expect, found, states, depth, seconds, memory, trouble)
+
+
+def check(case: Case) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="slot-model-") as folder:
+        outcome = search(case, folder)
+    row = f"{case.name:<36}{outcome.states:>10}{outcome.depth:>8}{outcome.seconds:>8.1f} "
+    print("ok  " if outcome.good else "FAIL", row, outcome.trouble or outcome.found or "holds", flush=True)
+    return outcome
+
+
+def trace(case: Case) -> str:
+    """The shortest run into the fault, one line per operation."""
+    with tempfile.TemporaryDirectory(prefix="slot-model-") as folder:
+        search(case, folder)
+        command = ["spin", "-k", f"{MODEL.name}.trail", "-T", *defines_of(case), str(MODEL)]
+        told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return told.stdout.split("spin: trail ends")[0].rstrip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check the model of the slot protocol with Spin.")
+    parser.add_argument("--deep", action="store_true", help="add two configurations that take minutes")
+    parser.add_argument("--quick", action="store_true", help="leave out the large configurations")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--trace", metavar="FAULT", help="print the shortest run into one planted fault")
+    options = parser.parse_args()
+    for tool in ("spin", "gcc"):
+        if shutil.which(tool) is None:
+            print(f"{tool} is missing: apt-get install {tool}", file=sys.stderr)
+            return 3
+    if options.trace:
+        print(*(trace(case) for case in FAULTS if case.name == options.trace))
+        return 0
+    size = 0 if options.quick else 2 if options.deep else 1
+    cases = [c for c in CONFIGURATIONS + FAULTS if options.only in c.name and c.size <= size]
+    print(f"     {'configuration or planted fault':<36}{'states':>10}{'depth':>8}{'seconds':>8}  result")
+    begun = time.monotonic()
+    with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        outcomes = list(pool.map(check, cases))
+    bad = [o.name for o in outcomes if not o.good]
+    print(f"{len(outcomes)} searches in {time.monotonic() - begun:.0f} s;", f"FAILED: {bad}" if bad else "all as expected")
+    if options.json:
+        options.json.write_text(json.dumps([asdict(o) | {"good": o.good} for o in outcomes], indent=1) + "\n")
+    return 1 if bad or not outcomes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
