@@ -1,0 +1,53 @@
+"""Fixtures of all tests: after each one, nothing may be left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib.util
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from transport.testing import ResourceSnapshot, mark_descendants, run
+
+pytest.register_assert_rewrite("queue_conformance", "queue_model")
+
+# Two shared cores: a slow example is no defect, and the watchdog of pytest-timeout ends a stuck one.
+settings.register_profile("transport", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("transport")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_up() -> Iterator[None]:
+    """What is opened once for the life of the process is opened before the first test, so that it is no leak."""
+    mark_descendants()
+    run(asyncio.sleep(0))
+    resource_tracker.ensure_running()  # multiprocessing's helper process and the pipe to it
+    gc.collect()
+    gc.freeze()  # keeps the searches of the leak check among what tests make
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def ucx_warm_up() -> None:
+    """ucxx opens files of its own at its first import."""
+    if importlib.util.find_spec("ucxx"):
+        from transport import ucx
+
+        ucx.library()
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves segments, descriptors, threads, tasks or processes behind, and name them."""
+    if request.node.get_closest_marker("ucx"):
+        request.getfixturevalue("ucx_warm_up")
+    before = ResourceSnapshot.take()
+    yield
+    leaks = before.leaks()
+    if leaks:
+        pytest.fail("left behind: " + "; ".join(leaks), pytrace=False)

@@ -1,0 +1,294 @@
+"""What every ticket queue must do, written once. A mechanism's test module makes a subclass with a ``harness`` fixture.
+
+The harness opens queues on one store (``open``) and moves their clock (``advance``), so that no test sleeps.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import pytest
+
+from transport.errors import ClosedError, RankError, UsageError
+from transport.queue import Claim, DeliveryState, QueueDepth, QueuedTicket, TicketQueue, finished
+
+READY, CLAIMED, ARRIVED = DeliveryState.READY, DeliveryState.CLAIMED, DeliveryState.ARRIVED
+DONE, DISCARDED, DEAD, LOST = DeliveryState.DONE, DeliveryState.DISCARDED, DeliveryState.DEAD, DeliveryState.LOST
+
+LEASE_S = 60.0
+
+
+class Harness(Protocol):
+    """One store, its clock, and the queues opened on it."""
+
+    def open(self, *, max_deliveries: int = 20) -> TicketQueue: ...
+    def advance(self, seconds: float) -> None: ...
+    def close(self) -> None: ...
+
+
+def ticket(number: int) -> QueuedTicket:
+    return QueuedTicket(f"ring/{number}/1", b"ticket %d" % number)
+
+
+def tickets(count: int) -> list[QueuedTicket]:
+    return [ticket(number) for number in range(count)]
+
+
+def ids(claims: list[Claim]) -> list[str]:
+    return [claim.ticket_id for claim in claims]
+
+
+class QueueConformance:
+    @pytest.fixture
+    def queue(self, harness: Harness) -> TicketQueue:
+        return harness.open()
+
+    # --- publish and claim ---------------------------------------------------------------------
+    def test_tickets_come_out_in_the_order_of_publication(self, queue: TicketQueue) -> None:
+        assert queue.publish(tickets(5), policy_version=7) == 5
+        claims = queue.claim(3, consumer="a")
+        assert ids(claims) == [item.id for item in tickets(3)]
+        assert claims[0].data == ticket(0).data
+        assert (claims[0].rank, claims[0].attempts, claims[0].policy_version) == (0, 1, 7)
+        assert ids(queue.claim(9, consumer="b")) == [item.id for item in tickets(5)[3:]]
+        assert queue.claim(1, consumer="a") == []
+
+    def test_a_single_ticket_may_be_published(self, queue: TicketQueue) -> None:
+        assert queue.publish(ticket(0)) == 1
+        assert queue.claim(1, consumer="a")[0].policy_version is None
+
+    def test_publishing_an_id_again_changes_nothing(self, queue: TicketQueue) -> None:
+        queue.publish(ticket(0))
+        [claim] = queue.claim(1, consumer="a")
+        assert queue.publish([QueuedTicket(claim.ticket_id, b"other"), ticket(1)]) == 1
+        assert queue.ack(claim)
+        assert queue.publish(ticket(0)) == 0
+        assert ids(queue.claim(9, consumer="a")) == [ticket(1).id]
+
+    def test_each_rank_gets_every_ticket_once(self, queue: TicketQueue) -> None:
+        queue.publish(tickets(2), readers=3)
+        for rank in range(3):
+            claims = queue.claim(9, rank=rank, consumer="a")
+            assert ids(claims) == [ticket(0).id, ticket(1).id]
+            assert queue.ack_many(claims) == claims
+        assert queue.claim(9, rank=3, consumer="a") == []
+        assert queue.known([ticket(0).id]) == {ticket(0).id: (DONE, DONE, DONE)}
+
+    @pytest.mark.parametrize("readers", [0, 17])
+    def test_readers_are_1_to_16(self, queue: TicketQueue, readers: int) -> None:
+        with pytest.raises(RankError, match=f"readers={readers}"):
+            queue.publish(ticket(0), readers=readers)
+
+    def test_a_claim_is_of_at_least_one_and_of_a_rank_that_can_be(self, queue: TicketQueue) -> None:
+        with pytest.raises(UsageError, match="n=0"):
+            queue.claim(0, consumer="a")
+        with pytest.raises(RankError, match="rank 16"):
+            queue.claim(1, rank=16, consumer="a")
+
+    # --- the end of a claim ----------------------------------------------------------------------
+    def test_ack_is_true_exactly_once(self, queue: TicketQueue) -> None:
+        queue.publish(ticket(0))
+        [claim] = queue.claim(1, consumer="a")
+        assert queue.ack(claim)
+        assert not queue.ack(claim)
+        assert not queue.retry(claim)
+        assert not queue.discard(claim, "late")
+        assert queue.renew([claim]) == []
+        assert queue.known([claim.ticket_id]) == {claim.ticket_id: (DONE,)}
+
+    def test_a_claim_ends_with_its_lease_and_another_gets_it(self, harness: Harness, queue: TicketQueue) -> None:
+        queue.publish(ticket(0))
+        [old] = queue.claim(1, consumer="a")
+        harness.advance(LEASE_S - 1)
+        assert queue.claim(1, consumer="b") == []
+        harness.advance(1)
+        [new] = harness.open().claim(1, consumer="b")
+        assert (new.ticket_id, new.attempts) == (old.ticket_id, 2)
+        assert not queue.ack(old)
+        assert not queue.retry(old)
+        assert queue.ack(new)
+        assert queue.depth().expired == 1
+
+    def test_an_ended_claim_is_refused_also_when_nobody_took_it(self, harness: Harness, queue: TicketQueue) -> None:
+        queue.publish(ticket(0))
+        [claim] = queue.claim(1, consumer="a")
+        harness.advance(LEASE_S)
+        assert not queue.ack(claim)
+        assert queue.depth() == QueueDepth(ready=1, expired=1)
+
+    def test_renewal_begins_the_lease_anew(self, harness: Harness, queue: TicketQueue) -> None:
+        queue.publish(tickets(2))
+        claims = queue.claim(2, consumer="a")
+        harness.advance(LEASE_S * 2 / 3)
+        assert queue.renew(claims[:1]) == claims[:1]
+        harness.advance(LEASE_S * 2 / 3)
+        assert queue.renew(claims) == claims[:1]
+        assert queue.ack_many(claims) == claims[:1]
+
+    def test_a_retried_ticket_returns_to_its_place_after_the_delay(self, harness: Harness, queue: TicketQueue) -> None:
+        queue.publish(tickets(3))
+        first, second = queue.claim(2, consumer="a")
+        assert queue.retry(second)
+        assert queue.retry(first, delay_s=5, reason="no route")
+        assert not queue.ack(first)
+        assert ids(queue.claim(1, consumer="a")) == [ticket(1).id]
+        harness.advance(5)
+        [again, third] = queue.claim(9, consumer="a")
+        assert (again.ticket_id, again.attempts, third.ticket_id) == (ticket(0).id, 2, ticket(2).id)
+        assert queue.depth().retried == 2
+
+    def test_the_last_delivery_kills_with_its_reason(self, harness: Harness) -> None:
+        queue = harness.open(max_deliveries=2)
+        queue.publish(tickets(2))
+        for _ in range(2):
+            by_retry, _by_lease = queue.claim(2, consumer="a")
+            assert queue.retry(by_retry, reason="it crashes")
+            harness.advance(LEASE_S)
+        assert queue.claim(2, consumer="a") == []
+        by_lease, by_retry_failure = queue.failures()
+        assert (by_retry_failure.state, by_retry_failure.attempts) == (DEAD, 2)
+        assert (by_retry_failure.reason, by_lease.reason) == ("it crashes", "the lease of a ended")
+        assert queue.depth().dead == 2
+
+    def test_a_discarded_ticket_is_reported_with_its_reason(self, queue: TicketQueue) -> None:
+        queue.publish(ticket(0), readers=2)
+        [claim] = queue.claim(1, consumer="a")
+        assert queue.discard(claim, "its host is gone")
+        [failure] = queue.failures()
+        assert (failure.ticket_id, failure.rank, failure.state) == (ticket(0).id, 0, DISCARDED)
+        assert (failure.consumer, failure.reason) == ("a", "its host is gone")
+        assert queue.depth(0) == QueueDepth(discarded=1)
+        assert queue.depth(1) == QueueDepth(ready=1)
+        assert len(queue.claim(1, rank=1, consumer="b")) == 1
+
+    # --- acknowledged on arrival -----------------------------------------------------------------
+    def test_arrived_then_finished_is_done(self, harness: Harness, queue: TicketQueue) -> None:
+        queue.publish(ticket(0))
+        [claim] = queue.claim(1, consumer="a")
+        assert queue.ack(claim, trained=False)
+        assert not queue.ack(claim, trained=False)
+        assert queue.known([claim.ticket_id]) == {claim.ticket_id: (ARRIVED,)}
+        harness.advance(LEASE_S / 2)
+        assert queue.renew([claim]) == [claim]
+        harness.advance(LEASE_S / 2)
+        assert queue.finish([claim]) == [claim]
+        assert queue.finish([claim]) == []
+        assert queue.depth() == QueueDepth(done=1)
+
+    def test_what_arrived_at_a_trainer_that_died_is_lost_and_counted(
+        self, harness: Harness, queue: TicketQueue
+    ) -> None:
+        queue.publish(ticket(0))
+        [claim] = queue.claim(1, consumer="a")
+        assert queue.ack(claim, trained=False)
+        harness.advance(LEASE_S)
+        assert queue.finish([claim]) == []
+        assert queue.claim(1, consumer="b") == []
+        assert queue.depth() == QueueDepth(lost=1, expired=1)
+        assert queue.failures()[0].state is LOST
+
+    def test_an_arrived_delivery_cannot_be_given_back(self, queue: TicketQueue) -> None:
+        queue.publish(ticket(0))
+        [claim] = queue.claim(1, consumer="a")
+        assert queue.ack(claim, trained=False)
+        assert not queue.retry(claim)
+        assert not queue.discard(claim, "no")
+
+    # --- looking ---------------------------------------------------------------------------------
+    def test_known_tells_states_by_rank_and_leaves_out_the_unknown(self, queue: TicketQueue) -> None:
+        queue.publish(ticket(0), readers=2)
+        [claim] = queue.claim(1, rank=1, consumer="a")
+        queue.ack(claim)
+        assert queue.known([ticket(0).id, "nobody/0/1"]) == {ticket(0).id: (READY, DONE)}
+        assert not finished((READY, DONE))
+        assert finished((DISCARDED, DONE))
+
+    def test_known_takes_any_number_of_ids(self, queue: TicketQueue) -> None:
+        queue.publish(tickets(1200))
+        assert len(queue.known(item.id for item in tickets(1300))) == 1200
+
+    # --- notices -----------------------------------------------------------------------------------
+    def test_only_a_later_notice_replaces_one(self, queue: TicketQueue) -> None:
+        assert queue.latest("policy") is None
+        assert queue.announce("policy", 3, b"three")
+        assert not queue.announce("policy", 3, b"again")
+        assert not queue.announce("policy", 2, b"two")
+        notice = queue.latest("policy")
+        assert notice is not None
+        assert (notice.topic, notice.version, notice.payload) == ("policy", 3, b"three")
+        assert queue.latest("policy", newer_than=3) is None
+        assert queue.latest("policy", newer_than=2) == notice
+        assert queue.latest("other") is None
+
+    # --- waiting -------------------------------------------------------------------------------------
+    def test_waits_end_without_anything_when_the_time_is_over(self, queue: TicketQueue) -> None:
+        assert queue.claim(1, 0.01, consumer="a") == []
+        assert queue.latest("policy", timeout_s=0.01) is None
+
+    def test_a_waiting_claim_wakes_for_a_publication(self, harness: Harness, queue: TicketQueue) -> None:
+        claims, thread = in_thread(lambda: queue.claim(1, 30, consumer="a"))
+        harness.open().publish(ticket(0))
+        thread.join()
+        assert ids(claims[0]) == [ticket(0).id]
+
+    def test_a_waiting_reader_wakes_for_a_notice(self, harness: Harness, queue: TicketQueue) -> None:
+        queue.announce("policy", 1)
+        notices, thread = in_thread(lambda: queue.latest("policy", newer_than=1, timeout_s=30))
+        harness.open().announce("policy", 2)
+        thread.join()
+        assert notices[0] is not None
+        assert notices[0].version == 2
+
+    def test_close_ends_waits(self, queue: TicketQueue) -> None:
+        def wait() -> str:
+            with pytest.raises(ClosedError):
+                queue.claim(1, 30, consumer="a")
+            return "ended"
+
+        outcomes, thread = in_thread(wait)
+        queue.close()
+        thread.join()
+        assert outcomes == ["ended"]
+
+    def test_after_close_everything_is_refused(self, queue: TicketQueue) -> None:
+        queue.close()
+        queue.close()
+        with pytest.raises(ClosedError):
+            queue.publish(ticket(0))
+        with pytest.raises(ClosedError):
+            queue.claim(1, consumer="a")
+        with pytest.raises(ClosedError):
+            queue.depth()
+
+    def test_threads_that_share_a_queue_get_each_ticket_once(self, queue: TicketQueue) -> None:
+        queue.publish(tickets(200))
+        taken: list[str] = []
+
+        def work() -> None:
+            while claims := queue.claim(3, consumer="a"):
+                taken.extend(ids(queue.ack_many(claims)))
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(taken) == sorted(item.id for item in tickets(200))
+        assert queue.depth() == QueueDepth(done=200)
+
+
+def in_thread(call: Callable[[], object]) -> tuple[list, threading.Thread]:
+    """Results of ``call`` in a thread that has begun."""
+    results: list = []
+    begun = threading.Event()
+
+    def work() -> None:
+        begun.set()
+        results.append(call())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    return results, thread

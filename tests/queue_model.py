@@ -1,0 +1,137 @@
+"""Random operations on a ticket queue and on a model of it that is a dictionary: both must always agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from queue_conformance import LEASE_S, Harness, ids, ticket
+
+from transport.queue import Claim, DeliveryState, QueueDepth
+
+READY, CLAIMED, ARRIVED = DeliveryState.READY, DeliveryState.CLAIMED, DeliveryState.ARRIVED
+DONE, DISCARDED, DEAD, LOST = DeliveryState.DONE, DeliveryState.DISCARDED, DeliveryState.DEAD, DeliveryState.LOST
+
+
+class _Delivery:
+    def __init__(self) -> None:
+        self.state = READY
+        self.attempts = 0
+        self.not_before = 0.0
+        self.lease_ends = 0.0
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """A mechanism's test module makes a subclass with ``make_harness``, and runs its ``TestCase``."""
+
+    make_harness: Callable[[], Harness]
+    MAX_DELIVERIES = 3
+
+    claims = Bundle("claims")
+
+    @initialize()
+    def begin(self) -> None:
+        self.harness = type(self).make_harness()
+        self.queue = self.harness.open(max_deliveries=self.MAX_DELIVERIES)
+        self.now = 0.0
+        self.model: dict[tuple[str, int], _Delivery] = {}  # in the order of publication
+        self.expired = self.retried = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.close()
+
+    def _owned(self, claim: Claim, state: DeliveryState) -> _Delivery | None:
+        delivery = self.model[claim.ticket_id, claim.rank]
+        return delivery if delivery.state is state and delivery.attempts == claim.attempts else None
+
+    @rule(numbers=st.lists(st.integers(0, 7), max_size=4), readers=st.integers(1, 2))
+    def publish(self, numbers: list[int], readers: int) -> None:
+        new = 0
+        for item in map(ticket, numbers):
+            if (item.id, 0) not in self.model:
+                new += 1
+                for rank in range(readers):
+                    self.model[item.id, rank] = _Delivery()
+        assert self.queue.publish([ticket(number) for number in numbers], readers=readers) == new
+
+    @rule(target=claims, n=st.integers(1, 4), rank=st.integers(0, 1))
+    def claim(self, n: int, rank: int) -> object:
+        ready = [
+            (key, delivery)
+            for key, delivery in self.model.items()
+            if key[1] == rank and delivery.state is READY and delivery.not_before <= self.now
+        ]
+        claims = self.queue.claim(n, rank=rank, consumer="a")
+        assert ids(claims) == [key[0] for key, _ in ready[:n]]
+        for claim, (_, delivery) in zip(claims, ready, strict=False):
+            delivery.state = CLAIMED
+            delivery.attempts += 1
+            delivery.lease_ends = self.now + LEASE_S
+            assert claim.attempts == delivery.attempts
+        return multiple(*claims)
+
+    @rule(claim=claims, trained=st.booleans())
+    def ack(self, claim: Claim, trained: bool) -> None:
+        delivery = self._owned(claim, CLAIMED)
+        assert self.queue.ack(claim, trained=trained) == bool(delivery)
+        if delivery:
+            delivery.state = DONE if trained else ARRIVED
+
+    @rule(claim=claims)
+    def finish(self, claim: Claim) -> None:
+        delivery = self._owned(claim, ARRIVED)
+        assert self.queue.finish([claim]) == ([claim] if delivery else [])
+        if delivery:
+            delivery.state = DONE
+
+    @rule(claim=claims, delay_s=st.sampled_from([0.0, 5.0, 100.0]))
+    def retry(self, claim: Claim, delay_s: float) -> None:
+        delivery = self._owned(claim, CLAIMED)
+        assert self.queue.retry(claim, delay_s) == bool(delivery)
+        if delivery:
+            delivery.state = READY if delivery.attempts < self.MAX_DELIVERIES else DEAD
+            delivery.not_before = self.now + delay_s
+            self.retried += 1
+
+    @rule(claim=consumes(claims))
+    def discard(self, claim: Claim) -> None:
+        delivery = self._owned(claim, CLAIMED)
+        assert self.queue.discard(claim, "unwanted") == bool(delivery)
+        if delivery:
+            delivery.state = DISCARDED
+
+    @rule(claim=claims)
+    def renew(self, claim: Claim) -> None:
+        delivery = self._owned(claim, CLAIMED) or self._owned(claim, ARRIVED)
+        assert self.queue.renew([claim]) == ([claim] if delivery else [])
+        if delivery:
+            delivery.lease_ends = self.now + LEASE_S
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, 30.0, 60.0]))
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        self.harness.advance(seconds)
+        for delivery in self.model.values():
+            if delivery.state in (CLAIMED, ARRIVED) and delivery.lease_ends <= self.now:
+                self.expired += 1
+                if delivery.state is ARRIVED:
+                    delivery.state = LOST
+                else:
+                    delivery.state = READY if delivery.attempts < self.MAX_DELIVERIES else DEAD
+
+    @rule()
+    def reopen(self) -> None:
+        self.queue.close()
+        self.queue = self.harness.open(max_deliveries=self.MAX_DELIVERIES)
+
+    @invariant()
+    def depth_and_states_agree(self) -> None:
+        states = [delivery.state for delivery in self.model.values()]
+        counts = {state.value: states.count(state) for state in DeliveryState}
+        assert self.queue.depth() == QueueDepth(**counts, retried=self.retried, expired=self.expired)
+        expected: dict[str, tuple[DeliveryState, ...]] = {}
+        for (ticket_id, _), delivery in self.model.items():
+            expected[ticket_id] = (*expected.get(ticket_id, ()), delivery.state)
+        assert self.queue.known(expected) == expected

@@ -1,0 +1,76 @@
+"""The error tree: families, codes, and who may try again."""
+
+from __future__ import annotations
+
+import pytest
+
+from transport import errors
+from transport.errors import TransportError
+
+CLASSES = [found for found in vars(errors).values() if isinstance(found, type) and issubclass(found, TransportError)]
+FAMILIES = [
+    errors.UsageError,
+    errors.RefusedError,
+    errors.LinkError,
+    errors.RingError,
+    errors.QueueError,
+    errors.InternalError,
+]
+ALONE = {TransportError, errors.ClosedError, errors.MissingDependencyError}
+
+
+@pytest.mark.parametrize("found", CLASSES, ids=lambda found: found.__name__)
+def test_every_error_has_a_family_and_a_sentence(found: type[TransportError]) -> None:
+    assert found in ALONE or any(issubclass(found, family) for family in FAMILIES)
+    assert found.__doc__
+    assert found.__doc__ != TransportError.__doc__ or found is TransportError
+
+
+def test_codes_on_the_wire_are_unique_and_stay_what_they_are() -> None:
+    codes = {found.__name__: found.status for found in CLASSES if "status" in vars(found) and found.status}
+    assert codes == {
+        "StaleSlotError": 1,
+        "WrongKeyError": 2,
+        "WrongRingError": 3,
+        "VersionMismatchError": 4,
+        "AuthenticationError": 5,
+        "RankError": 6,
+        "LengthMismatchError": 7,
+        "BusyError": 8,
+        "ProtocolError": 9,
+    }
+
+
+def test_what_may_be_tried_again() -> None:
+    retryable = {found.__name__ for found in CLASSES if found.retryable}
+    assert retryable >= {
+        "LinkError",
+        "UnreachableError",
+        "ConnectionLostError",
+        "ReadTimeoutError",
+        "ChecksumError",
+        "RetriesExhaustedError",
+        "WrongRingError",
+        "BusyError",
+        "RingFullError",
+        "QueueFullError",
+        "QueueBusyError",
+    }
+    assert not retryable & {
+        "StaleSlotError",
+        "WrongKeyError",
+        "DeadlineExceededError",
+        "PayloadLostError",
+        "UsageError",
+    }
+
+
+def test_python_code_that_knows_nothing_of_us_can_catch_them() -> None:
+    assert issubclass(errors.UsageError, ValueError)
+    assert issubclass(errors.ReadTimeoutError, TimeoutError)
+    assert issubclass(errors.DeadlineExceededError, TimeoutError)
+    assert issubclass(errors.MissingDependencyError, ImportError)
+
+
+def test_exhausted_retries_tell_how_many() -> None:
+    assert errors.RetriesExhaustedError("all failed", 12).attempts == 12

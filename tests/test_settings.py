@@ -1,0 +1,68 @@
+"""Every default, and the inequalities between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from transport.errors import ConfigurationError
+from transport.settings import (
+    _MAX_FETCH_ROUNDS,
+    _POOL_ENDPOINT_MAX_AGE_S,
+    _PORT_QUARANTINE_SEC,
+    DEFAULTS,
+    Settings,
+)
+
+
+def test_the_defaults_are_those_of_the_protocol() -> None:
+    assert _PORT_QUARANTINE_SEC == DEFAULTS.port_quarantine_s == 30
+    assert _POOL_ENDPOINT_MAX_AGE_S == DEFAULTS.pool_endpoint_max_age_s == 100
+    assert _MAX_FETCH_ROUNDS == DEFAULTS.rounds_per_batch == 3
+    assert (DEFAULTS.attempts_per_read, DEFAULTS.calls_per_ticket) == (2, 2)
+    assert DEFAULTS.listener_idle_eviction_s == 120
+    assert (DEFAULTS.ack_delay_s, DEFAULTS.ack_timeout_s) == (0.005, 30)
+    assert DEFAULTS.batch_deadline_s == 300
+    assert (DEFAULTS.claim_lease_s, DEFAULTS.claim_renew_s) == (60, 20)
+    assert DEFAULTS.linger_s == 300
+    assert (DEFAULTS.handshake_timeout_s, DEFAULTS.connections_per_listener) == (5, 1024)
+
+
+def test_the_read_timeout_grows_with_the_payload() -> None:
+    assert DEFAULTS.read_timeout(0) == 5
+    assert DEFAULTS.read_timeout(1_000_000_000) == 15
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        ({"ack_delay_s": 0.0}, "every setting > 0"),
+        ({"backoff_first_s": -1.0}, "every setting > 0"),
+        ({"batch_deadline_s": 5.0}, "read_timeout_s < batch_deadline_s"),
+        ({"pool_endpoint_max_age_s": 120.0}, "pool_endpoint_max_age_s < listener_idle_eviction_s"),
+        ({"port_quarantine_s": 250.0}, "port_quarantine_s <= port_quarantine_most_s < linger_s"),
+        ({"port_quarantine_most_s": 300.0}, "port_quarantine_s <= port_quarantine_most_s < linger_s"),
+        ({"pool_endpoints_per_port": 300}, "pool_endpoints_per_port <= pool_endpoints_idle"),
+        ({"ack_delay_s": 1.0}, "ack_delay_s * 100 <= ack_timeout_s"),
+        ({"claim_renew_s": 30.0}, "claim_renew_s * 2 < claim_lease_s"),
+        ({"heartbeat_s": 4.0}, "heartbeat_s * 3 <= watchdog_s"),
+        ({"backoff_first_s": 2.0}, "backoff_first_s <= backoff_most_s"),
+        ({"records_per_message": 64}, "1 <= records_per_message <= 63"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_by_the_rule(change: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        msgspec.structs.replace(DEFAULTS, **change).validate()
+    assert str(caught.value) == f"settings contradict each other: {rule} must hold"
+
+
+def test_unknown_settings_are_errors() -> None:
+    with pytest.raises(msgspec.ValidationError, match="unknown field `read_timeuot_s`"):
+        msgspec.json.decode(b'{"read_timeuot_s": 1}', type=Settings)
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        DEFAULTS.ack_delay_s = 1.0  # type: ignore[misc]

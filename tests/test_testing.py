@@ -1,0 +1,118 @@
+"""The leak check finds what it is there to find, and names it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from transport import testing
+from transport.testing import ResourceSnapshot, run
+
+
+def test_nothing_is_new_right_away() -> None:
+    assert ResourceSnapshot.take().leaks() == []
+
+
+def test_a_descriptor_is_named_with_its_target(tmp_path: Path) -> None:
+    before = ResourceSnapshot.take()
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    assert before.leaks(grace_s=0) == [f"descriptor {descriptor} of {tmp_path}"]
+    os.close(descriptor)
+    assert before.leaks() == []
+
+
+def test_a_thread_gets_time_to_end() -> None:
+    before = ResourceSnapshot.take()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="straggler")
+    thread.start()
+    assert before.leaks(grace_s=0) == ["thread 'straggler'"]
+    stop.set()
+    assert before.leaks() == []
+
+
+def test_a_segment_is_named_unless_a_stranger_may_have_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = ResourceSnapshot.take()
+    monkeypatch.setattr(testing, "_strangers_run", lambda ours: False)
+    segment = Path("/dev/shm") / f"{testing.SEGMENT_PREFIX}{uuid.uuid4().hex}"
+    segment.touch()
+    try:
+        assert f"shared memory {segment}" in before.leaks(grace_s=0)
+        monkeypatch.setattr(testing, "_strangers_run", lambda ours: True)
+        assert before.leaks(grace_s=0) == []
+    finally:
+        segment.unlink()
+
+
+def test_a_child_is_named_alive_or_not_waited_for() -> None:
+    before = ResourceSnapshot.take()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert child.stdin is not None
+    assert any(leak.startswith(f"child process {child.pid} (") for leak in before.leaks(grace_s=0))
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    [zombie] = before.leaks(grace_s=0)
+    assert zombie.endswith("ended but not waited for)")
+    child.wait()
+    assert before.leaks() == []
+
+
+def test_a_process_whose_parent_is_gone_is_found_by_its_mark() -> None:
+    before = ResourceSnapshot.take()
+    grandchild = "import os, sys; print(os.getpid(), flush=True); sys.stdin.read()"
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True)"
+    parent = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.wait()
+    assert any(f"process {pid} (" in leak for leak in before.leaks(grace_s=0))
+    parent.stdin.close()
+    parent.stdout.close()
+    assert before.leaks() == []
+
+
+def test_a_pending_task_is_named() -> None:
+    before = ResourceSnapshot.take()
+
+    async def sleeper() -> None:
+        await asyncio.sleep(60)
+
+    async def leave() -> list[str]:
+        task = asyncio.create_task(sleeper(), name="sleepy")
+        await asyncio.sleep(0)
+        leaks = [leak for leak in before.leaks(grace_s=0) if "sleepy" in leak]
+        task.cancel()
+        return leaks
+
+    loop = asyncio.new_event_loop()
+    try:
+        [leak] = loop.run_until_complete(leave())
+        loop.run_until_complete(asyncio.sleep(0))
+    finally:
+        loop.close()
+    assert leak.startswith("task 'sleepy' of ")
+
+
+def test_run_returns_the_result_and_refuses_tasks_left_behind() -> None:
+    async def good() -> int:
+        return 5
+
+    async def untidy() -> None:
+        asyncio.create_task(asyncio.sleep(60), name="forgotten")  # noqa: RUF006
+
+    assert run(good()) == 5
+    with pytest.raises(AssertionError, match="left behind: task 'forgotten' of sleep"):
+        run(untidy())
+
+
+def test_the_watchdog_of_run_ends_what_hangs() -> None:
+    with pytest.raises(TimeoutError):
+        run(asyncio.sleep(60), timeout_s=0.01)
