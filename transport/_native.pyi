@@ -17,7 +17,12 @@ HAS_FAULT_POINTS: bool  # True only in the test build
 
 @final
 class RingFault(Exception):
-    """args = (code, message); ``code`` is one of the FAULT_ names below."""
+    """args = (code, message); ``code`` is one of the FAULT_ names below. ``str`` is the message."""
+
+    @property
+    def code(self) -> int: ...
+    @property
+    def message(self) -> str: ...
 
 FAULT_EXISTS: int  # create: the segment exists and its keeper is alive
 FAULT_NOT_FOUND: int  # attach: no such segment
@@ -45,11 +50,15 @@ ROLE_READER: int
 # answers of pin
 PIN_OK: int
 PIN_STALE: int  # other generation, or not published
-PIN_DONE: int  # this rank has consumed (or the payload was discarded)
+PIN_DONE: int  # this generation, and this rank has consumed it (or it was discarded), also if the slot is FREE since
 
 @final
 class SlotInfo:
-    """One consistent look at a slot (re-read until the word was the same before and after)."""
+    """One consistent look at a slot (re-read until the word was the same before and after).
+
+    A FREE slot keeps ``done`` and what stands below it of its last payload: 0xFFFF when that was consumed by all or
+    discarded. From ``readers`` on everything is 0 when the generation was not published.
+    """
 
     state: int
     generation: int
@@ -59,8 +68,8 @@ class SlotInfo:
     length: int
     checksum: int
     sequence: int  # order of publishing in this ring, from 1
-    created_ns: int
-    deadline_ns: int  # 0: none
+    created_ns: int  # CLOCK_REALTIME of publishing
+    deadline_ns: int  # 0: none; not interpreted here
 
 @final
 class OwnerInfo:
@@ -68,7 +77,7 @@ class OwnerInfo:
     alive: bool  # its kernel lock is held
     role: int
     pid: int
-    started_ns: int
+    started_ns: int  # CLOCK_REALTIME
     heartbeat_ns: int  # CLOCK_MONOTONIC of its last heartbeat() call
     port: int  # 0 unless a listener
 
@@ -80,6 +89,8 @@ class Ring:
     If a segment of this name exists, its keeper is dead, and layout, sizes and fingerprint agree,
     it is taken over: ring id, generations, READY slots and ports stay; `taken_over` is True.
     If its keeper is dead and the layout differs: FAULT_LAYOUT (the caller picks another name).
+
+    An observer looks, consumes, discards and reclaims; what writes or pins needs an owner place (FAULT_ARGUMENT).
     """
 
     name: str  # as shm_open wants it, "/transport-…"
@@ -88,7 +99,7 @@ class Ring:
     fingerprint: bytes  # 16 bytes, of the schema; zeros: any payload
     slot_count: int
     slot_capacity: int  # payload bytes per slot, as asked (areas are rounded up to pages)
-    created_ns: int
+    created_ns: int  # CLOCK_REALTIME
     taken_over: bool
     owner: int  # own index, -1 for an observer
     closed: bool
@@ -126,7 +137,7 @@ class Ring:
     def unpin(self, slot: int, generation: int) -> bool: ...
     def consume(self, slot: int, generation: int, rank: int) -> bool: ...
     def mark_consumed(self, slot: int, generation: int, rank: int) -> bool:
-        """consume and unpin in one swap."""
+        """consume and unpin in one swap. False: nothing changed, so a pin that is still held must be unpinned."""
     def discard(self, slot: int, generation: int) -> bool: ...
     def reclaim(self) -> int:
         """Clear the bits of every owner proven dead; number of slots changed."""
@@ -140,7 +151,9 @@ class Ring:
     def counters(self) -> dict[str, int]:
         """Sums over all owners, living and dead: takes, overwrites, publishes, aborts, pins, unpins,
         consumes, late_finalises, discards, reclaimed_writing, reclaimed_reading, stale_pins, full_waits,
-        bytes_published, bytes_read."""
+        bytes_published, bytes_read (only by ``count``). takes + overwrites = publishes + aborts + reclaimed_writing
+        + slots in WRITING; an overwrite is no take, mark_consumed is a consume and an unpin. A process that is killed
+        between a transition and its count leaves a sum one short."""
     def count(self, name: str, amount: int) -> None: ...
     def owners(self) -> list[OwnerInfo]: ...
     def own_pins(self, slot: int) -> int:

@@ -219,7 +219,7 @@ class UCXXClient:
                 payload = await self._read(ticket, None, rank, deadline, spent=len(group) > 1)
                 outcomes.append(ReadOutcome(ticket, payload, None))
             except TransportError as error:
-                outcomes.append(ReadOutcome(ticket, None, error))
+                outcomes.append(ReadOutcome(ticket, None, _bare(error)))
         return outcomes
 
     def _check(self, ticket: Ticket, rank: int) -> None:
@@ -370,7 +370,7 @@ class UCXXClient:
                 self._check(ticket, rank)
                 wants.append(Want(ticket, rank, self._buffers.take(ticket.size)))
             except TransportError as error:
-                outcomes.append(ReadOutcome(ticket, None, error))
+                outcomes.append(ReadOutcome(ticket, None, _bare(error)))
         if not wants:
             return outcomes, []
         port = self._links.next_port(self._links.ports(group[0]), set())
@@ -398,7 +398,7 @@ class UCXXClient:
                     left.append(want.ticket)
                 else:
                     self._counts["stale"] += isinstance(error, StaleSlotError)
-                    outcomes.append(ReadOutcome(want.ticket, None, error))
+                    outcomes.append(ReadOutcome(want.ticket, None, _bare(error)))
         self._links.checkin(link)
         return outcomes, left
 
@@ -494,6 +494,11 @@ def fate_of(info: _native.SlotInfo, record: Record) -> SlotFate:
     if info.generation != record.generation or info.state not in (_native.READY, _native.READING):
         return SlotFate.GONE
     return SlotFate.CONSUMED if info.done >> record.rank & 1 else SlotFate.READABLE
+
+
+def _bare(error: TransportError) -> TransportError:
+    """The error as a value: the frames of its traceback would keep the payloads read beside it alive."""
+    return error.with_traceback(None)
 
 
 def _wires(wanted: Iterable[Wire]) -> frozenset[Wire]:

@@ -45,15 +45,15 @@ _MOST_ATTEMPTS = 4096  # per connection: a client that never acknowledges does n
 class Attempt:
     """One rank's read of one payload through one connection; holds one pin until `end`."""
 
-    __slots__ = ("connection", "ended", "generation", "rank", "sending", "slot", "started")
+    __slots__ = ("connection", "ended", "generation", "rank", "sending", "sent_by", "slot")
 
-    def __init__(self, connection: Connection, slot: int, generation: int, rank: int, started: float) -> None:
+    def __init__(self, connection: Connection, slot: int, generation: int, rank: int, sent_by: float) -> None:
         self.connection = connection
         self.slot = slot
         self.generation = generation
         self.rank = rank
-        self.started = started
-        self.sending = False
+        self.sent_by = sent_by  # when its bytes are through at the slowest normal rate; ack_timeout_s counts from here
+        self.sending = True  # until nothing is read from the slot any more: an acknowledgement may come before
         self.ended = False
 
     @property
@@ -159,13 +159,15 @@ class Connection:
 
     # --- requests -----------------------------------------------------------------------------------
     def _post_receives(self) -> None:
-        while len(self._posted) < _RECEIVES_POSTED:
+        while len(self._posted) < _RECEIVES_POSTED and self._posted_number < wire.MESSAGE_NUMBERS:
             buffer = bytearray(wire.CONTROL_BYTES)
             future = self._endpoint.receive(buffer, wire.tag(self._tag_base, self._posted_number))
             self._posted_number += 1
             self._posted.append((buffer, future))
 
     async def _serve_one(self) -> None:
+        if not self._posted:
+            raise ProtocolError("its message numbers are used up")
         buffer, arrived = self._posted.pop(0)
         await arrived
         self.last_active = time.monotonic()
@@ -173,8 +175,7 @@ class Connection:
         if number != self._number:
             raise ProtocolError(f"control message {number} where {self._number} was due")
         self._number += 1
-        if self._number < wire.MESSAGE_NUMBERS:
-            self._post_receives()
+        self._post_receives()
         self._answer(number, records)
 
     def _answer(self, number: int, records: list[Record]) -> None:
@@ -184,10 +185,10 @@ class Connection:
             if record.kind is Kind.READ:
                 answer, attempt, view = self._read(index, record)
                 answers.append(answer)
-                if attempt is not None and answer.inline is None and view is not None:
+                if attempt is not None and view is not None:
                     payloads.append((index, attempt, view))
             elif record.kind is Kind.ACK:
-                if self._known(record):
+                if self._known(record) and record.rank < _native.MAX_READERS:
                     self._listener.acknowledge(record.slot, record.generation, record.rank)
             elif record.kind is Kind.DISCARD:
                 if self._known(record):
@@ -199,7 +200,9 @@ class Connection:
         if answers:
             self._send(wire.encode_status(number, answers), wire.tag(self._client_base, number))
         for index, attempt, view in payloads:
-            attempt.sending = True
+            if len(view) <= self._listener.settings.inline_limit:  # copied into the answer
+                self._listener.sent(attempt)
+                continue
             sent = self._send(view, wire.tag(self._client_base, number, 1 + index))
             sent.add_done_callback(partial(self._sent, attempt))
 
@@ -246,7 +249,8 @@ class Connection:
                 raise LengthMismatchError(f"the slot holds {info.length} bytes")
             native.discard(record.slot, record.generation)
             raise StaleSlotError("its deadline has passed")
-        attempt = Attempt(self, record.slot, record.generation, record.rank, self.last_active)
+        sent_by = self.last_active + info.length / self._listener.settings.read_slowest_rate
+        attempt = Attempt(self, record.slot, record.generation, record.rank, sent_by)
         self._attempts.add(attempt)
         self._listener.began(attempt)
         return attempt
@@ -274,12 +278,12 @@ class Connection:
         return any(attempt.sending for attempt in self._attempts)
 
     def oldest_attempt(self) -> float | None:
-        """Start of the oldest attempt that has not been acknowledged."""
-        return min((attempt.started for attempt in self._attempts), default=None)
+        """``sent_by`` of the oldest attempt that has not been acknowledged."""
+        return min((attempt.sent_by for attempt in self._attempts), default=None)
 
     def expire_attempts(self, before: float) -> None:
-        """End attempts begun before ``before``. One whose bytes are still on the way costs the connection."""
-        late = [attempt for attempt in self._attempts if attempt.started < before]
+        """End attempts whose ``sent_by`` is before ``before``. One whose bytes are not through costs the connection."""
+        late = [attempt for attempt in self._attempts if attempt.sent_by < before]
         if any(attempt.sending for attempt in late):
             log.warning("%r takes no bytes any more; closing it", self)
             self.close()

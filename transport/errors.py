@@ -159,6 +159,10 @@ class DeadlineExceededError(LinkError, TimeoutError):
     retryable = False
 
 
+class BusyPortError(TransportError):
+    """The port to listen on is in use by another program."""
+
+
 class ClosedError(TransportError):
     """The object was closed by this side before or during the call."""
 

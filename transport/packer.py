@@ -331,7 +331,7 @@ class UCXXDataPackerMixin:
                 item.payload = await self._read_one(item.ticket, deadline, calls)
                 item.error = None
             except TransportError as error:
-                item.error = error
+                item.error = error.with_traceback(None)  # its frames would keep payloads of this batch alive
             packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
 
     def ucxx_statistics(self) -> PackerStatistics:
@@ -394,7 +394,7 @@ def _report_outcome(packer: _Packer, batch: FetchedBatch) -> None:
         if item.error is not None:
             packer.counts["failed"] += 1
             packer.counts["stale"] += isinstance(item.error, StaleSlotError)
-            log.warning("payload %s: %s: %s", item.ticket.name, type(item.error).__name__, item.error)
+            log.warning("payload %s: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error))
     queue = packer.queue
     if queue is None:
         return

@@ -29,7 +29,7 @@ from transport.listener_process import DRAIN_S, ListenerConfig
 from transport.ring import MAX_READERS, SharedRingBuffer
 from transport.settings import DEFAULTS, Settings
 from transport.supervisor import SupervisorConfig, SupervisorReport
-from transport.ucx import BusyPortError, Wire, library
+from transport.ucx import Wire, library
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +155,6 @@ class UCXXServer:
 
 def _raise_reported(name: str, message: str) -> None:
     """Raise the error a child process reported, by its own class."""
-    if name == BusyPortError.__name__:
-        raise BusyPortError(message)
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, TransportError):
         raise kind(message)

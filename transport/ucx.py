@@ -25,12 +25,12 @@ from types import ModuleType
 from typing import Any, Literal, get_args
 
 from transport.errors import (
+    BusyPortError,
     ClosedError,
     ConnectionLostError,
     InternalError,
     LinkError,
     MissingDependencyError,
-    RingError,
     TransportError,
     UnreachableError,
     UsageError,
@@ -58,10 +58,6 @@ _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
     "rdma": ("rc", "dc", "ud", "tcp"),
     "cuda": ("cuda", "tcp"),
 }
-
-
-class BusyPortError(RingError):
-    """The port is in use by another program."""
 
 
 # --- the import ---------------------------------------------------------------------------------

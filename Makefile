@@ -1,0 +1,82 @@
+# Everything is installed into .venv by the first target that needs it. `make` alone lists the targets.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Both CUDA variants of ucxx install the same module, so exactly one is chosen. Neither needs a GPU.
+CUDA := $(shell nvidia-smi 2>/dev/null | grep -oE 'CUDA Version: [0-9]+' | grep -oE '[0-9]+$$')
+UCXX := $(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA)),cu13,cu12)
+EXTRAS := $(UCXX),demo,test,lint
+NATIVE := $(wildcard native/*.cpp native/*.hpp native/vendor/*.h native/CMakeLists.txt)
+NATIVE_TESTS := $(wildcard native/tests/*)
+
+.PHONY: help install demo test pytest native-test model lint bench docs clean model-full
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+$(VENV)/installed: pyproject.toml $(NATIVE) | prerequisites
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (ucxx variant $(UCXX)) …"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	@touch $@
+
+.PHONY: prerequisites
+prerequisites:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "python3 3.11 or newer is missing: apt-get install python3 python3-venv python3-dev" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "python3-venv is missing: apt-get install python3-venv" >&2; exit 2; }
+	@$(PYTHON) -c 'import os, sysconfig, sys; sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' || \
+	  { echo "the Python headers are missing: apt-get install python3-dev" >&2; exit 2; }
+	@command -v g++ >/dev/null || command -v c++ >/dev/null || \
+	  { echo "a C++ compiler is missing: apt-get install g++" >&2; exit 2; }
+
+install: $(VENV)/installed ## install into .venv what is missing
+	@$(BIN)/transport --version
+
+# --- running ----------------------------------------------------------------------------------------------------------
+demo: $(VENV)/installed ## the main job: rollouts play CartPole, a trainer learns from their payloads
+	@$(BIN)/transport demo
+
+bench: $(VENV)/installed ## reads over every wire, and ring operations
+	@$(BIN)/python benchmarks/reads.py
+	@$(BIN)/python benchmarks/ring.py
+
+# --- checking ---------------------------------------------------------------------------------------------------------
+test: lint native-test model pytest ## the whole suite: lint, native tests under sanitizers, the model, pytest
+
+pytest: $(VENV)/installed
+	@$(BIN)/python -m pytest
+
+lint: $(VENV)/installed ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+# Stamps in build/: the sanitizer builds and the model take a minute each and depend on nothing but their sources.
+build/native-test: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python native/tests/run.py
+	@mkdir -p build && touch $@
+
+native-test: build/native-test ## C++ tests: table, fuzz and crash tests under ASan, UBSan and TSan
+
+build/model: native/model/slot.pml native/model/check.py
+	@$(PYTHON) native/model/check.py --quick; status=$$?; \
+	  if [ $$status = 3 ]; then echo "SKIPPED: the model of the slot protocol is not checked without spin"; \
+	  elif [ $$status != 0 ]; then exit $$status; else mkdir -p build && touch $@; fi
+
+model: build/model ## the slot protocol's model: properties hold, planted faults are found (spin)
+
+model-full: ## every configuration of the model, one to three minutes
+	@$(PYTHON) native/model/check.py
+
+docs: $(VENV)/installed ## run the code blocks of the documentation
+	@$(BIN)/python -m pytest tests/test_docs.py
+
+clean: ## remove .venv, builds and caches
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,420 @@
+"""UCXXDataPackerMixin: layers of retry with a scripted client, and the whole path over real rings, queue and UCX."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from transport.client import ReadOutcome
+from transport.duplicates import ConsumedRecord
+from transport.errors import (
+    ClosedError,
+    ConnectionLostError,
+    DeadlineExceededError,
+    RetriesExhaustedError,
+    StaleSlotError,
+    TransportError,
+    UsageError,
+)
+from transport.packer import FetchedBatch, UCXXDataPackerMixin
+from transport.queue.base import DeliveryState
+from transport.queue.sqlite import SQLiteQueue
+from transport.retry import Deadline
+from transport.rollout import UCXXRolloutMixin, queued, ticket_id
+from transport.schema import Schema, UpTo
+from transport.settings import DEFAULTS
+from transport.ticket import Ticket, host_identity
+
+SCHEMA = Schema.of(obs=("float32", UpTo(64), 4), step=("int64",))
+FAST = msgspec.structs.replace(DEFAULTS, backoff_first_s=1e-4, backoff_most_s=1e-3)
+
+
+class Packer(UCXXDataPackerMixin):
+    """The mixin alone."""
+
+
+class Worker(UCXXRolloutMixin):
+    """The mixin alone."""
+
+
+class BasePacker:
+    """A trainer framework's own packer."""
+
+    def get_policy_input(self, item: Any, scale: int = 1) -> Any:
+        return ("base", item, scale)
+
+
+class MixedPacker(UCXXDataPackerMixin, BasePacker):
+    """As a user writes it."""
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
+        yield opened
+
+
+@pytest.fixture
+def worker(queue: SQLiteQueue) -> Iterator[Worker]:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", ports=(0, 0))
+    yield worker
+    worker.cleanup_ucxx()
+
+
+@pytest.fixture(params=["mapped", "tcp"])
+def packer(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Iterator[Packer]:
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
+    yield packer
+    packer.cleanup_ucxx_packer()
+
+
+def write(worker: Worker, step: int) -> Ticket:
+    return worker.write_to_buffer(
+        {"obs": np.full((step + 1, 4), step, np.float32), "step": step}, metadata={"reward": float(step)}
+    )
+
+
+def fetch(packer: Packer, n: int) -> FetchedBatch:
+    packer.start_prefetch(packer.claim_tickets(n, timeout_s=20))
+    batch = packer.collect_prefetch(timeout=20)
+    assert batch is not None
+    return batch
+
+
+# --- the whole path ---------------------------------------------------------------------------------------------------
+@pytest.mark.ucx
+def test_a_batch_arrives_in_order_and_is_trained_on_once(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+    for step in range(6):
+        write(worker, step)
+    batch = fetch(packer, 6)
+    payloads = packer.consume(batch)
+    assert [int(payload["step"]) for payload in payloads] == list(range(6))
+    assert [payload["obs"].shape for payload in payloads] == [(step + 1, 4) for step in range(6)]
+    assert [payload.metadata["reward"] for payload in payloads] == [float(step) for step in range(6)]
+    assert queue.depth().done == 6
+    with pytest.raises(UsageError, match="has been consumed"):
+        packer.consume(batch)
+
+
+@pytest.mark.ucx
+def test_consumed_payloads_free_their_slots(worker: Worker, packer: Packer) -> None:
+    for step in range(16):
+        write(worker, step)
+    packer.consume(fetch(packer, 16)).clear()
+    for step in range(16):  # blocks for ever if a slot is not given back
+        worker.ring.write({"obs": np.zeros((1, 4), np.float32), "step": step}, timeout_s=20)
+    assert worker.ring_statistics().consumes == 16
+
+
+@pytest.mark.ucx
+def test_nothing_is_consumed_before_consume_is_called(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+    ticket = write(worker, 3)
+    batch = fetch(packer, 1)
+    assert queue.known([ticket_id(ticket)])[ticket_id(ticket)] == (DeliveryState.CLAIMED,)
+    assert worker.ring_statistics().consumes == 0
+    assert len(packer.consume(batch)) == 1
+    assert queue.known([ticket_id(ticket)])[ticket_id(ticket)] == (DeliveryState.DONE,)
+
+
+@pytest.mark.ucx
+def test_a_payload_whose_claim_was_lost_is_not_trained_on(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+    for step in range(2):
+        write(worker, step)
+    claims = packer.claim_tickets(2, timeout_s=20)
+    packer.start_prefetch(claims)
+    batch = packer.collect_prefetch(timeout=20)
+    assert batch is not None
+    assert queue.retry(claims[0], reason="taken away by the test")
+    assert [int(payload["step"]) for payload in packer.consume(batch)] == [1]
+    assert packer.ucxx_statistics().lost_claims == 1
+    again = packer.consume(fetch(packer, 1))
+    assert [int(payload["step"]) for payload in again] == [0]
+
+
+@pytest.mark.ucx
+def test_a_payload_that_is_gone_is_discarded_and_the_others_arrive(
+    worker: Worker, packer: Packer, queue: SQLiteQueue
+) -> None:
+    tickets = [write(worker, step) for step in range(3)]
+    worker.ring.discard(tickets[1])
+    batch = fetch(packer, 3)
+    assert [int(payload["step"]) for payload in packer.consume(batch)] == [0, 2]
+    (failure,) = batch.failures
+    assert isinstance(failure.error, StaleSlotError)
+    assert queue.known([ticket_id(tickets[1])])[ticket_id(tickets[1])] == (DeliveryState.DISCARDED,)
+    assert packer.ucxx_statistics().stale == 1
+
+
+@pytest.mark.ucx
+def test_a_duplicate_is_dropped_without_a_read(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+    ticket = write(worker, 5)
+    packer.consume(fetch(packer, 1))
+    again = queued(ticket)
+    queue.publish(again._replace(id=again.id + "#again"))
+    batch = fetch(packer, 1)
+    assert batch.items[0].duplicate
+    assert packer.consume(batch) == []
+    statistics = packer.ucxx_statistics()
+    assert (statistics.duplicates, statistics.client.reads) == (1, 1)
+    assert queue.depth().unfinished == 0
+
+
+@pytest.mark.ucx
+def test_the_record_of_a_checkpoint_drops_what_was_trained_on(worker: Worker, queue: SQLiteQueue) -> None:
+    ticket = write(worker, 1)
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)
+    packer.consume(fetch(packer, 1))
+    stored = packer.consumed_record().to_bytes()
+    packer.cleanup_ucxx_packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], consumed=ConsumedRecord.from_bytes(stored))
+    packer.start_prefetch([ticket])
+    batch = packer.collect_prefetch(20)
+    assert batch is not None
+    assert batch.items[0].duplicate
+    packer.cleanup_ucxx_packer()
+
+
+@pytest.mark.ucx
+def test_get_policy_input_resolves_tickets_prefetched_or_not(worker: Worker, queue: SQLiteQueue) -> None:
+    prefetched, cold = write(worker, 1), write(worker, 2)
+    packer = MixedPacker()
+    packer.setup_ucxx_packer(schemas=[SCHEMA])
+    packer.start_prefetch([prefetched])
+    packer.collect_prefetch(20)
+    assert int(packer.get_policy_input(prefetched)["step"]) == 1
+    assert int(packer.get_policy_input(cold.encode())["step"]) == 2
+    assert packer.get_policy_input("no ticket", scale=3) == ("base", "no ticket", 3)
+    assert packer.ucxx_statistics().client.reads == 2
+    packer.cleanup_ucxx_packer()
+
+
+@pytest.mark.ucx
+def test_on_arrival_frees_slots_at_once_and_finishes_after_training(worker: Worker, queue: SQLiteQueue) -> None:
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={"tcp"})
+    write(worker, 1)
+    batch = fetch(packer, 1)
+    assert queue.depth().arrived == 1
+    assert len(packer.consume(batch)) == 1
+    assert queue.depth().done == 1
+    packer.cleanup_ucxx_packer()
+    assert worker.ring_statistics().consumes == 1
+
+
+@pytest.mark.ucx
+def test_two_ranks_each_train_on_every_payload_once(queue: SQLiteQueue) -> None:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=8, readers=2, queue=queue, mode="thread")
+    packers = [Packer(), Packer()]
+    for rank, packer in enumerate(packers):
+        packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, rank=rank, wire={"tcp"})
+    for step in range(8):
+        write(worker, step)
+    for packer in packers:
+        assert [int(payload["step"]) for payload in packer.consume(fetch(packer, 8))] == list(range(8))
+        packer.cleanup_ucxx_packer()
+    assert worker.ring_statistics().free == 8
+    worker.cleanup_ucxx()
+
+
+@pytest.mark.ucx
+def test_progress_is_reported_up_to_the_whole_batch(worker: Worker) -> None:
+    seen: list[tuple[int, int, int]] = []
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], progress=lambda *state: seen.append(state))
+    tickets = [write(worker, step) for step in range(4)]
+    packer.start_prefetch(tickets)
+    batch = packer.collect_prefetch(20)
+    assert batch is not None
+    assert seen[-1] == (4, 4, sum(ticket.size for ticket in tickets))
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+    batch.release()
+    packer.cleanup_ucxx_packer()
+
+
+# --- cold start, cancellation, shutdown -------------------------------------------------------------------------------
+def test_before_setup_and_after_cleanup_every_call_says_what_to_do() -> None:
+    packer = Packer()
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="setup_ucxx_packer"):
+            packer.start_prefetch([])
+        packer.setup_ucxx_packer()
+        packer.cleanup_ucxx_packer()
+        packer.cleanup_ucxx_packer()
+
+
+def test_collecting_on_a_cold_start_gives_nothing() -> None:
+    packer = Packer()
+    packer.setup_ucxx_packer()
+    assert packer.collect_prefetch() is None
+    assert packer.wait_prefetch(0.0) is False
+    packer.cleanup_ucxx_packer()
+
+
+def test_setup_again_cleans_up_first() -> None:
+    packer = Packer()
+    packer.setup_ucxx_packer()
+    packer.setup_ucxx_packer()
+    assert sum(thread.name == "transport data packer" for thread in threading.enumerate()) == 1
+    packer.cleanup_ucxx_packer()
+
+
+class StalledClient:
+    """A client whose reads begin and never end."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.cancelled = False
+
+    async def read_many(self, tickets: Any, **_: Any) -> AsyncGenerator[ReadOutcome, None]:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled = True
+        yield ReadOutcome(tickets[0], None, None)
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
+def test_stopping_in_mid_fetch_gives_the_claims_back(queue: SQLiteQueue, how: str) -> None:
+    queue.publish(queued(ticket_of(0)))
+    packer = Packer()
+    packer.setup_ucxx_packer(queue=queue)
+    client = StalledClient()
+    replace_client(packer, client)
+    packer.start_prefetch(packer.claim_tickets(1, 20))
+    assert client.begun.wait(20)
+    getattr(packer, how)()
+    assert client.cancelled
+    assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
+    packer.cleanup_ucxx_packer()
+
+
+# --- layers 2 and 3, with a scripted client ---------------------------------------------------------------------------
+class ScriptedClient:
+    """Answers each ticket with the outcomes scripted for it, in turn; the last one repeats."""
+
+    def __init__(self, script: dict[int, list[TransportError | None]]) -> None:
+        self.script = script
+        self.calls: dict[int, int] = {}
+
+    def _answer(self, ticket: Ticket) -> Any:
+        call = self.calls.get(ticket.slot, 0)
+        self.calls[ticket.slot] = call + 1
+        outcomes = self.script[ticket.slot]
+        return outcomes[min(call, len(outcomes) - 1)]
+
+    async def read(self, ticket: Ticket, **_: Any) -> Any:
+        outcome = self._answer(ticket)
+        if outcome is not None:
+            raise outcome
+        return FakePayload(ticket)
+
+    async def read_many(self, tickets: list[Ticket], **_: Any) -> AsyncGenerator[Any, None]:
+        for ticket in tickets:
+            outcome = self._answer(ticket)
+            yield ReadOutcome(ticket, None if outcome else FakePayload(ticket), outcome)  # type: ignore[arg-type]
+
+    async def close(self) -> None:
+        pass
+
+
+class FakePayload:
+    """As much of a payload as the layers touch."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+
+    def release(self) -> None:
+        pass
+
+
+def ticket_of(slot: int) -> Ticket:
+    return Ticket(
+        ring="ab" * 16, host=host_identity(), addresses=("127.0.0.1",), ports=(1,), slot=slot, generation=1, key=1,
+        size=8, created=0.0,
+    )  # fmt: skip
+
+
+def replace_client(packer: Packer, client: Any) -> None:
+    assert packer._ucxx is not None
+    packer._ucxx.thread.run(packer._ucxx.client.close())
+    packer._ucxx.client = client
+
+
+def scripted(script: dict[int, list[TransportError | None]]) -> tuple[Packer, ScriptedClient]:
+    packer = Packer()
+    packer.setup_ucxx_packer(settings=FAST)
+    client = ScriptedClient(script)
+    replace_client(packer, client)
+    return packer, client
+
+
+def run_fetch(packer: Packer, slots: list[int], seconds: float = 60.0) -> FetchedBatch:
+    deadline = Deadline.after(seconds, time.monotonic())
+    batch = packer._packer.thread.run(packer._ucxx_dp_fetch_all([ticket_of(slot) for slot in slots], deadline))
+    packer.cleanup_ucxx_packer()
+    return batch
+
+
+def test_a_ticket_that_always_fails_costs_calls_times_rounds_and_no_more() -> None:
+    packer, client = scripted({0: [ConnectionLostError("gone")]})
+    batch = run_fetch(packer, [0])
+    assert client.calls[0] == FAST.calls_per_ticket * FAST.rounds_per_batch
+    assert batch.rounds == FAST.rounds_per_batch
+    assert isinstance(batch.items[0].error, RetriesExhaustedError)
+    assert batch.items[0].error.__cause__ is not None
+
+
+def test_a_final_error_is_tried_once() -> None:
+    packer, client = scripted({0: [StaleSlotError("gone")], 1: [None]})
+    batch = run_fetch(packer, [0, 1])
+    assert client.calls == {0: 1, 1: 1}
+    assert batch.rounds == 1
+    assert isinstance(batch.items[0].error, StaleSlotError)
+    assert batch.items[1].payload is not None
+
+
+def test_a_later_round_reads_only_what_failed() -> None:
+    lost = ConnectionLostError("cut")
+    packer, client = scripted({0: [None], 1: [lost, lost, None], 2: [lost, None]})
+    batch = run_fetch(packer, [0, 1, 2])
+    assert client.calls == {0: 1, 1: 3, 2: 2}
+    assert batch.rounds == 2
+    assert batch.failures == []
+
+
+def test_a_final_error_on_a_second_call_ends_the_ticket() -> None:
+    packer, client = scripted({0: [ConnectionLostError("cut"), StaleSlotError("gone")]})
+    batch = run_fetch(packer, [0])
+    assert client.calls[0] == 2
+    assert isinstance(batch.items[0].error, StaleSlotError)
+
+
+def test_no_round_begins_after_the_deadline() -> None:
+    packer, client = scripted({0: [ConnectionLostError("cut")]})
+    batch = run_fetch(packer, [0], seconds=0.0)
+    assert client.calls[0] == 1
+    assert batch.rounds == 1
+    assert isinstance(batch.items[0].error, DeadlineExceededError)
+
+
+def test_a_ticket_twice_in_a_batch_is_read_once() -> None:
+    packer, client = scripted({0: [None]})
+    batch = run_fetch(packer, [0, 0])
+    assert client.calls[0] == 1
+    assert [item.payload is not None for item in batch.items] == [True, True]
