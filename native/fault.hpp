@@ -1,0 +1,81 @@
+// Places where a test may kill the process: FAULT_POINT("take.taken") stands between two steps whose
+// order matters to whoever survives. Compiled away unless TRANSPORT_FAULT_POINTS is defined.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <string_view>
+
+#ifdef TRANSPORT_FAULT_POINTS
+#include <atomic>
+#include <csignal>
+#include <cstdint>
+#endif
+
+namespace transport::fault {
+
+inline constexpr std::array<std::string_view, 29> kPoints{
+    "create.opened",         // the name exists, nobody keeps it
+    "create.locked",         // kept, no memory
+    "create.allocated",      // memory, no header
+    "create.header",         // header, not initialised
+    "create.initialised",    // complete, no owner
+    "create.found",          // a file of this name is open, not yet locked
+    "attach.found",          // mapped, no owner place
+    "attach.locked",         // owner byte locked, leftovers of the previous owner still there
+    "attach.claimed",        // owner place taken
+    "take.hinted",           // hint removed, word still FREE
+    "take.taken",            // word WRITING
+    "overwrite.taken",       // word WRITING
+    "publish.written",       // fields written, word still WRITING
+    "publish.published",     // word READY, nobody told
+    "abort.freed",           // word FREE
+    "pin.pinned",            // word READING
+    "unpin.unpinned",        // word READY, READING or FREE
+    "consume.consumed",      // likewise
+    "mark_consumed.marked",  // likewise
+    "discard.discarded",     // likewise
+    "free.unhinted",         // word FREE, hint not set
+    "free.unannounced",      // hint set, event not advanced
+    "event.advanced",        // event advanced, waiters asleep
+    "reclaim.proven",        // the dead owner's byte is locked, its bits still set
+    "reclaim.cleared",       // one of its slots cleared
+    "reclaim.vacated",       // its place vacated, its byte still locked
+    "close.released",        // own bits cleared, place still occupied
+    "board.locked",          // about to write ports or addresses
+    "board.written",         // written beside, not yet shown
+};
+
+consteval std::size_t index_of(std::string_view name) {
+  const auto found = std::find(kPoints.begin(), kPoints.end(), name);
+  if (found == kPoints.end()) throw "no such fault point";
+  return static_cast<std::size_t>(found - kPoints.begin());
+}
+
+#ifdef TRANSPORT_FAULT_POINTS
+struct Trap {
+  std::atomic<int> signal{0};
+  std::atomic<std::int64_t> passes_left{0};
+};
+inline std::array<Trap, kPoints.size()> traps;
+
+inline void set(std::size_t index, int signal, std::int64_t after) {
+  traps[index].passes_left.store(after);
+  traps[index].signal.store(signal);
+}
+
+inline void pass(std::size_t index) {
+  const int signal = traps[index].signal.load();
+  if (signal != 0 && traps[index].passes_left.fetch_sub(1) == 0) std::raise(signal);
+}
+#define FAULT_POINT(name)                                                   \
+  do {                                                                      \
+    constexpr std::size_t fault_index = ::transport::fault::index_of(name); \
+    ::transport::fault::pass(fault_index);                                  \
+  } while (false)
+#else
+#define FAULT_POINT(name) static_cast<void>(::transport::fault::index_of(name))
+#endif
+
+}  // namespace transport::fault

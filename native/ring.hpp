@@ -1,0 +1,152 @@
+// One attachment of this process to a ring: the transitions of slot_word.hpp applied to a segment.
+//
+// Every call may be made from any thread, except that close() excludes every other call on the same
+// Ring (the Python binding keeps that by holding the GIL). The transitions never wait. Attaching may, for
+// 20 ms, when every place is held or being reclaimed; so may setting ports or addresses, for 200 ms, when
+// another process was stopped while setting them.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "segment.hpp"
+
+namespace transport {
+
+struct Lease {
+  std::uint32_t slot, generation;
+};
+
+struct Publication {
+  std::uint64_t length = 0, checksum = 0;
+  unsigned readers = 1;
+  std::uint64_t deadline_ns = 0;
+  std::string_view note;
+};
+
+enum class PinAnswer : int { ok = 0, stale = 1, done = 2 };
+
+struct SlotInfo {
+  State state;
+  std::uint32_t generation;
+  std::uint16_t done, pins;
+  // Zero unless the generation was published.
+  std::uint32_t readers;
+  std::uint64_t length, checksum, sequence, created_ns, deadline_ns;
+};
+
+struct OwnerInfo {
+  unsigned index;
+  bool alive;
+  Role role;
+  std::uint32_t pid;
+  std::uint64_t started_ns, heartbeat_ns;
+  std::uint32_t port;
+};
+
+class Ring {
+ public:
+  static std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
+                                      const Bytes16& fingerprint);
+  static std::unique_ptr<Ring> attach(const std::string& name, Role role, bool writable_payload);
+  // Another owner of the same ring over the same mapping, for threads that want places of their own.
+  std::unique_ptr<Ring> attach_again(Role role) const;
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  void close();
+  bool closed() const { return closed_ || segment_.description->fd() < 0; }
+  bool unlink_if_last();
+  bool keep();
+  bool keeper_alive() const;
+
+  const std::string& name() const { return segment_.name; }
+  const Identity& identity() const { return segment_.identity; }
+  bool taken_over() const { return segment_.taken_over; }
+  int owner() const { return me_; }
+
+  // --- transitions -------------------------------------------------------------------------------
+  std::optional<Lease> try_take();
+  std::optional<Lease> try_overwrite();
+  bool publish(std::uint64_t slot, std::uint64_t generation, const Publication& publication);
+  bool abort(std::uint64_t slot, std::uint64_t generation);
+  PinAnswer pin(std::uint64_t slot, std::uint64_t generation, unsigned rank);
+  bool unpin(std::uint64_t slot, std::uint64_t generation);
+  bool consume(std::uint64_t slot, std::uint64_t generation, unsigned rank);
+  bool mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned rank);
+  bool discard(std::uint64_t slot, std::uint64_t generation);
+  unsigned reclaim();
+
+  // --- looking -----------------------------------------------------------------------------------
+  SlotInfo info(std::uint64_t slot) const;
+  std::optional<std::string> note(std::uint64_t slot, std::uint64_t generation) const;
+  std::byte* payload(std::uint64_t slot) const;
+  const std::shared_ptr<Mapping>& mapping() const { return segment_.mapping; }
+  std::array<std::uint64_t, 4> state_counts() const;
+  std::array<std::uint64_t, kCounterNames.size()> counters() const;
+  void count(Counter which, std::uint64_t amount);
+  std::vector<OwnerInfo> owners() const;
+  std::uint32_t own_pins(std::uint64_t slot) const;
+  void heartbeat();
+
+  std::vector<std::uint32_t> ports() const;
+  void set_ports(const std::vector<std::uint32_t>& ports);
+  void set_own_port(std::uint32_t port);
+  std::string addresses() const;
+  void set_addresses(std::string_view addresses);
+
+  // --- waiting: with futex.hpp, on a word that the mapping keeps alive -----------------------------
+  EventWord& freed() const;
+  EventWord& published() const;
+
+  // Throws unless the attachment is open, in the process that made it.
+  void require_open() const;
+
+ private:
+  static constexpr std::size_t kStripes = 64;
+
+  Ring(Segment segment, Role role);
+
+  void claim_place(Role role);
+  void require_owner() const;
+  void require_slot(std::uint64_t slot) const;
+  static void require_rank(unsigned rank);
+  Header& header() const { return *reinterpret_cast<Header*>(segment_.mapping->control()); }
+  OwnerRow& row(unsigned index) const;
+  OwnerRow& row() const;
+  SlotControl& control(std::uint64_t slot) const;
+  NoteWords& note_words(std::uint64_t slot) const;
+  std::mutex& stripe(std::uint64_t slot) const { return stripes_[slot % kStripes]; }
+  int fd() const { return segment_.description->fd(); }
+
+  void offer_free_slots();
+  void freed(std::uint64_t slot);
+  struct Cleared {
+    unsigned writing = 0, reading = 0;
+  };
+  Cleared clear_bits(unsigned owner);
+  template <std::size_t Capacity>
+  void write_board(Board<Capacity>& board, std::string_view text);
+
+  Segment segment_;
+  int me_ = -1;
+  bool closed_ = false;
+  FreeHints hints_;
+  // The locks that this description takes for a moment: two threads of it would not exclude each other.
+  mutable std::mutex locks_mutex_;
+  bool keeper_ = false;  // under locks_mutex_
+  // Invariant: own_pins_[slot] > 0 exactly while this owner's bit stands in the word of a published
+  // slot. Each entry under its stripe.
+  std::unique_ptr<std::uint32_t[]> own_pins_;
+  mutable std::array<std::mutex, kStripes> stripes_;
+};
+
+}  // namespace transport

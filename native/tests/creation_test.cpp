@@ -1,0 +1,141 @@
+// Creating, taking over, attaching and removing while others do the same, stop, or die at it.
+#include <algorithm>
+#include <memory>
+
+#include <fcntl.h>
+#include <sys/wait.h>
+
+#include "crash.hpp"
+
+using namespace transport;
+using namespace transport::test;
+
+TEST(a_creator_killed_anywhere_leaves_a_name_that_can_be_created) {
+  for (const std::string_view point : points_starting({"create."}, true)) {
+    if (point == "create.found") continue;  // not passed without an older file; see the stopped creators below
+    const NameGuard guard{ring_name("creator")};
+    CHECK(killed([&] {
+      fault::set(index_of(point), SIGKILL, 0);
+      Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+    }));
+    const bool complete = point == "create.initialised";
+    if (!complete) CHECK(refused(Fault::not_ready, [&] { Ring::attach(guard.name, Role::reader, false); }));
+    const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+    CHECK(ring->taken_over() == complete);
+    check_survivors(*ring);
+  }
+}
+
+TEST(a_forked_child_that_lives_on_does_not_keep_its_killed_parent_alive) {
+  const NameGuard guard{ring_name("orphan")};
+  int alive[2], gate[2];
+  CHECK(pipe2(alive, O_CLOEXEC) == 0 && pipe2(gate, O_CLOEXEC) == 0);
+  CHECK(killed([&] {
+    const auto writer = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+    writer->try_take();
+    if (fork() == 0) {  // with the memory still mapped
+      char byte = 0;
+      close(gate[1]);
+      CHECK(write(alive[1], &byte, 1) == 1 && read(gate[0], &byte, 1) == 0);
+      _exit(0);
+    }
+    char byte = 0;
+    CHECK(read(alive[0], &byte, 1) == 1);
+    std::raise(SIGKILL);
+  }));
+  const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+  CHECK(ring->taken_over());
+  check_survivors(*ring);
+  for (const int fd : {alive[0], alive[1], gate[0], gate[1]}) close(fd);
+}
+
+TEST(a_killed_writer_is_succeeded_with_its_payloads) {
+  const NameGuard guard{ring_name("successor")};
+  int gate[2];
+  CHECK(pipe2(gate, O_CLOEXEC) == 0);
+  CHECK(killed([&] {
+    const auto writer = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+    const Lease lease = published(*writer, 2);
+    writer->consume(lease.slot, lease.generation, 1);
+    writer->set_ports({4242});
+    const Bytes16 id = writer->identity().ring_id;
+    CHECK(write(gate[1], id.data(), id.size()) == static_cast<ssize_t>(id.size()));
+    writer->try_take();
+    std::raise(SIGKILL);
+  }));
+  Bytes16 id{};
+  CHECK(read(gate[0], id.data(), id.size()) == static_cast<ssize_t>(id.size()));
+  close(gate[0]);
+  close(gate[1]);
+  CHECK(refused(Fault::layout, [&] { Ring::create(guard.name, kSlots + 1, kCapacity, Bytes16{}); }));
+  CHECK(refused(Fault::layout, [&] { Ring::create(guard.name, kSlots, kCapacity, Bytes16{1}); }));
+  const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+  CHECK(ring->taken_over() && ring->identity().ring_id == id && ring->ports() == std::vector<std::uint32_t>{4242});
+  const auto counts = ring->state_counts();
+  CHECK(counts[0] == kSlots - 1 && counts[2] == 1);
+  check_survivors(*ring);
+}
+
+TEST(of_racing_creators_exactly_one_wins) {
+  constexpr int kCreators = 4, kRounds = 40;
+  for (int round = 0; round < kRounds; ++round) {
+    const NameGuard guard{ring_name("race")};
+    if (round % 2 == 0)  // half of the races begin with rubbish
+      CHECK(killed([&] {
+        fault::set(index_of(round % 4 == 0 ? "create.opened" : "create.header"), SIGKILL, 0);
+        Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+      }));
+    int start[2], done[2], results[2];
+    CHECK(pipe2(start, O_CLOEXEC) == 0 && pipe2(done, O_CLOEXEC) == 0 && pipe2(results, O_CLOEXEC) == 0);
+    for (int i = 0; i < kCreators; ++i) {
+      if (fork() != 0) continue;
+      close(start[1]), close(done[1]);
+      char byte = 0, result = 'e';
+      std::unique_ptr<Ring> ring;
+      CHECK(read(start[0], &byte, 1) == 0);  // until the parent closes its end
+      try {
+        ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+        result = 'w';
+      } catch (const RingFault& fault) {
+        if (fault.code() != Fault::exists) result = '?';
+      }
+      CHECK(write(results[1], &result, 1) == 1);
+      CHECK(read(done[0], &byte, 1) == 0);
+      _exit(0);
+    }
+    close(start[0]), close(start[1]), close(done[0]), close(results[1]);
+    std::string outcome(kCreators, ' ');
+    for (char& result : outcome) CHECK(read(results[0], &result, 1) == 1);
+    CHECK(std::count(outcome.begin(), outcome.end(), 'w') == 1);
+    CHECK(std::count(outcome.begin(), outcome.end(), 'e') == kCreators - 1);
+    close(done[1]), close(results[0]);
+    for (int i = 0; i < kCreators; ++i) CHECK(wait(nullptr) > 0);
+  }
+}
+
+TEST(a_creator_that_was_overtaken_harms_nobody) {
+  for (const char* point : {"create.opened", "create.found"}) {
+    const NameGuard guard{ring_name("overtaken")};
+    if (std::strcmp(point, "create.found") == 0)  // rubbish, which both creators find
+      CHECK(killed([&] {
+        fault::set(index_of("create.header"), SIGKILL, 0);
+        Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+      }));
+    std::unique_ptr<Ring> ring;
+    stopped_at(
+        point, [&] { CHECK(refused(Fault::exists, [&] { Ring::create(guard.name, kSlots, kCapacity, Bytes16{}); })); },
+        [&] { ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{}); });
+    CHECK(Ring::attach(guard.name, Role::observer, false)->identity().ring_id == ring->identity().ring_id);
+    check_survivors(*ring);
+  }
+}
+
+TEST(whoever_attaches_while_the_name_is_removed_is_told_so) {
+  const NameGuard guard{ring_name("removed")};
+  auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+  stopped_at(
+      "attach.found", [&] { CHECK(refused(Fault::not_found, [&] { Ring::attach(guard.name, Role::reader, false); })); },
+      [&] { CHECK(ring->unlink_if_last()); });
+}
+
+int main(int argc, char** argv) { return run_all(argc, argv); }
