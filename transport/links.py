@@ -201,15 +201,15 @@ class Links:
     async def _tend(self) -> None:
         """Send acknowledgements that found no request to ride with; close links before the listener does."""
         while True:
-            now = time.monotonic()
             due = self.ledger.next_due()
-            expiry = self._pool.next_expiry()
-            waits = [moment - now for moment in (due, expiry) if moment is not None]
-            self._wake.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(waits, default=_LONGEST_SLEEP_S)):
-                    await self._wake.wait()
-            if (due := self.ledger.next_due()) is not None and due > time.monotonic():
+            if due is None:
+                expiry = self._pool.next_expiry()
+                self._wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LONGEST_SLEEP_S if expiry is None else expiry - time.monotonic()):
+                        await self._wake.wait()
+            elif due > time.monotonic():
+                # not woken by further acknowledgements: under load they ride, and this task costs nothing
                 await asyncio.sleep(due - time.monotonic())
             for ring in self.ledger.due(time.monotonic()):
                 await self._flush(ring)

@@ -612,8 +612,14 @@ class ReadLease:
         self.view: memoryview = ring.native.payload(ticket.slot)[: ticket.size].toreadonly()
 
     def consume(self) -> bool:
-        """Say that this rank has the payload, and unpin. False: this lease was finalised before."""
-        return self._finalise(lambda: self._ring.mark_consumed(self.ticket, self.rank))
+        """Say that this rank has the payload, and unpin. False: finalised before, or consumed through another port."""
+        return self._finalise(self._consume)
+
+    def _consume(self) -> bool:
+        if self._ring.mark_consumed(self.ticket, self.rank):
+            return True
+        self._ring.release_reading(self.ticket)  # refused: somebody was faster, but the pin is still ours to give back
+        return False
 
     def acknowledge(self) -> bool:
         """Say that this rank has the payload, and keep the memory pinned until `release`. False: said before."""

@@ -126,7 +126,7 @@ def _error_classes() -> tuple[tuple[type[BaseException], type[TransportError]], 
         (low.UCXUnreachableError, UnreachableError),
         (low.UCXNoDeviceError, WireNotAllowedError),
         (low.UCXInvalidParamError, UsageError),
-        (low.UCXMessageTruncatedError, InternalError),
+        (low.UCXMessageTruncatedError, ConnectionLostError),  # also what a stream that was cut off ends with
         (low.UCXError, ConnectionLostError),
     )
 
@@ -358,7 +358,9 @@ class Endpoint:
     def send(self, buffer: object, tag: int) -> asyncio.Future[None]:
         """Send ``buffer``; done means that the buffer may be reused, not that the peer has it."""
         low = library()
-        return self._run("sending to", lambda array: self._raw.tag_send(array, low.UCXXTag(tag)), buffer)
+        sent = self._run("sending to", lambda array: self._raw.tag_send(array, low.UCXXTag(tag)), buffer)
+        self._worker.expect_soon()
+        return sent
 
     def receive(self, buffer: object, tag: int) -> asyncio.Future[None]:
         """Receive into ``buffer``, which must be writable, contiguous and large enough: UCX does not check."""
