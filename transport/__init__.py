@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from transport.errors import StaleSlotError, TransportError
     from transport.packer import UCXXDataPackerMixin
     from transport.received import ReceivedPayload
-    from transport.ring import SharedRingBuffer, SlotState
+    from transport.ring import SharedRingBuffer
     from transport.rollout import UCXXRolloutMixin
     from transport.schema import Schema, TensorSpec, UpTo
     from transport.server import UCXXServer
     from transport.settings import Settings
+    from transport.slots import SlotState
     from transport.ticket import Ticket
 
 _HOMES = {
@@ -35,7 +36,7 @@ _HOMES = {
     "Schema": "schema",
     "Settings": "settings",
     "SharedRingBuffer": "ring",
-    "SlotState": "ring",
+    "SlotState": "slots",
     "StaleSlotError": "errors",
     "TensorSpec": "schema",
     "Ticket": "ticket",

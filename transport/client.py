@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
@@ -108,6 +109,7 @@ class UCXXClient:
         if ack not in ("on_arrival", "on_consumed", "manual"):
             raise UsageError(f"ack={ack!r}; choose 'on_arrival', 'on_consumed' or 'manual'")
         self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
         self._wires: frozenset[Wire] | None = None if wire == "auto" else _wires(wire)
         self._schemas = {schema.fingerprint_hex: schema for schema in schemas}
         self._ack: AckMode = ack
@@ -248,7 +250,8 @@ class UCXXClient:
             view = self._mapped.read(ring, ticket, rank, consume=self._ack == "on_arrival")
         if view is not None:
             self._count_read("mapped", ticket.size)
-            return ReceivedPayload(ticket, rank, "mapped", view.data, schema, view.acknowledge, view.abandon)
+            hold = view.hold
+            return ReceivedPayload(ticket, rank, "mapped", view.data, schema, hold.acknowledge, hold.abandon)
         if destination is None:
             destination = self._buffers.take(ticket.size)
         self._mapped.copy_out(ring, ticket, rank, destination)
@@ -410,7 +413,11 @@ class UCXXClient:
     def _acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
         if self._closed:
             raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed")
-        self._links.acknowledge(Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key), via)
+        ack = Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key)
+        if threading.get_ident() == self._thread:
+            self._links.acknowledge(ack, via)
+        else:  # a payload is acknowledged where it is used, which may be the trainer's thread
+            self._loop.call_soon_threadsafe(self._links.acknowledge, ack, via)
         return True
 
     async def discard(self, ticket: Ticket) -> bool:

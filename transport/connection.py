@@ -9,6 +9,7 @@ so a payload that was not acknowledged is READY again. The connection belongs to
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import time
@@ -118,16 +119,23 @@ class Connection:
         return wire.decode_handshake(expected, bytes(body))
 
     async def _handshake(self) -> None:
-        hello = await self._receive_handshake(wire.Hello)
         try:
+            hello = await self._receive_handshake(wire.Hello)
             await self._admit(hello)
         except RefusedError as refusal:
             await self._welcome(code=refusal.status, reason=str(refusal))
+            await self._left_by_peer()
             raise
         self._client_base = hello.tag_base
         self._post_receives()
         await self._welcome(version=wire.agree_version(hello))
         self.opened = True
+
+    async def _left_by_peer(self) -> None:
+        """Until the client has closed: if this side closed first, UCX would drop a refusal that is still on its way."""
+        with contextlib.suppress(TransportError):
+            while True:  # what it may still have said is of no interest
+                await self._endpoint.receive_stream(bytearray(wire.MAX_HANDSHAKE_BYTES))
 
     async def _admit(self, hello: wire.Hello) -> None:
         wire.agree_version(hello)

@@ -14,7 +14,8 @@ import numpy as np
 
 from transport import _native
 from transport.errors import LayoutError, NoOwnerError, RingNotFoundError, SharedMemoryError
-from transport.ring import ReadLease, SharedRingBuffer
+from transport.leases import ReadLease
+from transport.ring import SharedRingBuffer
 from transport.ticket import Ticket, host_identity
 
 log = logging.getLogger(__name__)
@@ -32,22 +33,25 @@ class Hold:
         self.lease = lease
         self.consume = consume
 
+    def acknowledge(self) -> bool:
+        """Consume now; the memory stays pinned until the last array is gone. False: it had been consumed."""
+        self.consume = False
+        return self.lease.acknowledge()
+
+    def abandon(self) -> None:
+        """Letting go is no acknowledgement: the payload stays for another attempt."""
+        self.consume = False
+
 
 class MappedView:
-    """A pinned payload's bytes. The pin lasts as long as any array that looks into ``data``."""
+    """A pinned payload's bytes. The pin lasts as long as any array that looks into ``data``.
+
+    Who keeps something to call later keeps methods of ``hold``, which do not keep the memory.
+    """
 
     def __init__(self, lease: ReadLease, consume: bool) -> None:
         self.hold = Hold(lease, consume)
         self.data = np.asarray(lease.view)
-
-    def acknowledge(self) -> bool:
-        """Consume now; the memory stays pinned until the last array is gone. False: it had been consumed."""
-        self.hold.consume = False
-        return self.hold.lease.acknowledge()
-
-    def abandon(self) -> None:
-        """Letting go is no acknowledgement: the payload stays for another attempt."""
-        self.hold.consume = False
 
 
 class MappedRings:

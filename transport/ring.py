@@ -9,42 +9,31 @@ Any thread may call any method. Blocking calls release the GIL; inside an event 
 
 from __future__ import annotations
 
-import enum
-import hashlib
 import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 
-import msgspec
 import numpy as np
 
 from transport import _native
 from transport.errors import (
-    ClosedError,
     InternalError,
-    InvalidTransition,
-    LayoutError,
     LengthMismatchError,
-    NoOwnerError,
     PayloadTooLargeError,
-    RingBusyError,
-    RingError,
     RingFullError,
-    RingNotFoundError,
     SchemaError,
-    SharedMemoryError,
     StaleSlotError,
-    TransportError,
     UsageError,
     WrongKeyError,
     WrongRingError,
 )
-from transport.payload import describe, describe_exact, pack_into, views, zero_gaps
-from transport.schema import Layout, Schema
-from transport.ticket import Ticket, host_identity
+from transport.leases import Draft, ReadLease, WriteLease, ordered_lengths
+from transport.payload import describe, describe_exact, pack_into
+from transport.schema import Schema
+from transport.slots import COUNTERS, RingStatistics, SlotState, named, slot_key
+from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
 
@@ -54,66 +43,6 @@ T = TypeVar("T")
 Overflow = Literal["block", "error", "overwrite"]
 MAX_READERS = _native.MAX_READERS
 _FOR_EVER_S: Final = 1e9
-
-
-class SlotState(enum.IntEnum):
-    """What a slot is, as in the two state bits of its word."""
-
-    FREE = _native.FREE
-    WRITING = _native.WRITING
-    READY = _native.READY
-    READING = _native.READING
-
-
-class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a ring. Counters are sums over every process that was ever attached."""
-
-    slots: int
-    slot_capacity_bytes: int
-    free: int
-    writing: int
-    ready: int
-    reading: int
-    takes: int = 0
-    overwrites: int = 0  # unread payloads lost to overflow="overwrite"
-    publishes: int = 0
-    aborts: int = 0
-    pins: int = 0
-    unpins: int = 0
-    consumes: int = 0
-    late_finalises: int = 0  # refused mark_consumed / release_reading: somebody had been faster
-    discards: int = 0
-    reclaimed_writing: int = 0  # slots taken back from dead writers
-    reclaimed_reading: int = 0  # pins taken back from dead readers
-    stale_pins: int = 0  # reads refused because the payload was gone
-    full_waits: int = 0
-    bytes_published: int = 0
-    bytes_read: int = 0
-
-
-_FAULTS: dict[int, type[TransportError]] = {
-    _native.FAULT_EXISTS: RingBusyError,
-    _native.FAULT_NOT_FOUND: RingNotFoundError,
-    _native.FAULT_LAYOUT: LayoutError,
-    _native.FAULT_NOT_READY: LayoutError,
-    _native.FAULT_NO_OWNER: NoOwnerError,
-    _native.FAULT_NO_MEMORY: SharedMemoryError,
-    _native.FAULT_DENIED: SharedMemoryError,
-    _native.FAULT_SYSTEM: RingError,
-    _native.FAULT_DETACHED: ClosedError,
-    _native.FAULT_ARGUMENT: UsageError,
-}
-
-
-def _named(fault: _native.RingFault) -> TransportError:
-    code, message = fault.args
-    return _FAULTS.get(code, InternalError)(message)
-
-
-def slot_key(secret: bytes, slot: int, generation: int) -> int:
-    """The unguessable key of one payload: a keyed hash, so that publishing needs no system call for random bytes."""
-    data = slot.to_bytes(4, "little") + generation.to_bytes(4, "little")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=secret).digest(), "little")
 
 
 class SharedRingBuffer:
@@ -189,7 +118,7 @@ class SharedRingBuffer:
         try:
             native = _native.Ring.create(segment, slots, slot_bytes, fingerprint)
         except _native.RingFault as fault:
-            raise _named(fault) from None
+            raise named(fault) from None
         if native.taken_over:
             log.warning("took over ring %s of a dead writer, %d payloads unread", segment, native.state_counts()[2])
         return cls(native, schema, overflow)
@@ -215,7 +144,7 @@ class SharedRingBuffer:
         try:
             native = _native.Ring.attach(name, number, writable_payload=role == "writer")
         except _native.RingFault as fault:
-            raise _named(fault) from None
+            raise named(fault) from None
         if schema is not None and native.fingerprint != schema.fingerprint:
             native.close()
             raise SchemaError(
@@ -329,7 +258,7 @@ class SharedRingBuffer:
         if not 1 <= readers <= MAX_READERS:
             raise UsageError(f"readers={readers}; a payload is written for 1 to {MAX_READERS} ranks")
         if lengths is None:
-            lengths = _ordered_lengths(schema, named_lengths or {})
+            lengths = ordered_lengths(schema, named_lengths or {})
         layout = schema.layout(lengths)
         if layout.total > self.slot_capacity:
             raise PayloadTooLargeError(
@@ -343,7 +272,7 @@ class SharedRingBuffer:
             slot,
             generation,
             layout,
-            _Draft(
+            Draft(
                 schema=schema,
                 lengths=lengths,
                 readers=readers,
@@ -372,11 +301,11 @@ class SharedRingBuffer:
             )
         return taken
 
-    def _call(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    def _call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         try:
-            return function(*arguments, **named)
+            return function(*arguments, **keywords)
         except _native.RingFault as fault:
-            raise _named(fault) from None
+            raise named(fault) from None
 
     # --- reading on this host -------------------------------------------------------------------------
     def check(self, ticket: Ticket, rank: int = 0) -> None:
@@ -436,7 +365,7 @@ class SharedRingBuffer:
     def statistics(self) -> RingStatistics:
         """States and counters at this moment."""
         free, writing, ready, reading = self._call(self.native.state_counts)
-        counters = {name: value for name, value in self.native.counters().items() if name in _STATISTICS}
+        counters = {name: value for name, value in self.native.counters().items() if name in COUNTERS}
         return RingStatistics(
             slots=self.slot_count,
             slot_capacity_bytes=self.slot_capacity,
@@ -474,169 +403,3 @@ class SharedRingBuffer:
         if changed:
             log.warning("ring %s: took back %d slots of dead processes", self.ring_id[:8], changed)
         return changed
-
-
-_STATISTICS = frozenset(RingStatistics.__struct_fields__)
-
-
-def _ordered_lengths(schema: Schema, named: Mapping[str, int]) -> tuple[int, ...]:
-    ragged = [spec.name for spec in schema.ragged]
-    if set(named) != set(ragged):
-        raise SchemaError(f"reserve() needs the lengths of {ragged}, the ragged tensors, and got {sorted(named)}")
-    return tuple(int(named[name]) for name in ragged)
-
-
-class _Draft(msgspec.Struct, kw_only=True):
-    """What a ticket needs besides the slot."""
-
-    schema: Schema
-    lengths: tuple[int, ...]
-    readers: int
-    metadata: dict[str, Any]
-    created: float
-    deadline: float | None
-
-
-class WriteLease:
-    """A slot being written. Leaving the ``with`` publishes it; an exception, or `abort`, gives the slot back."""
-
-    def __init__(self, ring: SharedRingBuffer, slot: int, generation: int, layout: Layout, draft: _Draft) -> None:
-        self._ring = ring
-        self._slot = slot
-        self._generation = generation
-        self._draft = draft
-        self._ticket: Ticket | None = None
-        self._open = True
-        self.layout = layout
-        self.memory: memoryview = ring.native.payload(slot)[: layout.total]
-        self.checksum: int | None = None
-        self._arrays: dict[str, np.ndarray[Any, Any]] | None = None
-
-    def __repr__(self) -> str:
-        state = "writing" if self._open else "published" if self._ticket is not None else "aborted"
-        return f"<WriteLease slot {self._slot} generation {self._generation} {state}>"
-
-    @property
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The slot's memory as writable arrays by name. Not to be used after publishing."""
-        if self._arrays is None:
-            self._arrays = views(self.layout, self.memory, writable=True)
-        return self._arrays
-
-    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
-        return self.arrays[name]
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """Small values that travel in the ticket; may be changed until publishing."""
-        return self._draft.metadata
-
-    @property
-    def ticket(self) -> Ticket:
-        """The published payload's ticket. Raises InvalidTransition before publishing."""
-        if self._ticket is None:
-            raise InvalidTransition(f"{self!r} has no ticket: it has not been published")
-        return self._ticket
-
-    def publish(self) -> Ticket:
-        """Make the payload readable. Raises InvalidTransition when the slot is not this lease's any more."""
-        if not self._open:
-            raise InvalidTransition(f"{self!r} cannot be published")
-        ring, draft = self._ring, self._draft
-        try:
-            if self.checksum is None:  # filled in place
-                zero_gaps(self.layout, self.memory)
-                self.checksum = _native.checksum(self.memory)
-            ticket = Ticket(
-                ring=ring.ring_id,
-                segment=ring.name,
-                host=host_identity(),
-                addresses=tuple(filter(None, ring.native.addresses.split(","))),
-                ports=ring.native.ports(),
-                slot=self._slot,
-                generation=self._generation,
-                key=ring.key(self._slot, self._generation),
-                size=self.layout.total,
-                checksum=self.checksum,
-                readers=draft.readers,
-                schema_fingerprint=draft.schema.fingerprint_hex,
-                schema=draft.schema if ring.schema is None else None,
-                lengths=draft.lengths,
-                created=draft.created,
-                deadline=draft.deadline,
-                metadata=draft.metadata,
-            )
-            note = ticket.encode()
-            published = ring.native.publish(
-                self._slot,
-                self._generation,
-                self.layout.total,
-                self.checksum,
-                draft.readers,
-                int(draft.deadline * 1e9) if draft.deadline is not None else 0,
-                note,
-            )
-        except BaseException:
-            self.abort()
-            raise
-        self._open = False
-        if not published:
-            raise InvalidTransition(f"slot {self._slot} is not this writer's any more: {ring.native.info(self._slot)}")
-        self._ticket = ticket
-        return ticket
-
-    def abort(self) -> None:
-        """Give the slot back unpublished. Does nothing after publishing."""
-        if self._open:
-            self._open = False
-            self._ring.native.abort(self._slot, self._generation)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
-        if kind is not None:
-            self.abort()
-        elif self._open:
-            self.publish()
-
-
-class ReadLease:
-    """A pinned payload. Finalised exactly once: `consume`, or `release` (the default at the end of a ``with``)."""
-
-    def __init__(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> None:
-        self._ring = ring
-        self.ticket = ticket
-        self.rank = rank
-        self._open = True
-        self.view: memoryview = ring.native.payload(ticket.slot)[: ticket.size].toreadonly()
-
-    def consume(self) -> bool:
-        """Say that this rank has the payload, and unpin. False: finalised before, or consumed through another port."""
-        return self._finalise(self._consume)
-
-    def _consume(self) -> bool:
-        if self._ring.mark_consumed(self.ticket, self.rank):
-            return True
-        self._ring.release_reading(self.ticket)  # refused: somebody was faster, but the pin is still ours to give back
-        return False
-
-    def acknowledge(self) -> bool:
-        """Say that this rank has the payload, and keep the memory pinned until `release`. False: said before."""
-        return self._ring.acknowledge(self.ticket, self.rank)
-
-    def release(self) -> bool:
-        """Unpin; the payload stays for the next attempt. False: this lease was finalised before."""
-        return self._finalise(lambda: self._ring.release_reading(self.ticket))
-
-    def _finalise(self, how: Callable[[], bool]) -> bool:
-        if not self._open:
-            return False
-        self._open = False
-        return how()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()

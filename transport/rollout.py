@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from transport.errors import ClosedError, TransportError
 from transport.queue.base import QueuedTicket, TicketQueue, finished
-from transport.ring import Overflow, RingStatistics, SharedRingBuffer
+from transport.ring import Overflow, SharedRingBuffer
 from transport.schema import Schema
 from transport.server import UCXXServer
 from transport.settings import DEFAULTS, Settings
+from transport.slots import RingStatistics
 from transport.ticket import Ticket
 from transport.ucx import Wire
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
+import logging
 import os
 import socket
 import time
@@ -29,13 +29,15 @@ from transport.errors import (
     ClosedError,
     ConnectionLostError,
     InternalError,
-    LinkError,
     MissingDependencyError,
     TransportError,
     UnreachableError,
     UsageError,
     WireNotAllowedError,
 )
+from transport.lanes import forget_cancelled, query_transports
+
+log = logging.getLogger(__name__)
 
 Wire = Literal["mapped", "shm", "tcp", "rdma", "cuda"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
@@ -159,21 +161,24 @@ def translated(doing: str) -> Iterator[None]:
 class _Posted:
     """A request UCX has not completed, and all that must live until it has."""
 
-    __slots__ = ("buffer", "future", "request")
+    __slots__ = ("buffer", "future", "peer", "request")
 
-    def __init__(self, request: Any, buffer: object, future: asyncio.Future[None]) -> None:
+    def __init__(self, request: Any, buffer: object, future: asyncio.Future[None], peer: str) -> None:
         self.request = request
         self.buffer = buffer
         self.future = future
+        self.peer = peer
 
     def settle(self) -> None:
         """Hand the outcome of a completed request to whoever waits."""
+        self.buffer = None
         if self.future.done():
             return
         try:
             self.request.check_error()
         except Exception as error:  # as in translated()
-            self.future.set_exception(translate(error))
+            ours = translate(error)
+            self.future.set_exception(type(ours)(f"{self.peer}: {ours}"))
             self.future.exception()  # an outcome nobody awaits any more is not worth a warning
         else:
             self.future.set_result(None)
@@ -236,8 +241,8 @@ class Worker:
             each.settle()
         return True
 
-    def _post(self, request: Any, buffer: object) -> _Posted:
-        posted = _Posted(request, buffer, self._loop.create_future())
+    def _post(self, request: Any, buffer: object, peer: str) -> _Posted:
+        posted = _Posted(request, buffer, self._loop.create_future(), peer)
         if request.completed:
             posted.settle()
         else:
@@ -314,7 +319,11 @@ class Listening:
         if self._accept is None:
             return
         self._accepted += 1
-        raw = self._listener.create_endpoint_from_conn_request(request, True)
+        try:
+            raw = self._listener.create_endpoint_from_conn_request(request, True)
+        except Exception as error:  # as in translated()
+            log.debug("client %d was gone before it was accepted: %s", self._accepted, error)
+            return
         self._accept(Endpoint(self._owner, raw, f"client {self._accepted}"))
         self._owner._kick()
 
@@ -348,7 +357,7 @@ class Endpoint:
             raise ClosedError(f"{doing} on an endpoint that this side has closed")
         with translated(f"{doing} {self.name}"):
             request = start(self._array(buffer))
-        posted = self._worker._post(request, buffer)
+        posted = self._worker._post(request, buffer, self.name)
         if not request.completed:
             if len(self._mine) > 64:
                 self._mine = [each for each in self._mine if not each.request.completed]
@@ -401,13 +410,14 @@ class Endpoint:
         for posted in mine:
             posted.settle()
         self._mine = []
+        forget_cancelled(raw.ucxx_ptr)
         self._worker._kick()
 
     def transports(self) -> list[tuple[str, str]]:
         """(transport, device) of every lane, as UCX reports them, e.g. ("tcp", "eth0")."""
         if self._raw is None:
             return []
-        return _query_transports(self._raw.handle)
+        return query_transports(self._raw.handle)
 
     def wire(self) -> Wire:
         """The wire that carries the payload bytes of this endpoint."""
@@ -425,52 +435,3 @@ def _array_type() -> Any:
     from ucxx._lib.arr import Array
 
     return Array
-
-
-# --- which wire: only libucp knows (ucp_ep_query), and UCXX's Python does not ask it ---------------
-class _Lane(ctypes.Structure):
-    _fields_ = (("transport", ctypes.c_char_p), ("device", ctypes.c_char_p))
-
-
-class _Lanes(ctypes.Structure):
-    _fields_ = (("entries", ctypes.c_void_p), ("count", ctypes.c_uint), ("entry_bytes", ctypes.c_size_t))
-
-
-class _EndpointAttributes(ctypes.Structure):
-    """ucp_ep_attr_t of UCX 1.12 and later (ucp.h); extended only at its end, guarded by field_mask."""
-
-    _fields_ = (
-        ("field_mask", ctypes.c_uint64),
-        ("name", ctypes.c_char * 32),
-        ("local_address", ctypes.c_char * 128),
-        ("remote_address", ctypes.c_char * 128),
-        ("lanes", _Lanes),
-        ("user_data", ctypes.c_void_p),
-    )
-
-
-_FIELD_TRANSPORTS = 1 << 3
-_MOST_LANES = 16
-
-
-@cache
-def _libucp() -> ctypes.CDLL:
-    """The libucp already in this process: a second copy would not know the endpoint."""
-    library()
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if "/libucp" in path and ".so" in path:
-            return ctypes.CDLL(path)
-    raise InternalError("libucp is not mapped although ucxx is loaded")
-
-
-def _query_transports(handle: int) -> list[tuple[str, str]]:
-    lanes = (_Lane * _MOST_LANES)()
-    attributes = _EndpointAttributes(field_mask=_FIELD_TRANSPORTS)
-    attributes.lanes = _Lanes(ctypes.addressof(lanes), _MOST_LANES, ctypes.sizeof(_Lane))
-    status = _libucp().ucp_ep_query(ctypes.c_void_p(handle), ctypes.byref(attributes))
-    if status != 0:
-        raise LinkError(f"UCX does not say which transports the endpoint uses (status {status})")
-    return [
-        ((lane.transport or b"").decode(), (lane.device or b"").decode()) for lane in lanes[: attributes.lanes.count]
-    ]

@@ -1,0 +1,183 @@
+"""Leases on slots: a write that publishes or rolls back, a read that is finalised exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
+import numpy as np
+
+from transport import _native
+from transport.errors import InvalidTransition, SchemaError
+from transport.payload import views, zero_gaps
+from transport.schema import Layout, Schema
+from transport.ticket import Ticket, host_identity
+
+if TYPE_CHECKING:
+    from transport.ring import SharedRingBuffer
+
+
+def ordered_lengths(schema: Schema, named: Mapping[str, int]) -> tuple[int, ...]:
+    """The lengths of the ragged tensors in the schema's order. SchemaError when names are missing or unknown."""
+    ragged = [spec.name for spec in schema.ragged]
+    if set(named) != set(ragged):
+        raise SchemaError(f"reserve() needs the lengths of {ragged}, the ragged tensors, and got {sorted(named)}")
+    return tuple(int(named[name]) for name in ragged)
+
+
+class Draft(msgspec.Struct, kw_only=True):
+    """What a ticket needs besides the slot."""
+
+    schema: Schema
+    lengths: tuple[int, ...]
+    readers: int
+    metadata: dict[str, Any]
+    created: float
+    deadline: float | None
+
+
+class WriteLease:
+    """A slot being written. Leaving the ``with`` publishes it; an exception, or `abort`, gives the slot back."""
+
+    def __init__(self, ring: SharedRingBuffer, slot: int, generation: int, layout: Layout, draft: Draft) -> None:
+        self._ring = ring
+        self._slot = slot
+        self._generation = generation
+        self._draft = draft
+        self._ticket: Ticket | None = None
+        self._open = True
+        self.layout = layout
+        self.memory: memoryview = ring.native.payload(slot)[: layout.total]
+        self.checksum: int | None = None
+        self._arrays: dict[str, np.ndarray[Any, Any]] | None = None
+
+    def __repr__(self) -> str:
+        state = "writing" if self._open else "published" if self._ticket is not None else "aborted"
+        return f"<WriteLease slot {self._slot} generation {self._generation} {state}>"
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The slot's memory as writable arrays by name. Not to be used after publishing."""
+        if self._arrays is None:
+            self._arrays = views(self.layout, self.memory, writable=True)
+        return self._arrays
+
+    def __getitem__(self, name: str) -> np.ndarray[Any, Any]:
+        return self.arrays[name]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Small values that travel in the ticket; may be changed until publishing."""
+        return self._draft.metadata
+
+    @property
+    def ticket(self) -> Ticket:
+        """The published payload's ticket. Raises InvalidTransition before publishing."""
+        if self._ticket is None:
+            raise InvalidTransition(f"{self!r} has no ticket: it has not been published")
+        return self._ticket
+
+    def publish(self) -> Ticket:
+        """Make the payload readable. Raises InvalidTransition when the slot is not this lease's any more."""
+        if not self._open:
+            raise InvalidTransition(f"{self!r} cannot be published")
+        ring, draft = self._ring, self._draft
+        try:
+            if self.checksum is None:  # filled in place
+                zero_gaps(self.layout, self.memory)
+                self.checksum = _native.checksum(self.memory)
+            ticket = Ticket(
+                ring=ring.ring_id,
+                segment=ring.name,
+                host=host_identity(),
+                addresses=tuple(filter(None, ring.native.addresses.split(","))),
+                ports=ring.native.ports(),
+                slot=self._slot,
+                generation=self._generation,
+                key=ring.key(self._slot, self._generation),
+                size=self.layout.total,
+                checksum=self.checksum,
+                readers=draft.readers,
+                schema_fingerprint=draft.schema.fingerprint_hex,
+                schema=draft.schema if ring.schema is None else None,
+                lengths=draft.lengths,
+                created=draft.created,
+                deadline=draft.deadline,
+                metadata=draft.metadata,
+            )
+            note = ticket.encode()
+            published = ring.native.publish(
+                self._slot,
+                self._generation,
+                self.layout.total,
+                self.checksum,
+                draft.readers,
+                int(draft.deadline * 1e9) if draft.deadline is not None else 0,
+                note,
+            )
+        except BaseException:
+            self.abort()
+            raise
+        self._open = False
+        if not published:
+            raise InvalidTransition(f"slot {self._slot} is not this writer's any more: {ring.native.info(self._slot)}")
+        self._ticket = ticket
+        return ticket
+
+    def abort(self) -> None:
+        """Give the slot back unpublished. Does nothing after publishing."""
+        if self._open:
+            self._open = False
+            self._ring.native.abort(self._slot, self._generation)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort()
+        elif self._open:
+            self.publish()
+
+
+class ReadLease:
+    """A pinned payload. Finalised exactly once: `consume`, or `release` (the default at the end of a ``with``)."""
+
+    def __init__(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> None:
+        self._ring = ring
+        self.ticket = ticket
+        self.rank = rank
+        self._open = True
+        self.view: memoryview = ring.native.payload(ticket.slot)[: ticket.size].toreadonly()
+
+    def consume(self) -> bool:
+        """Say that this rank has the payload, and unpin. False: finalised before, or consumed through another port."""
+        return self._finalise(self._consume)
+
+    def _consume(self) -> bool:
+        if self._ring.mark_consumed(self.ticket, self.rank):
+            return True
+        self._ring.release_reading(self.ticket)  # refused: somebody was faster, but the pin is still ours to give back
+        return False
+
+    def acknowledge(self) -> bool:
+        """Say that this rank has the payload, and keep the memory pinned until `release`. False: said before."""
+        return self._ring.acknowledge(self.ticket, self.rank)
+
+    def release(self) -> bool:
+        """Unpin; the payload stays for the next attempt. False: this lease was finalised before."""
+        return self._finalise(lambda: self._ring.release_reading(self.ticket))
+
+    def _finalise(self, how: Callable[[], bool]) -> bool:
+        if not self._open:
+            return False
+        self._open = False
+        return how()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()

@@ -1,0 +1,85 @@
+"""What is said of slots: states, counters, keys, and the native core's faults as errors by name."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+
+import msgspec
+
+from transport import _native
+from transport.errors import (
+    ClosedError,
+    InternalError,
+    LayoutError,
+    NoOwnerError,
+    RingBusyError,
+    RingError,
+    RingNotFoundError,
+    SharedMemoryError,
+    TransportError,
+    UsageError,
+)
+
+
+class SlotState(enum.IntEnum):
+    """What a slot is, as in the two state bits of its word."""
+
+    FREE = _native.FREE
+    WRITING = _native.WRITING
+    READY = _native.READY
+    READING = _native.READING
+
+
+class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at a ring. Counters are sums over every process that was ever attached."""
+
+    slots: int
+    slot_capacity_bytes: int
+    free: int
+    writing: int
+    ready: int
+    reading: int
+    takes: int = 0
+    overwrites: int = 0  # unread payloads lost to overflow="overwrite"
+    publishes: int = 0
+    aborts: int = 0
+    pins: int = 0
+    unpins: int = 0
+    consumes: int = 0
+    late_finalises: int = 0  # refused mark_consumed / release_reading: somebody had been faster
+    discards: int = 0
+    reclaimed_writing: int = 0  # slots taken back from dead writers
+    reclaimed_reading: int = 0  # pins taken back from dead readers
+    stale_pins: int = 0  # reads refused because the payload was gone
+    full_waits: int = 0
+    bytes_published: int = 0
+    bytes_read: int = 0
+
+
+COUNTERS = frozenset(RingStatistics.__struct_fields__)
+
+_FAULTS: dict[int, type[TransportError]] = {
+    _native.FAULT_EXISTS: RingBusyError,
+    _native.FAULT_NOT_FOUND: RingNotFoundError,
+    _native.FAULT_LAYOUT: LayoutError,
+    _native.FAULT_NOT_READY: LayoutError,
+    _native.FAULT_NO_OWNER: NoOwnerError,
+    _native.FAULT_NO_MEMORY: SharedMemoryError,
+    _native.FAULT_DENIED: SharedMemoryError,
+    _native.FAULT_SYSTEM: RingError,
+    _native.FAULT_DETACHED: ClosedError,
+    _native.FAULT_ARGUMENT: UsageError,
+}
+
+
+def named(fault: _native.RingFault) -> TransportError:
+    """The error by name for a fault of the native core."""
+    code, message = fault.args
+    return _FAULTS.get(code, InternalError)(message)
+
+
+def slot_key(secret: bytes, slot: int, generation: int) -> int:
+    """The unguessable key of one payload: a keyed hash, so that publishing needs no system call for random bytes."""
+    data = slot.to_bytes(4, "little") + generation.to_bytes(4, "little")
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=secret).digest(), "little")
