@@ -33,7 +33,9 @@ def default_route_interface(table: Path = Path("/proc/net/route")) -> str | None
         rows = table.read_text().splitlines()[1:]
     except OSError:
         return None
-    return next((fields[0] for fields in map(str.split, rows) if len(fields) > 1 and fields[1] == "00000000"), None)
+    return next(
+        (fields[0] for fields in map(str.split, rows) if len(fields) > 7 and fields[1] == fields[7] == "00000000"), None
+    )
 
 
 def advertised() -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from transport import _native
 from transport.acks import Ack
 from transport.buffers import BufferPool
 from transport.errors import (
+    BufferUnsuitableError,
     ChecksumError,
     ClosedError,
     LinkError,
@@ -154,6 +155,11 @@ class UCXXClient:
         """`read` with a deadline. ``spent``: one attempt was made already, as part of a batch."""
         self._check(ticket, rank)
         destination = None if out is None else check_destination(out, ticket.size)
+        if destination is not None and not isinstance(destination, memoryview):
+            raise BufferUnsuitableError(
+                f"this {type(out).__name__} is in device memory, which reads do not reach yet: read into host memory "
+                "and copy, e.g. cupy.asarray(payload[name])"
+            )
         try:
             payload = self._read_mapped(ticket, rank, out, destination)
             if payload is None:
@@ -239,7 +245,7 @@ class UCXXClient:
     # --- same host ----------------------------------------------------------------------------------
     def _read_mapped(self, ticket: Ticket, rank: int, out: Any, destination: Any) -> ReceivedPayload | None:
         """The payload from the segment itself; None when it has to come over a wire."""
-        if not self._allows("mapped") or (out is not None and not isinstance(destination, memoryview)):
+        if not self._allows("mapped"):
             return None
         ring = self._mapped.find(ticket)
         if ring is None:

@@ -244,6 +244,8 @@ class Connection:
             raise WrongKeyError("not the key of this slot and generation")
         if len(self._attempts) >= _MOST_ATTEMPTS:
             raise BusyError(f"{_MOST_ATTEMPTS} reads of this connection are not acknowledged")
+        if self._listener.draining:
+            raise BusyError("the listener is shutting down")
         native = self._ring.native
         answer = native.pin(record.slot, record.generation, record.rank) if record.rank < _native.MAX_READERS else -1
         if answer != _native.PIN_OK:
@@ -279,11 +281,6 @@ class Connection:
     def finished(self, attempt: Attempt) -> None:
         """The listener ended the attempt and gave its pin back."""
         self._attempts.discard(attempt)
-
-    @property
-    def stalled(self) -> bool:
-        """True while a payload is still being sent."""
-        return any(attempt.sending for attempt in self._attempts)
 
     def oldest_attempt(self) -> float | None:
         """``sent_by`` of the oldest attempt that has not been acknowledged."""

@@ -49,7 +49,7 @@ class Listener:
         self._tag_bases: set[int] = set()
         self._attempts: dict[tuple[int, int, int], list[Attempt]] = {}
         self._keys: dict[tuple[int, int], int] = {}
-        self._draining = False
+        self.draining = False  # set by stop(): what is under way is finished, nothing is begun
         self._quiet = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -65,7 +65,7 @@ class Listener:
     @property
     def refuses_connections(self) -> bool:
         """At the limit, or shutting down."""
-        return self._draining or len(self._connections) > self.settings.connections_per_listener
+        return self.draining or len(self._connections) > self.settings.connections_per_listener
 
     def start(self, port: int = 0) -> int:
         """Listen on ``port`` (0: assigned) and return it.
@@ -85,7 +85,7 @@ class Listener:
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Accept no more, let reads under way be acknowledged for up to ``drain_s``, then close everything."""
-        self._draining = True
+        self.draining = True
         if self._listening is not None:
             self._listening.close()
             self._listening = None

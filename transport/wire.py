@@ -52,7 +52,6 @@ class Kind(enum.IntEnum):
     BYE = 0x24
 
 
-ANSWERED = frozenset({Kind.READ, Kind.STATE, Kind.BYE})
 _RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
 
 _PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
