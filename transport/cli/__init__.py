@@ -1,0 +1,78 @@
+"""The command ``transport``. One file per command; heavy imports stand inside the commands, so that help is quick.
+
+Exit status: 0 success, 1 failed, 2 wrong usage. An error is one line on standard error, without a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, cast
+
+import typer
+
+from transport.cli import demo, read, reclaim
+from transport.errors import TransportError, UsageError
+
+__all__ = ["main", "run"]
+
+# The base of every complaint about arguments. Named through its subclass, because it is click's, and typer has come
+# with a copy of click since 0.2x.
+_ArgumentError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
+
+app = typer.Typer(
+    name="transport",
+    help="Moves reinforcement-learning payloads from rollout memory to trainer memory over UCX.",
+    epilog="Example: transport demo --rollouts 4",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
+app.command("read", epilog=read.EXAMPLE)(read.read)
+app.command("reclaim", epilog=reclaim.EXAMPLE)(reclaim.reclaim)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"transport {version('payload-transport')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
+    ] = False,
+) -> None:
+    """Only declares what can stand before the command; the application's help is given above."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; returns its exit status."""
+    known = {command.name for command in app.registered_commands}
+    command = " ".join(["transport", *(name for name in arguments[:1] if name in known)])
+    try:
+        status = app(list(arguments), prog_name="transport", standalone_mode=False)
+    except _ArgumentError as error:
+        return _failed(2, command, f"{error.format_message().rstrip('.')}; see `{command} --help`")
+    except UsageError as error:
+        return _failed(2, command, str(error))
+    except TransportError as error:
+        return _failed(1, command, str(error))
+    except OSError as error:
+        return _failed(1, command, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except (KeyboardInterrupt, typer.Abort):
+        return _failed(130, command, "interrupted")
+    return status if isinstance(status, int) else 0
+
+
+def _failed(status: int, command: str, what: str) -> int:
+    print(f"{command}: {' '.join(what.split())}", file=sys.stderr)
+    return status
+
+
+def main() -> None:
+    """Entry point."""
+    sys.exit(run(sys.argv[1:]))

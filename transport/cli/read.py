@@ -1,0 +1,136 @@
+"""``transport read``: one payload by its ticket."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from transport.cli.output import JsonTarget, emit
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from transport.received import ReceivedPayload
+    from transport.schema import Schema
+    from transport.ticket import Ticket
+
+EXAMPLE = "Example: transport read ticket.txt --schema episode.json --out episode.npz"
+
+
+def read(
+    ticket: Annotated[str, typer.Argument(metavar="TICKET", help="The ticket's text or JSON, or a file with it.")],
+    out: Annotated[Path | None, typer.Option(metavar="FILE.npz", help="Write the arrays there.")] = None,
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON of the ring's schema, for payloads that bring none.")
+    ] = None,
+    wire: Annotated[str, typer.Option(metavar="WIRE,…", help="auto, or some of mapped, shm, tcp, rdma.")] = "auto",
+    rank: Annotated[int, typer.Option(min=0, max=15, help="Which of the payload's readers this is.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 10.0,
+    consume: Annotated[bool, typer.Option("--consume", help="Take the payload away from this rank's trainer.")] = False,
+    json_target: JsonTarget = None,
+) -> None:
+    """Fetch one payload and show its arrays. It stays for its trainer unless --consume is given.
+
+    In the file, bfloat16 and float8 arrays are unsigned integers of the same bits: the format has no name for them.
+    """
+    wanted = _ticket(ticket)
+    schemas = [] if schema is None else [_schema(schema)]
+
+    from transport.blocking import BlockingClient
+
+    with BlockingClient(schemas=schemas, wire="auto" if wire == "auto" else wire.split(","), ack="manual") as client:
+        payload = client.read(wanted, rank=rank, timeout=timeout)
+        arrays = _arrays(payload)
+        if out is not None:
+            _save(arrays, out)
+        emit(_description(payload, arrays), _table(payload, arrays, out), json_target)
+        if consume:
+            payload.ack()
+        arrays.clear()
+        payload.release()
+
+
+def _ticket(source: str) -> Ticket:
+    """The ticket that is in this file, or is this text."""
+    from transport.errors import TicketError
+    from transport.ticket import Ticket
+
+    try:
+        content: str | bytes = Path(source).read_bytes()
+        what = f"the file {source}"
+    except (OSError, ValueError):  # no file, or a text that cannot be the name of one
+        content = source
+        what = f"TICKET {source[:40]!r} is not a file, and as text it"
+    try:
+        return Ticket.parse(content)
+    except TicketError as error:
+        raise TicketError(f"{what} holds no ticket: {error}") from error
+
+
+def _schema(path: Path) -> Schema:
+    from transport.schema import Schema
+
+    return Schema.from_json(path.read_bytes())
+
+
+def _arrays(payload: ReceivedPayload) -> dict[str, np.ndarray[Any, Any]]:
+    from transport.errors import SchemaError
+
+    try:
+        return dict(payload)
+    except SchemaError as error:
+        raise SchemaError(
+            f"payload {payload.ticket.name} does not describe itself: give its ring's schema with --schema FILE "
+            f"(what Schema.to_json() wrote); {error}"
+        ) from error
+
+
+def _save(arrays: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
+    # Not numpy.savez: it takes names as keywords, and a tensor may well be called "file".
+    import numpy as np
+
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, array in arrays.items():
+            plain = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, plain, allow_pickle=False)
+
+
+def _description(payload: ReceivedPayload, arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+    ticket = payload.ticket
+    return {
+        "ring": ticket.ring,
+        "slot": ticket.slot,
+        "generation": ticket.generation,
+        "bytes": ticket.size,
+        "rank": payload.rank,
+        "wire": payload.wire,
+        "created": ticket.created,
+        "metadata": ticket.metadata,
+        "arrays": [
+            {"name": name, "dtype": array.dtype.name, "shape": array.shape, "bytes": array.nbytes}
+            for name, array in arrays.items()
+        ],
+    }
+
+
+def _table(payload: ReceivedPayload, arrays: Mapping[str, np.ndarray[Any, Any]], out: Path | None) -> str:
+    head = f"payload {payload.ticket.name}: {payload.ticket.size} bytes by {payload.wire}"
+    rows = [("array", "dtype", "shape", "first values"), *(_row(name, array) for name, array in arrays.items())]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+        for row in rows
+    ]
+    metadata = [f"{name}: {value}" for name, value in payload.metadata.items()]
+    return "\n".join([head, *lines, *metadata, *([f"written to {out}"] if out is not None else [])])
+
+
+def _row(name: str, array: np.ndarray[Any, Any]) -> tuple[str, str, str, str]:
+    first = " ".join(str(value) for value in array.flat[:4])
+    shape = "×".join(map(str, array.shape)) or "scalar"
+    return name, array.dtype.name, shape, first + (" …" if array.size > 4 else "")

@@ -1,0 +1,127 @@
+"""``transport reclaim``: the ring segments of this host, and the removal of those that nobody owns any more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from transport.cli.output import JsonTarget, emit
+
+if TYPE_CHECKING:
+    from transport.ring import SharedRingBuffer
+
+EXAMPLE = "Example: transport reclaim --dry-run"
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class Segment(msgspec.Struct, kw_only=True):
+    """One ring segment. Where it cannot be read, ``unreadable`` says why, and the counts are zero."""
+
+    name: str
+    bytes: int
+    free: int = 0
+    writing: int = 0
+    ready: int = 0
+    reading: int = 0
+    owners: list[int] = []  # process ids of the living ones
+    served: bool = False  # a supervisor keeps it for readers
+    dead: bool = False
+    removed: bool = False
+    unreadable: str = ""
+
+    def __str__(self) -> str:
+        """One line."""
+        size = f"{self.bytes / 1e6:.1f} MB"
+        if self.unreadable:
+            what = f"not readable: {self.unreadable}"
+        else:
+            what = f"{self.free} free, {self.writing} writing, {self.ready} ready, {self.reading} reading"
+        if self.removed:
+            fate = "removed"
+        elif self.dead:
+            fate = "its owners are dead"
+        elif self.owners:
+            fate = f"in use by {', '.join(map(str, self.owners))}"
+        else:
+            fate = "kept"
+        return f"{self.name}  {size}  {what}  {fate}"
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The command's JSON."""
+
+    segments: list[Segment]
+    removed: int
+    bytes_freed: int
+
+
+def reclaim(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[SEGMENT]…", help="Only these; default all of this host.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
+    json_target: JsonTarget = None,
+) -> None:
+    """List the ring segments of this host, and remove those whose owners are all dead, unread payloads included."""
+    from transport import _native
+
+    chosen = [f"/{name.lstrip('/')}" for name in names] if names else _native.segments()
+    segments = [segment for name in chosen if (segment := _look(name)) is not None]
+    for segment in segments:
+        if segment.dead and not dry_run:
+            _remove(segment)
+    removed = [segment for segment in segments if segment.removed]
+    report = Report(segments=segments, removed=len(removed), bytes_freed=sum(segment.bytes for segment in removed))
+    total = f"{report.removed} of {len(segments)} segments removed, {report.bytes_freed / 1e6:.1f} MB freed"
+    emit(report, "\n".join([*map(str, segments), total]), json_target)
+
+
+def _look(name: str) -> Segment | None:
+    """What is known of a segment; None when it has gone meanwhile."""
+    from transport.errors import RingError, RingNotFoundError
+    from transport.ring import SharedRingBuffer
+
+    try:
+        size = (_SHARED_MEMORY / name.lstrip("/")).stat().st_size
+        ring = SharedRingBuffer.attach(name, role="observer")
+    except (FileNotFoundError, RingNotFoundError):
+        return None
+    except RingError as error:
+        return Segment(name=name, bytes=size, unreadable=str(error))
+    try:
+        return _described(ring, size)
+    finally:
+        ring.native.close()  # not ring.close(), which removes a segment that nobody else is attached to
+
+
+def _described(ring: SharedRingBuffer, size: int) -> Segment:
+    from transport.supervisor_lock import supervised
+
+    free, writing, ready, reading = ring.native.state_counts()
+    owners = [owner.pid for owner in ring.native.owners() if owner.alive]
+    # A supervisor owns no place, but it brings back the listeners of a dead writer while payloads are unread.
+    served = supervised(ring.name)
+    return Segment(
+        name=ring.name,
+        bytes=size,
+        free=free,
+        writing=writing,
+        ready=ready,
+        reading=reading,
+        owners=owners,
+        served=served,
+        dead=not (owners or served or ring.native.keeper_alive),
+    )
+
+
+def _remove(segment: Segment) -> None:
+    from transport import _native
+
+    try:
+        segment.removed = _native.Ring.unlink_if_dead(segment.name)  # looks again: somebody may have attached
+    except _native.RingFault as fault:
+        segment.unreadable = str(fault.args[1])

@@ -1,0 +1,173 @@
+"""The processes of a demo run as their parent sees them: started, watched, and stopped so that nothing is left.
+
+A worker's standard error is also held by every process below it (supervisors, listeners). Its end therefore says that
+the whole tree is gone, however its root ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from transport import _native
+from transport.demo import messages
+from transport.demo.plan import SETTINGS, Plan, WorkerConfig
+from transport.errors import TransportError
+
+_STOP_S: Final = 15.0  # longer than a worker's own bounds: its server may take ten seconds to stop
+_ENVIRONMENT: Final = {
+    "OPENBLAS_NUM_THREADS": "1",  # small matrices: more threads would only take the cores from the other processes
+    "UCXX_LOG_LEVEL": "FATAL",  # it logs every lost connection as an error; those that matter are raised as well
+}
+_TREE_GONE_S: Final = SETTINGS.linger_s + 10.0  # the listeners of a killed worker linger, then drain
+
+
+class WorkerFailedError(TransportError):
+    """A process of the demo gave up, crashed or was killed."""
+
+
+class Worker:
+    """One rollout or trainer process."""
+
+    def __init__(self, kind: str, config: WorkerConfig, process: asyncio.subprocess.Process) -> None:
+        self.name = f"{kind} {config.index}"
+        self.ring = config.ring
+        self.process = process
+        self.progress: messages.Progress | None = None
+        self.done: asyncio.Future[messages.Done] = asyncio.get_running_loop().create_future()
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name} process {self.process.pid} {'done' if self.done.done() else 'at work'}>"
+
+
+class Crew:
+    """All workers of one run. Owned by the parent's loop.
+
+    Args:
+        say: is given each line that a worker, or a process below it, writes to standard error.
+        progressed: is called after each message of progress.
+    """
+
+    def __init__(self, plan: Plan, say: Callable[[str], None], progressed: Callable[[Crew], None]) -> None:
+        self.rollouts: list[Worker] = []
+        self.trainers: list[Worker] = []
+        self._plan = plan
+        self._say = say
+        self._progressed = progressed
+        self._watchers: list[asyncio.Task[None]] = []
+        self._relays: list[asyncio.Task[None]] = []
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Trainers first."""
+        return [*self.trainers, *self.rollouts]
+
+    @contextlib.asynccontextmanager
+    async def at_work(self, directory: Path, queue: Path) -> AsyncIterator[None]:
+        """Start everybody; at the end of the ``with`` everybody has stopped."""
+        try:
+            for rank in range(self._plan.trainers):
+                self.trainers.append(await self._start("trainer", rank, directory, queue))
+            for index in range(self._plan.rollouts):
+                self.rollouts.append(await self._start("rollout", index, directory, queue))
+            yield
+        finally:
+            await asyncio.shield(self._stop())
+
+    async def work_done(self) -> None:
+        """Until everybody has reported the end of its work. Raises WorkerFailedError as soon as one cannot."""
+        everybody = asyncio.gather(*(worker.done for worker in self.workers))
+        awaited: list[asyncio.Future[Any]] = [everybody, *self._watchers]
+        finished, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+        for each in finished:
+            each.result()
+
+    # --- one worker -------------------------------------------------------------------------------------
+    async def _start(self, kind: str, index: int, directory: Path, queue: Path) -> Worker:
+        config = WorkerConfig(
+            plan=self._plan,
+            index=index,
+            queue=str(queue),
+            ring=f"/transport-demo-{secrets.token_hex(8)}",
+            directory=str(directory),
+            parent=os.getpid(),
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            f"transport.demo.{kind}",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent, which stops everybody in order
+            env={**_ENVIRONMENT, **os.environ},
+        )
+        worker = Worker(kind, config, process)
+        self._watchers.append(asyncio.create_task(self._watch(worker)))
+        self._relays.append(asyncio.create_task(self._relay(worker)))
+        if process.stdin is not None:
+            process.stdin.write(msgspec.json.encode(config) + b"\n")
+        return worker
+
+    async def _watch(self, worker: Worker) -> None:
+        """Take in what a worker reports. Ends only by raising WorkerFailedError: nobody leaves before `_stop`."""
+        if worker.process.stdout is None:
+            raise WorkerFailedError(f"{worker.name} has no standard output")
+        async for line in worker.process.stdout:
+            match messages.decode(line):
+                case messages.Progress() as progress:
+                    worker.progress = progress
+                    self._progressed(self)
+                case messages.Failed(kind=kind, message=message):
+                    raise WorkerFailedError(f"{worker.name}: {kind}: {message}")
+                case done:
+                    worker.done.set_result(done)
+        raise WorkerFailedError(f"{worker.name} {_how_it_ended(await worker.process.wait())} in the middle of the run")
+
+    async def _relay(self, worker: Worker) -> None:
+        if worker.process.stderr is not None:
+            async for line in worker.process.stderr:
+                self._say(line.decode(errors="replace").rstrip())
+
+    # --- the end ----------------------------------------------------------------------------------------
+    async def _stop(self) -> None:
+        """Have everybody stop; kill who does not; wait for the processes below them; remove what is left."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        for worker in self.workers:
+            if worker.process.stdin is not None:
+                worker.process.stdin.close()
+        await asyncio.gather(*map(self._stopped, self.workers), *self._watchers, return_exceptions=True)
+        if self._relays:
+            _, left = await asyncio.wait(self._relays, timeout=_TREE_GONE_S)
+            for relay in left:
+                relay.cancel()
+            if left:
+                self._say(f"processes below {len(left)} workers do not end; see `transport reclaim`")
+        for worker in self.workers:
+            with contextlib.suppress(_native.RingFault):  # mostly: it is gone already
+                _native.Ring.unlink_if_dead(worker.ring)
+
+    async def _stopped(self, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(_STOP_S):
+                await worker.process.wait()
+        except TimeoutError:
+            self._say(f"{worker.name} does not stop; killing it")
+            worker.process.kill()
+            await worker.process.wait()
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was ended by {signal.Signals(-status).name}"

@@ -1,0 +1,60 @@
+"""What the demo's processes tell their parent: one JSON object per line, its kind under "type"."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """A trainer has consumed another batch. Counts are since its start."""
+
+    consumed: int
+    bytes: int
+    wires: list[str]
+    mean_return: float  # of this batch
+
+
+class RolloutDone(msgspec.Struct, frozen=True, kw_only=True, tag="rollout done"):
+    """A rollout has published its share."""
+
+    published: int
+    policies: int  # versions it fetched from the trainer; between two episodes there may be several, or none
+    policies_missed: int  # announced, but replaced by a newer version before they were read
+
+
+class TrainerDone(msgspec.Struct, frozen=True, kw_only=True, tag="trainer done"):
+    """A trainer has seen every episode."""
+
+    consumed: int
+    duplicates: int
+    stale: int
+    retries: int
+    bytes_by_wire: dict[str, int]
+    mean_return_first: float  # of the first tenth that was consumed
+    mean_return_last: float
+    mean_staleness: float  # versions between the policy that played an episode and the one it improved
+    updates: int
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """A worker gives up."""
+
+    kind: str  # class of the error
+    message: str
+
+
+Done = RolloutDone | TrainerDone
+Message = Progress | RolloutDone | TrainerDone | Failed
+
+_decoder = msgspec.json.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """One line."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The message in a line. Raises msgspec.MsgspecError."""
+    message: Message = _decoder.decode(line)
+    return message

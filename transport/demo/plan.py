@@ -1,0 +1,68 @@
+"""What a run of the demo is: its size, what moves in it, and what each of its processes is told."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from transport.client import WirePolicy
+from transport.demo.episode import EPISODE_FIELDS
+from transport.demo.policy import PARAMETER_SHAPES
+from transport.schema import Schema, TensorSpec
+from transport.settings import Settings
+from transport.ucx import Wire
+
+EPISODE_SCHEMA: Final = Schema(tuple(TensorSpec(*field) for field in EPISODE_FIELDS))
+POLICY_SCHEMA: Final = Schema(tuple(TensorSpec(name, "float32", shape) for name, shape in PARAMETER_SHAPES.items()))
+POLICY_TOPIC: Final = "policy"
+"""Topic under which the trainer announces the ticket of its newest parameters; the notice's version is theirs."""
+
+BATCH: Final = 16  # episodes the policy is improved with
+BACKLOG: Final = 4 * BATCH  # episodes on the way; from staler ones than that the policy learns badly
+MAX_ROLLOUTS: Final = 14  # each maps the trainer's ring, whose 16 owner places also serve writer and listener
+MAX_TRAINERS: Final = 14  # likewise, of a rollout's ring
+
+# Whoever dies here is not started again: what it left is read at once or never, and its listeners need not linger.
+# The other two follow: a port's quarantine must end before linger_s does.
+SETTINGS: Final = Settings(linger_s=2.0, port_quarantine_s=0.5, port_quarantine_most_s=1.0)
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The run that was asked for."""
+
+    rollouts: int = 2
+    trainers: int = 1  # ranks; each consumes every episode once, rank 0 learns from it
+    episodes: int = 480
+    wires: tuple[Wire, ...] = ()  # that may carry payloads; empty: any
+    seed: int = 0
+
+    @property
+    def wire_policy(self) -> WirePolicy:
+        """As clients take it."""
+        return self.wires or "auto"
+
+    @property
+    def slots(self) -> int:
+        """Of each rollout's ring: its share of the backlog twice, as only half of a ring is lent out as views."""
+        return 2 * (BACKLOG // self.rollouts + 1)
+
+    @property
+    def tenth(self) -> int:
+        """Episodes at the beginning, and at the end, by which the learning is judged."""
+        return max(1, self.episodes // 10)
+
+    def share(self, rollout: int) -> int:
+        """Episodes that a rollout plays; all shares together are exactly those asked for."""
+        return self.episodes // self.rollouts + (rollout < self.episodes % self.rollouts)
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one rollout or trainer is told, on the first line of its standard input."""
+
+    plan: Plan
+    index: int  # of the rollout, or rank of the trainer
+    queue: str  # path of the ticket queue
+    ring: str  # name of the segment it makes, so that the parent can remove it after a crash
+    directory: str  # temporary; a worker whose parent was killed removes it
+    parent: int  # process id

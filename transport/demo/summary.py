@@ -1,0 +1,103 @@
+"""What a run of the demo came to, and whether that is good. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from transport.demo.messages import RolloutDone, TrainerDone
+from transport.demo.plan import Plan
+from transport.queue import QueueDepth
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """The demo's JSON. A delivery is one payload to one rank; bytes are those of all deliveries."""
+
+    payloads: int
+    bytes: int
+    lost: int  # deliveries that were published, and neither consumed nor still in the queue at the end
+    duplicates: int  # deliveries that came twice; the second was dropped
+    stale: int  # reads refused because the payload was gone
+    retries: int
+    seconds: float  # the whole run, start of the processes included
+    wire: str  # what carried the payloads; several are separated by commas
+    mean_return_first: float  # of the first tenth of the episodes that rank 0 consumed
+    mean_return_last: float
+    deliveries: int
+    unread: int  # deliveries still in the queue at the end
+    bytes_by_wire: dict[str, int]
+    rollouts: int
+    readers: int
+    updates: int  # versions of the policy that were made
+    policies_fetched: int
+    policies_missed: int  # a newer version had replaced them
+    mean_staleness: float  # of an episode, in versions of the policy
+
+    def problems(self, episodes: int, target: float) -> list[str]:
+        """What is not as it should be, in words. ``target``: least ratio of last to first mean return."""
+        found = []
+        if self.payloads != episodes:
+            found.append(f"{self.payloads} of {episodes} episodes were published")
+        if self.lost:
+            found.append(f"{self.lost} deliveries were lost")
+        if self.unread:
+            found.append(f"{self.unread} deliveries were not read")
+        if self.duplicates:
+            found.append(f"{self.duplicates} deliveries came twice")
+        if self.mean_return_last < target * self.mean_return_first:
+            found.append(
+                f"the policy did not learn: the mean return went from {self.mean_return_first:.1f} to "
+                f"{self.mean_return_last:.1f}, due is {target:g} times as much (more --episodes, or another --seed)"
+            )
+        return found
+
+    def __str__(self) -> str:
+        """For people; four lines."""
+        wires = ", ".join(f"{size / 1e6:.1f} MB by {wire}" for wire, size in self.bytes_by_wire.items()) or "0 bytes"
+        return (
+            f"payloads  {self.payloads} episodes of {self.rollouts} rollouts, {self.deliveries} deliveries to "
+            f"{self.readers} trainers, in {self.seconds:.1f} s\n"
+            f"bytes     {wires}\n"
+            f"faults    {self.lost} lost, {self.duplicates} duplicates, {self.stale} stale, {self.retries} retries\n"
+            f"learning  mean return {self.mean_return_first:.1f} → {self.mean_return_last:.1f} in {self.updates} "
+            f"updates, from episodes {self.mean_staleness:.1f} versions old"
+        )
+
+
+def summarise(
+    plan: Plan,
+    rollouts: Sequence[RolloutDone],
+    trainers: Sequence[TrainerDone],
+    depth: QueueDepth,
+    seconds: float,
+) -> Summary:
+    """Add up what everybody reported. The first trainer is rank 0."""
+    published = sum(rollout.published for rollout in rollouts)
+    consumed = sum(trainer.consumed for trainer in trainers)
+    by_wire: Counter[str] = Counter()
+    for trainer in trainers:
+        by_wire.update(trainer.bytes_by_wire)
+    learner = trainers[0]
+    return Summary(
+        payloads=published,
+        bytes=by_wire.total(),
+        lost=published * plan.trainers - consumed - depth.unfinished,
+        duplicates=sum(trainer.duplicates for trainer in trainers),
+        stale=sum(trainer.stale for trainer in trainers),
+        retries=sum(trainer.retries for trainer in trainers),
+        seconds=seconds,
+        wire=",".join(sorted(by_wire)),
+        mean_return_first=learner.mean_return_first,
+        mean_return_last=learner.mean_return_last,
+        deliveries=consumed,
+        unread=depth.unfinished,
+        bytes_by_wire=dict(by_wire),
+        rollouts=plan.rollouts,
+        readers=plan.trainers,
+        updates=learner.updates,
+        policies_fetched=sum(rollout.policies for rollout in rollouts),
+        policies_missed=sum(rollout.policies_missed for rollout in rollouts),
+        mean_staleness=learner.mean_staleness,
+    )

@@ -1,0 +1,89 @@
+"""What rollout and trainer processes have in common: how they are told what to do, report, and are stopped.
+
+A worker's configuration is the first line of its standard input. The end of that input means: stop, in order. It
+comes when the parent closes the pipe, and also when the parent is killed, so that no worker outlives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from typing import BinaryIO, Final
+
+import msgspec
+
+from transport.demo import messages
+from transport.demo.plan import WorkerConfig
+from transport.errors import TransportError
+
+log = logging.getLogger(__name__)
+
+LOOK_S: Final = 0.5  # longest wait for anything before looking whether to stop
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
+
+
+class Parent:
+    """The way to the process that started this one. One thread."""
+
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
+
+    def send(self, message: messages.Message) -> None:
+        """Tell the parent; where it is gone, nobody."""
+        try:
+            self._out.write(messages.encode(message))
+            self._out.flush()
+        except BrokenPipeError:
+            log.debug("nobody listens any more")
+
+    def wants_stop(self) -> bool:
+        """Whether to stop: the parent closed the pipe or died, or a signal came."""
+        return self._input_ended(0.0)
+
+    def wait_for_stop(self) -> None:
+        """Until `wants_stop`."""
+        while not self._input_ended(None):
+            pass
+
+    def _input_ended(self, timeout_s: float | None) -> bool:
+        # Nothing follows the configuration, so what can be read is the end.
+        return bool(select.select([_STDIN], [], [], timeout_s)[0])
+
+
+def run(work: Callable[[WorkerConfig, Parent], None]) -> int:
+    """Do a worker's work from beginning to end; returns the exit status."""
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    name = f"{work.__name__} {config.index}"
+    logging.basicConfig(level="WARNING", format=f"{name}: %(message)s")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _end_input)
+    parent = Parent(_private_stdout())
+    try:
+        work(config, parent)
+    except TransportError as error:
+        if not parent.wants_stop():  # otherwise it is what stopping has caused
+            parent.send(messages.Failed(kind=type(error).__name__, message=str(error)))
+        return 1
+    finally:
+        if os.getppid() != config.parent:
+            shutil.rmtree(config.directory, ignore_errors=True)
+    return 0
+
+
+def _end_input(*_: object) -> None:
+    """Signal handler: from now on standard input is at its end, also for a wait that is under way."""
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, _STDIN)
+    os.close(empty)
+
+
+def _private_stdout() -> BinaryIO:
+    """Standard output for messages only: what libraries print there (UCX does) goes to standard error from now on."""
+    out = os.fdopen(os.dup(_STDOUT), "wb")
+    os.dup2(_STDERR, _STDOUT)
+    return out
