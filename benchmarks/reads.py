@@ -1,10 +1,10 @@
 """Reads over every wire on this host: microseconds and GB/s per size, each payload verified; and what idling costs.
 
-    .venv/bin/python benchmarks/reads.py [--seconds 2] [--sizes 65536,1048576,16777216] [--wires tcp,shm,mapped] [--json -]
+    .venv/bin/python benchmarks/reads.py [--seconds 2] [--sizes 65536,1048576] [--wires tcp,shm,mapped] [--json -]
 
-A writer process with its listener process fills a ring (not timed), a client in this process reads it empty (timed: from
-the call of `read` to arrays in hand, checksum verified, acknowledgement included). Content differs per payload. In a
-row, `copy_us` is one memcpy of the same size in the same run: the floor of anything that copies.
+A writer process with its listener process fills a ring (not timed), a client in this process reads it empty (timed:
+from the call of `read` to arrays in hand, checksum verified, acknowledgement included). Content differs per payload.
+In a row, `copy_us` is one memcpy of the same size in the same run: the floor of anything that copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_SLOTS = 64
 IDLE_S = 3.0
 
 
-# --- the writer's process -----------------------------------------------------------------------------------------------
+# --- the writer's process ---------------------------------------------------------------------------------------------
 def write(size: int) -> None:
     """Fill the ring at each line of standard input; answer with the tickets, and with the listeners' pids first."""
     slots = max(4, min(MOST_SLOTS, RING_BYTES // size))
@@ -86,7 +86,7 @@ def writer(size: int) -> Iterator[Writer]:
         running.close()
 
 
-# --- the measurement ----------------------------------------------------------------------------------------------------
+# --- the measurement --------------------------------------------------------------------------------------------------
 async def drain(client: UCXXClient, tickets: list[Ticket], concurrency: int, times: list[float]) -> float:
     """Read all ``tickets``, ``concurrency`` at a time; seconds for all of them."""
     waiting = list(reversed(tickets))
@@ -107,7 +107,9 @@ async def drain(client: UCXXClient, tickets: list[Ticket], concurrency: int, tim
     return time.perf_counter() - begun
 
 
-async def measure(size: int, wire: str, concurrency: int, seconds: float, verify: bool, source: Writer) -> dict[str, Any]:
+async def measure(
+    size: int, wire: str, concurrency: int, seconds: float, verify: bool, source: Writer
+) -> dict[str, Any]:
     """One row of the table."""
     async with UCXXClient(wire={wire}, verify=verify) as client:  # type: ignore[arg-type]
         await drain(client, source.fill(), concurrency, [])  # warm: connections, buffers, pages
@@ -200,7 +202,7 @@ def main() -> None:
                         if not quiet:
                             print(
                                 f"{wire:7}{size:>10} B  {concurrency} in flight  checksum {row['checksum']:4}"
-                                f"{row['us_p50']:>10.1f} µs p50{row['us_p99']:>10.1f} µs p99{row['gb_per_s']:>9.2f} GB/s"
+                                f"{row['us_p50']:>10.1f} µs p50{row['us_p99']:>10.1f} p99{row['gb_per_s']:>9.2f} GB/s"
                                 f"   (memcpy {row['copy_us']:.1f} µs)",
                                 flush=True,
                             )
