@@ -59,8 +59,8 @@ def test_a_deadline_may_be_infinitely_far() -> None:
 # --- backoff -------------------------------------------------------------------------------------
 def test_the_ceiling_of_the_backoff_doubles_up_to_the_limit() -> None:
     ceilings = [backoff_ceiling(failures) for failures in range(1, 9)]
-    assert ceilings == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
-    assert backoff_ceiling(10**6) == 1.0
+    assert ceilings == [0.25, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0]
+    assert backoff_ceiling(10**6) == 4.0
 
 
 @given(st.integers(1, 100), st.floats(0, 1, exclude_max=True))
@@ -73,9 +73,9 @@ def test_tries_wait_in_between_and_end_with_the_last_failure() -> None:
     retry = plan(attempts=2)
     assert retry.step(0.0) == Try(1)
     retry.failed(UnreachableError("first"), 1.0)
-    assert retry.step(1.0) == Wait(pytest.approx(0.02))
-    assert retry.step(1.01) == Wait(pytest.approx(0.01))  # woken early
-    assert retry.step(1.02) == Try(2)
+    assert retry.step(1.0) == Wait(pytest.approx(0.25))
+    assert retry.step(1.1) == Wait(pytest.approx(0.15))  # woken early
+    assert retry.step(1.25) == Try(2)
     last = UnreachableError("last")
     retry.failed(last, 2.0)
     step = retry.step(2.0)

@@ -26,8 +26,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     calls_per_ticket: int = 2
     rounds_per_batch: int = _MAX_FETCH_ROUNDS
     batch_deadline_s: float = 300.0
-    backoff_first_s: float = 0.02
-    backoff_most_s: float = 1.0
+    # long enough that the attempts of a batch outlast the second in which a killed listener is started again
+    backoff_first_s: float = 0.25
+    backoff_most_s: float = 4.0
 
     port_quarantine_s: float = _PORT_QUARANTINE_SEC
     port_quarantine_most_s: float = 8 * _PORT_QUARANTINE_SEC
@@ -71,10 +72,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
                 self.pool_endpoint_max_age_s < self.listener_idle_eviction_s,
                 "pool_endpoint_max_age_s < listener_idle_eviction_s",
             ),
-            (
-                self.port_quarantine_s <= self.port_quarantine_most_s < self.linger_s,
-                "port_quarantine_s <= port_quarantine_most_s < linger_s",
-            ),
+            (self.port_quarantine_s <= self.port_quarantine_most_s, "port_quarantine_s <= port_quarantine_most_s"),
             (
                 self.pool_endpoints_per_port <= self.pool_endpoints_idle,
                 "pool_endpoints_per_port <= pool_endpoints_idle",
