@@ -29,9 +29,10 @@ from typing import Any
 import msgspec
 
 from transport.background import LoopThread
+from transport.claims import ClaimBook
 from transport.client import ClientStatistics, UCXXClient, WirePolicy
 from transport.duplicates import ConsumedRecord
-from transport.errors import ClosedError, StaleSlotError, TransportError, UsageError
+from transport.errors import ClosedError, TransportError, UsageError
 from transport.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.progress import Progress, silent
 from transport.queue.base import Claim, TicketQueue
@@ -64,24 +65,29 @@ class PackerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class _Packer:
     """What a mixin holds between setup and cleanup."""
 
-    def __init__(self, client: UCXXClient, thread: LoopThread, settings: Settings) -> None:
+    def __init__(
+        self,
+        client: UCXXClient,
+        thread: LoopThread,
+        settings: Settings,
+        rank: int,
+        claims: ClaimBook,
+        record: ConsumedRecord,
+        progress: Progress,
+    ) -> None:
         self.client = client
         self.thread = thread
         self.settings = settings
-        self.queue: TicketQueue | None = None
-        self.rank = 0
-        self.consumer = ""
-        self.ack: AckMode = "on_consumed"
-        self.record = ConsumedRecord(settings)
-        self.progress: Progress = silent
+        self.rank = rank
+        self.claims = claims
+        self.record = record
+        self.progress = progress
         self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch()
         self.fetching: Future[FetchedBatch] | None = None
         self.collected: dict[tuple[str, int, int], ReceivedPayload] = {}
-        self.claims: dict[str, Claim] = {}  # in hand, by token; their leases are renewed
-        self.renewer: Future[None] | None = None
-        self.counts = dict.fromkeys(
-            ("batches", "consumed", "duplicates", "failed", "stale", "returned", "lost_claims"), 0
-        )
+        self.renewer = thread.submit(claims.keep_leases())
+        self.batches = 0
+        self.consumed = 0
 
 
 class UCXXDataPackerMixin:
@@ -123,16 +129,9 @@ class UCXXDataPackerMixin:
         except BaseException:
             thread.close()
             raise
-        packer = _Packer(client, thread, settings)
-        packer.queue = queue
-        packer.rank = rank
-        packer.consumer = consumer or f"{socket.gethostname()}:{os.getpid()}"
-        packer.ack = ack
-        packer.record = consumed if consumed is not None else packer.record
-        packer.progress = progress or silent
-        self._ucxx = packer
-        if queue is not None:
-            packer.renewer = thread.submit(_renew(packer))
+        claims = ClaimBook(queue, rank, consumer or f"{socket.gethostname()}:{os.getpid()}", ack, settings)
+        record = consumed if consumed is not None else ConsumedRecord(settings)
+        self._ucxx = _Packer(client, thread, settings, rank, claims, record, progress or silent)
 
     def cleanup_ucxx_packer(self) -> None:
         """Stop fetching, give claims back to the queue, close client and loop. Any state; idempotent."""
@@ -142,9 +141,8 @@ class UCXXDataPackerMixin:
         with contextlib.ExitStack() as stack:  # every step runs, whatever the others do
             stack.callback(packer.thread.close)
             stack.callback(lambda: packer.thread.run(packer.client.close()))
-            stack.callback(lambda: _give_back(packer, list(packer.claims.values()), "the trainer stopped"))
-            if packer.renewer is not None:
-                stack.callback(packer.renewer.cancel)
+            stack.callback(lambda: packer.claims.give_back(packer.claims.in_hand, "the trainer stopped"))
+            stack.callback(packer.renewer.cancel)
             stack.callback(packer.collected.clear)
             stack.callback(lambda: _cancel(packer))
             packer.prefetch.close()
@@ -158,12 +156,7 @@ class UCXXDataPackerMixin:
     # --- claiming and consuming -------------------------------------------------------------------------
     def claim_tickets(self, n: int, timeout_s: float = 0.0) -> list[Claim]:
         """Up to ``n`` claims for this rank, renewed until consumed or failed; waits ``timeout_s`` for the first."""
-        packer = self._packer
-        if packer.queue is None:
-            raise UsageError("claim_tickets() needs setup_ucxx_packer(queue=...)")
-        claims = packer.queue.claim(n, timeout_s, rank=packer.rank, consumer=packer.consumer)
-        packer.claims.update((claim.token, claim) for claim in claims)
-        return claims
+        return self._packer.claims.claim(n, timeout_s)
 
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch, first to the queue, then to the rings; returns what may be trained on, each once.
@@ -174,7 +167,7 @@ class UCXXDataPackerMixin:
         if batch.consumed:
             raise UsageError("this batch has been consumed")
         batch.consumed = True
-        owned = _settle_claims(packer, [item for item in batch.items if item.payload is not None])
+        owned = packer.claims.settle([item for item in batch.items if item.payload is not None])
         trainable = []
         for item in owned:
             if item.payload is None:
@@ -183,9 +176,9 @@ class UCXXDataPackerMixin:
             if packer.record.accept(ring, slot, generation, packer.rank):
                 trainable.append(item.payload)
             else:
-                packer.counts["duplicates"] += 1
+                packer.claims.counts["duplicates"] += 1
             item.payload.ack()
-        packer.counts["consumed"] += len(trainable)
+        packer.consumed += len(trainable)
         for item in batch.items:
             packer.collected.pop(item.ticket.identity, None)
         return trainable
@@ -236,7 +229,7 @@ class UCXXDataPackerMixin:
                 following = packer.prefetch.collected()
                 if following is not None:
                     self._start(packer, following)
-        packer.counts["batches"] += 1
+        packer.batches += 1
         packer.collected.update((payload.ticket.identity, payload) for payload in batch.payloads)
         return batch
 
@@ -304,7 +297,7 @@ class UCXXDataPackerMixin:
             batch.release()
             raise
         batch.seconds = time.monotonic() - started
-        await asyncio.to_thread(_report_outcome, packer, batch)
+        await asyncio.to_thread(packer.claims.report, batch)
         return batch
 
     async def _round(self, packer: _Packer, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline) -> None:
@@ -338,7 +331,7 @@ class UCXXDataPackerMixin:
         """Counters at this moment."""
         packer = self._packer
         client = packer.thread.run(_statistics(packer.client))
-        return PackerStatistics(**packer.counts, client=client)
+        return PackerStatistics(batches=packer.batches, consumed=packer.consumed, **packer.claims.counts, client=client)
 
     def consumed_record(self) -> ConsumedRecord:
         """What was trained on; its `to_bytes()` in the trainer's checkpoint gives exactly-once across a restart."""
@@ -371,48 +364,6 @@ def _item(packer: _Packer, each: TicketLike) -> FetchedItem:
     return FetchedItem(ticket, claim, duplicate=duplicate)
 
 
-def _settle_claims(packer: _Packer, items: list[FetchedItem]) -> list[FetchedItem]:
-    """Ack (or finish) the items' claims; returns the items that are this trainer's to train on."""
-    claims = [item.claim for item in items if item.claim is not None]
-    if packer.queue is None or not claims:
-        return items
-    if packer.ack == "on_arrival":
-        mine = {claim.token for claim in packer.queue.finish(claims)}
-    else:
-        mine = {claim.token for claim in packer.queue.ack_many(claims)}
-    for claim in claims:
-        packer.claims.pop(claim.token, None)
-    packer.counts["lost_claims"] += len(claims) - len(mine)
-    return [item for item in items if item.claim is None or item.claim.token in mine]
-
-
-def _report_outcome(packer: _Packer, batch: FetchedBatch) -> None:
-    """Tell the queue what became of a fetched batch. Runs in a thread: the queue blocks."""
-    for item in batch.items:
-        if item.duplicate:
-            packer.counts["duplicates"] += 1
-        if item.error is not None:
-            packer.counts["failed"] += 1
-            packer.counts["stale"] += isinstance(item.error, StaleSlotError)
-            log.warning("payload %s: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error))
-    queue = packer.queue
-    if queue is None:
-        return
-    for item in batch.items:
-        if item.claim is None or (item.error is None and not item.duplicate):
-            continue
-        packer.claims.pop(item.claim.token, None)
-        if item.error is None:
-            queue.ack(item.claim)  # trained on before; nobody else shall be given it
-        elif item.error.retryable:
-            queue.retry(item.claim, packer.settings.backoff_most_s, str(item.error))
-        else:
-            queue.discard(item.claim, f"{type(item.error).__name__}: {item.error}")
-    arrived = [item.claim for item in batch.items if item.payload is not None and item.claim is not None]
-    if packer.ack == "on_arrival" and arrived:
-        queue.ack_many(arrived, trained=False)
-
-
 def _cancel(packer: _Packer) -> None:
     fetching, packer.fetching = packer.fetching, None
     if fetching is not None:
@@ -420,37 +371,11 @@ def _cancel(packer: _Packer) -> None:
         packer.thread.run(_settled())
     packer.prefetch.cancelled()
     held = {payload.ticket.identity for payload in packer.collected.values()}
-    waiting = [claim for claim in packer.claims.values() if Ticket.decode(claim.data).identity not in held]
-    _give_back(packer, waiting, "the fetch was cancelled")
+    waiting = [claim for claim in packer.claims.in_hand if Ticket.decode(claim.data).identity not in held]
+    packer.claims.give_back(waiting, "the fetch was cancelled")
 
 
 async def _settled() -> None:
     """Let a cancelled fetch run its clean-up before anything else is done with its tickets."""
     for _ in range(3):
         await asyncio.sleep(0)
-
-
-def _give_back(packer: _Packer, claims: list[Claim], reason: str) -> None:
-    for claim in claims:
-        packer.claims.pop(claim.token, None)
-        if packer.queue is not None and packer.queue.retry(claim, 0.0, reason):
-            packer.counts["returned"] += 1
-
-
-async def _renew(packer: _Packer) -> None:
-    """Keep the leases of claims in hand, at a third of the lease."""
-    if packer.queue is None:
-        return
-    while True:
-        await asyncio.sleep(packer.queue.lease_s / 3)
-        claims = list(packer.claims.values())
-        if not claims:
-            continue
-        try:
-            kept = await asyncio.to_thread(packer.queue.renew, claims)
-        except TransportError as error:
-            log.warning("the leases of %d claims could not be renewed: %s", len(claims), error)
-            continue
-        lost = {claim.token for claim in claims} - {claim.token for claim in kept}
-        if lost:
-            log.warning("%d claims are another trainer's by now", len(lost & packer.claims.keys()))

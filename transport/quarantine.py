@@ -30,8 +30,8 @@ class PortQuarantine:
     """Remembers ports that produced a transport error (reset, truncated, unreachable, timeout).
 
     The first failure costs ``port_quarantine_s``. When that has run out, the next use is the probe: success
-    heals, failure doubles the time, up to ``port_quarantine_most_s`` (below the default ``linger_s``, so that a port that
-    comes back is found while payloads are still served). A failure *during* the quarantine renews it but doubles
+    heals, failure doubles the time, up to ``port_quarantine_most_s`` (below the default ``linger_s``, so that a port
+    that comes back is found while payloads are still served). A failure *during* the quarantine renews it but doubles
     nothing, because it says only that the port was used for want of a better one, or that several reads
     were under way when it broke.
 

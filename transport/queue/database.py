@@ -199,8 +199,8 @@ class Database:
         file_system = file_system_type(self.path.parent)
         if is_network_type(file_system):
             raise QueueUnsuitableError(
-                f"{self.path} is on a network file system ({file_system}), where SQLite loses data: use a local path "
-                "if all processes are on one host, or --queue redis://… if they are not"
+                f"{self.path} is on a network file system ({file_system}), where SQLite loses data: "
+                "use a local path (every process of this queue must be on that host)"
             )
         # An existing file is not opened here: closing any descriptor of it drops the locks of this whole process.
         with contextlib.suppress(FileExistsError):

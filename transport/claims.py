@@ -1,0 +1,124 @@
+"""The claims a trainer has in hand, and what it tells the queue about them.
+
+    claimed ──settle──► acked: may be trained on          ──lost──► another trainer's: may not
+       └──report──► failed: retried or discarded; duplicate: acked without training
+       └──give_back──► claimed by whoever comes next
+
+Methods block on the queue; the packer calls them from the trainer's thread or a worker thread. What is counted here is
+read by `UCXXDataPackerMixin.ucxx_statistics`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from transport.errors import StaleSlotError, TransportError, UsageError
+from transport.prefetch import FetchedBatch, FetchedItem
+from transport.queue.base import Claim, TicketQueue
+from transport.received import AckMode
+from transport.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class ClaimBook:
+    """Claims by token, from `claim` until they are settled, reported or given back.
+
+    Args:
+        queue: where they come from; None: tickets come another way, and there is nothing to tell anybody.
+        rank: which of each payload's readers the trainer is.
+        consumer: the trainer's name in the queue's reports.
+        ack: "on_arrival" reports payloads as arrived when they are fetched, and as trained on when they are settled.
+    """
+
+    def __init__(self, queue: TicketQueue | None, rank: int, consumer: str, ack: AckMode, settings: Settings) -> None:
+        self._queue = queue
+        self._rank = rank
+        self._consumer = consumer
+        self._ack = ack
+        self._retry_delay_s = settings.backoff_most_s
+        self._renew_s = 0.0 if queue is None else min(settings.claim_renew_s, queue.lease_s / 3)
+        # Invariant: a claim is here as long as its lease is to be renewed.
+        self._in_hand: dict[str, Claim] = {}
+        self.counts = dict.fromkeys(("failed", "stale", "duplicates", "returned", "lost_claims"), 0)
+
+    def __repr__(self) -> str:
+        return f"<ClaimBook {self._consumer} rank {self._rank}, {len(self._in_hand)} in hand>"
+
+    @property
+    def in_hand(self) -> list[Claim]:
+        """Claims that are neither settled nor given back."""
+        return list(self._in_hand.values())
+
+    def claim(self, n: int, timeout_s: float) -> list[Claim]:
+        """Up to ``n`` claims; waits for the first up to ``timeout_s``. UsageError without a queue."""
+        if self._queue is None:
+            raise UsageError("claim_tickets() needs setup_ucxx_packer(queue=...)")
+        claims = self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer)
+        self._in_hand.update((claim.token, claim) for claim in claims)
+        return claims
+
+    def settle(self, items: list[FetchedItem]) -> list[FetchedItem]:
+        """Acknowledge (or finish) the items' claims; returns the items that are this trainer's to train on."""
+        claims = [item.claim for item in items if item.claim is not None]
+        if self._queue is None or not claims:
+            return items
+        accepted = self._queue.finish(claims) if self._ack == "on_arrival" else self._queue.ack_many(claims)
+        mine = {claim.token for claim in accepted}
+        self._let_go(claims)
+        self.counts["lost_claims"] += len(claims) - len(mine)
+        return [item for item in items if item.claim is None or item.claim.token in mine]
+
+    def report(self, batch: FetchedBatch) -> None:
+        """Tell the queue what became of a fetched batch: failures, duplicates, and arrivals where those count."""
+        for item in batch.items:
+            self.counts["duplicates"] += item.duplicate
+            if item.error is not None:
+                self.counts["failed"] += 1
+                self.counts["stale"] += isinstance(item.error, StaleSlotError)
+                log.warning("payload %s: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error))
+            if self._queue is None or item.claim is None or item.payload is not None:
+                continue
+            self._let_go([item.claim])
+            if item.error is None:
+                self._queue.ack(item.claim)  # trained on before; nobody else shall be given it
+            elif item.error.retryable:
+                self._queue.retry(item.claim, self._retry_delay_s, str(item.error))
+            else:
+                self._queue.discard(item.claim, f"{type(item.error).__name__}: {item.error}")
+        arrived = [item.claim for item in batch.items if item.payload is not None and item.claim is not None]
+        if self._queue is not None and self._ack == "on_arrival" and arrived:
+            self._queue.ack_many(arrived, trained=False)
+
+    def give_back(self, claims: Iterable[Claim], reason: str) -> None:
+        """Let others have claims that were not used."""
+        claims = list(claims)
+        self._let_go(claims)
+        for claim in claims:
+            if self._queue is not None and self._queue.retry(claim, 0.0, reason):
+                self.counts["returned"] += 1
+
+    def _let_go(self, claims: list[Claim]) -> None:
+        for claim in claims:
+            self._in_hand.pop(claim.token, None)
+
+    async def keep_leases(self) -> None:
+        """Renew what is in hand, at a third of the lease, until cancelled."""
+        queue = self._queue
+        if queue is None:
+            return
+        while True:
+            await asyncio.sleep(self._renew_s)
+            claims = self.in_hand
+            if not claims:
+                continue
+            try:
+                kept = await asyncio.to_thread(queue.renew, claims)
+            except TransportError as error:
+                log.warning("the leases of %d claims could not be renewed: %s", len(claims), error)
+                continue
+            lost = {claim.token for claim in claims} - {claim.token for claim in kept}
+            if lost & self._in_hand.keys():
+                log.warning("%d claims are another trainer's by now", len(lost & self._in_hand.keys()))
