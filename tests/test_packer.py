@@ -16,9 +16,11 @@ import pytest
 from transport.client import ReadOutcome
 from transport.duplicates import ConsumedRecord
 from transport.errors import (
+    AuthenticationError,
     ClosedError,
     ConnectionLostError,
     DeadlineExceededError,
+    QueueBusyError,
     RetriesExhaustedError,
     StaleSlotError,
     TransportError,
@@ -241,6 +243,103 @@ def test_progress_is_reported_up_to_the_whole_batch(worker: Worker) -> None:
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
     batch.release()
     packer.cleanup_ucxx_packer()
+
+
+@pytest.mark.ucx
+def test_what_this_trainer_could_not_do_in_time_is_left_for_others(worker: Worker, queue: SQLiteQueue) -> None:
+    ticket = write(worker, 1)
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, settings=FAST, wire={"tcp"})
+    claims = packer.claim_tickets(1, 20)
+    deadline = Deadline.after(0.0, time.monotonic())
+    batch = packer._packer.thread.run(packer._ucxx_dp_fetch_all(claims, deadline))
+    (failure,) = batch.failures
+    assert isinstance(failure.error, DeadlineExceededError)
+    assert queue.known([ticket_id(ticket)])[ticket_id(ticket)] == (DeliveryState.READY,)
+    packer.cleanup_ucxx_packer()
+
+
+@pytest.mark.ucx
+def test_a_trainers_own_fault_is_raised_and_the_claims_go_back(queue: SQLiteQueue) -> None:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", secret=b"right")
+    for step in range(2):
+        write(worker, step)
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, secret=b"wrong")
+    packer.start_prefetch(packer.claim_tickets(2, 20))
+    with pytest.raises(AuthenticationError):
+        packer.collect_prefetch(20)
+    assert (queue.depth().ready, queue.depth().discarded) == (2, 0)
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, secret=b"right")
+    assert len(packer.consume(fetch(packer, 2))) == 2
+    packer.cleanup_ucxx_packer()
+    worker.cleanup_ucxx()
+
+
+@pytest.mark.ucx
+def test_a_queue_that_was_busy_is_asked_again(
+    worker: Worker, packer: Packer, queue: SQLiteQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(worker, 1)
+    batch = fetch(packer, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(SQLiteQueue, "ack_many", raise_busy)
+        with pytest.raises(QueueBusyError):
+            packer.consume(batch)
+    assert [int(payload["step"]) for payload in packer.consume(batch)] == [1]
+    assert queue.depth().done == 1
+
+
+def raise_busy(*_: object, **__: object) -> None:
+    raise QueueBusyError("locked by the test")
+
+
+@pytest.mark.ucx
+def test_get_policy_input_of_a_claim_consumes_it(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+    write(worker, 4)
+    (claim,) = packer.claim_tickets(1, 20)
+    assert int(packer.get_policy_input(claim)["step"]) == 4
+    assert queue.depth().done == 1
+    assert packer._packer.claims.in_hand == []
+    with pytest.raises(StaleSlotError):
+        packer.get_policy_input(claim)
+
+
+@pytest.mark.ucx
+def test_get_policy_input_works_before_and_after_consume(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+    tickets = [write(worker, step) for step in range(2)]
+    batch = fetch(packer, 2)
+    assert int(packer.get_policy_input(tickets[0])["step"]) == 0
+    assert [int(payload["step"]) for payload in packer.consume(batch)] == [1]
+    assert [int(packer.get_policy_input(ticket)["step"]) for ticket in tickets] == [0, 1]
+    assert queue.depth().done == 2
+
+
+@pytest.mark.ucx
+def test_an_abandoned_batch_goes_to_another_trainer(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
+    write(worker, 1)
+    packer.abandon(fetch(packer, 1), "the step diverged")
+    assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
+    assert [int(payload["step"]) for payload in packer.consume(fetch(packer, 1))] == [1]
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_a_duplicate_frees_its_slot(worker: Worker, queue: SQLiteQueue, wire: str) -> None:
+    ticket = write(worker, 5)
+    (claim,) = queue.claim(1, 20, consumer="a trainer that died")
+    record = ConsumedRecord()
+    assert queue.ack(claim)
+    assert record.accept(*ticket.identity, 0)  # and the slot was never told
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], consumed=record, wire={wire})
+    packer.start_prefetch([ticket])
+    batch = packer.collect_prefetch(20)
+    assert batch is not None
+    assert batch.items[0].duplicate
+    packer.cleanup_ucxx_packer()
+    assert worker.ring_statistics().ready == 0
 
 
 # --- cold start, cancellation, shutdown -------------------------------------------------------------------------------

@@ -101,6 +101,17 @@ def test_reconciling_publishes_the_unknown_and_frees_the_finished(worker: Worker
     assert worker.ring.get_ready_count() == 2
 
 
+def test_a_ring_full_of_finished_payloads_is_reconciled_instead_of_waited_for(
+    worker: Worker, queue: SQLiteQueue
+) -> None:
+    for _ in range(4):
+        worker.write_to_buffer(VALUES)
+    for claim in queue.claim(4, 20, consumer="a trainer that dies before it tells the ring"):
+        assert queue.ack(claim)
+    worker.write_to_buffer(VALUES)
+    assert (worker.ring_statistics().free, worker.ring_statistics().discards) == (3, 4)
+
+
 def test_before_setup_and_after_cleanup_writing_is_refused(queue: SQLiteQueue) -> None:
     worker = Worker()
     worker.cleanup_ucxx()

@@ -10,13 +10,58 @@ from typing import Any, TypeVar
 
 import uvloop
 
-from transport.errors import ClosedError
+from transport.errors import ClosedError, UsageError
 
 T = TypeVar("T")
 
 
+class Job(Future[T]):
+    """A coroutine on the loop of a `LoopThread`. Done means that it has ended there, its clean-up included.
+
+    That is what `concurrent.futures` does not promise of a cancelled future, and what the memory rule needs: whoever
+    has cancelled a read and waited for its job may reuse the buffer.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        """Runs on the loop."""
+        self._task = self._loop.create_task(coroutine)
+        self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif (error := task.exception()) is not None:
+            self.set_exception(error)
+        else:
+            self.set_result(task.result())
+
+    def cancel(self) -> bool:
+        """Ask the coroutine to end; `result` then waits until it has."""
+        if self.done():
+            return False
+        self._loop.call_soon_threadsafe(self._cancel_task)
+        return True
+
+    def _cancel_task(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def end(self) -> None:
+        """Cancel, and wait until the coroutine has ended; whatever it raises is dropped."""
+        self.cancel()
+        ended = threading.Event()
+        self.add_done_callback(lambda _: ended.set())
+        ended.wait()
+
+
 class LoopThread:
-    """One loop, one thread, from construction until `close`. Any thread may submit."""
+    """One loop, one thread, from construction until `close`. Any other thread may submit."""
 
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
@@ -34,21 +79,29 @@ class LoopThread:
         """After `close`."""
         return self._closed
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start ``coroutine`` on the loop; cancelling the future cancels it there. Raises ClosedError after close."""
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
+        """Start ``coroutine`` on the loop. Raises ClosedError after close."""
         with self._ending:
             if not self._closed:
-                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+                job: Job[T] = Job(self._loop)
+                self._loop.call_soon_threadsafe(job.start, coroutine)
+                return job
         coroutine.close()
         raise ClosedError("the background loop is closed")
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """Run ``coroutine`` on the loop and wait for it. An interrupt (Ctrl-C, timeout) cancels it there."""
-        future = self.submit(coroutine)
+        """Run ``coroutine`` on the loop and wait for it.
+
+        An interrupt (Ctrl-C, timeout) cancels it there, and is raised here once it has ended.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise UsageError("this call waits for the background loop and was made on it, from one of its callbacks")
+        job = self.submit(coroutine)
         try:
-            return future.result(timeout)
+            return job.result(timeout)
         except BaseException:
-            future.cancel()
+            job.end()
             raise
 
     def close(self) -> None:

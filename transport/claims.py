@@ -1,7 +1,7 @@
 """The claims a trainer has in hand, and what it tells the queue about them.
 
     claimed ──settle──► acked: may be trained on          ──lost──► another trainer's: may not
-       └──report──► failed: retried or discarded; duplicate: acked without training
+       └──report──► failed: discarded where the payload can never be read, else retried; duplicate: acked untrained
        └──give_back──► claimed by whoever comes next
 
 Methods block on the queue; the packer calls them from the trainer's thread or a worker thread. What is counted here is
@@ -72,7 +72,14 @@ class ClaimBook:
         return [item for item in items if item.claim is None or item.claim.token in mine]
 
     def report(self, batch: FetchedBatch) -> None:
-        """Tell the queue what became of a fetched batch: failures, duplicates, and arrivals where those count."""
+        """Tell the queue what became of a fetched batch: failures, duplicates, and arrivals where those count.
+
+        With ack="on_arrival", payloads whose arrival was recorded are acknowledged to their rings, and only then.
+        """
+        if batch.reported:
+            return
+        if self._ack == "on_arrival":
+            self._report_arrivals(batch)
         for item in batch.items:
             self.counts["duplicates"] += item.duplicate
             if item.error is not None:
@@ -84,13 +91,22 @@ class ClaimBook:
             self._let_go([item.claim])
             if item.error is None:
                 self._queue.ack(item.claim)  # trained on before; nobody else shall be given it
-            elif item.error.retryable:
-                self._queue.retry(item.claim, self._retry_delay_s, str(item.error))
-            else:
+            elif item.error.unreadable:
                 self._queue.discard(item.claim, f"{type(item.error).__name__}: {item.error}")
-        arrived = [item.claim for item in batch.items if item.payload is not None and item.claim is not None]
-        if self._queue is not None and self._ack == "on_arrival" and arrived:
-            self._queue.ack_many(arrived, trained=False)
+            else:
+                self._queue.retry(item.claim, self._retry_delay_s, str(item.error))
+        batch.reported = True
+
+    def _report_arrivals(self, batch: FetchedBatch) -> None:
+        arrived = [item for item in batch.items if item.payload is not None]
+        claims = [item.claim for item in arrived if item.claim is not None]
+        if self._queue is not None and claims:
+            recorded = {claim.token for claim in self._queue.ack_many(claims, trained=False)}
+        else:
+            recorded = set()
+        for item in arrived:
+            if item.payload is not None and (item.claim is None or item.claim.token in recorded):
+                item.payload.ack()
 
     def give_back(self, claims: Iterable[Claim], reason: str) -> None:
         """Let others have claims that were not used."""

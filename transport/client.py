@@ -34,7 +34,6 @@ from transport.errors import (
     TransportError,
     UsageError,
     WireNotAllowedError,
-    WrongRingError,
 )
 from transport.link import Link, Want, refusal
 from transport.links import Links
@@ -187,7 +186,8 @@ class UCXXClient:
         """
         deadline = Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
         work = _groups(list(tickets), self._settings)
-        finished: asyncio.Queue[list[ReadOutcome] | BaseException] = asyncio.Queue()
+        # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
+        finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(1)
         expected = sum(len(group) for group in work)
         work.reverse()
 
@@ -195,15 +195,14 @@ class UCXXClient:
             try:
                 while work:
                     await finished.put(await self._read_group(work.pop(), rank, deadline))
-            except BaseException as error:
-                finished.put_nowait(error)
-                raise
+            except Exception as error:
+                await finished.put(error)
 
         runners = [self._loop.create_task(run()) for _ in range(min(concurrency, len(work)))]
         try:
             while expected:
                 outcomes = await finished.get()
-                if isinstance(outcomes, BaseException):
+                if isinstance(outcomes, Exception):
                     raise outcomes
                 expected -= len(outcomes)
                 for outcome in outcomes:
@@ -220,7 +219,7 @@ class UCXXClient:
         if len(group) > 1:
             try:
                 outcomes, left = await self._read_batch(group, rank, deadline)
-            except (LinkError, WrongRingError, TimeoutError) as error:
+            except (TransportError, TimeoutError) as error:
                 log.debug("batch of %d: %s; reading them one by one", len(group), error)
         for ticket in left:
             try:
@@ -234,10 +233,14 @@ class UCXXClient:
         if self._closed:
             raise ClosedError("this client is closed")
         ticket.check_rank(rank)
+        why = None
         if ticket.deadline is not None and time.time() >= ticket.deadline:
-            raise StaleSlotError(f"the deadline of payload {ticket.name} has passed")
-        if self._links.ledger.contains(ticket.identity, rank):
-            raise StaleSlotError(f"payload {ticket.name} was consumed here; its acknowledgement is on the way")
+            why = f"the deadline of payload {ticket.name} has passed"
+        elif self._links.ledger.contains(ticket.identity, rank):
+            why = f"payload {ticket.name} was consumed here; its acknowledgement is on the way"
+        if why is not None:
+            self._counts["stale"] += 1
+            raise StaleSlotError(why)
 
     def _allows(self, wire: Wire) -> bool:
         return self._wires is None or wire in self._wires
@@ -333,7 +336,7 @@ class UCXXClient:
         except TimeoutError as error:
             raise ReadTimeoutError(f"{port[0]}:{port[1]}: no connection within {limit:.1f} s") from error
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(min(limit, deadline.at - time.monotonic())):
                 results = await self._links.request(link, [want])
                 if isinstance(results[0], TransportError):
                     raise results[0]
@@ -383,10 +386,11 @@ class UCXXClient:
         if not wants:
             return outcomes, []
         port = self._links.next_port(self._links.ports(group[0]), set())
-        link = await self._links.checkout(port, group[0].ring)
+        limit = deadline.bounded(self._settings.read_timeout(_BATCH_INLINE_BYTES), time.monotonic())
+        async with asyncio.timeout(limit):
+            link = await self._links.checkout(port, group[0].ring)
         try:
-            limit = deadline.bounded(self._settings.read_timeout(_BATCH_INLINE_BYTES), time.monotonic())
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(min(limit, deadline.at - time.monotonic())):
                 results = await self._links.request(link, wants)
         except BaseException as error:
             self._links.break_off(link)
@@ -414,6 +418,10 @@ class UCXXClient:
     # --- acknowledgements and what else can be said about a payload ------------------------------------
     def ack(self, ticket: Ticket, rank: int = 0) -> bool:
         """Acknowledge a payload; it goes with the next request to its ring, or alone after ``ack_delay_s``."""
+        ring = self._mapped.find(ticket) if self._allows("mapped") else None
+        if ring is not None:
+            return ring.acknowledge(ticket, rank)
+        self._links.ports(ticket)  # makes the way to its ring known
         return self._acknowledge(ticket, rank, None)
 
     def _acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:

@@ -64,6 +64,10 @@ class ConsumedRecord:
         last = self._rings.get(ring, {}).get((slot, rank))
         return last is not None and not _later(generation, last)
 
+    def is_last(self, ring: str, slot: int, generation: int, rank: int) -> bool:
+        """Whether exactly this payload was the last consumed of its slot: surely a duplicate, and not just older."""
+        return self._rings.get(ring, {}).get((slot, rank)) == generation
+
     def to_bytes(self) -> bytes:
         """The record as MessagePack, for a checkpoint."""
         rings = [

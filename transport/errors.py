@@ -8,8 +8,10 @@
     ├── QueueError          the ticket queue cannot do it now, or is not the queue one thinks
     └── InternalError       our own defect; please report it
 
-``retryable`` says whether the same call may succeed when made again. ``status`` is the code of
-the error in a STATUS record of the wire (see wire.py); 0 means that it never travels.
+``retryable`` says whether the same call may succeed when made again. ``unreadable`` says that nobody will ever read the
+payload by this ticket, so that it may be given up; what is neither is this side's own trouble (a wrong secret, a
+deadline), and another trainer may well succeed. ``status`` is the code of the error in a STATUS record of the wire (see
+wire.py); 0 means that it never travels.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ class TransportError(Exception):
     """Base of every error raised on purpose by this package."""
 
     retryable: ClassVar[bool] = False
+    unreadable: ClassVar[bool] = False
     status: ClassVar[int] = 0
 
 
@@ -48,7 +51,12 @@ class TicketError(UsageError):
 class RankError(UsageError):
     """A rank outside 0..readers-1 of the ticket."""
 
+    unreadable = True
     status = 6
+
+
+class BusyPortError(UsageError):
+    """The port to listen on is in use by another program."""
 
 
 class MissingDependencyError(TransportError, ImportError):
@@ -67,12 +75,14 @@ class RefusedError(TransportError):
 class StaleSlotError(RefusedError):
     """The ticket's payload is not there any more for this rank: consumed, overwritten, discarded or expired."""
 
+    unreadable = True
     status = 1
 
 
 class WrongKeyError(RefusedError):
     """The ticket's key is not the key of this slot and generation."""
 
+    unreadable = True
     status = 2
 
 
@@ -98,6 +108,7 @@ class AuthenticationError(RefusedError):
 class LengthMismatchError(RefusedError):
     """The slot holds another number of bytes than the ticket says: the ticket was altered."""
 
+    unreadable = True
     status = 7
 
 
@@ -120,6 +131,8 @@ class WireNotAllowedError(RefusedError):
 
 class PayloadLostError(RefusedError):
     """Nobody serves this ticket's ring any more; the payload is gone."""
+
+    unreadable = True
 
 
 # --- the path broke ----------------------------------------------------------------------------
@@ -157,10 +170,6 @@ class DeadlineExceededError(LinkError, TimeoutError):
     """The deadline of the whole operation passed; trying again needs a new deadline."""
 
     retryable = False
-
-
-class BusyPortError(TransportError):
-    """The port to listen on is in use by another program."""
 
 
 class ClosedError(TransportError):

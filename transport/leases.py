@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from transport import _native
-from transport.errors import InvalidTransition, SchemaError
+from transport.errors import ClosedError, InvalidTransition, SchemaError
 from transport.payload import views, zero_gaps
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket, host_identity
@@ -84,6 +84,8 @@ class WriteLease:
         if not self._open:
             raise InvalidTransition(f"{self!r} cannot be published")
         ring, draft = self._ring, self._draft
+        if ring.native.closed:
+            raise ClosedError(f"{self!r} cannot be published: its ring is closed")
         try:
             if self.checksum is None:  # filled in place
                 zero_gaps(self.layout, self.memory)
@@ -130,7 +132,8 @@ class WriteLease:
         """Give the slot back unpublished. Does nothing after publishing."""
         if self._open:
             self._open = False
-            self._ring.native.abort(self._slot, self._generation)
+            if not self._ring.native.closed:  # closing has given the slot back
+                self._ring.native.abort(self._slot, self._generation)
 
     def __enter__(self) -> Self:
         return self

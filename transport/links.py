@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _BYE_TIMEOUT_S = 1.0
 _LONGEST_SLEEP_S = 30.0
+_LOOK_S = 1.0  # while acknowledgements are unconfirmed: is the connection that carried them still there?
 
 
 class _Route(msgspec.Struct):
@@ -206,8 +207,10 @@ class Links:
                 expiry = self._pool.next_expiry()
                 self._wake.clear()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LONGEST_SLEEP_S if expiry is None else expiry - time.monotonic()):
+                    longest = _LOOK_S if self.ledger.sent_count else _LONGEST_SLEEP_S
+                    async with asyncio.timeout(longest if expiry is None else min(longest, expiry - time.monotonic())):
                         await self._wake.wait()
+                self._break_off_all(link for link in self._pool.idle() if not link.usable)
             elif due > time.monotonic():
                 # not woken by further acknowledgements: under load they ride, and this task costs nothing
                 await asyncio.sleep(due - time.monotonic())

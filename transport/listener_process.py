@@ -7,7 +7,9 @@ JSON line on standard output: its port, or why it could not start. SIGTERM drain
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -25,6 +27,7 @@ from transport.ucx import Wire
 
 log = logging.getLogger(__name__)
 
+_answers = 1  # descriptor
 DRAIN_S = 5.0  # longest wait for acknowledgements after SIGTERM
 
 
@@ -47,9 +50,17 @@ class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     message: str = ""
 
 
-def _report(report: ListenerReport) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
-    sys.stdout.buffer.flush()
+def answer(report: msgspec.Struct) -> None:
+    """One JSON line to whoever started this process, then nothing more."""
+    with contextlib.suppress(BrokenPipeError), os.fdopen(_answers, "wb") as pipe:
+        pipe.write(msgspec.json.encode(report) + b"\n")
+
+
+def keep_stdout_for_the_answer() -> None:
+    """UCX logs to standard output; from here on that is standard error, and only `answer` goes the old way."""
+    global _answers
+    _answers = os.dup(1)
+    os.dup2(2, 1)
 
 
 async def _stop_when_orphaned(ring: SharedRingBuffer, settings: Settings, stop: asyncio.Event) -> None:
@@ -72,26 +83,28 @@ async def _serve(config: ListenerConfig) -> int:
     try:
         ring = SharedRingBuffer.attach(config.segment, role="listener")
     except TransportError as error:
-        _report(ListenerReport(error=type(error).__name__, message=str(error)))
+        answer(ListenerReport(error=type(error).__name__, message=str(error)))
         return 1
     with ring:
         listener = Listener(ring, settings=config.settings, secret=config.secret, wires=config.wires)
         try:
             port = listener.start(config.port)
         except TransportError as error:
-            _report(ListenerReport(error=type(error).__name__, message=str(error)))
+            answer(ListenerReport(error=type(error).__name__, message=str(error)))
             return 1
         ring.native.set_own_port(port)
         orphaned = loop.create_task(_stop_when_orphaned(ring, config.settings, stop))
         try:
-            await serve_until(listener, stop, DRAIN_S, lambda port: _report(ListenerReport(port=port)))
+            await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)))
         finally:
             orphaned.cancel()
+        ring.native.unlink_if_last()  # an orphan's lingering is over; with a supervisor, it is not the last
     return 0
 
 
 def main() -> int:
     """Entry point. Exit status 0 after an orderly stop, 1 when it could not start."""
+    keep_stdout_for_the_answer()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
     logging.basicConfig(level=config.log_level, format="%(asctime)s listener %(process)d %(levelname)s %(message)s")
     return uvloop.run(_serve(config))

@@ -76,6 +76,7 @@ class MappedRings:
             return None
         if time.monotonic() < self._refused.get(ticket.ring, 0.0):
             return None
+        self.detach_finished()  # rings come and go with their writers; memory that one keeps mapped is not given back
         try:
             ring = SharedRingBuffer.attach(ticket.segment, role="reader")
         except (RingNotFoundError, NoOwnerError, LayoutError, SharedMemoryError) as error:

@@ -16,23 +16,34 @@ belong to the trainer's thread.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
 import random
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
-from transport.background import LoopThread
+from transport.acks import Identity
+from transport.background import Job, LoopThread
 from transport.claims import ClaimBook
 from transport.client import ClientStatistics, UCXXClient, WirePolicy
 from transport.duplicates import ConsumedRecord
-from transport.errors import ClosedError, TransportError, UsageError
+from transport.errors import (
+    AuthenticationError,
+    ClosedError,
+    MissingDependencyError,
+    StaleSlotError,
+    TransportError,
+    UsageError,
+    VersionMismatchError,
+    WireNotAllowedError,
+)
 from transport.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.progress import Progress, silent
 from transport.queue.base import Claim, TicketQueue
@@ -47,6 +58,9 @@ __all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics
 log = logging.getLogger(__name__)
 
 TicketLike = Ticket | Claim | bytes | str
+
+# No payload can be read from here until somebody changes this trainer's configuration.
+_OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
 
 
 class PackerStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,11 +97,31 @@ class _Packer:
         self.record = record
         self.progress = progress
         self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch()
-        self.fetching: Future[FetchedBatch] | None = None
-        self.collected: dict[tuple[str, int, int], ReceivedPayload] = {}
+        self.fetching: Job[FetchedBatch] | None = None
+        self.collected: dict[Identity, FetchedItem] = {}  # collected and not consumed
+        # consumed, for as long as the trainer holds them
+        self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
         self.renewer = thread.submit(claims.keep_leases())
         self.batches = 0
         self.consumed = 0
+
+    def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
+        """Consume: the queue first, then the record, then the rings. Returns what may be trained on."""
+        trainable = []
+        for item in self.claims.settle(items):
+            if item.payload is None:
+                continue
+            ring, slot, generation = item.ticket.identity
+            if self.record.accept(ring, slot, generation, self.rank):
+                trainable.append(item.payload)
+                self.trained[item.ticket.identity] = item.payload
+            else:
+                self.claims.counts["duplicates"] += 1
+            item.payload.ack()
+        self.consumed += len(trainable)
+        for item in items:
+            self.collected.pop(item.ticket.identity, None)
+        return trainable
 
 
 class UCXXDataPackerMixin:
@@ -125,7 +159,7 @@ class UCXXDataPackerMixin:
         self.cleanup_ucxx_packer()
         thread = LoopThread("transport data packer")
         try:
-            client = thread.run(_make_client(schemas, wire, ack, secret, settings))
+            client = thread.run(_make_client(schemas, wire, secret, settings))
         except BaseException:
             thread.close()
             raise
@@ -166,22 +200,19 @@ class UCXXDataPackerMixin:
         packer = self._packer
         if batch.consumed:
             raise UsageError("this batch has been consumed")
+        packer.claims.report(batch)
+        trainable = packer.settle([item for item in batch.items if item.payload is not None])
+        batch.consumed = True  # after what may raise: a queue that was busy is asked again
+        return trainable
+
+    def abandon(self, batch: FetchedBatch, reason: str = "abandoned by the trainer") -> None:
+        """Give a collected batch up untrained: payloads stay in their rings, claims go to whoever comes next."""
+        packer = self._packer
         batch.consumed = True
-        owned = packer.claims.settle([item for item in batch.items if item.payload is not None])
-        trainable = []
-        for item in owned:
-            if item.payload is None:
-                continue
-            ring, slot, generation = item.ticket.identity
-            if packer.record.accept(ring, slot, generation, packer.rank):
-                trainable.append(item.payload)
-            else:
-                packer.claims.counts["duplicates"] += 1
-            item.payload.ack()
-        packer.consumed += len(trainable)
         for item in batch.items:
             packer.collected.pop(item.ticket.identity, None)
-        return trainable
+        batch.release()
+        packer.claims.give_back([item.claim for item in batch.items if item.claim is not None], reason)
 
     # --- prefetch -----------------------------------------------------------------------------------
     def start_prefetch(self, items: Sequence[TicketLike]) -> None:
@@ -205,11 +236,9 @@ class UCXXDataPackerMixin:
         packer = self._packer
         if packer.fetching is None:
             return False
-        try:
-            packer.fetching.result(timeout)
-        except TimeoutError:
-            if not packer.fetching.done():
-                return False
+        concurrent.futures.wait([packer.fetching], timeout)
+        if not packer.fetching.done():
+            return False
         packer.prefetch.finished()
         return True
 
@@ -217,20 +246,23 @@ class UCXXDataPackerMixin:
         """The prefetched batch, failures included, waiting for it if need be; then the deferred batch is started.
 
         None on a cold start, when nothing was started. Raises TimeoutError after ``timeout``; the fetch goes on.
+        Raises what is this trainer's own fault for all payloads (a wrong secret, a wire that is not allowed, ucxx
+        missing); the claims are back in the queue then.
         """
         packer = self._packer
         if packer.fetching is None:
             return None
-        try:
-            batch = packer.fetching.result(timeout)
-        finally:
-            if packer.fetching.done():
-                packer.fetching = None
-                following = packer.prefetch.collected()
-                if following is not None:
-                    self._start(packer, following)
+        fetching = packer.fetching
+        concurrent.futures.wait([fetching], timeout)
+        if not fetching.done():
+            raise TimeoutError(f"the batch is not there after {timeout} s; the fetch goes on")
+        packer.fetching = None
+        following = packer.prefetch.collected()
+        if following is not None:
+            self._start(packer, following)
+        batch = fetching.result()
         packer.batches += 1
-        packer.collected.update((payload.ticket.identity, payload) for payload in batch.payloads)
+        packer.collected.update((item.ticket.identity, item) for item in batch.items if item.payload is not None)
         return batch
 
     def cancel_prefetch(self) -> None:
@@ -241,16 +273,26 @@ class UCXXDataPackerMixin:
     def get_policy_input(self, item: Any, *arguments: Any, **named: Any) -> Any:
         """What the policy trains on. A ticket (or claim) is resolved; anything else goes to the base class.
 
-        A ticket of a collected batch costs nothing; one that was not prefetched is fetched now.
+        A ticket of a collected batch costs nothing; one that was not prefetched is fetched now. Either way it is
+        consumed by this call, unless `consume` has done so for its batch.
+
+        Raises StaleSlotError when it was consumed before, or its claim is another trainer's by now.
         """
         if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
             return super().get_policy_input(item, *arguments, **named)  # type: ignore[misc]  # the packer mixed with
-        ticket, _ = _resolve(item)
         packer = self._packer
-        payload = packer.collected.get(ticket.identity)
+        ticket, claim = _resolve(item)
+        payload = packer.trained.get(ticket.identity)
         if payload is None:
-            deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
-            payload = packer.thread.run(self._read_one(ticket, deadline))
+            fetched = packer.collected.get(ticket.identity)
+            if fetched is None:
+                fetched = FetchedItem(ticket, claim)
+                deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
+                fetched.payload = packer.thread.run(self._read_one(ticket, deadline))
+            consumed = packer.settle([fetched])
+            if not consumed:
+                raise StaleSlotError(f"payload {ticket.name} was consumed before, or is another trainer's by now")
+            payload = consumed[0]
         return self.payload_to_policy_input(payload, *arguments, **named)
 
     def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
@@ -293,11 +335,23 @@ class UCXXDataPackerMixin:
                 batch.rounds += 1
                 await self._round(packer, todo, batch, deadline)
                 todo = [item for item in todo if item.payload is None and item.error and item.error.retryable]
-        except BaseException:
+            own_fault = next((item.error for item in fetched if isinstance(item.error, _OWN_FAULTS)), None)
+            if own_fault is not None:
+                raise own_fault
+        except BaseException as error:
             batch.release()
+            if isinstance(error, Exception):  # a cancellation is whoever cancels' to clean up after
+                claims = [item.claim for item in fetched if item.claim is not None]
+                await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
             raise
+        for item in fetched:
+            if item.duplicate:  # its slot may not know yet
+                packer.client.ack(item.ticket, packer.rank)
         batch.seconds = time.monotonic() - started
-        await asyncio.to_thread(packer.claims.report, batch)
+        try:
+            await asyncio.to_thread(packer.claims.report, batch)
+        except TransportError as error:  # the payloads are here; `consume` reports again
+            log.warning("the queue could not be told of a batch yet: %s", error)
         return batch
 
     async def _round(self, packer: _Packer, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline) -> None:
@@ -340,9 +394,10 @@ class UCXXDataPackerMixin:
 
 # --- parts -----------------------------------------------------------------------------------------------
 async def _make_client(
-    schemas: Sequence[Schema], wire: WirePolicy, ack: AckMode, secret: bytes | None, settings: Settings
+    schemas: Sequence[Schema], wire: WirePolicy, secret: bytes | None, settings: Settings
 ) -> UCXXClient:
-    return UCXXClient(schemas=schemas, wire=wire, ack=ack, secret=secret, settings=settings)
+    # "manual" with either mode of the packer: the queue hears of a payload before its ring does
+    return UCXXClient(schemas=schemas, wire=wire, ack="manual", secret=secret, settings=settings)
 
 
 async def _statistics(client: UCXXClient) -> ClientStatistics:
@@ -360,22 +415,15 @@ def _resolve(item: TicketLike) -> tuple[Ticket, Claim | None]:
 def _item(packer: _Packer, each: TicketLike) -> FetchedItem:
     ticket, claim = _resolve(each)
     ring, slot, generation = ticket.identity
-    duplicate = packer.record.contains(ring, slot, generation, packer.rank)
+    duplicate = packer.record.is_last(ring, slot, generation, packer.rank)
     return FetchedItem(ticket, claim, duplicate=duplicate)
 
 
 def _cancel(packer: _Packer) -> None:
     fetching, packer.fetching = packer.fetching, None
     if fetching is not None:
-        fetching.cancel()
-        packer.thread.run(_settled())
+        fetching.end()
     packer.prefetch.cancelled()
-    held = {payload.ticket.identity for payload in packer.collected.values()}
-    waiting = [claim for claim in packer.claims.in_hand if Ticket.decode(claim.data).identity not in held]
+    held = {item.claim.token for item in packer.collected.values() if item.claim is not None}
+    waiting = [claim for claim in packer.claims.in_hand if claim.token not in held]
     packer.claims.give_back(waiting, "the fetch was cancelled")
-
-
-async def _settled() -> None:
-    """Let a cancelled fetch run its clean-up before anything else is done with its tickets."""
-    for _ in range(3):
-        await asyncio.sleep(0)

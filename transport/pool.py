@@ -161,6 +161,10 @@ class EndpointPool(Generic[C]):
             return last_use + self._max_age_s
         return None
 
+    def idle(self) -> list[C]:
+        """The idle connections, the one used longest ago first."""
+        return list(self._idle)
+
     def drain_port(self, port: PortKey) -> list[C]:
         """Take out the idle connections of a port whose listener is known to be gone."""
         gone = [connection for connection, (owner, _) in self._idle.items() if owner == port]

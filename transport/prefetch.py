@@ -109,6 +109,7 @@ class FetchedBatch:
     items: Sequence[FetchedItem]
     rounds: int = 0
     seconds: float = 0.0
+    reported: bool = field(default=False, repr=False)  # the queue knows what failed
     consumed: bool = field(default=False, repr=False)
 
     @property

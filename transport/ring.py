@@ -43,6 +43,7 @@ T = TypeVar("T")
 Overflow = Literal["block", "error", "overwrite"]
 MAX_READERS = _native.MAX_READERS
 _FOR_EVER_S: Final = 1e9
+_LOOK_S: Final = 0.05
 
 
 class SharedRingBuffer:
@@ -63,6 +64,7 @@ class SharedRingBuffer:
         self.slot_count = native.slot_count
         self.slot_capacity = native.slot_capacity
         self._secret = native.secret
+        self._made_here = False
 
     def __repr__(self) -> str:
         if self.native.closed:
@@ -121,7 +123,9 @@ class SharedRingBuffer:
             raise named(fault) from None
         if native.taken_over:
             log.warning("took over ring %s of a dead writer, %d payloads unread", segment, native.state_counts()[2])
-        return cls(native, schema, overflow)
+        ring = cls(native, schema, overflow)
+        ring._made_here = True
+        return ring
 
     @classmethod
     def attach(
@@ -154,10 +158,17 @@ class SharedRingBuffer:
         return cls(native, schema, "block")
 
     def close(self) -> None:
-        """Give up every hold and detach. The segment goes when nobody else is attached. Idempotent."""
-        if not self.native.closed:
+        """Give up every hold and detach. Idempotent.
+
+        The last one removes the segment: the writer in any case, others only where nothing is unread, since what a
+        dead writer left may still be taken over.
+        """
+        if self.native.closed:
+            return
+        _, _, ready, reading = self.native.state_counts()
+        if self._made_here or ready + reading == 0:
             self.native.unlink_if_last()
-            self.native.close()
+        self.native.close()
 
     def __enter__(self) -> Self:
         return self
@@ -292,7 +303,7 @@ class SharedRingBuffer:
             self.discard_expired()
             taken = self._call(self.native.try_take)
         if taken is None and self.overflow != "error":
-            taken = self._call(self.native.take, timeout_s if timeout_s is not None else _FOR_EVER_S)
+            taken = self._wait_for_slot(timeout_s if timeout_s is not None else _FOR_EVER_S)
         if taken is None:
             _, writing, ready, reading = self.native.state_counts()
             raise RingFullError(
@@ -300,6 +311,27 @@ class SharedRingBuffer:
                 "read; the readers are slower than the writer, or gone (a larger ring, or overflow='overwrite')"
             )
         return taken
+
+    def _wait_for_slot(self, timeout_s: float) -> tuple[int, int] | None:
+        """Wait until a slot is freed, expires, or (with overflow="overwrite") is let go of by its readers."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            left = give_up - time.monotonic()
+            patience_s = self._patience_s()
+            taken = self._call(self.native.take, max(min(left, patience_s), 0.0))
+            if taken is None and self.overflow == "overwrite":
+                taken = self._call(self.native.try_overwrite)
+            if taken is not None or left <= patience_s:
+                return taken
+            self.discard_expired()
+
+    def _patience_s(self) -> float:
+        """How long to wait for a freed slot before looking for what wakes nobody: see `_wait_for_slot`."""
+        if self.overflow == "overwrite":
+            return _LOOK_S
+        infos = [self._call(self.native.info, slot) for slot in range(self.slot_count)]
+        deadlines = [info.deadline_ns for info in infos if info.deadline_ns and info.state != SlotState.FREE]
+        return max(min(deadlines) / 1e9 - time.time(), _LOOK_S) if deadlines else _FOR_EVER_S
 
     def _call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         try:
@@ -334,10 +366,15 @@ class SharedRingBuffer:
         if answer != _native.PIN_OK:
             what = "was consumed by this rank" if answer == _native.PIN_DONE else "is not in its slot any more"
             raise StaleSlotError(f"payload {ticket.name} {what}")
-        length = self.native.info(ticket.slot).length
-        if length != ticket.size:
+        info = self.native.info(ticket.slot)
+        expired = 0 < info.deadline_ns <= time.time_ns()
+        if expired or info.length != ticket.size:
             self.native.unpin(ticket.slot, ticket.generation)
-            raise LengthMismatchError(f"payload {ticket.name} has {length} bytes, its ticket says {ticket.size}")
+        if expired:
+            self.native.discard(ticket.slot, ticket.generation)
+            raise StaleSlotError(f"the deadline of payload {ticket.name} has passed")
+        if info.length != ticket.size:
+            raise LengthMismatchError(f"payload {ticket.name} has {info.length} bytes, its ticket says {ticket.size}")
         return ReadLease(self, ticket, rank)
 
     def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:

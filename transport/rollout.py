@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from transport.errors import ClosedError, TransportError
+from transport.errors import ClosedError, RingFullError, TransportError
 from transport.queue.base import QueuedTicket, TicketQueue, finished
 from transport.ring import Overflow, SharedRingBuffer
 from transport.schema import Schema
@@ -24,6 +25,8 @@ from transport.ticket import Ticket
 from transport.ucx import Wire
 
 log = logging.getLogger(__name__)
+
+_RECONCILE_EVERY_S = 5.0  # while the ring is full
 
 
 def ticket_id(ticket: Ticket) -> str:
@@ -110,14 +113,28 @@ class UCXXRolloutMixin:
     ) -> Ticket:
         """Write one trajectory and publish its ticket.
 
-        Where publishing fails the payload is discarded again, so nothing is left that nobody knows of.
+        Where publishing fails the payload is discarded again, so nothing is left that nobody knows of. While the ring
+        is full, it is reconciled with the queue every few seconds.
 
         Raises what `SharedRingBuffer.write` and the queue's `publish` raise.
         """
         ring = self.ring
-        ticket = ring.write(
-            trajectory, readers=self._ucxx_readers, metadata=metadata, deadline_s=deadline_s, timeout_s=timeout_s
-        )
+        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                ticket = ring.write(
+                    trajectory,
+                    readers=self._ucxx_readers,
+                    metadata=metadata,
+                    deadline_s=deadline_s,
+                    timeout_s=min(_RECONCILE_EVERY_S, max(give_up - time.monotonic(), 0.0)),
+                )
+                break
+            except RingFullError:
+                # A trainer that died between telling the queue and telling the ring leaves slots that nobody frees.
+                _, freed = self.reconcile()
+                if not freed and (ring.overflow == "error" or time.monotonic() >= give_up):
+                    raise
         if self._ucxx_queue is not None:
             try:
                 self._ucxx_queue.publish(queued(ticket), readers=ticket.readers, policy_version=policy_version)
@@ -144,7 +161,7 @@ class UCXXRolloutMixin:
                 published += queue.publish(queued(ticket), readers=ticket.readers)
             elif finished(states):
                 freed += ring.discard(ticket)
-        log.info("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
+        log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
         return published, freed
 
     def ring_statistics(self) -> RingStatistics:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -114,7 +115,11 @@ class UCXXServer:
             raise UsageError("this server has been started already")
         library()  # a missing ucxx is this process's error, not a line in a child's log
         self._ring.native.addresses = ",".join(self._addresses)
-        run = _Processes(self._config, self._wanted) if self._mode == "process" else _Thread(self._ring, self._config)
+        run = (
+            _Processes(self._ring, self._config, self._wanted)
+            if self._mode == "process"
+            else _Thread(self._ring, self._config)
+        )
         ports = run.start(self._wanted)
         self._ring.native.set_ports(ports)
         self._run = run
@@ -164,7 +169,8 @@ def _raise_reported(name: str, message: str) -> None:
 class _Processes:
     """The supervisor process, and a thread that starts it again should it die."""
 
-    def __init__(self, config: ListenerConfig, ports: tuple[int, ...]) -> None:
+    def __init__(self, ring: SharedRingBuffer, config: ListenerConfig, ports: tuple[int, ...]) -> None:
+        self._ring = ring
         self._config = SupervisorConfig(ports=ports, listener=config)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
@@ -239,6 +245,22 @@ class _Processes:
                 process.wait()
         if self._watcher is not None:
             self._watcher.join()
+        self._stop_orphans()
+
+    def _stop_orphans(self) -> None:
+        """End the listeners of a supervisor that was killed just before `stop`, so that no other has adopted them."""
+        give_up = time.monotonic() + DRAIN_S + 2.0
+        told: set[int] = set()
+        while not self._ring.native.closed:
+            orphans = {owner.pid for owner in self._ring.native.owners() if owner.alive and owner.port}
+            if not orphans:
+                return
+            late = time.monotonic() > give_up
+            for pid in orphans if late else orphans - told:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+            told |= orphans
+            time.sleep(0.02)
 
 
 class _Thread:

@@ -6,7 +6,8 @@ so one that starts anew adopts the listeners it finds:
     EMPTY ──spawn──► STARTING ──reported its port──► SERVING ──exit, or watchdog──► EMPTY
       ▲                  └──failed: back-off; after five times on a busy port, any port──┘
 
-It stops on SIGTERM, or when the writer is gone and everything is consumed or linger_s is over (lifetime.py).
+It stops on SIGTERM, or when the writer is gone and everything is consumed or linger_s is over (lifetime.py), or when
+another writer has taken the ring over, whose own supervisor then starts listeners with its own secret and settings.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ import time
 import msgspec
 import uvloop
 
+from transport import _native
 from transport.errors import TransportError
 from transport.lifetime import Lifetime, Phase
-from transport.listener_process import DRAIN_S, ListenerConfig, ListenerReport
+from transport.listener_process import (
+    DRAIN_S,
+    ListenerConfig,
+    ListenerReport,
+    answer,
+    keep_stdout_for_the_answer,
+)
 from transport.ring import SharedRingBuffer
-from transport.supervisor_lock import holding
+from transport.supervisor_lock import holding, supervised
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +43,7 @@ _START_TIMEOUT_S = 30.0
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 5.0
 _TRIES_ON_A_BUSY_PORT = 5
+_PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of a writer that was before
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -84,6 +93,7 @@ class Supervisor:
         self._stop = False
         self._lifetime = Lifetime(config.listener.settings.linger_s)
         self._watchers: set[asyncio.Task[None]] = set()
+        self._writers = self._living_writers()
         known = ring.native.ports()
         self.places = [
             Place(known[index] if port == 0 and index < len(known) else port) for index, port in enumerate(config.ports)
@@ -103,6 +113,15 @@ class Supervisor:
             for owner in self._ring.native.owners()
             if owner.alive and owner.port
         }
+
+    def _living_writers(self) -> set[tuple[int, int]]:
+        owners = self._ring.native.owners()
+        return {(each.pid, each.started_ns) for each in owners if each.alive and each.role == _native.ROLE_WRITER}
+
+    def _succeeded(self) -> bool:
+        """Whether the ring is kept again, and all its writers are others than those this supervisor was started for."""
+        writers = self._living_writers()
+        return self._ring.native.keeper_alive and bool(writers) and not self._writers & writers
 
     async def fill(self) -> None:
         """Start a listener in every place that has none; a stopped one is killed first."""
@@ -178,6 +197,9 @@ class Supervisor:
             if self._lifetime.tick(time.monotonic(), writer_alive=writer_alive, unread=ready + reading) is Phase.STOP:
                 log.info("the writer is gone and nothing is left to serve")
                 break
+            if self._succeeded():
+                log.info("another writer has taken the ring over")
+                break
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
@@ -208,6 +230,10 @@ class Supervisor:
 
 async def _supervise(config: SupervisorConfig) -> int:
     loop = asyncio.get_running_loop()
+    for _ in range(int(_PREDECESSOR_S / 0.05)):
+        if not supervised(config.listener.segment):
+            break
+        await asyncio.sleep(0.05)
     with SharedRingBuffer.attach(config.listener.segment, role="observer") as ring, holding(ring.name):
         supervisor = Supervisor(ring, config)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -215,22 +241,18 @@ async def _supervise(config: SupervisorConfig) -> int:
         await supervisor.fill()
         failed = [place for place in supervisor.places if place.last_error.error]
         if failed:
-            _report(SupervisorReport(error=failed[0].last_error.error, message=failed[0].last_error.message))
+            answer(SupervisorReport(error=failed[0].last_error.error, message=failed[0].last_error.message))
             await supervisor._stop_listeners()
             return 1
-        _report(SupervisorReport(ports=tuple(place.port for place in supervisor.places)))
+        answer(SupervisorReport(ports=tuple(place.port for place in supervisor.places)))
         await supervisor.run()
+        ring.native.unlink_if_last()  # lingering is over: what is still unread has had its time
     return 0
-
-
-def _report(report: SupervisorReport) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the writer that asked is gone; the listeners serve on
-        sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
-        sys.stdout.buffer.flush()
 
 
 def main() -> int:
     """Entry point. Exit status 0 after an orderly stop, 1 when a listener could not start."""
+    keep_stdout_for_the_answer()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SupervisorConfig)
     logging.basicConfig(
         level=config.listener.log_level, format="%(asctime)s supervisor %(process)d %(levelname)s %(message)s"
@@ -238,7 +260,7 @@ def main() -> int:
     try:
         return uvloop.run(_supervise(config))
     except TransportError as error:
-        _report(SupervisorReport(error=type(error).__name__, message=str(error)))
+        answer(SupervisorReport(error=type(error).__name__, message=str(error)))
         return 1
 
 

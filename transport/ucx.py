@@ -64,9 +64,9 @@ _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
 
 # --- the import ---------------------------------------------------------------------------------
 @cache
-def _user_settings() -> dict[str, str]:
-    """The user's own UCX_ variables, read before ucxx adds its own to the environment."""
-    return {name[4:]: value for name, value in os.environ.items() if name.startswith("UCX_")}
+def _user_settings() -> frozenset[str]:
+    """Names of the user's own UCX_ variables, read before ucxx adds its own to the environment."""
+    return frozenset(name[4:] for name in os.environ if name.startswith("UCX_"))
 
 
 @cache
@@ -79,6 +79,7 @@ def library() -> ModuleType:
     user = {name for name in os.environ if name.startswith("UCX_")}
     _user_settings()
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")  # what it would print of lost peers is raised here as errors
     try:
         import ucxx._lib.libucxx as low
     except ImportError as error:
@@ -102,7 +103,8 @@ def version() -> str:
 def settings_for(wires: frozenset[Wire] | None = None) -> dict[str, str]:
     """UCX settings (names without UCX_) for a context that may use ``wires``; None: whatever UCX finds best.
 
-    The user's UCX_ variables win over the project's choices. On InfiniBand the rendezvous threshold stays low.
+    The user's UCX_ variables win over the project's choices: UCX reads them itself, and they are left out here. On
+    InfiniBand the rendezvous threshold stays low.
     """
     chosen = dict(_CHOSEN)
     if wires is not None:
@@ -114,7 +116,7 @@ def settings_for(wires: frozenset[Wire] | None = None) -> dict[str, str]:
             chosen.update(_RDMA)
     elif Path("/sys/class/infiniband").is_dir():
         chosen.update(_RDMA)
-    return chosen | _user_settings()
+    return {name: value for name, value in chosen.items() if name not in _user_settings()}
 
 
 # --- errors -------------------------------------------------------------------------------------
@@ -355,6 +357,8 @@ class Endpoint:
     def _run(self, doing: str, start: Callable[[Any], Any], buffer: object) -> asyncio.Future[None]:
         if self._raw is None:
             raise ClosedError(f"{doing} on an endpoint that this side has closed")
+        if not self._raw.alive:  # UCX would never complete a stream's receive that is posted now
+            raise ConnectionLostError(f"{doing} {self.name}: the peer is gone")
         with translated(f"{doing} {self.name}"):
             request = start(self._array(buffer))
         posted = self._worker._post(request, buffer, self.name)
