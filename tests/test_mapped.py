@@ -1,0 +1,226 @@
+"""Same-host views: pins that last as long as arrays do, and attachments that end when they should."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from support import Child, asynchronous, noise, segment_file
+
+from transport import SharedRingBuffer, Ticket, UCXXClient
+from transport.errors import RankError, StaleSlotError, WrongKeyError
+from transport.mapped import MappedRings, MappedView
+
+
+@pytest.fixture
+def ring() -> Iterator[SharedRingBuffer]:
+    with SharedRingBuffer.create(slots=6, slot_bytes=1000) as made:
+        yield made
+
+
+@pytest.fixture
+def mapped() -> Iterator[MappedRings]:
+    made = MappedRings()
+    yield made
+    made.close()
+    gc.collect()
+
+
+def states(ring: SharedRingBuffer) -> tuple[int, int, int]:
+    look = ring.statistics()
+    return look.free, look.ready, look.reading
+
+
+def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> MappedView:
+    ring = mapped.find(ticket)
+    assert ring is not None
+    made = mapped.read(ring, ticket, 0, consume=consume)
+    assert made is not None
+    return made
+
+
+# --- finding -------------------------------------------------------------------------------------
+def test_a_ring_is_attached_once_and_takes_one_owner_place(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    first = mapped.find(ring.write_raw(b"1"))
+    assert first is mapped.find(ring.write_raw(b"2"))
+    assert first is not None
+    assert sum(owner.alive for owner in ring.native.owners()) == 2
+    assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"host": "elsewhere"}, {"segment": ""}, {"segment": "/transport-none-of-this-name"}, {"ring": "ab" * 16}],
+    ids=str,
+)
+def test_a_ring_that_is_not_here_is_read_through_the_network(
+    ring: SharedRingBuffer, mapped: MappedRings, change: Any
+) -> None:
+    ticket = ring.write_raw(b"1")
+    assert mapped.find(msgspec.structs.replace(ticket, **change)) is None
+    assert sum(owner.alive for owner in ring.native.owners()) == 1
+
+
+def test_without_a_free_owner_place_reading_goes_through_the_network(
+    ring: SharedRingBuffer, mapped: MappedRings
+) -> None:
+    others = [SharedRingBuffer.attach(ring.name, role="reader") for _ in range(15)]
+    ticket = ring.write_raw(b"1")
+    assert mapped.find(ticket) is None
+    for other in others:
+        other.close()
+    assert mapped.find(ticket) is None  # a refusal is remembered for a while
+    assert MappedRings().find(ticket) is not None
+    gc.collect()
+
+
+# --- views ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("consume", "after"), [(True, (6, 0, 0)), (False, (5, 1, 0))])
+def test_the_pin_lasts_as_long_as_any_array_into_the_view(
+    ring: SharedRingBuffer, mapped: MappedRings, consume: bool, after: tuple[int, int, int]
+) -> None:
+    made = view(mapped, ring.write_raw(noise(800)), consume)
+    piece = made.data[8:].view(np.float64)[::3]
+    del made
+    gc.collect()
+    assert states(ring) == (5, 0, 1)
+    assert piece.tobytes() == noise(800)[8:].view(np.float64)[::3].tobytes()
+    assert not piece.flags.writeable
+    del piece
+    gc.collect()
+    assert states(ring) == after
+
+
+def test_acknowledging_consumes_at_once_and_keeps_the_memory(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    ticket = ring.write_raw(noise(100))
+    made = view(mapped, ticket)
+    assert made.hold.acknowledge()
+    assert not made.hold.acknowledge()
+    assert states(ring) == (5, 0, 1)
+    with pytest.raises(StaleSlotError):
+        ring.read_raw(ticket)
+    assert np.array_equal(made.data, noise(100))
+    del made
+    assert states(ring) == (6, 0, 0)
+    assert ring.statistics().consumes == 1
+
+
+def test_what_is_abandoned_is_not_consumed_by_letting_go(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    made = view(mapped, ring.write_raw(b"x"))
+    hold = made.hold
+    hold.abandon()
+    del made
+    assert states(ring) == (5, 1, 0)
+    assert hold.acknowledge()  # which needs no memory
+    assert states(ring) == (6, 0, 0)
+
+
+def test_the_last_array_may_go_on_any_thread(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    arrays = [view(mapped, ring.write_raw(noise(100, seed))).data for seed in range(3)]
+    threads = [threading.Thread(target=arrays.pop) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert states(ring) == (6, 0, 0)
+    assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+
+
+def test_views_take_at_most_their_share_of_the_slots(
+    ring: SharedRingBuffer, mapped: MappedRings, caplog: pytest.LogCaptureFixture
+) -> None:
+    tickets = [ring.write_raw(noise(10, seed)) for seed in range(6)]
+    views = [view(mapped, ticket) for ticket in tickets[:3]]
+    attached = mapped.find(tickets[3])
+    assert attached is not None
+    for ticket in tickets[3:5]:
+        assert mapped.read(attached, ticket, 0, consume=True) is None
+    assert caplog.text.count("further payloads are copied") == 1
+    copy = bytearray(10)
+    mapped.copy_out(attached, tickets[3], 0, memoryview(copy))
+    assert copy == noise(10, 3).tobytes()
+    assert states(ring) == (0, 3, 3)
+    del views[0]
+    views.append(view(mapped, tickets[3]))
+    assert states(ring) == (1, 2, 3)
+
+
+def test_a_refused_read_leaves_no_pin(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    ticket = ring.write_raw(b"x")
+    attached = mapped.find(ticket)
+    assert attached is not None
+    for refused, rank, error in (
+        (ticket, 1, RankError),
+        (msgspec.structs.replace(ticket, key=0), 0, WrongKeyError),
+        (msgspec.structs.replace(ticket, slot=5, key=ring.key(5, 1)), 0, StaleSlotError),
+    ):
+        with pytest.raises(error):
+            mapped.read(attached, refused, rank, consume=True)
+    assert states(ring) == (5, 1, 0)
+    assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+
+
+# --- the end -------------------------------------------------------------------------------------
+def test_close_acknowledges_what_was_delivered_and_detaches_with_the_last_array(ring: SharedRingBuffer) -> None:
+    mapped = MappedRings()
+    delivered, undecided = (view(mapped, ring.write_raw(noise(100, seed)), seed == 0) for seed in range(2))
+    mapped.close()
+    assert ring.statistics().consumes == 1
+    assert states(ring) == (4, 0, 2)
+    for seed, made in enumerate((delivered, undecided)):
+        assert np.array_equal(made.data, noise(100, seed))
+    del delivered, made
+    assert sum(owner.alive for owner in ring.native.owners()) == 2
+    del undecided
+    assert states(ring) == (5, 1, 0)
+    assert sum(owner.alive for owner in ring.native.owners()) == 1
+
+
+def test_a_reader_that_ends_last_removes_the_segment() -> None:
+    mapped = MappedRings()
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as writer:
+        made = view(mapped, writer.write_raw(noise(100)))
+        file = segment_file(writer)
+    assert np.array_equal(made.data, noise(100))
+    mapped.close()
+    assert file.exists()
+    del made
+    assert not file.exists()
+
+
+def test_rings_whose_writers_are_gone_are_let_go_when_another_one_comes(mapped: MappedRings) -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as first:
+        made = view(mapped, first.write_raw(b"x"))
+        file = segment_file(first)
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as second:
+        view(mapped, second.write_raw(b"x"))
+        assert file.exists()  # a view is out
+        del made
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as third:
+        view(mapped, third.write_raw(b"x"))
+        assert not file.exists()
+        assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+
+
+@asynchronous
+async def test_payloads_of_a_killed_writer_without_any_listener_are_read() -> None:
+    code = """
+import sys
+from support import noise
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.create(slots=2, slot_bytes=1000)
+print(ring.write_raw(noise(500)).to_text(), flush=True)
+sys.stdin.readline()
+"""
+    with Child(code) as child:
+        ticket = Ticket.parse(child.line())
+        child.kill()
+    async with UCXXClient(wire={"mapped"}) as client:
+        payload = await client.read(ticket)
+        assert np.array_equal(payload["data"], noise(500))
+        del payload

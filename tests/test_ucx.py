@@ -1,0 +1,411 @@
+"""Workers, endpoints and listening ports over real UCX on loopback; both sides on one loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import socket
+import subprocess
+import weakref
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support import Child, asynchronous, dead_port, noise, until
+
+from transport.errors import (
+    ClosedError,
+    ConnectionLostError,
+    LinkError,
+    TransportError,
+    UnreachableError,
+    UsageError,
+    WireNotAllowedError,
+)
+from transport.testing import run
+from transport.ucx import BusyPortError, Endpoint, Worker, library, settings_for, translate, version
+
+pytestmark = pytest.mark.ucx
+
+every_wire = pytest.mark.parametrize("wire", ["tcp", "shm"])
+
+
+@contextlib.asynccontextmanager
+async def connected(wire: Any = "tcp", kind: type[Worker] = Worker) -> AsyncIterator[tuple[Endpoint, Endpoint]]:
+    """An endpoint and the one that a listener made of it, each of a worker of its own."""
+    settings = settings_for(frozenset({wire}))
+    ours, theirs = kind(settings), kind(settings)
+    accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
+    listening = theirs.listen(0, accepted.put_nowait)
+    try:
+        client = await ours.connect("127.0.0.1", listening.port)
+        server = await accepted.get()
+        # The first message makes the connection.
+        here, there = bytearray(1), bytearray(1)
+        await asyncio.gather(client.send_stream(b"c"), server.receive_stream(there), server.send_stream(b"s"))
+        await client.receive_stream(here)
+        assert here + there == b"sc"
+        yield client, server
+    finally:
+        listening.close()
+        ours.close()
+        theirs.close()
+
+
+async def exchange(client: Endpoint, server: Endpoint, tag: int = 99) -> None:
+    """A message to and fro: each side has done what it had to do before."""
+    for sender, receiver in ((client, server), (server, client)):
+        buffer = bytearray(4)
+        await asyncio.gather(receiver.receive(buffer, tag), sender.send(b"ping", tag))
+        assert buffer == b"ping"
+
+
+# --- messages ------------------------------------------------------------------------------------
+@every_wire
+@pytest.mark.parametrize("size", [0, 1, 8192, 1 << 20, (8 << 20) + 1])
+@asynchronous
+async def test_messages_arrive_by_tag_whatever_their_order(wire: Any, size: int) -> None:
+    async with connected(wire) as (client, server):
+        arrays = [np.empty(size, np.uint8) for _ in range(3)]
+        receiving = [server.receive(array, tag) for tag, array in enumerate(arrays)]
+        sending = [client.send(noise(size, tag), tag) for tag in (2, 0, 1)]
+        await asyncio.gather(*receiving, *sending)
+        for tag, array in enumerate(arrays):
+            assert np.array_equal(array, noise(size, tag))
+
+
+@asynchronous
+async def test_a_message_that_comes_before_its_receive_waits_for_it() -> None:
+    async with connected() as (client, server):
+        await client.send(b"early", 7)
+        await exchange(client, server)
+        buffer = bytearray(5)
+        await server.receive(buffer, 7)
+        assert buffer == b"early"
+
+
+@every_wire
+@asynchronous
+async def test_the_stream_keeps_bytes_in_order_across_message_borders(wire: Any) -> None:
+    async with connected(wire) as (client, server):
+        data = noise(10_000).tobytes()
+        parts, received = [data[:1], data[1:6000], data[6000:]], bytearray()
+        sending = [client.send_stream(part) for part in parts]
+        for length in (4000, 5999, 1):
+            buffer = bytearray(length)
+            await server.receive_stream(buffer)
+            received += buffer
+        await asyncio.gather(*sending)
+        assert received == data
+
+
+@asynchronous
+async def test_a_message_larger_than_its_buffer_is_an_error_and_writes_nothing() -> None:
+    async with connected() as (client, server):
+        buffer = bytearray(b"\xee" * 10)
+        receiving = server.receive(memoryview(buffer)[:4], 7)
+        sending = client.send(b"too long", 7)
+        with pytest.raises(TransportError, match="client 1"):
+            await receiving
+        await sending
+        assert buffer == b"\xee" * 10
+        await exchange(client, server)
+
+
+@pytest.mark.parametrize(("wire", "transports"), [("tcp", {"tcp"}), ("shm", {"sysv", "posix"})])
+@asynchronous
+async def test_an_endpoint_says_which_wire_carries_its_bytes(wire: Any, transports: set[str]) -> None:
+    async with connected(wire) as ends:
+        for endpoint in ends:
+            assert endpoint.wire() == wire
+            assert transports & {name for name, _ in endpoint.transports()}
+            endpoint.abort()
+            assert endpoint.transports() == []
+
+
+# --- ends ------------------------------------------------------------------------------------------
+@every_wire
+@asynchronous
+async def test_a_peer_that_closes_fails_what_waits_and_what_comes_later(wire: Any) -> None:
+    async with connected(wire) as (client, server):
+        waiting = [client.receive(bytearray(4), 7), client.receive_stream(bytearray(4))]
+        server.abort()
+        for future in waiting:
+            with pytest.raises(ConnectionLostError):
+                await future
+        await until(lambda: not client.alive)
+        assert "gone" in repr(client)
+        for later in (
+            lambda: client.send(b"x", 1),
+            lambda: client.receive_stream(bytearray(1)),
+            lambda: client.receive(bytearray(1), 1),
+        ):
+            with pytest.raises(ConnectionLostError):
+                await later()
+
+
+@asynchronous
+async def test_a_killed_peer_is_noticed() -> None:
+    code = """
+import asyncio, sys
+from transport.ucx import Worker, settings_for
+async def main():
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    endpoint = await worker.connect("127.0.0.1", int(sys.argv[1]))
+    await endpoint.send_stream(b"hello")
+    print("sent", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+asyncio.run(main())
+"""
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
+    listening = worker.listen(0, accepted.put_nowait)
+    with Child(code, listening.port) as child:
+        endpoint = await accepted.get()
+        await endpoint.receive_stream(bytearray(5))
+        waiting = endpoint.receive(bytearray(4), 7)
+        assert await asyncio.to_thread(child.line) == "sent"
+        child.process.kill()
+        with pytest.raises(ConnectionLostError):
+            await waiting
+    listening.close()
+    worker.close()
+
+
+@every_wire
+@asynchronous
+async def test_abort_ends_every_future_and_then_the_memory_is_the_callers(wire: Any) -> None:
+    size = 32 << 20
+    async with connected(wire) as (client, server):
+        arriving, never = np.zeros(size, np.uint8), bytearray(8)
+        futures = [client.receive(arriving, 1), client.receive(never, 2), client.receive_stream(never)]
+        sending = server.send(noise(size) | 1, 1)
+        await until(arriving.any, "the first bytes arrive")
+        client.abort()
+        arriving[:] = 0xEE
+        assert all(future.done() for future in futures)
+        with pytest.raises(ClosedError):
+            client.send(b"x", 3)
+        client.abort()
+        with contextlib.suppress(TransportError):
+            await sending
+        await until(lambda: not server.alive)
+        assert (arriving == 0xEE).all()
+        for future in futures[1:]:
+            assert isinstance(future.exception(), ConnectionLostError)
+
+
+@asynchronous
+async def test_a_receive_that_nobody_awaits_any_more_keeps_its_memory_until_ucx_is_done() -> None:
+    async with connected() as (client, server):
+        buffer = np.zeros(100, np.uint8)
+        kept = weakref.ref(buffer)
+        waiting = server.receive(buffer, 7)
+        waiting.cancel()
+        del buffer, waiting
+        gc.collect()
+        assert kept() is not None
+        await client.send(noise(100), 7)
+        await exchange(client, server)
+        gc.collect()
+        assert kept() is None
+
+
+@asynchronous
+async def test_a_withdrawn_receive_is_not_written_by_a_late_message() -> None:
+    async with connected() as (client, server):
+        buffer = bytearray(b"\xee" * 8)
+        waiting = server.receive(buffer, 7)
+        server.withdraw(waiting)
+        assert waiting.cancelled()
+        await client.send(b"too late", 7)
+        await exchange(client, server)
+        assert buffer == b"\xee" * 8
+
+
+@asynchronous
+async def test_closing_a_worker_ends_what_waits_and_is_idempotent() -> None:
+    async with connected() as (client, server):
+        waiting = client.receive(bytearray(4), 7)
+        worker = client._worker
+        assert repr(worker) == "<Worker 1 endpoints, 1 requests posted>"
+        worker.close()
+        with pytest.raises((ConnectionLostError, asyncio.CancelledError)):
+            await waiting
+        worker.close()
+        with pytest.raises(ClosedError):
+            await worker.connect("127.0.0.1", 1)
+        await until(lambda: not server.alive)
+
+
+@every_wire
+@asynchronous
+async def test_connections_given_up_before_they_were_answered_leave_nothing_behind(wire: Any) -> None:
+    worker = Worker(settings_for(frozenset({wire})))
+    with socket.socket() as silent:
+        silent.bind(("0.0.0.0", 0))
+        silent.listen()
+        for _ in range(3):
+            endpoint = await worker.connect("127.0.0.1", silent.getsockname()[1])
+            waiting = [endpoint.send_stream(b"hello"), endpoint.receive_stream(bytearray(4))]
+            await asyncio.sleep(0)
+            endpoint.abort()
+            for future in waiting:
+                with pytest.raises(LinkError):
+                    await future
+        worker.close()  # the leak check does the rest
+
+
+# --- ports -----------------------------------------------------------------------------------------
+@asynchronous
+async def test_a_dead_port_shows_at_the_first_message() -> None:
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    with dead_port() as port:
+        endpoint = await worker.connect("127.0.0.1", port)
+        endpoint.send_stream(b"x").add_done_callback(lambda future: future.exception())
+        with pytest.raises(LinkError, match=f"127.0.0.1:{port}"):
+            await endpoint.receive_stream(bytearray(1))
+    worker.close()
+
+
+@asynchronous
+async def test_a_name_that_does_not_resolve_is_unreachable() -> None:
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    with pytest.raises(UnreachableError, match="not a name"):
+        await worker.connect("not a name", 1)
+    worker.close()
+
+
+@asynchronous
+async def test_a_port_in_use_is_busy() -> None:
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        with pytest.raises(BusyPortError, match=str(other.getsockname()[1])):
+            worker.listen(other.getsockname()[1], lambda endpoint: None)
+    worker.close()
+
+
+# --- rest --------------------------------------------------------------------------------------------
+@every_wire
+@asynchronous
+async def test_a_worker_with_nothing_to_do_makes_no_progress_calls(wire: Any) -> None:
+    class Counting(Worker):
+        calls = 0
+
+        def _drive(self) -> None:
+            Counting.calls += 1
+            super()._drive()
+
+    async def turns(count: int) -> int:
+        before = Counting.calls
+        for _ in range(count):
+            await asyncio.sleep(0.001)
+        return Counting.calls - before
+
+    async with connected(wire, Counting) as (client, server):
+        waiting = [end.receive(bytearray(4), 7) for end in (client, server)]  # pending, as a listener's always are
+        while await turns(20):
+            pass
+        assert await turns(200) == 0
+        await exchange(client, server)
+        assert not any(future.done() for future in waiting)
+
+
+# --- settings ----------------------------------------------------------------------------------------
+LOOK = """
+import asyncio, json, os
+before = dict(os.environ)
+from transport.ucx import Worker, library, settings_for
+library()
+async def main():
+    Worker(settings_for(frozenset({"tcp"}))).close()
+asyncio.run(main())
+print(json.dumps({
+    "chosen": settings_for(frozenset({"tcp"})),
+    "added": {name: value for name, value in os.environ.items() if before.get(name) != value},
+    "lost": [name for name in before if name not in os.environ],
+}))
+"""
+
+
+def look(**env: str) -> dict[str, Any]:
+    with Child(LOOK, env=env) as child:
+        lines = child.process.communicate()[0].splitlines()
+        assert child.wait() == 0
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def test_ucxxs_own_settings_reach_neither_the_environment_nor_our_contexts() -> None:
+    found = look()
+    assert set(found["added"]) <= {"UCX_WARN_UNUSED_ENV_VARS", "UCXX_LOG_LEVEL"}
+    assert found["lost"] == []
+    assert found["chosen"]["RNDV_THRESH"] == "1m"
+    assert found["chosen"]["TLS"] == "tcp,self"
+
+
+def test_the_users_settings_win_over_ours() -> None:
+    found = look(UCX_RNDV_THRESH="12345")
+    assert found["lost"] == []
+    assert "RNDV_THRESH" not in found["chosen"]  # UCX takes it from the environment
+    with Child(
+        LOOK, env={"UCX_TLS": "rc"}, stderr=subprocess.PIPE
+    ) as child:  # nothing here can do that, tcp of ours it could
+        assert "WireNotAllowedError" in child.process.communicate()[1]
+        assert child.wait() == 1
+
+
+@pytest.mark.parametrize(
+    "env", [{"UCX_LOG_LEVEL": "error"}, {"UCX_LOG_FILE": "/dev/null"}, {"UCX_HANDLE_ERRORS": "none"}], ids=str
+)
+def test_any_ucx_variable_of_the_users_is_usable(env: dict[str, str]) -> None:
+    assert look(**env)["lost"] == []
+
+
+def test_mapped_alone_needs_no_ucx_and_says_so() -> None:
+    with pytest.raises(WireNotAllowedError):
+        settings_for(frozenset({"mapped"}))
+
+
+def test_a_context_with_an_unknown_setting_is_refused() -> None:
+    async def making() -> None:
+        with pytest.raises(UsageError):
+            Worker({"NO_SUCH_THING": "1"})
+
+    run(making())
+
+
+def test_errors_are_mapped_by_class() -> None:
+    low = library()
+    for theirs, ours in (
+        (low.UCXConnectionResetError, ConnectionLostError),
+        (low.UCXCanceledError, ConnectionLostError),
+        (low.UCXNotConnectedError, UnreachableError),
+        (low.UCXUnreachableError, UnreachableError),
+        (low.UCXNoDeviceError, WireNotAllowedError),
+    ):
+        assert type(translate(theirs("why"))) is ours
+    assert type(translate(AttributeError("raise_on_error"))) is ClosedError
+    kept = UnreachableError("x")
+    assert translate(kept) is kept
+    assert version().count(".") == 2
+
+
+def test_a_missing_ucxx_names_the_command_that_installs_it() -> None:
+    code = """
+import sys
+sys.modules["ucxx"] = None
+from transport.ucx import library
+try:
+    library()
+except ImportError as error:
+    print(type(error).__name__, error)
+"""
+    with Child(code) as child:
+        assert child.line().startswith("MissingDependencyError ucxx is not installed")
+        assert child.wait() == 0
