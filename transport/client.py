@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -25,36 +24,30 @@ from transport.acks import Ack
 from transport.buffers import BufferPool
 from transport.errors import (
     BufferUnsuitableError,
-    ChecksumError,
     ClosedError,
-    LinkError,
-    PayloadLostError,
-    ReadTimeoutError,
     StaleSlotError,
     TransportError,
     UsageError,
-    WireNotAllowedError,
 )
-from transport.link import Link, Want, refusal
+from transport.link import Want
 from transport.links import Links
 from transport.mapped import MappedRings
 from transport.payload import check_destination
 from transport.pool import PortKey
 from transport.received import AckMode, ReceivedPayload
-from transport.retry import Deadline, GiveUp, Retry, Try, Wait, attempts_of_read
+from transport.remote import BATCH_BYTES, RemoteReads
+from transport.retry import Deadline
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.ticket import Ticket
 from transport.ucx import WIRES, Wire
-from transport.wire import Answer, Kind, Record, SlotFate
+from transport.wire import Kind, Record, SlotFate
 
 log = logging.getLogger(__name__)
 
 WirePolicy = Literal["auto"] | Iterable[Wire]
 
 _CONCURRENCY = 8  # reads in flight of one read_many; more gains nothing on one host (measured)
-_BATCH_INLINE_BYTES = 256 << 10  # small payloads answered by one message
-_CHECKSUM_IN_THREAD = 8 << 20  # from here on a checksum takes longer than a hop to a thread
 
 
 class ReadOutcome(NamedTuple):
@@ -113,13 +106,13 @@ class UCXXClient:
         self._wires: frozenset[Wire] | None = None if wire == "auto" else _wires(wire)
         self._schemas = {schema.fingerprint_hex: schema for schema in schemas}
         self._ack: AckMode = ack
-        self._verify = verify
         self._settings = settings.validate()
-        self._links = Links(self._settings, self._wires, secret)
         self._mapped = MappedRings()
+        self._links = Links(self._settings, self._wires, secret, self._mapped.detach_finished)
+        self._remote = RemoteReads(self._links, self._settings, self._wires, verify)
         self._buffers = BufferPool()
         self._bytes_by_wire: dict[str, int] = {}
-        self._counts = dict.fromkeys(("reads", "retries", "stale", "checksum_failures", "failed_reads"), 0)
+        self._counts = dict.fromkeys(("reads", "stale", "failed_reads"), 0)
         self._closed = False
 
     def __repr__(self) -> str:
@@ -145,8 +138,7 @@ class UCXXClient:
             WireNotAllowedError: only wires that the policy excludes lead there.
             BufferUnsuitableError, RankError: nothing was sent.
         """
-        limit = self._settings.batch_deadline_s if timeout is None else timeout
-        return await self._read(ticket, out, rank, Deadline.after(limit, time.monotonic()))
+        return await self._read(ticket, out, rank, self._deadline(timeout))
 
     async def _read(
         self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, *, spent: bool = False
@@ -184,7 +176,7 @@ class UCXXClient:
 
         Leaving the iteration early cancels what is still under way; use ``contextlib.aclosing`` to have that at once.
         """
-        deadline = Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
+        deadline = self._deadline(timeout)
         work = _groups(list(tickets), self._settings)
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
         finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(1)
@@ -216,14 +208,15 @@ class UCXXClient:
         """One message for all of them where that is possible; what fails so is read singly."""
         outcomes: list[ReadOutcome] = []
         left = group
-        if len(group) > 1:
+        together = len(group) > 1 and not (self._allows("mapped") and self._mapped.find(group[0]) is not None)
+        if together:
             try:
                 outcomes, left = await self._read_batch(group, rank, deadline)
-            except (TransportError, TimeoutError) as error:
+            except TransportError as error:
                 log.debug("batch of %d: %s; reading them one by one", len(group), error)
         for ticket in left:
             try:
-                payload = await self._read(ticket, None, rank, deadline, spent=len(group) > 1)
+                payload = await self._read(ticket, None, rank, deadline, spent=together)
                 outcomes.append(ReadOutcome(ticket, payload, None))
             except TransportError as error:
                 outcomes.append(ReadOutcome(ticket, None, _bare(error)))
@@ -282,41 +275,9 @@ class UCXXClient:
     async def _read_remote(
         self, ticket: Ticket, rank: int, out: Any, destination: Any, deadline: Deadline, spent: bool
     ) -> ReceivedPayload:
-        if self._wires is not None and not self._wires - {"mapped"}:
-            raise WireNotAllowedError(
-                f"payload {ticket.name} cannot be mapped from here, and wire={sorted(self._wires)} allows no other"
-            )
         buffer = self._buffers.take(ticket.size) if destination is None else destination
-        ports = self._links.ports(ticket)
-        attempts = max(1, attempts_of_read(self._settings, len(ports)) - spent)
-        plan = Retry(attempts, deadline, self._settings, random.random)
-        wrong_ring: set[PortKey] = set()
-        while True:
-            match plan.step(time.monotonic()):
-                case Wait(seconds):
-                    await asyncio.sleep(seconds)
-                case GiveUp(error):
-                    if wrong_ring and wrong_ring >= set(ports):
-                        raise PayloadLostError(
-                            f"payload {ticket.name}: no listener serves its ring {ticket.ring[:8]} any more"
-                        ) from error
-                    raise error
-                case Try(number):
-                    self._counts["retries"] += number > 1
-                    port = self._links.next_port(ports, wrong_ring)
-                    try:
-                        wire = await self._attempt(port, Want(ticket, rank, buffer), deadline)
-                    except TransportError as error:
-                        self._counts["checksum_failures"] += isinstance(error, ChecksumError)
-                        self._links.note_failure(port, error, wrong_ring)
-                        elsewhere = not self._links.quarantine.is_quarantined(
-                            self._links.next_port(ports, wrong_ring), time.monotonic()
-                        )
-                        plan.failed(error, time.monotonic(), elsewhere=elsewhere and len(ports) > number)
-                        continue
-                    self._links.quarantine.succeeded(port)
-                    data = buffer if out is None else out
-                    return self._received(ticket, rank, wire, port, data)
+        wire, port = await self._remote.read(Want(ticket, rank, buffer), deadline, spent=spent)
+        return self._received(ticket, rank, wire, port, buffer if out is None else out)
 
     def _received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
         self._count_read(wire, ticket.size)
@@ -327,54 +288,10 @@ class UCXXClient:
             payload.ack()
         return payload
 
-    async def _attempt(self, port: PortKey, want: Want, deadline: Deadline) -> Wire:
-        """One attempt through one port. When it fails in any way, UCX is out of the buffer before it returns."""
-        limit = deadline.bounded(self._settings.read_timeout(want.ticket.size), time.monotonic())
-        try:
-            async with asyncio.timeout(limit):
-                link = await self._links.checkout(port, want.ticket.ring)
-        except TimeoutError as error:
-            raise ReadTimeoutError(f"{port[0]}:{port[1]}: no connection within {limit:.1f} s") from error
-        try:
-            async with asyncio.timeout(min(limit, deadline.at - time.monotonic())):
-                results = await self._links.request(link, [want])
-                if isinstance(results[0], TransportError):
-                    raise results[0]
-                await self._verify_checksum(want)
-        except TimeoutError as error:
-            self._links.break_off(link)
-            raise ReadTimeoutError(
-                f"{port[0]}:{port[1]} did not deliver {want.ticket.name} in {limit:.1f} s"
-            ) from error
-        except BaseException as error:
-            if isinstance(error, TransportError) and not isinstance(error, LinkError) and link.usable:
-                self._links.checkin(link)  # refused: the link is fine
-            else:
-                self._links.break_off(link)
-            raise
-        wire = link.wire
-        self._links.checkin(link)
-        return wire
-
-    async def _verify_checksum(self, want: Want) -> None:
-        expected = want.ticket.checksum
-        if not self._verify or expected is None or not want.ticket.size:
-            return
-        if want.ticket.size >= _CHECKSUM_IN_THREAD:
-            actual = await asyncio.to_thread(_native.checksum, want.destination)
-        else:
-            actual = _native.checksum(want.destination)
-        if actual != expected:
-            raise ChecksumError(
-                f"payload {want.ticket.name} arrived with checksum {actual:016x}, due is {expected:016x}"
-            )
-
     async def _read_batch(
         self, group: list[Ticket], rank: int, deadline: Deadline
     ) -> tuple[list[ReadOutcome], list[Ticket]]:
         """Small payloads of one ring by one message: (outcomes, tickets to be read singly)."""
-        if self._allows("mapped") and self._mapped.find(group[0]) is not None:
-            return [], group
         outcomes: list[ReadOutcome] = []
         wants: list[Want] = []
         for ticket in group:
@@ -385,34 +302,17 @@ class UCXXClient:
                 outcomes.append(ReadOutcome(ticket, None, _bare(error)))
         if not wants:
             return outcomes, []
-        port = self._links.next_port(self._links.ports(group[0]), set())
-        limit = deadline.bounded(self._settings.read_timeout(_BATCH_INLINE_BYTES), time.monotonic())
-        async with asyncio.timeout(limit):
-            link = await self._links.checkout(port, group[0].ring)
-        try:
-            async with asyncio.timeout(min(limit, deadline.at - time.monotonic())):
-                results = await self._links.request(link, wants)
-        except BaseException as error:
-            self._links.break_off(link)
-            if isinstance(error, LinkError):
-                self._links.quarantine.failed(port, time.monotonic())
-            raise
+        wire, port, errors = await self._remote.read_batch(wants, deadline)
         left: list[Ticket] = []
-        for want, result in zip(wants, results, strict=True):
-            try:
-                if isinstance(result, TransportError):
-                    raise result
-                await self._verify_checksum(want)
-                outcomes.append(
-                    ReadOutcome(want.ticket, self._received(want.ticket, rank, link.wire, port, want.destination), None)
-                )
-            except TransportError as error:
-                if error.retryable:
-                    left.append(want.ticket)
-                else:
-                    self._counts["stale"] += isinstance(error, StaleSlotError)
-                    outcomes.append(ReadOutcome(want.ticket, None, _bare(error)))
-        self._links.checkin(link)
+        for want, failure in zip(wants, errors, strict=True):
+            if failure is None:
+                payload = self._received(want.ticket, rank, wire, port, want.destination)
+                outcomes.append(ReadOutcome(want.ticket, payload, None))
+            elif failure.retryable:
+                left.append(want.ticket)
+            else:
+                self._counts["stale"] += isinstance(failure, StaleSlotError)
+                outcomes.append(ReadOutcome(want.ticket, None, _bare(failure)))
         return outcomes, left
 
     # --- acknowledgements and what else can be said about a payload ------------------------------------
@@ -434,54 +334,43 @@ class UCXXClient:
             self._loop.call_soon_threadsafe(self._links.acknowledge, ack, via)
         return True
 
-    async def discard(self, ticket: Ticket) -> bool:
+    async def discard(self, ticket: Ticket, timeout: float | None = None) -> bool:
         """Free a payload that nobody wants, for all ranks. False when it was gone before.
 
         Raises what `read` raises where the ring cannot be reached.
         """
-        fate = await self.state(ticket)
+        fate = await self.state(ticket, timeout=timeout)
         if fate is SlotFate.GONE:
             return False
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
         if ring is not None:
             return ring.discard(ticket)
-        port = self._links.next_port(self._links.ports(ticket), set())
-        link = await self._links.checkout(port, ticket.ring)
         discarding = Record(Kind.DISCARD, ticket.slot, ticket.generation, 0, ticket.key)
         asking = Record(Kind.STATE, ticket.slot, ticket.generation, 0, ticket.key)
-        answer = await self._ask(link, asking, [discarding])
+        answer = await self._remote.ask(ticket, asking, [discarding], self._deadline(timeout))
         return SlotFate(answer.value) is SlotFate.GONE
 
-    async def state(self, ticket: Ticket, rank: int = 0) -> SlotFate:
-        """What became of a payload, for a rank: readable, consumed by it, or gone."""
+    async def state(self, ticket: Ticket, rank: int = 0, timeout: float | None = None) -> SlotFate:
+        """What became of a payload, for a rank: readable, consumed by it, or gone. Raises as `discard` does."""
         ticket.check_rank(rank)
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
         record = Record(Kind.STATE, ticket.slot, ticket.generation, rank, ticket.key)
         if ring is not None:
             ring.check(ticket, rank)
             return fate_of(ring.native.info(ticket.slot), record)
-        link = await self._links.checkout(self._links.next_port(self._links.ports(ticket), set()), ticket.ring)
-        answer = await self._ask(link, record, [])
+        answer = await self._remote.ask(ticket, record, [], self._deadline(timeout))
         return SlotFate(answer.value)
 
-    async def _ask(self, link: Link, record: Record, before: list[Record]) -> Answer:
-        try:
-            async with asyncio.timeout(self._settings.read_timeout(0)):
-                number, answer = await link.ask(record, before)
-        except BaseException:
-            self._links.break_off(link)
-            raise
-        self._links.ledger.answered(link, number)
-        self._links.checkin(link)
-        if answer.code:
-            raise refusal(answer.code, f"slot {record.slot} generation {record.generation}")
-        return answer
+    def _deadline(self, timeout: float | None) -> Deadline:
+        return Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
 
     def statistics(self) -> ClientStatistics:
         """Counters and gauges at this moment."""
         counts, ledger = self._links.counts(), self._links.ledger
         return ClientStatistics(
             **self._counts,
+            retries=self._remote.retries,
+            checksum_failures=self._remote.checksum_failures,
             bytes_by_wire=dict(self._bytes_by_wire),
             links_opened=self._links.opened,
             links_idle=counts.idle,
@@ -539,7 +428,7 @@ def _groups(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:
             continue
         group, size = open_groups.get(ticket.ring, ([], 0))
         # half of the records, so that acknowledgements can ride too
-        if not group or len(group) >= settings.records_per_message // 2 or size + ticket.size > _BATCH_INLINE_BYTES:
+        if not group or len(group) >= settings.records_per_message // 2 or size + ticket.size > BATCH_BYTES:
             group, size = [], 0
             groups.append(group)
         group.append(ticket)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import msgspec
 
@@ -19,7 +19,9 @@ from transport.acks import Ack, AckLedger
 from transport.addresses import LOOPBACK
 from transport.errors import (
     ClosedError,
+    DeadlineExceededError,
     LinkError,
+    RefusedError,
     TransportError,
     UnreachableError,
     WireNotAllowedError,
@@ -36,6 +38,8 @@ from transport.wire import Answer, Kind, Record
 log = logging.getLogger(__name__)
 
 _BYE_TIMEOUT_S = 1.0
+_CLOSE_TIMEOUT_S = 5.0  # for the last acknowledgements; a ring that cannot be reached does not hold the client up
+_MOST_ROUTES = 4096
 _LONGEST_SLEEP_S = 30.0
 _LOOK_S = 1.0  # while acknowledgements are unconfirmed: is the connection that carried them still there?
 
@@ -54,12 +58,20 @@ class Links:
     Args:
         wires: the wires a link may use; None: any.
         secret: shared secret to prove to listeners.
+        tick: called now and then, at least every half minute, for what else grows old.
     """
 
-    def __init__(self, settings: Settings, wires: frozenset[Wire] | None, secret: bytes | None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        wires: frozenset[Wire] | None,
+        secret: bytes | None,
+        tick: Callable[[], object],
+    ) -> None:
         self._settings = settings
         self._wires = wires
         self._secret = secret
+        self._tick = tick
         self._worker: Worker | None = None
         self._pool: EndpointPool[Link] = EndpointPool(settings)
         self._changed = asyncio.Event()  # replaced at each change: a link came back, or a place became free
@@ -93,29 +105,45 @@ class Links:
             raise UnreachableError(f"ticket {ticket.name} names no address and port; is its ring being served?")
         if route is None or (route.hosts, route.ports) != (hosts, numbers):
             self._routes[ticket.ring] = _Route(hosts, numbers)
+            if len(self._routes) > _MOST_ROUTES:
+                busy = set(self.ledger.pending_rings())
+                self._routes.pop(next(ring for ring in self._routes if ring not in busy))
         return [(host, number) for host in hosts for number in numbers]
 
-    def next_port(self, ports: list[PortKey], wrong_ring: set[PortKey]) -> PortKey:
+    def next_port(self, ring: str, ports: list[PortKey]) -> PortKey:
         """The healthiest port; the next one each time, so that load is spread. Addresses are tried in their order."""
         now = time.monotonic()
-        best_host = ports[0][0]
-        candidates = [port for port in ports if port not in wrong_ring] or ports
-        preferred = [port for port in candidates if port[0] == best_host]
+        wrong = self._routes[ring].wrong
+        candidates = [port for port in ports if port not in wrong] or ports
+        preferred = [port for port in candidates if port[0] == candidates[0][0]]
         healthy = [port for port in preferred if not self.quarantine.is_quarantined(port, now)]
         self._rotation += 1
-        order = self.quarantine.order(healthy or candidates, now, self._rotation)
-        return order[0]
+        return self.quarantine.order(healthy or candidates, now, self._rotation)[0]
 
-    def note_failure(self, port: PortKey, error: TransportError, wrong_ring: set[PortKey]) -> None:
-        now = time.monotonic()
+    def healthy(self, port: PortKey) -> bool:
+        """Whether the port is not quarantined."""
+        return not self.quarantine.is_quarantined(port, time.monotonic())
+
+    def failed(self, ring: str, port: PortKey, error: TransportError) -> bool:
+        """Note a failure of the port; True when it serves another ring now."""
+        route = self._routes.get(ring)
         if isinstance(error, WrongRingError):
-            wrong_ring.add(port)
-        elif isinstance(error, LinkError):
+            if route is not None:
+                route.wrong.add(port)
+            return True
+        if isinstance(error, LinkError) and not isinstance(error, DeadlineExceededError):
             log.info("port %s:%d is quarantined: %s", *port, error)
-            self.quarantine.failed(port, now)
+            self.quarantine.failed(port, time.monotonic())
             self._break_off_all(self._pool.drain_port(port))
-        else:
+        elif isinstance(error, RefusedError):
             self.quarantine.succeeded(port)  # a refusal is an answer
+        return False
+
+    def succeeded(self, ring: str, port: PortKey) -> None:
+        """The port answered for its ring."""
+        self.quarantine.succeeded(port)
+        if (route := self._routes.get(ring)) is not None:
+            route.wrong.discard(port)
 
     async def request(self, link: Link, wants: list[Want]) -> list[TransportError | Answer]:
         """Send wants with the acknowledgements that are waiting for this ring; confirm those sent before."""
@@ -202,22 +230,29 @@ class Links:
     async def _tend(self) -> None:
         """Send acknowledgements that found no request to ride with; close links before the listener does."""
         while True:
-            due = self.ledger.next_due()
-            if due is None:
-                expiry = self._pool.next_expiry()
-                self._wake.clear()
-                with contextlib.suppress(TimeoutError):
-                    longest = _LOOK_S if self.ledger.sent_count else _LONGEST_SLEEP_S
-                    async with asyncio.timeout(longest if expiry is None else min(longest, expiry - time.monotonic())):
-                        await self._wake.wait()
-                self._break_off_all(link for link in self._pool.idle() if not link.usable)
-            elif due > time.monotonic():
-                # not woken by further acknowledgements: under load they ride, and this task costs nothing
-                await asyncio.sleep(due - time.monotonic())
-            for ring in self.ledger.due(time.monotonic()):
-                await self._flush(ring)
-            for link in self._pool.expired(time.monotonic()):
-                await self._farewell(link)
+            try:
+                await self._sleep()
+                self._break_off_all([link for link in self._pool.idle() if not link.usable])
+                await asyncio.gather(*(self._flush(ring) for ring in self.ledger.due(time.monotonic())))
+                await asyncio.gather(*(self._farewell(link) for link in self._pool.expired(time.monotonic())))
+                self._tick()
+            except Exception:  # whatever it was, acknowledgements must go on
+                log.exception("tending the links failed; going on")
+                await asyncio.sleep(_LOOK_S)
+
+    async def _sleep(self) -> None:
+        """Until something is due. Nothing due soon: until woken, too."""
+        now = time.monotonic()
+        due = self.ledger.next_due()
+        if due is not None and due - now <= self._settings.ack_delay_s:
+            # not woken by further acknowledgements: under load they ride, and this task costs nothing
+            await asyncio.sleep(max(due - now, 0.0))
+            return
+        moments = [now + (_LOOK_S if self.ledger.sent_count else _LONGEST_SLEEP_S), due, self._pool.next_expiry()]
+        self._wake.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(moment for moment in moments if moment is not None) - now):
+                await self._wake.wait()
 
     async def _flush(self, ring: str) -> None:
         """Send what is pending for a ring, now; failures leave it pending, with a longer pause."""
@@ -230,7 +265,7 @@ class Links:
 
     async def _flush_to(self, ring: str, route: _Route, via: Hashable | None) -> None:
         ports = [(host, port) for host in route.hosts for port in route.ports]
-        port = via if via in ports else self.next_port(ports, route.wrong)
+        port = via if via in ports else self.next_port(ring, ports)
         if via is not None and port != via:
             self.ledger.reroute(ring, via)
         try:
@@ -283,8 +318,9 @@ class Links:
             return
         self._tender.cancel()
         await asyncio.gather(self._tender, return_exceptions=True)
-        for ring in self.ledger.pending_rings():
-            await self._flush(ring)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await asyncio.gather(*(self._flush(ring) for ring in self.ledger.pending_rings()))
         self._closed = True
         self._notify()
         await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))
