@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _RECEIVES_POSTED = 2  # the next request can land while one is being answered
+_MOST_UNSENT = 1024  # answers and payloads that a client has not taken yet
 _MOST_ATTEMPTS = 4096  # per connection: a client that never acknowledges does not grow the listener
 
 
@@ -76,6 +77,7 @@ class Connection:
         self._number = 0
         self._posted_number = 0
         self._attempts: set[Attempt] = set()
+        self._unsent: set[asyncio.Future[None]] = set()
         self._closed = False
         self.opened = False
         self.last_active = time.monotonic()
@@ -185,6 +187,8 @@ class Connection:
         self._number += 1
         self._post_receives()
         self._answer(number, records)
+        while len(self._unsent) > _MOST_UNSENT:  # it asks and does not listen: its answers are not piled up here
+            await asyncio.wait(self._unsent, return_when=asyncio.FIRST_COMPLETED)
 
     def _answer(self, number: int, records: list[Record]) -> None:
         answers: list[Answer] = []
@@ -219,6 +223,9 @@ class Connection:
 
     def _send(self, data: object, tag: int) -> asyncio.Future[None]:
         future = self._endpoint.send(data, tag)
+        if not future.done():
+            self._unsent.add(future)
+            future.add_done_callback(self._unsent.discard)
         future.add_done_callback(_look_at)
         return future
 

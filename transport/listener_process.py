@@ -51,8 +51,12 @@ class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def answer(report: msgspec.Struct) -> None:
-    """One JSON line to whoever started this process, then nothing more."""
-    with contextlib.suppress(BrokenPipeError), os.fdopen(_answers, "wb") as pipe:
+    """One JSON line to whoever started this process. The first one counts: nothing is written after it."""
+    global _answers
+    descriptor, _answers = _answers, -1
+    if descriptor < 0:
+        return
+    with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, "wb") as pipe:
         pipe.write(msgspec.json.encode(report) + b"\n")
 
 
@@ -97,8 +101,9 @@ async def _serve(config: ListenerConfig) -> int:
         try:
             await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)))
         finally:
-            orphaned.cancel()
-        ring.native.unlink_if_last()  # an orphan's lingering is over; with a supervisor, it is not the last
+            orphaned.cancel()  # does nothing to one that has come to its end
+        if orphaned.done() and not orphaned.cancelled():
+            ring.native.unlink_if_last()  # its lingering is over: what is still unread has had its time
     return 0
 
 

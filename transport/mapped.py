@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from transport import _native
-from transport.errors import LayoutError, NoOwnerError, RingNotFoundError, SharedMemoryError
+from transport.errors import TransportError
 from transport.leases import ReadLease
 from transport.ring import SharedRingBuffer
 from transport.ticket import Ticket, host_identity
@@ -79,8 +79,12 @@ class MappedRings:
         self.detach_finished()  # rings come and go with their writers; memory that one keeps mapped is not given back
         try:
             ring = SharedRingBuffer.attach(ticket.segment, role="reader")
-        except (RingNotFoundError, NoOwnerError, LayoutError, SharedMemoryError) as error:
+        except TransportError as error:
             self._refuse(ticket, str(error))
+            return None
+        if _readers(ring) > _native.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
+            ring.native.close()
+            self._refuse(ticket, "its other owner places are kept for its writer and listeners")
             return None
         if ring.ring_id != ticket.ring:
             ring.native.close()
@@ -155,6 +159,10 @@ class MappedRings:
             if not holds:
                 ring.close()
         self._rings.clear()
+
+
+def _readers(ring: SharedRingBuffer) -> int:
+    return sum(owner.alive and owner.role == _native.ROLE_READER for owner in ring.native.owners())
 
 
 def _empty(ring: SharedRingBuffer) -> bool:

@@ -92,8 +92,9 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         """Say that this rank has consumed the payload, so that its slot can be used again. False: said before."""
         if self.acknowledged:
             return False
+        accepted = self._acknowledge()
         self.acknowledged = True
-        return self._acknowledge()
+        return accepted
 
     def release(self) -> None:
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""

@@ -160,15 +160,27 @@ class SharedRingBuffer:
     def close(self) -> None:
         """Give up every hold and detach. Idempotent.
 
-        The last one removes the segment: the writer in any case, others only where nothing is unread, since what a
-        dead writer left may still be taken over.
+        The writer gives up with it what is still unread: nobody serves that any more. Others leave it, since what a
+        dead writer left may be taken over. The last one removes an empty segment.
         """
         if self.native.closed:
             return
+        if self._made_here:
+            self._give_up_unread()
         _, _, ready, reading = self.native.state_counts()
         if self._made_here or ready + reading == 0:
             self.native.unlink_if_last()
         self.native.close()
+
+    def _give_up_unread(self) -> None:
+        """Discard what is unread; a reader that looks at a slot keeps its memory until it lets go."""
+        given_up = 0
+        for slot in range(self.slot_count):
+            info = self.native.info(slot)
+            if info.state in (SlotState.READY, SlotState.READING):
+                given_up += self.native.discard(slot, info.generation)
+        if given_up:
+            log.info("ring %s was closed with %d payloads unread", self.ring_id[:8], given_up)
 
     def __enter__(self) -> Self:
         return self

@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner places, the writer one
 
 _START_TIMEOUT_S = 60.0
-_RESTART_PAUSE_S = 0.2
+_RESTART_PAUSE_S = 0.1  # doubled at each failure in a row
+_RESTART_MOST_S = 10.0
 
 
 class UCXXServer:
@@ -121,8 +122,8 @@ class UCXXServer:
             else _Thread(self._ring, self._config)
         )
         ports = run.start(self._wanted)
-        self._ring.native.set_ports(ports)
         self._run = run
+        self._ring.native.set_ports(ports)
         return self
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -182,7 +183,7 @@ class _Processes:
         if report.error:
             _raise_reported(report.error, report.message)
         # a supervisor that is started again adopts the listeners on these ports
-        self._config = msgspec.structs.replace(self._config, ports=report.ports)
+        self._config = msgspec.structs.replace(self._config, ports=report.ports, first=False)
         self._watcher = threading.Thread(target=self._watch, name="transport supervisor watch", daemon=True)
         self._watcher.start()
         return report.ports
@@ -217,15 +218,22 @@ class _Processes:
         return report
 
     def _watch(self) -> None:
+        pause_s = _RESTART_PAUSE_S
         while self._process is not None:
+            begun = time.monotonic()
             status = self._process.wait()
-            if self._stopping.wait(_RESTART_PAUSE_S):
+            lived_s = time.monotonic() - begun
+            pause_s = _RESTART_PAUSE_S if lived_s > _RESTART_MOST_S else min(2 * pause_s, _RESTART_MOST_S)
+            if self._stopping.wait(pause_s):
                 return
             log.warning("the supervisor ended with status %d; starting it again", status)
             with self._spawning:
                 if self._stopping.is_set():
                     return
-                report = self._spawn()
+                try:
+                    report = self._spawn()
+                except (OSError, msgspec.MsgspecError) as error:  # no process to be had now; later perhaps
+                    report = SupervisorReport(error=type(error).__name__, message=str(error))
             if report.error:
                 log.error("the supervisor does not start: %s: %s", report.error, report.message)
 

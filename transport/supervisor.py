@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from transport import _native
-from transport.errors import TransportError
+from transport.errors import RingNotFoundError, TransportError
 from transport.lifetime import Lifetime, Phase
 from transport.listener_process import (
     DRAIN_S,
@@ -47,10 +47,15 @@ _PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of a writer th
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a supervisor is told: the ports (0: assigned) and what each listener gets."""
+    """What a supervisor is told: the ports (0: assigned) and what each listener gets.
+
+    At the first start a port that cannot be had is an error; a supervisor that is started again makes do without, since
+    the listeners it adopts must not suffer for it.
+    """
 
     ports: tuple[int, ...]
     listener: ListenerConfig
+    first: bool = True
 
 
 class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,6 +72,7 @@ class Place:
     def __init__(self, port: int) -> None:
         self.port = port
         self.process: asyncio.subprocess.Process | None = None
+        self.starting: asyncio.Task[None] | None = None
         self.failures = 0
         self.not_before = 0.0
         self.last_error = ListenerReport()
@@ -94,10 +100,13 @@ class Supervisor:
         self._lifetime = Lifetime(config.listener.settings.linger_s)
         self._watchers: set[asyncio.Task[None]] = set()
         self._writers = self._living_writers()
-        known = ring.native.ports()
-        self.places = [
-            Place(known[index] if port == 0 and index < len(known) else port) for index, port in enumerate(config.ports)
-        ]
+        # Listeners that are there are adopted on the ports they have, which may have moved since the first start.
+        # A ring that was taken over is served on its old ports, which are in the tickets of its unread payloads.
+        adopted = [] if config.first else sorted(self._living())
+        known = [*ring.native.ports(), *config.ports[len(ring.native.ports()) :]]
+        wanted = [port or before for port, before in zip(config.ports, known, strict=False)]
+        missing = [port for port in wanted if port not in adopted]
+        self.places = [Place(port) for port in (adopted + missing)[: len(config.ports)]]
 
     def request_stop(self) -> None:
         """Stop at the next look (signal handler)."""
@@ -123,52 +132,71 @@ class Supervisor:
         writers = self._living_writers()
         return self._ring.native.keeper_alive and bool(writers) and not self._writers & writers
 
-    async def fill(self) -> None:
-        """Start a listener in every place that has none; a stopped one is killed first."""
+    def fill(self) -> None:
+        """Begin to start a listener in every place that has none; a stopped one is killed first."""
         living = self._living()
         now = time.monotonic()
-        starts = []
         for place in self.places:
             pid, silent_s = living.get(place.port, (0, 0.0))
             if pid and silent_s > self._config.listener.settings.watchdog_s:
                 log.warning("listener %d on port %d is stopped for %.0f s; killing it", pid, place.port, silent_s)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            elif not pid and place.process is None and now >= place.not_before:
-                starts.append(self._start(place))
-        if starts:
-            await asyncio.gather(*starts)
-            self._ring.native.set_ports(tuple(place.port for place in self.places))
+            elif not pid and place.process is None and place.starting is None and now >= place.not_before:
+                place.starting = asyncio.create_task(self._start(place))
+        self.tell_ports()
+
+    async def filled(self) -> None:
+        """Until no start is under way."""
+        await asyncio.gather(*(place.starting for place in self.places if place.starting is not None))
+        self.tell_ports()
+
+    def tell_ports(self) -> None:
+        """Put the places' ports into the ring's table, which new tickets take them from."""
+        ports = tuple(place.port for place in self.places if place.port)
+        if ports != self._ring.native.ports():
+            self._ring.native.set_ports(ports)
 
     async def _start(self, place: Place) -> None:
-        config = msgspec.structs.replace(self._config.listener, port=place.port)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "transport.listener_process",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        place.process = process
         try:
-            async with asyncio.timeout(_START_TIMEOUT_S):
-                report = await self._exchange(process, config)
-        except (TimeoutError, OSError, msgspec.MsgspecError) as error:
-            report = ListenerReport(error=type(error).__name__, message=f"the listener did not report: {error}")
+            report = await self._started(place)
+        finally:
+            place.starting = None
+            self._wake.set()
         place.last_error = report
-        if report.error:
+        process = place.process
+        if report.error or process is None:
             log.warning("listener on port %d: %s: %s", place.port, report.error, report.message)
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            place.process = None
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+                place.process = None
             place.failed(time.monotonic())
+            if report.error == RingNotFoundError.__name__:
+                self.request_stop()  # somebody removed the segment: there is nothing left to serve
             return
         place.port = report.port
         place.failures = 0
         watcher = asyncio.create_task(self._watch(place, process))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
+
+    async def _started(self, place: Place) -> ListenerReport:
+        """Start the place's listener; its report, or why there is none."""
+        try:
+            place.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "transport.listener_process",
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+            )
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                config = msgspec.structs.replace(self._config.listener, port=place.port)
+                return await self._exchange(place.process, config)
+        except (TimeoutError, OSError, msgspec.MsgspecError) as error:
+            return ListenerReport(error=type(error).__name__, message=f"the listener did not report: {error}")
 
     async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> ListenerReport:
         if process.stdin is None or process.stdout is None:
@@ -189,7 +217,7 @@ class Supervisor:
     async def run(self) -> None:
         """Keep the places filled until told to stop, or until nobody needs them."""
         while not self._stop:
-            await self.fill()
+            self.fill()
             if not all(place.process for place in self.places):
                 self._ring.reclaim()  # adopted listeners have no watcher
             _, _, ready, reading = self._ring.native.state_counts()
@@ -209,6 +237,10 @@ class Supervisor:
     async def _stop_listeners(self) -> None:
         """SIGTERM to own and adopted listeners; SIGKILL to those that do not go."""
         self._stop = True
+        for place in self.places:
+            if place.starting is not None:
+                place.starting.cancel()
+        await asyncio.gather(*(each.starting for each in self.places if each.starting), return_exceptions=True)
         for pid in self._listener_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
@@ -238,13 +270,15 @@ async def _supervise(config: SupervisorConfig) -> int:
         supervisor = Supervisor(ring, config)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.request_stop)
-        await supervisor.fill()
+        supervisor.fill()
+        if config.first:
+            await supervisor.filled()
         failed = [place for place in supervisor.places if place.last_error.error]
         if failed:
             answer(SupervisorReport(error=failed[0].last_error.error, message=failed[0].last_error.message))
             await supervisor._stop_listeners()
             return 1
-        answer(SupervisorReport(ports=tuple(place.port for place in supervisor.places)))
+        answer(SupervisorReport(ports=ring.native.ports()))
         await supervisor.run()
         ring.native.unlink_if_last()  # lingering is over: what is still unread has had its time
     return 0
