@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from transport.client import ReadOutcome
 from transport.duplicates import ConsumedRecord
 from transport.errors import (
     AuthenticationError,
@@ -29,6 +28,7 @@ from transport.errors import (
 from transport.packer import FetchedBatch, UCXXDataPackerMixin
 from transport.queue.base import DeliveryState
 from transport.queue.sqlite import SQLiteQueue
+from transport.received import ReadOutcome
 from transport.retry import Deadline
 from transport.rollout import UCXXRolloutMixin, queued, ticket_id
 from transport.schema import Schema, UpTo

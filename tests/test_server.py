@@ -13,10 +13,9 @@ import pytest
 from support import Child, eventually, listener_pids, noise, segment_file
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
-from transport.errors import ConfigurationError, TransportError, UsageError
+from transport.errors import BusyPortError, ConfigurationError, TransportError, UsageError
 from transport.settings import DEFAULTS
 from transport.testing import run
-from transport.ucx import BusyPortError
 
 pytestmark = pytest.mark.ucx
 

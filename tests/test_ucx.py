@@ -17,6 +17,7 @@ import pytest
 from support import Child, asynchronous, dead_port, noise, until
 
 from transport.errors import (
+    BusyPortError,
     ClosedError,
     ConnectionLostError,
     LinkError,
@@ -26,7 +27,8 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.testing import run
-from transport.ucx import BusyPortError, Endpoint, Worker, library, settings_for, translate, version
+from transport.ucx import Endpoint, Worker, library, translate, version
+from transport.wires import settings_for
 
 pytestmark = pytest.mark.ucx
 
@@ -151,7 +153,8 @@ async def test_a_peer_that_closes_fails_what_waits_and_what_comes_later(wire: An
 async def test_a_killed_peer_is_noticed() -> None:
     code = """
 import asyncio, sys
-from transport.ucx import Worker, settings_for
+from transport.ucx import Worker
+from transport.wires import settings_for
 async def main():
     worker = Worker(settings_for(frozenset({"tcp"})))
     endpoint = await worker.connect("127.0.0.1", int(sys.argv[1]))
@@ -320,7 +323,8 @@ async def test_a_worker_with_nothing_to_do_makes_no_progress_calls(wire: Any) ->
 LOOK = """
 import asyncio, json, os
 before = dict(os.environ)
-from transport.ucx import Worker, library, settings_for
+from transport.ucx import Worker, library
+from transport.wires import settings_for
 library()
 async def main():
     Worker(settings_for(frozenset({"tcp"}))).close()

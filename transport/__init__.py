@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transport.blocking import BlockingClient
-    from transport.client import ReadOutcome, UCXXClient
+    from transport.client import UCXXClient
     from transport.errors import StaleSlotError, TransportError
     from transport.packer import UCXXDataPackerMixin
-    from transport.received import ReceivedPayload
+    from transport.received import ReadOutcome, ReceivedPayload
     from transport.ring import SharedRingBuffer
     from transport.rollout import UCXXRolloutMixin
     from transport.schema import Schema, TensorSpec, UpTo
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BlockingClient": "blocking",
-    "ReadOutcome": "client",
+    "ReadOutcome": "received",
     "ReceivedPayload": "received",
     "Schema": "schema",
     "Settings": "settings",

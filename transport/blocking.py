@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
 from transport.background import LoopThread
-from transport.client import ClientStatistics, ReadOutcome, UCXXClient
-from transport.received import ReceivedPayload
+from transport.client import UCXXClient
+from transport.received import ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.ticket import Ticket
 from transport.wire import SlotFate
 

@@ -15,9 +15,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
-
-import msgspec
+from typing import Any, Literal, Self
 
 from transport import _native
 from transport.acks import Ack
@@ -34,46 +32,20 @@ from transport.links import Links
 from transport.mapped import MappedRings
 from transport.payload import check_destination
 from transport.pool import PortKey
-from transport.received import AckMode, ReceivedPayload
-from transport.remote import BATCH_BYTES, RemoteReads
+from transport.received import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
+from transport.remote import RemoteReads, grouped
 from transport.retry import Deadline
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.ticket import Ticket
-from transport.ucx import WIRES, Wire
 from transport.wire import Kind, Record, SlotFate
+from transport.wires import WIRES, Wire
 
 log = logging.getLogger(__name__)
 
 WirePolicy = Literal["auto"] | Iterable[Wire]
 
 _CONCURRENCY = 8  # reads in flight of one read_many; more gains nothing on one host (measured)
-
-
-class ReadOutcome(NamedTuple):
-    """What became of one ticket of `read_many`: exactly one of payload and error is set."""
-
-    ticket: Ticket
-    payload: ReceivedPayload | None
-    error: TransportError | None
-
-
-class ClientStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the client was made, and what is open now."""
-
-    reads: int
-    bytes_by_wire: dict[str, int]
-    retries: int  # attempts beyond the first
-    stale: int
-    checksum_failures: int
-    failed_reads: int
-    links_opened: int
-    links_idle: int
-    links_in_use: int
-    acks_pending: int
-    acks_unconfirmed: int
-    acks_dropped: int
-    quarantined_ports: tuple[str, ...]
 
 
 class UCXXClient:
@@ -177,7 +149,7 @@ class UCXXClient:
         Leaving the iteration early cancels what is still under way; use ``contextlib.aclosing`` to have that at once.
         """
         deadline = self._deadline(timeout)
-        work = _groups(list(tickets), self._settings)
+        work = grouped(list(tickets), self._settings)
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
         finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(1)
         expected = sum(len(group) for group in work)
@@ -416,21 +388,3 @@ def _wires(wanted: Iterable[Wire]) -> frozenset[Wire]:
     if not names or not names <= set(WIRES):
         raise UsageError(f"wire={sorted(names)}; choose 'auto' or some of {', '.join(WIRES)}")
     return frozenset(wire for wire in WIRES if wire in names)
-
-
-def _groups(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:
-    """Tickets whose payloads ride in one answer together; large ones stand alone. The order is kept within a ring."""
-    groups: list[list[Ticket]] = []
-    open_groups: dict[str, tuple[list[Ticket], int]] = {}
-    for ticket in tickets:
-        if ticket.size > settings.inline_limit:
-            groups.append([ticket])
-            continue
-        group, size = open_groups.get(ticket.ring, ([], 0))
-        # half of the records, so that acknowledgements can ride too
-        if not group or len(group) >= settings.records_per_message // 2 or size + ticket.size > BATCH_BYTES:
-            group, size = [], 0
-            groups.append(group)
-        group.append(ticket)
-        open_groups[ticket.ring] = (group, size + ticket.size)
-    return groups

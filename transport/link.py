@@ -23,8 +23,9 @@ from transport.errors import (
 )
 from transport.settings import Settings
 from transport.ticket import Ticket
-from transport.ucx import Endpoint, Wire, Worker
+from transport.ucx import Endpoint, Worker
 from transport.wire import Answer, Kind, Record
+from transport.wires import Wire
 
 
 class Want(NamedTuple):

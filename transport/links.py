@@ -32,8 +32,9 @@ from transport.pool import EndpointPool, PoolCounts, PortKey
 from transport.quarantine import PortQuarantine
 from transport.settings import Settings
 from transport.ticket import Ticket, host_identity
-from transport.ucx import Wire, Worker, settings_for
+from transport.ucx import Worker
 from transport.wire import Answer, Kind, Record
+from transport.wires import Wire, settings_for
 
 log = logging.getLogger(__name__)
 

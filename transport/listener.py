@@ -15,7 +15,8 @@ from transport.connection import Attempt, Connection, random_tag_base
 from transport.errors import ClosedError
 from transport.ring import SharedRingBuffer
 from transport.settings import DEFAULTS, Settings
-from transport.ucx import Endpoint, Listening, Wire, Worker, settings_for
+from transport.ucx import Endpoint, Listening, Worker
+from transport.wires import Wire, settings_for
 
 log = logging.getLogger(__name__)
 

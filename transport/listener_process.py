@@ -23,7 +23,7 @@ from transport.listener import Listener, serve_until
 from transport.ring import SharedRingBuffer
 from transport.settings import Settings
 from transport.supervisor_lock import supervised
-from transport.ucx import Wire
+from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 

@@ -23,16 +23,12 @@ import os
 import random
 import socket
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
-
-from transport.acks import Identity
-from transport.background import Job, LoopThread
+from transport.background import LoopThread
 from transport.claims import ClaimBook
-from transport.client import ClientStatistics, UCXXClient, WirePolicy
+from transport.client import WirePolicy
 from transport.duplicates import ConsumedRecord
 from transport.errors import (
     AuthenticationError,
@@ -44,8 +40,9 @@ from transport.errors import (
     VersionMismatchError,
     WireNotAllowedError,
 )
-from transport.prefetch import FetchedBatch, FetchedItem, Prefetch
-from transport.progress import Progress, silent
+from transport.packer_session import PackerSession, PackerStatistics, TicketLike, make_client, resolved
+from transport.prefetch import FetchedBatch, FetchedItem
+from transport.progress import silent
 from transport.queue.base import Claim, TicketQueue
 from transport.received import AckMode, ReceivedPayload
 from transport.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
@@ -57,77 +54,14 @@ __all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics
 
 log = logging.getLogger(__name__)
 
-TicketLike = Ticket | Claim | bytes | str
-
 # No payload can be read from here until somebody changes this trainer's configuration.
 _OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
-
-
-class PackerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since `setup_ucxx_packer`."""
-
-    batches: int
-    consumed: int
-    duplicates: int  # came a second time and were dropped
-    failed: int  # tickets whose payload could not be had
-    stale: int  # of those, because it was gone
-    returned: int  # claims given back to the queue
-    lost_claims: int  # another trainer had the claim by the time of the ack; not trained on
-    client: ClientStatistics
-
-
-class _Packer:
-    """What a mixin holds between setup and cleanup."""
-
-    def __init__(
-        self,
-        client: UCXXClient,
-        thread: LoopThread,
-        settings: Settings,
-        rank: int,
-        claims: ClaimBook,
-        record: ConsumedRecord,
-        progress: Progress,
-    ) -> None:
-        self.client = client
-        self.thread = thread
-        self.settings = settings
-        self.rank = rank
-        self.claims = claims
-        self.record = record
-        self.progress = progress
-        self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch()
-        self.fetching: Job[FetchedBatch] | None = None
-        self.collected: dict[Identity, FetchedItem] = {}  # collected and not consumed
-        # consumed, for as long as the trainer holds them
-        self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
-        self.renewer = thread.submit(claims.keep_leases())
-        self.batches = 0
-        self.consumed = 0
-
-    def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
-        """Consume: the queue first, then the record, then the rings. Returns what may be trained on."""
-        trainable = []
-        for item in self.claims.settle(items):
-            if item.payload is None:
-                continue
-            ring, slot, generation = item.ticket.identity
-            if self.record.accept(ring, slot, generation, self.rank):
-                trainable.append(item.payload)
-                self.trained[item.ticket.identity] = item.payload
-            else:
-                self.claims.counts["duplicates"] += 1
-            item.payload.ack()
-        self.consumed += len(trainable)
-        for item in items:
-            self.collected.pop(item.ticket.identity, None)
-        return trainable
 
 
 class UCXXDataPackerMixin:
     """Mix into a data packer, before its base class. `get_policy_input` then also takes tickets."""
 
-    _ucxx: _Packer | None = None
+    _ucxx: PackerSession | None = None
 
     # --- life ---------------------------------------------------------------------------------------
     def setup_ucxx_packer(
@@ -159,30 +93,22 @@ class UCXXDataPackerMixin:
         self.cleanup_ucxx_packer()
         thread = LoopThread("transport data packer")
         try:
-            client = thread.run(_make_client(schemas, wire, secret, settings))
+            client = thread.run(make_client(schemas, wire, secret, settings))
         except BaseException:
             thread.close()
             raise
         claims = ClaimBook(queue, rank, consumer or f"{socket.gethostname()}:{os.getpid()}", ack, settings)
         record = consumed if consumed is not None else ConsumedRecord(settings)
-        self._ucxx = _Packer(client, thread, settings, rank, claims, record, progress or silent)
+        self._ucxx = PackerSession(client, thread, settings, rank, claims, record, progress or silent)
 
     def cleanup_ucxx_packer(self) -> None:
         """Stop fetching, give claims back to the queue, close client and loop. Any state; idempotent."""
         packer, self._ucxx = self._ucxx, None
-        if packer is None:
-            return
-        with contextlib.ExitStack() as stack:  # every step runs, whatever the others do
-            stack.callback(packer.thread.close)
-            stack.callback(lambda: packer.thread.run(packer.client.close()))
-            stack.callback(lambda: packer.claims.give_back(packer.claims.in_hand, "the trainer stopped"))
-            stack.callback(packer.renewer.cancel)
-            stack.callback(packer.collected.clear)
-            stack.callback(lambda: _cancel(packer))
-            packer.prefetch.close()
+        if packer is not None:
+            packer.close()
 
     @property
-    def _packer(self) -> _Packer:
+    def _packer(self) -> PackerSession:
         if self._ucxx is None:
             raise ClosedError("call setup_ucxx_packer() first")
         return self._ucxx
@@ -227,7 +153,7 @@ class UCXXDataPackerMixin:
         if batch is not None:
             self._start(packer, batch)
 
-    def _start(self, packer: _Packer, items: Sequence[TicketLike]) -> None:
+    def _start(self, packer: PackerSession, items: Sequence[TicketLike]) -> None:
         deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
         packer.fetching = packer.thread.submit(self._ucxx_dp_fetch_all(items, deadline))
 
@@ -267,7 +193,7 @@ class UCXXDataPackerMixin:
 
     def cancel_prefetch(self) -> None:
         """Stop fetching; the claims of the batch, and of a deferred one, go back to the queue."""
-        _cancel(self._packer)
+        self._packer.cancel()
 
     # --- the interface of the trainer ---------------------------------------------------------------------
     def get_policy_input(self, item: Any, *arguments: Any, **named: Any) -> Any:
@@ -281,7 +207,7 @@ class UCXXDataPackerMixin:
         if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
             return super().get_policy_input(item, *arguments, **named)  # type: ignore[misc]  # the packer mixed with
         packer = self._packer
-        ticket, claim = _resolve(item)
+        ticket, claim = resolved(item)
         payload = packer.trained.get(ticket.identity)
         if payload is None:
             fetched = packer.collected.get(ticket.identity)
@@ -322,7 +248,7 @@ class UCXXDataPackerMixin:
         """Layer 3: rounds over the batch; each round only what failed retryably in the one before."""
         packer = self._packer
         started = time.monotonic()
-        fetched = [_item(packer, each) for each in items]
+        fetched = [packer.item(each) for each in items]
         todo = [item for item in fetched if not item.duplicate]
         batch = FetchedBatch(fetched)
         try:
@@ -354,7 +280,9 @@ class UCXXDataPackerMixin:
             log.warning("the queue could not be told of a batch yet: %s", error)
         return batch
 
-    async def _round(self, packer: _Packer, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline) -> None:
+    async def _round(
+        self, packer: PackerSession, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline
+    ) -> None:
         """One call for every ticket, small ones sharing messages; then the other calls for those that failed."""
         by_identity: dict[tuple[str, int, int], list[FetchedItem]] = {}
         for item in todo:
@@ -383,47 +311,8 @@ class UCXXDataPackerMixin:
 
     def ucxx_statistics(self) -> PackerStatistics:
         """Counters at this moment."""
-        packer = self._packer
-        client = packer.thread.run(_statistics(packer.client))
-        return PackerStatistics(batches=packer.batches, consumed=packer.consumed, **packer.claims.counts, client=client)
+        return self._packer.statistics()
 
     def consumed_record(self) -> ConsumedRecord:
         """What was trained on; its `to_bytes()` in the trainer's checkpoint gives exactly-once across a restart."""
         return self._packer.record
-
-
-# --- parts -----------------------------------------------------------------------------------------------
-async def _make_client(
-    schemas: Sequence[Schema], wire: WirePolicy, secret: bytes | None, settings: Settings
-) -> UCXXClient:
-    # "manual" with either mode of the packer: the queue hears of a payload before its ring does
-    return UCXXClient(schemas=schemas, wire=wire, ack="manual", secret=secret, settings=settings)
-
-
-async def _statistics(client: UCXXClient) -> ClientStatistics:
-    return client.statistics()
-
-
-def _resolve(item: TicketLike) -> tuple[Ticket, Claim | None]:
-    if isinstance(item, Ticket):
-        return item, None
-    if isinstance(item, Claim):
-        return Ticket.decode(item.data), item
-    return Ticket.parse(item), None
-
-
-def _item(packer: _Packer, each: TicketLike) -> FetchedItem:
-    ticket, claim = _resolve(each)
-    ring, slot, generation = ticket.identity
-    duplicate = packer.record.is_last(ring, slot, generation, packer.rank)
-    return FetchedItem(ticket, claim, duplicate=duplicate)
-
-
-def _cancel(packer: _Packer) -> None:
-    fetching, packer.fetching = packer.fetching, None
-    if fetching is not None:
-        fetching.end()
-    packer.prefetch.cancelled()
-    held = {item.claim.token for item in packer.collected.values() if item.claim is not None}
-    waiting = [claim for claim in packer.claims.in_hand if claim.token not in held]
-    packer.claims.give_back(waiting, "the fetch was cancelled")

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
+import msgspec
 import numpy as np
 
-from transport.errors import ClosedError, SchemaError
+from transport.errors import ClosedError, SchemaError, TransportError
 from transport.payload import views
 from transport.schema import Schema
 from transport.ticket import Ticket
-from transport.ucx import Wire
+from transport.wires import Wire
 
 AckMode = Literal["on_arrival", "on_consumed", "manual"]
 
@@ -110,3 +111,29 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         elif self._abandon is not None and not self.acknowledged:
             self._abandon()
         self.release()
+
+
+class ReadOutcome(NamedTuple):
+    """What became of one ticket of `read_many`: exactly one of payload and error is set."""
+
+    ticket: Ticket
+    payload: ReceivedPayload | None
+    error: TransportError | None
+
+
+class ClientStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the client was made, and what is open now."""
+
+    reads: int
+    bytes_by_wire: dict[str, int]
+    retries: int  # attempts beyond the first
+    stale: int
+    checksum_failures: int
+    failed_reads: int
+    links_opened: int
+    links_idle: int
+    links_in_use: int
+    acks_pending: int
+    acks_unconfirmed: int
+    acks_dropped: int
+    quarantined_ports: tuple[str, ...]

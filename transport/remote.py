@@ -28,8 +28,8 @@ from transport.pool import PortKey
 from transport.retry import Deadline, GiveUp, Retry, Try, Wait, attempts_of_read
 from transport.settings import Settings
 from transport.ticket import Ticket
-from transport.ucx import Wire
 from transport.wire import Answer, Record
+from transport.wires import Wire
 
 T = TypeVar("T")
 
@@ -203,3 +203,21 @@ class RemoteReads:
             self.checksum_failures += 1
             return error
         return None
+
+
+def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:
+    """Tickets whose payloads ride in one answer together; large ones stand alone. The order is kept within a ring."""
+    groups: list[list[Ticket]] = []
+    open_groups: dict[str, tuple[list[Ticket], int]] = {}
+    for ticket in tickets:
+        if ticket.size > settings.inline_limit:
+            groups.append([ticket])
+            continue
+        group, size = open_groups.get(ticket.ring, ([], 0))
+        # half of the records, so that acknowledgements can ride too
+        if not group or len(group) >= settings.records_per_message // 2 or size + ticket.size > BATCH_BYTES:
+            group, size = [], 0
+            groups.append(group)
+        group.append(ticket)
+        open_groups[ticket.ring] = (group, size + ticket.size)
+    return groups

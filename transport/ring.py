@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from transport.errors import (
     InternalError,
     LengthMismatchError,
     PayloadTooLargeError,
-    RingFullError,
     SchemaError,
     StaleSlotError,
     UsageError,
@@ -30,6 +29,7 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.leases import Draft, ReadLease, WriteLease, ordered_lengths
+from transport.overflow import Overflow, Overflowing
 from transport.payload import describe, describe_exact, pack_into
 from transport.schema import Schema
 from transport.slots import COUNTERS, RingStatistics, SlotState, named, slot_key
@@ -40,10 +40,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Overflow = Literal["block", "error", "overwrite"]
 MAX_READERS = _native.MAX_READERS
-_FOR_EVER_S: Final = 1e9
-_LOOK_S: Final = 0.05
 
 
 class SharedRingBuffer:
@@ -58,7 +55,7 @@ class SharedRingBuffer:
     def __init__(self, native: _native.Ring, schema: Schema | None, overflow: Overflow) -> None:
         self.native = native
         self.schema = schema
-        self.overflow = overflow
+        self._overflowing = Overflowing(native, overflow)
         self.name = native.name
         self.ring_id = native.ring_id.hex()
         self.slot_count = native.slot_count
@@ -74,6 +71,15 @@ class SharedRingBuffer:
             f"<SharedRingBuffer {self.ring_id[:8]} {self.slot_count}×{self.slot_capacity} B: "
             f"{free} free, {writing} writing, {ready} ready, {reading} reading>"
         )
+
+    @property
+    def overflow(self) -> Overflow:
+        """What a write does when every slot is in use; may be set."""
+        return self._overflowing.policy
+
+    @overflow.setter
+    def overflow(self, policy: Overflow) -> None:
+        self._overflowing.policy = policy
 
     # --- making one ---------------------------------------------------------------------------------
     @classmethod
@@ -290,6 +296,7 @@ class SharedRingBuffer:
             )
         slot, generation = self._take(timeout_s)
         now = time.time()
+        self._overflowing.may_expire |= deadline_s is not None
         return WriteLease(
             self,
             slot,
@@ -307,43 +314,7 @@ class SharedRingBuffer:
 
     def _take(self, timeout_s: float | None) -> tuple[int, int]:
         """A slot to write, by the ring's overflow policy."""
-        taken = self._call(self.native.try_take)
-        if taken is None and self.overflow == "overwrite":
-            taken = self._call(self.native.try_overwrite)
-        if taken is None:
-            self.reclaim()
-            self.discard_expired()
-            taken = self._call(self.native.try_take)
-        if taken is None and self.overflow != "error":
-            taken = self._wait_for_slot(timeout_s if timeout_s is not None else _FOR_EVER_S)
-        if taken is None:
-            _, writing, ready, reading = self.native.state_counts()
-            raise RingFullError(
-                f"no slot of {self.slot_count} became free: {writing} being written, {ready} unread, {reading} being "
-                "read; the readers are slower than the writer, or gone (a larger ring, or overflow='overwrite')"
-            )
-        return taken
-
-    def _wait_for_slot(self, timeout_s: float) -> tuple[int, int] | None:
-        """Wait until a slot is freed, expires, or (with overflow="overwrite") is let go of by its readers."""
-        give_up = time.monotonic() + timeout_s
-        while True:
-            left = give_up - time.monotonic()
-            patience_s = self._patience_s()
-            taken = self._call(self.native.take, max(min(left, patience_s), 0.0))
-            if taken is None and self.overflow == "overwrite":
-                taken = self._call(self.native.try_overwrite)
-            if taken is not None or left <= patience_s:
-                return taken
-            self.discard_expired()
-
-    def _patience_s(self) -> float:
-        """How long to wait for a freed slot before looking for what wakes nobody: see `_wait_for_slot`."""
-        if self.overflow == "overwrite":
-            return _LOOK_S
-        infos = [self._call(self.native.info, slot) for slot in range(self.slot_count)]
-        deadlines = [info.deadline_ns for info in infos if info.deadline_ns and info.state != SlotState.FREE]
-        return max(min(deadlines) / 1e9 - time.time(), _LOOK_S) if deadlines else _FOR_EVER_S
+        return self._call(self._overflowing.take, timeout_s)
 
     def _call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         try:
@@ -437,14 +408,8 @@ class SharedRingBuffer:
         return [ticket for _, ticket in sorted(found, key=lambda each: each[0])]
 
     def discard_expired(self, now: float | None = None) -> int:
-        """Discard READY payloads whose deadline has passed; how many."""
-        limit = int((time.time() if now is None else now) * 1e9)
-        expired = 0
-        for slot in range(self.slot_count):
-            info = self._call(self.native.info, slot)
-            if info.state == SlotState.READY and 0 < info.deadline_ns <= limit:
-                expired += self.native.discard(slot, info.generation)
-        return expired
+        """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
+        return self._call(self._overflowing.discard_expired, time.time() if now is None else now)
 
     def reclaim(self) -> int:
         """Take back the slots of owners that died; how many slots changed."""

@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from transport.errors import ClosedError, RingFullError, TransportError
+from transport.overflow import Overflow
 from transport.queue.base import QueuedTicket, TicketQueue, finished
-from transport.ring import Overflow, SharedRingBuffer
+from transport.ring import SharedRingBuffer
 from transport.schema import Schema
 from transport.server import UCXXServer
 from transport.settings import DEFAULTS, Settings
 from transport.slots import RingStatistics
 from transport.ticket import Ticket
-from transport.ucx import Wire
+from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,8 @@ from transport.listener_process import DRAIN_S, ListenerConfig
 from transport.ring import MAX_READERS, SharedRingBuffer
 from transport.settings import DEFAULTS, Settings
 from transport.supervisor import SupervisorConfig, SupervisorReport
-from transport.ucx import Wire, library
+from transport.ucx import library
+from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 

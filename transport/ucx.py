@@ -20,9 +20,8 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any
 
 from transport.errors import (
     BusyPortError,
@@ -36,39 +35,14 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.lanes import forget_cancelled, query_transports
+from transport.wires import Wire, user_settings
 
 log = logging.getLogger(__name__)
 
-Wire = Literal["mapped", "shm", "tcp", "rdma", "cuda"]
-WIRES: tuple[Wire, ...] = get_args(Wire)
-
 SPIN_S = 50e-6  # longer gains nothing on loopback and costs the neighbour its core (measured)
-
-# Chosen by measurement for endpoints with error handling on (docs/UCXX.md, "Tuning").
-_CHOSEN = {
-    "TCP_TX_SEG_SIZE": "256k",
-    "TCP_RX_SEG_SIZE": "512k",
-    "TCP_CM_REUSEADDR": "y",  # a killed listener is back on its port at once, not after a minute
-    "MM_ERROR_HANDLING": "y",  # shared memory stays possible although error handling is on
-    "RNDV_THRESH": "1m",  # receives are posted before they are asked for: eager saves a round trip
-    "MEMTYPE_CACHE": "n",
-}
-_RDMA = {"RNDV_THRESH": "8192"}
-_TRANSPORTS: dict[Wire, tuple[str, ...]] = {
-    "shm": ("sm", "tcp"),  # tcp makes the connection, the bytes go through shared memory
-    "tcp": ("tcp", "self"),
-    "rdma": ("rc", "dc", "ud", "tcp"),
-    "cuda": ("cuda", "tcp"),
-}
 
 
 # --- the import ---------------------------------------------------------------------------------
-@cache
-def _user_settings() -> frozenset[str]:
-    """Names of the user's own UCX_ variables, read before ucxx adds its own to the environment."""
-    return frozenset(name[4:] for name in os.environ if name.startswith("UCX_"))
-
-
 @cache
 def library() -> ModuleType:
     """ucxx's low-level module.
@@ -77,7 +51,7 @@ def library() -> ModuleType:
         MissingDependencyError: ucxx is not installed.
     """
     user = {name for name in os.environ if name.startswith("UCX_")}
-    _user_settings()
+    user_settings()
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")  # what it would print of lost peers is raised here as errors
     try:
@@ -98,25 +72,6 @@ def library() -> ModuleType:
 def version() -> str:
     """Version of the UCX library that is loaded, e.g. "1.21.0"."""
     return ".".join(str(part) for part in library().get_ucx_version())
-
-
-def settings_for(wires: frozenset[Wire] | None = None) -> dict[str, str]:
-    """UCX settings (names without UCX_) for a context that may use ``wires``; None: whatever UCX finds best.
-
-    The user's UCX_ variables win over the project's choices: UCX reads them itself, and they are left out here. On
-    InfiniBand the rendezvous threshold stays low.
-    """
-    chosen = dict(_CHOSEN)
-    if wires is not None:
-        remote = [wire for wire in WIRES if wire in wires and wire != "mapped"]
-        if not remote:
-            raise WireNotAllowedError("only the wire 'mapped' is allowed, and that one does not lead through UCX")
-        chosen["TLS"] = ",".join(dict.fromkeys(name for wire in remote for name in _TRANSPORTS[wire]))
-        if "rdma" in wires:
-            chosen.update(_RDMA)
-    elif Path("/sys/class/infiniband").is_dir():
-        chosen.update(_RDMA)
-    return {name: value for name, value in chosen.items() if name not in _user_settings()}
 
 
 # --- errors -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from transport.cli.output import JsonTarget, emit
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
-    from transport.ucx import Wire
+    from transport.wires import Wire
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
 
@@ -64,7 +64,7 @@ def demo(
 
 
 def _wires(names: str) -> tuple[Wire, ...]:
-    from transport.ucx import WIRES
+    from transport.wires import WIRES
 
     wanted = {name.strip() for name in names.split(",")}
     if wanted == {"auto"}:

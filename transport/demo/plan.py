@@ -11,7 +11,7 @@ from transport.demo.episode import EPISODE_FIELDS
 from transport.demo.policy import PARAMETER_SHAPES
 from transport.schema import Schema, TensorSpec
 from transport.settings import Settings
-from transport.ucx import Wire
+from transport.wires import Wire
 
 EPISODE_SCHEMA: Final = Schema(tuple(TensorSpec(*field) for field in EPISODE_FIELDS))
 POLICY_SCHEMA: Final = Schema(tuple(TensorSpec(name, "float32", shape) for name, shape in PARAMETER_SHAPES.items()))
