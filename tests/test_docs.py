@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from transport import errors, ucx, wire
+from transport import errors, wire, wires
 from transport.retry import attempts_of_read, backoff_ceiling, worst_case_attempts, worst_case_wait
 from transport.settings import DEFAULTS
 
@@ -164,7 +164,7 @@ def problem_with(word: str, page: Path) -> str | None:
         return None if member is None or has_member(name, member) else f"{name} has no {member}"
     if named := re.fullmatch(r"(_?[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+)(?:\(.*\))?(?:=.*)?", word):
         foreign = named[1].startswith(("UCX_", "RAPIDS_", "LD_"))
-        chosen = named[1] in ucx._CHOSEN
+        chosen = named[1] in wires._CHOSEN
         return None if foreign or chosen or named[1] in identifiers() else "no such name in the source"
     return None
 
@@ -321,10 +321,10 @@ def test_the_transitions_are_those_of_the_slot_word() -> None:
 
 def test_the_ucx_settings_are_those_chosen() -> None:
     written = {row[0].strip("`"): row[1] for row in rows(section("UCX settings")) if row[0].count("`") == 2}
-    assert {name: written[name] for name in ucx._CHOSEN} == ucx._CHOSEN
-    assert f"| `RNDV_THRESH` with InfiniBand | {ucx._RDMA['RNDV_THRESH']} |" in section("UCX settings")
+    assert {name: written[name] for name in wires._CHOSEN} == wires._CHOSEN
+    assert f"| `RNDV_THRESH` with InfiniBand | {wires._RDMA['RNDV_THRESH']} |" in section("UCX settings")
     admitted = {row[0].strip("`"): tuple(row[2].split(", ")) for row in rows(section("Wires"))}
-    assert {name: admitted[name] for name in ucx._TRANSPORTS} == ucx._TRANSPORTS
+    assert {name: admitted[name] for name in wires._TRANSPORTS} == wires._TRANSPORTS
 
 
 @cache
