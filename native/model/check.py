@@ -115,7 +115,17 @@ def search(case: Case, folder: str) -> Outcome:
     options = ["-w25" if case.size else "-w22", "-m2000000", "-n", *(["-a"] if case.ltl else [])]
     commands = (
         ["spin", "-a", *defines_of(case), str(MODEL)],
-        ["gcc", "-O2" if case.size else "-O0", "-w", "-DNOREDUCE", f"-DMEMLIM={MEMORY_LIMIT_MB}", *kind, "-o", "pan", "pan.c"],
+        [
+            "gcc",
+            "-O2" if case.size else "-O0",
+            "-w",
+            "-DNOREDUCE",
+            f"-DMEMLIM={MEMORY_LIMIT_MB}",
+            *kind,
+            "-o",
+            "pan",
+            "pan.c",
+        ],
         ["./pan", *options],
     )
     text, trouble = "", ""
@@ -189,7 +199,8 @@ def main() -> int:
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
         outcomes = list(pool.map(check, cases))
     bad = [o.name for o in outcomes if not o.good]
-    print(f"{len(outcomes)} searches in {time.monotonic() - begun:.0f} s;", f"FAILED: {bad}" if bad else "all as expected")
+    verdict = f"FAILED: {bad}" if bad else "all as expected"
+    print(f"{len(outcomes)} searches in {time.monotonic() - begun:.0f} s; {verdict}")
     if options.json:
         options.json.write_text(json.dumps([asdict(o) | {"good": o.good} for o in outcomes], indent=1) + "\n")
     return 1 if bad or not outcomes else 0
