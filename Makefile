@@ -12,7 +12,7 @@ EXTRAS := $(UCXX),demo,test,lint
 NATIVE := $(wildcard native/*.cpp native/*.hpp native/vendor/*.h native/CMakeLists.txt)
 NATIVE_TESTS := $(wildcard native/tests/*)
 
-.PHONY: help install demo test pytest native-test model lint bench docs clean model-full
+.PHONY: help install demo test pytest native-test model lint bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,14 +65,11 @@ build/native-test: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
 native-test: build/native-test ## C++ tests: table, fuzz and crash tests under ASan, UBSan and TSan
 
 build/model: native/model/slot.pml native/model/check.py
-	@$(PYTHON) native/model/check.py --quick; status=$$?; \
+	@$(PYTHON) native/model/check.py; status=$$?; \
 	  if [ $$status = 3 ]; then echo "SKIPPED: the model of the slot protocol is not checked without spin"; \
 	  elif [ $$status != 0 ]; then exit $$status; else mkdir -p build && touch $@; fi
 
 model: build/model ## the slot protocol's model: properties hold, planted faults are found (spin)
-
-model-full: ## every configuration of the model, one to three minutes
-	@$(PYTHON) native/model/check.py
 
 docs: $(VENV)/installed ## run the code blocks of the documentation
 	@$(BIN)/python -m pytest tests/test_docs.py

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import signal
 import socket
@@ -16,15 +17,25 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 
-from transport import SharedRingBuffer, UCXXServer
+from transport import SharedRingBuffer, SlotState, Ticket, UCXXServer
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.testing import run
 
 PATIENCE_S = 15.0  # how long a wait may last before something is broken
 SHM = Path("/dev/shm")
+
+every_wire = pytest.mark.parametrize("wire", ["tcp", "shm", "mapped"])
+over_ucx = pytest.mark.parametrize("wire", ["tcp", "shm"])
+
+
+def settings_with(**changed: Any) -> Settings:
+    """The defaults, but for some."""
+    return msgspec.structs.replace(DEFAULTS, **changed)
 
 
 # --- waiting -------------------------------------------------------------------------------------
@@ -58,6 +69,44 @@ def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
 def noise(size: int, seed: int = 0) -> np.ndarray:
     """Bytes that are different for each seed, and nowhere a repetition of others."""
     return np.random.default_rng((size, seed)).integers(0, 256, size, dtype=np.uint8)
+
+
+class OnlyDLPack:
+    """An array that speaks DLPack and nothing else."""
+
+    def __init__(self, values: np.ndarray, device: int = 1) -> None:
+        self._values = values
+        self._device = device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._values.__dlpack__(**options)
+
+
+# --- rings -----------------------------------------------------------------------------------------
+def free(ring: SharedRingBuffer) -> bool:
+    """Whether every slot is; what only waits for the collector is not held."""
+    gc.collect()
+    return ring.statistics().free == ring.slot_count
+
+
+def states(ring: SharedRingBuffer) -> tuple[int, int]:
+    """How many slots are READY and READING."""
+    look = ring.statistics()
+    return look.ready, look.reading
+
+
+def slot_state(ring: SharedRingBuffer, ticket: Ticket) -> SlotState:
+    """What the payload's slot is now."""
+    return SlotState(ring.native.info(ticket.slot).state)
+
+
+def read_bytes(ring: SharedRingBuffer, ticket: Ticket, rank: int = 0) -> bytes:
+    """The payload; it stays unread."""
+    with ring.read_raw(ticket, rank) as lease:
+        return bytes(lease.view)
 
 
 def segment_file(ring: SharedRingBuffer) -> Path:

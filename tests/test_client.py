@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from ml_dtypes import bfloat16
 from support import (
-    Child,
     asynchronous,
-    cut_connections,
-    dead_port,
+    every_wire,
+    free,
     noise,
-    on_loop,
     serving,
-    stalled,
+    states,
     until,
 )
 
-from transport import Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXServer, UpTo
+from transport import Schema, UCXXClient, UCXXServer, UpTo
 from transport.errors import (
     AuthenticationError,
     BufferUnsuitableError,
-    ChecksumError,
     ClosedError,
-    DeadlineExceededError,
-    LengthMismatchError,
-    PayloadLostError,
     RankError,
-    ReadTimeoutError,
-    RetriesExhaustedError,
     SchemaError,
     StaleSlotError,
-    TransportError,
-    UnreachableError,
     UsageError,
-    WireNotAllowedError,
-    WrongKeyError,
 )
 from transport.settings import DEFAULTS
 from transport.wire import SlotFate
@@ -54,25 +40,6 @@ SIZES = (0, 1, INLINE - 1, INLINE, INLINE + 1, 64 << 10, 1 << 20, (16 << 20) + 3
 EPISODE = Schema.of(
     obs=("float32", UpTo(50), 4), logp=("bfloat16", UpTo(50)), done=("bool",), tokens=("int32", UpTo(9)), ver=("int64",)
 )
-
-every_wire = pytest.mark.parametrize("wire", ["tcp", "shm", "mapped"])
-over_ucx = pytest.mark.parametrize("wire", ["tcp", "shm"])
-
-
-def settings(**changed: Any) -> Any:
-    return msgspec.structs.replace(DEFAULTS, **changed)
-
-
-def free(ring: SharedRingBuffer) -> bool:
-    """Whether every slot is; what only waits for the collector is not held."""
-    gc.collect()
-    return ring.statistics().free == ring.slot_count
-
-
-def states(ring: SharedRingBuffer) -> tuple[int, int]:
-    """How many slots are READY and READING."""
-    look = ring.statistics()
-    return look.ready, look.reading
 
 
 # --- what arrives --------------------------------------------------------------------------------
@@ -315,87 +282,6 @@ async def test_views_beyond_the_share_of_a_ring_become_copies() -> None:
             await until(lambda: free(ring))
 
 
-# --- tickets that are no good ----------------------------------------------------------------------
-def consumed(ring: SharedRingBuffer, ticket: Ticket) -> None:
-    ring.read_raw(ticket).consume()
-
-
-def overwritten(ring: SharedRingBuffer, ticket: Ticket) -> None:
-    ring.write_raw(noise(ticket.size, 99))
-
-
-def discarded(ring: SharedRingBuffer, ticket: Ticket) -> None:
-    ring.discard(ticket)
-
-
-@every_wire
-@pytest.mark.parametrize("fate", [consumed, overwritten, discarded])
-@pytest.mark.parametrize("size", [10, 50_000])
-@asynchronous
-async def test_a_payload_that_is_gone_is_stale_and_never_other_bytes(wire: Any, fate: Any, size: int) -> None:
-    with serving(slots=1, overflow="overwrite") as (ring, _):
-        ticket = ring.write_raw(noise(size))
-        fate(ring, ticket)
-        out = bytearray(size)
-        async with UCXXClient(wire={wire}) as client:
-            with pytest.raises(StaleSlotError):
-                await client.read(ticket, out=out)
-            assert not any(out)
-            assert client.statistics().stale == 1
-            assert client.statistics().retries == 0
-            if tickets := ring.tickets():
-                assert np.array_equal((await client.read(tickets[0]))["data"], noise(size, 99))
-
-
-@every_wire
-@pytest.mark.parametrize("hidden", [False, True], ids=["seen by the client", "seen where the payload is"])
-@asynchronous
-async def test_an_expired_payload_is_stale(wire: Any, hidden: bool) -> None:
-    with serving() as (ring, _):
-        ticket = ring.write_raw(noise(10), deadline_s=0.0)
-        if hidden:
-            ticket = msgspec.structs.replace(ticket, deadline=None)
-        async with UCXXClient(wire={wire}) as client:
-            with pytest.raises(StaleSlotError):
-                await client.read(ticket)
-            assert client.statistics().stale == 1
-
-
-@every_wire
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ({"key": 1}, WrongKeyError),
-        ({"generation": 2}, WrongKeyError),
-        ({"size": 11}, LengthMismatchError),
-        ({"size": 20_000}, LengthMismatchError),
-    ],
-    ids=str,
-)
-@asynchronous
-async def test_an_altered_ticket_is_refused(wire: Any, change: dict[str, Any], error: type[TransportError]) -> None:
-    schema = Schema.of(x=("uint8", UpTo(20_000)))
-    with serving(schema) as (ring, _):
-        ticket = ring.write({"x": noise(10)})
-        async with UCXXClient(wire={wire}, schemas=[schema]) as client:
-            with pytest.raises(error):
-                await client.read(msgspec.structs.replace(ticket, **change))
-            await until(lambda: states(ring) == (1, 0))
-            assert np.array_equal((await client.read(ticket))["x"], noise(10))
-
-
-@asynchronous
-async def test_a_ticket_of_a_ring_that_nobody_serves_any_more_is_lost() -> None:
-    with serving(ports=(0, 0)) as (ring, _):
-        foreign = msgspec.structs.replace(ring.write_raw(noise(10)), ring="ab" * 16)
-        async with UCXXClient() as client:
-            with pytest.raises(PayloadLostError):
-                await client.read(foreign)
-        async with UCXXClient(wire={"mapped"}) as client:
-            with pytest.raises(WireNotAllowedError):
-                await client.read(foreign)
-
-
 @every_wire
 @asynchronous
 async def test_discard_frees_for_every_rank_and_state_says_what_became_of_a_payload(wire: Any) -> None:
@@ -471,237 +357,6 @@ async def test_read_many_reports_what_forbids_a_whole_batch_with_each_ticket() -
             outcomes = [outcome async for outcome in client.read_many(tickets)]
         assert sorted(outcome.ticket.slot for outcome in outcomes) == sorted(ticket.slot for ticket in tickets)
         assert all(isinstance(outcome.error, AuthenticationError) for outcome in outcomes)
-
-
-# --- time runs out -----------------------------------------------------------------------------------
-IMPATIENT = settings(read_timeout_s=1.0, attempts_per_read=1)
-
-
-@over_ucx
-@pytest.mark.parametrize("size", [5000, 50_000, 4 << 20])
-@asynchronous
-async def test_a_timed_out_read_never_writes_its_buffer_afterwards(wire: Any, size: int) -> None:
-    out = np.zeros(size, np.uint8)
-    with serving(slot_bytes=size) as (ring, server):
-        async with UCXXClient(wire={wire}, settings=IMPATIENT) as client:
-            await client.read(ring.write_raw(noise(10)))
-            ticket = ring.write_raw(noise(size))
-            with stalled(server):
-                with pytest.raises(RetriesExhaustedError) as caught:
-                    await client.read(ticket, out=out)
-                assert isinstance(caught.value.__cause__, ReadTimeoutError)
-                out[:] = 0xEE
-            assert np.array_equal((await client.read(ticket))["data"], noise(size))
-        assert (out == 0xEE).all()
-
-
-@over_ucx
-@asynchronous
-async def test_a_read_cancelled_while_it_arrives_never_writes_its_buffer_afterwards(wire: Any) -> None:
-    size = 32 << 20
-    data, out = noise(size) | 1, np.zeros(size, np.uint8)
-    with serving(slot_bytes=size) as (ring, _):
-        ticket = ring.write_raw(data)
-        async with UCXXClient(wire={wire}, ack="manual") as client:
-            reading = asyncio.create_task(client.read(ticket, out=out))
-            await until(out.any, "the first bytes arrive")
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            out[:] = 0xEE
-            assert np.array_equal((await client.read(ticket))["data"], data)
-        assert (out == 0xEE).all()
-        await until(lambda: states(ring) == (1, 0))
-
-
-@asynchronous
-async def test_the_callers_time_limit_is_kept_where_the_settings_would_allow_more() -> None:
-    patient = settings(read_timeout_s=200.0, connect_timeout_s=200.0, handshake_timeout_s=200.0)
-    with serving(ports=(0,)) as (ring, server):
-        tickets = [ring.write_raw(noise(10, number)) for number in range(3)]
-        async with UCXXClient(wire={"tcp"}, settings=patient) as client:
-            with stalled(server):
-                with pytest.raises((DeadlineExceededError, RetriesExhaustedError)):
-                    await client.read(tickets[0], timeout=0.2)
-                outcomes = [outcome async for outcome in client.read_many(tickets, timeout=0.2)]
-                assert all(isinstance(outcome.error, DeadlineExceededError) for outcome in outcomes)
-            assert len([outcome async for outcome in client.read_many(tickets) if outcome.payload]) == 3
-
-
-# --- who may -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("servers", "clients", "reason"),
-    [
-        (b"s", b"s", None),
-        (b"s", b"other", "does not have the shared secret"),
-        (b"s", None, "given none"),
-        (None, b"s", "did not prove"),
-    ],
-)
-@asynchronous
-async def test_both_sides_must_have_the_same_secret_or_both_none(servers: Any, clients: Any, reason: Any) -> None:
-    with serving(secret=servers) as (ring, _):
-        ticket = ring.write_raw(noise(10))
-        async with UCXXClient(wire={"tcp"}, secret=clients) as client:
-            if reason is None:
-                assert np.array_equal((await client.read(ticket))["data"], noise(10))
-            else:
-                with pytest.raises(AuthenticationError, match=reason):
-                    await client.read(ticket)
-                assert client.statistics().retries == 0
-                assert states(ring) == (1, 0)
-
-
-@pytest.mark.parametrize(("allowed", "offered"), [("shm", "tcp"), ("rdma", "tcp")])
-@asynchronous
-async def test_a_wire_that_is_not_allowed_is_refused_by_name(allowed: Any, offered: Any) -> None:
-    with serving(wires=frozenset({offered})) as (ring, _):
-        ticket = ring.write_raw(noise(10))
-        async with UCXXClient(wire={allowed}) as client:
-            with pytest.raises(WireNotAllowedError, match=f"UCX chose {offered} .*allowed are .*{allowed}"):
-                await client.read(ticket)
-            assert client.statistics().links_in_use + client.statistics().links_idle == 0
-
-
-def test_without_ucx_payloads_of_this_host_are_read_and_others_name_what_to_install() -> None:
-    code = """
-import sys
-sys.modules["ucxx"] = None
-import uvloop
-from transport import Ticket, UCXXClient
-async def main():
-    async with UCXXClient() as client:
-        ticket = Ticket.parse(input())
-        print(bytes((await client.read(ticket))["data"]).hex())
-    async with UCXXClient(wire={"tcp"}) as client:
-        try:
-            await client.read(ticket)
-        except ImportError as error:
-            print(type(error).__name__, error)
-uvloop.run(main())
-"""
-    with serving() as (ring, _), Child(code) as child:
-        child.tell(ring.write_raw(noise(10), readers=2).to_text())
-        assert child.line() == noise(10).tobytes().hex()
-        assert child.line().startswith("MissingDependencyError ucxx is not installed")
-        assert child.wait() == 0
-
-
-# --- trouble on the way ------------------------------------------------------------------------------
-@contextlib.contextmanager
-def corrupted(ring: SharedRingBuffer, ticket: Ticket) -> Iterator[None]:
-    """One bit of the payload is another, as memory may have it."""
-    memory = ring.native.payload(ticket.slot)
-    memory[5] ^= 4
-    yield
-    memory[5] ^= 4
-
-
-@over_ucx
-@pytest.mark.parametrize("size", [100, 50_000, 9 << 20])
-@asynchronous
-async def test_changed_bytes_are_read_again_and_then_reported(wire: Any, size: int) -> None:
-    with serving(slot_bytes=size) as (ring, _):
-        ticket = ring.write_raw(noise(size), readers=2)
-        async with UCXXClient(wire={wire}) as client:
-            with corrupted(ring, ticket):
-                with pytest.raises(RetriesExhaustedError) as caught:
-                    await client.read(ticket)
-                assert isinstance(caught.value.__cause__, ChecksumError)
-                assert client.statistics().checksum_failures == DEFAULTS.attempts_per_read
-                async with UCXXClient(wire={wire}, verify=False) as careless:
-                    assert not np.array_equal((await careless.read(ticket, rank=1))["data"], noise(size))
-            assert np.array_equal((await client.read(ticket))["data"], noise(size))
-
-
-@asynchronous
-async def test_an_unreachable_port_is_named() -> None:
-    with serving() as (ring, _), dead_port() as port:
-        ticket = msgspec.structs.replace(ring.write_raw(noise(10)), ports=(port,))
-        async with UCXXClient(wire={"tcp"}) as client:
-            with pytest.raises(RetriesExhaustedError, match=f"127.0.0.1:{port}"):
-                await client.read(ticket)
-            assert client.statistics().quarantined_ports == (f"127.0.0.1:{port}",)
-            assert client.statistics().failed_reads == 1
-
-
-@asynchronous
-async def test_a_ticket_without_ports_is_unreachable() -> None:
-    with SharedRingBuffer.create(slots=1, slot_bytes=10) as ring:
-        async with UCXXClient(wire={"tcp"}) as client:
-            with pytest.raises(UnreachableError, match="being served"):
-                await client.read(ring.write_raw(b"x"))
-
-
-@asynchronous
-async def test_a_broken_port_is_avoided_while_another_one_serves() -> None:
-    with serving() as (ring, server), dead_port() as port:
-        async with UCXXClient(wire={"tcp"}) as client:
-            for seed in range(10):
-                ticket = msgspec.structs.replace(ring.write_raw(noise(10_000, seed)), ports=(port, *server.ports))
-                assert np.array_equal((await client.read(ticket))["data"], noise(10_000, seed))
-            assert client.statistics().retries == 1
-            assert client.statistics().quarantined_ports == (f"127.0.0.1:{port}",)
-
-
-@asynchronous
-async def test_a_port_that_is_back_is_used_again_when_its_quarantine_is_over() -> None:
-    brief = settings(port_quarantine_s=0.05, port_quarantine_most_s=0.1)
-    with serving() as (ring, server), contextlib.ExitStack() as stack:
-        with dead_port() as port:
-            tickets = (msgspec.structs.replace(ring.write_raw(b"x"), ports=(port, *server.ports)) for _ in range(1000))
-            client = UCXXClient(wire={"tcp"}, settings=brief)
-            while not client.statistics().retries:
-                await client.read(next(tickets))
-        again = UCXXServer(ring, (port,), addresses=("127.0.0.1",), mode="thread")
-        stack.enter_context(again)
-        while not on_loop(again, lambda: again._run._listeners[0]._connections):
-            await client.read(next(tickets))
-        assert client.statistics().failed_reads == 0
-        await client.close()
-
-
-@over_ucx
-@pytest.mark.parametrize("again", [True, False], ids=["with another read", "while idle"])
-@asynchronous
-async def test_an_acknowledgement_lost_with_its_connection_is_sent_again(wire: Any, again: bool) -> None:
-    delayed = settings(ack_delay_s=0.05)
-    with serving() as (ring, server):
-        async with UCXXClient(wire={wire}, settings=delayed) as client:
-            await client.read(ring.write_raw(noise(20_000)))
-            with stalled(server, then=lambda: cut_connections(server)):
-                await until(lambda: client.statistics().acks_unconfirmed == 1)
-            if again:
-                await client.read(ring.write_raw(noise(20_000, 1)))
-            await until(lambda: free(ring))
-            assert ring.statistics().consumes == 1 + again
-            assert client.statistics().acks_dropped == 0
-
-
-@over_ucx
-@asynchronous
-async def test_a_connection_cut_while_idle_costs_no_read(wire: Any) -> None:
-    with serving() as (ring, server):
-        async with UCXXClient(wire={wire}) as client:
-            for seed in range(3):
-                payload = await client.read(ring.write_raw(noise(20_000, seed)))
-                assert np.array_equal(payload["data"], noise(20_000, seed))
-                on_loop(server, lambda: cut_connections(server))
-            assert client.statistics().failed_reads == 0
-
-
-@asynchronous
-async def test_closing_ends_reads_under_way() -> None:
-    with serving() as (ring, server):
-        client = UCXXClient(wire={"tcp"})
-        await client.read(ring.write_raw(noise(10)))
-        with stalled(server):
-            reading = asyncio.create_task(client.read(ring.write_raw(noise(10, 1))))
-            await until(lambda: client.statistics().links_in_use == 1)
-            closing = asyncio.create_task(client.close())
-            with pytest.raises(ClosedError):
-                await reading
-        await closing
-        await client.close()
 
 
 # --- misuse ------------------------------------------------------------------------------------------

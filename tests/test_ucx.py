@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import socket
-import subprocess
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,11 +21,8 @@ from transport.errors import (
     LinkError,
     TransportError,
     UnreachableError,
-    UsageError,
-    WireNotAllowedError,
 )
-from transport.testing import run
-from transport.ucx import Endpoint, Worker, library, translate, version
+from transport.ucx import Endpoint, Worker
 from transport.wires import settings_for
 
 pytestmark = pytest.mark.ucx
@@ -317,99 +312,3 @@ async def test_a_worker_with_nothing_to_do_makes_no_progress_calls(wire: Any) ->
         assert await turns(200) == 0
         await exchange(client, server)
         assert not any(future.done() for future in waiting)
-
-
-# --- settings ----------------------------------------------------------------------------------------
-LOOK = """
-import asyncio, json, os
-before = dict(os.environ)
-from transport.ucx import Worker, library
-from transport.wires import settings_for
-library()
-async def main():
-    Worker(settings_for(frozenset({"tcp"}))).close()
-asyncio.run(main())
-print(json.dumps({
-    "chosen": settings_for(frozenset({"tcp"})),
-    "added": {name: value for name, value in os.environ.items() if before.get(name) != value},
-    "lost": [name for name in before if name not in os.environ],
-}))
-"""
-
-
-def look(**env: str) -> dict[str, Any]:
-    with Child(LOOK, env=env) as child:
-        lines = child.process.communicate()[0].splitlines()
-        assert child.wait() == 0
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
-
-
-def test_ucxxs_own_settings_reach_neither_the_environment_nor_our_contexts() -> None:
-    found = look()
-    assert set(found["added"]) <= {"UCX_WARN_UNUSED_ENV_VARS", "UCXX_LOG_LEVEL"}
-    assert found["lost"] == []
-    assert found["chosen"]["RNDV_THRESH"] == "1m"
-    assert found["chosen"]["TLS"] == "tcp,self"
-
-
-def test_the_users_settings_win_over_ours() -> None:
-    found = look(UCX_RNDV_THRESH="12345")
-    assert found["lost"] == []
-    assert "RNDV_THRESH" not in found["chosen"]  # UCX takes it from the environment
-    with Child(
-        LOOK, env={"UCX_TLS": "rc"}, stderr=subprocess.PIPE
-    ) as child:  # nothing here can do that, tcp of ours it could
-        assert "WireNotAllowedError" in child.process.communicate()[1]
-        assert child.wait() == 1
-
-
-@pytest.mark.parametrize(
-    "env", [{"UCX_LOG_LEVEL": "error"}, {"UCX_LOG_FILE": "/dev/null"}, {"UCX_HANDLE_ERRORS": "none"}], ids=str
-)
-def test_any_ucx_variable_of_the_users_is_usable(env: dict[str, str]) -> None:
-    assert look(**env)["lost"] == []
-
-
-def test_mapped_alone_needs_no_ucx_and_says_so() -> None:
-    with pytest.raises(WireNotAllowedError):
-        settings_for(frozenset({"mapped"}))
-
-
-def test_a_context_with_an_unknown_setting_is_refused() -> None:
-    async def making() -> None:
-        with pytest.raises(UsageError):
-            Worker({"NO_SUCH_THING": "1"})
-
-    run(making())
-
-
-def test_errors_are_mapped_by_class() -> None:
-    low = library()
-    for theirs, ours in (
-        (low.UCXConnectionResetError, ConnectionLostError),
-        (low.UCXCanceledError, ConnectionLostError),
-        (low.UCXNotConnectedError, UnreachableError),
-        (low.UCXUnreachableError, UnreachableError),
-        (low.UCXNoDeviceError, WireNotAllowedError),
-    ):
-        assert type(translate(theirs("why"))) is ours
-    assert type(translate(AttributeError("raise_on_error"))) is ClosedError
-    kept = UnreachableError("x")
-    assert translate(kept) is kept
-    assert version().count(".") == 2
-
-
-def test_a_missing_ucxx_names_the_command_that_installs_it() -> None:
-    code = """
-import sys
-sys.modules["ucxx"] = None
-from transport.ucx import library
-try:
-    library()
-except ImportError as error:
-    print(type(error).__name__, error)
-"""
-    with Child(code) as child:
-        assert child.line().startswith("MissingDependencyError ucxx is not installed")
-        assert child.wait() == 0

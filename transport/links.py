@@ -50,6 +50,8 @@ class _Route(msgspec.Struct):
 
     hosts: tuple[str, ...]
     ports: tuple[int, ...]
+    pairs: list[PortKey]  # (host, port) of every listener, best host first
+    named: tuple[tuple[str, ...], tuple[int, ...]]  # what the last ticket named
     wrong: set[PortKey] = msgspec.field(default_factory=set)  # those that serve another ring now
 
 
@@ -96,29 +98,38 @@ class Links:
 
     def ports(self, ticket: Ticket) -> list[PortKey]:
         """(address, port) of every listener that may serve the ticket's ring, best address first."""
+        route = self._routes.get(ticket.ring)
+        named = (ticket.addresses, ticket.ports)
+        if route is not None and route.named == named:
+            return route.pairs
         hosts = tuple(
             dict.fromkeys((LOOPBACK, *ticket.addresses) if ticket.host == host_identity() else ticket.addresses)
         )
-        route = self._routes.get(ticket.ring)
         # what a listener said last is fresher than the ticket
         numbers = tuple(dict.fromkeys((*(route.ports if route else ()), *ticket.ports)))
         if not hosts or not numbers:
             raise UnreachableError(f"ticket {ticket.name} names no address and port; is its ring being served?")
-        if route is None or (route.hosts, route.ports) != (hosts, numbers):
-            self._routes[ticket.ring] = _Route(hosts, numbers)
+        pairs = [(host, number) for host in hosts for number in numbers]
+        if route is not None and route.pairs == pairs:
+            route.named = named
+        else:
+            self._routes[ticket.ring] = _Route(hosts, numbers, pairs, named)
             if len(self._routes) > _MOST_ROUTES:
                 busy = set(self.ledger.pending_rings())
                 self._routes.pop(next(ring for ring in self._routes if ring not in busy))
-        return [(host, number) for host in hosts for number in numbers]
+        return pairs
 
     def next_port(self, ring: str, ports: list[PortKey]) -> PortKey:
         """The healthiest port; the next one each time, so that load is spread. Addresses are tried in their order."""
-        now = time.monotonic()
+        self._rotation += 1
         wrong = self._routes[ring].wrong
+        if not wrong and not self.quarantine:
+            best = sum(port[0] == ports[0][0] for port in ports)  # they stand first
+            return ports[self._rotation % best]
+        now = time.monotonic()
         candidates = [port for port in ports if port not in wrong] or ports
         preferred = [port for port in candidates if port[0] == candidates[0][0]]
         healthy = [port for port in preferred if not self.quarantine.is_quarantined(port, now)]
-        self._rotation += 1
         return self.quarantine.order(healthy or candidates, now, self._rotation)[0]
 
     def healthy(self, port: PortKey) -> bool:
@@ -157,18 +168,24 @@ class Links:
         return results
 
     # --- links --------------------------------------------------------------------------------------
+    def try_checkout(self, port: PortKey, ring: str) -> Link | None:
+        """An idle link to the port, if there is one that still serves ``ring``."""
+        if self._closed:
+            raise ClosedError("this client is closed")
+        now = time.monotonic()
+        self._break_off_all(self._pool.expired(now))
+        while (link := self._pool.checkout(port, now)) is not None:
+            if link.usable and link.ring == ring:
+                return link
+            self.break_off(link)
+        return None
+
     async def checkout(self, port: PortKey, ring: str) -> Link:
         """An idle link, a new one, or, where the port has as many as it may, the next one that comes back."""
         while True:
-            if self._closed:
-                raise ClosedError("this client is closed")
-            self._break_off_all(self._pool.expired(time.monotonic()))
-            link = self._pool.checkout(port, time.monotonic())
+            link = self.try_checkout(port, ring)
             if link is not None:
-                if link.usable and link.ring == ring:
-                    return link
-                self.break_off(link)
-                continue
+                return link
             if self._pool.may_open(port):
                 return await self._open(port, ring)
             await self._changed.wait()
@@ -199,8 +216,10 @@ class Links:
             raise WireNotAllowedError(
                 f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires or ())}"
             )
-        if ring in self._routes and link.ports and link.ports != self._routes[ring].ports:
-            self._routes[ring] = _Route(self._routes[ring].hosts, link.ports)
+        route = self._routes.get(ring)
+        if route is not None and link.ports and link.ports != route.ports:
+            pairs = [(host, number) for host in route.hosts for number in link.ports]
+            self._routes[ring] = _Route(route.hosts, link.ports, pairs, ((), ()))
         return link
 
     def checkin(self, link: Link) -> None:
@@ -265,7 +284,7 @@ class Links:
             await self._flush_to(ring, route, via)
 
     async def _flush_to(self, ring: str, route: _Route, via: Hashable | None) -> None:
-        ports = [(host, port) for host in route.hosts for port in route.ports]
+        ports = route.pairs
         port = via if via in ports else self.next_port(ring, ports)
         if via is not None and port != via:
             self.ledger.reroute(ring, via)

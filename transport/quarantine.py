@@ -52,6 +52,10 @@ class PortQuarantine:
         ports = ", ".join(f"{address}:{port}" for address, port in self._entries)
         return f"<PortQuarantine {ports or 'empty'}>"
 
+    def __bool__(self) -> bool:
+        """Whether any port is remembered; where none is, there is nothing to ask."""
+        return bool(self._entries)
+
     def is_quarantined(self, port: PortKey, now: float) -> bool:
         """Whether the port is to be avoided now. A port on probation is not."""
         entry = self._entries.get(port)

@@ -136,6 +136,8 @@ class RemoteReads:
 
     async def _checkout(self, port: PortKey, ring: str, deadline: Deadline) -> Link:
         """A link; waiting for a place in the pool is bounded by the deadline only, connecting by its own limits."""
+        if (idle := self._links.try_checkout(port, ring)) is not None:
+            return idle
         try:
             async with asyncio.timeout(deadline.remaining(time.monotonic())):
                 return await self._links.checkout(port, ring)
