@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer, _native, ucx
+from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer, _native, ucx, wires
 
 RING_BYTES = 256 << 20
 MOST_SLOTS = 64
@@ -211,7 +211,7 @@ def main() -> None:
         if not quiet:
             print(", ".join(f"{name} {value}" for name, value in rows[-1].items()))
     machine = {"cpus": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()}
-    result = {"machine": machine, "ucx": ucx.version(), "settings": ucx.settings_for(), "rows": rows}
+    result = {"machine": machine, "ucx": ucx.version(), "settings": wires.settings_for(), "rows": rows}
     if quiet:
         print(json.dumps(result))
     elif chosen.json:

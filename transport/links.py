@@ -273,6 +273,8 @@ class Links:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(moment for moment in moments if moment is not None) - now):
                 await self._wake.wait()
+                # mostly an acknowledgement that rides with the next request: look once for a whole burst of them
+                await asyncio.sleep(self._settings.ack_delay_s)
 
     async def _flush(self, ring: str) -> None:
         """Send what is pending for a ring, now; failures leave it pending, with a longer pause."""

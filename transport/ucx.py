@@ -190,9 +190,12 @@ class Worker:
     def _settle(self) -> bool:
         """Resolve the futures of completed requests; True if there was one."""
         posted = self._posted
+        for each in posted:
+            if each.request.completed:
+                break
+        else:
+            return False  # the common case while spinning
         completed = [each for each in posted if each.request.completed]
-        if not completed:
-            return False
         self._posted = [each for each in posted if not each.request.completed] if len(posted) > len(completed) else []
         for each in completed:
             each.settle()
@@ -299,6 +302,7 @@ class Endpoint:
         self.name = name
         self._mine: list[_Posted] = []
         self._array = _array_type()
+        self._tag = library().UCXXTag
         worker.endpoints.add(self)
 
     def __repr__(self) -> str:
@@ -314,8 +318,11 @@ class Endpoint:
             raise ClosedError(f"{doing} on an endpoint that this side has closed")
         if not self._raw.alive:  # UCX would never complete a stream's receive that is posted now
             raise ConnectionLostError(f"{doing} {self.name}: the peer is gone")
-        with translated(f"{doing} {self.name}"):
+        try:
             request = start(self._array(buffer))
+        except Exception as error:  # as in translated(), which would cost as much as the call itself
+            ours = translate(error)
+            raise type(ours)(f"{doing} {self.name}: {ours}") from error
         posted = self._worker._post(request, buffer, self.name)
         if not request.completed:
             if len(self._mine) > 64:
@@ -325,15 +332,13 @@ class Endpoint:
 
     def send(self, buffer: object, tag: int) -> asyncio.Future[None]:
         """Send ``buffer``; done means that the buffer may be reused, not that the peer has it."""
-        low = library()
-        sent = self._run("sending to", lambda array: self._raw.tag_send(array, low.UCXXTag(tag)), buffer)
+        sent = self._run("sending to", lambda array: self._raw.tag_send(array, self._tag(tag)), buffer)
         self._worker.expect_soon()
         return sent
 
     def receive(self, buffer: object, tag: int) -> asyncio.Future[None]:
         """Receive into ``buffer``, which must be writable, contiguous and large enough: UCX does not check."""
-        low = library()
-        return self._run("receiving from", lambda array: self._raw.tag_recv(array, low.UCXXTag(tag)), buffer)
+        return self._run("receiving from", lambda array: self._raw.tag_recv(array, self._tag(tag)), buffer)
 
     def send_stream(self, buffer: object) -> asyncio.Future[None]:
         """Send on the endpoint's own byte stream (the handshake)."""
