@@ -47,6 +47,7 @@ class ScriptedEndpoint:
         self.on_abort: Callable[[], None] = lambda: None
         self.lanes = [("tcp", "lo")]
         self._aborted = False
+        self._lost = False
         self._receives: dict[int, tuple[Any, asyncio.Future[None]]] = {}
         self._early: dict[int, bytes] = {}
         self._held: list[asyncio.Future[None]] = []
@@ -59,6 +60,8 @@ class ScriptedEndpoint:
     def _future(self) -> asyncio.Future[None]:
         if self._aborted:
             raise ClosedError("the endpoint was closed by this side")
+        if self._lost:
+            raise ConnectionLostError("the peer is gone")
         return asyncio.get_running_loop().create_future()
 
     def send(self, buffer: Any, tag: int) -> asyncio.Future[None]:
@@ -182,6 +185,7 @@ class ScriptedEndpoint:
     def lose(self) -> None:
         """The peer is gone: everything that is pending fails."""
         self.alive = False
+        self._lost = True
         pending = [
             *(future for _, future in self._receives.values()),
             *(future for _, future in self._stream_receives),

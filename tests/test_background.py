@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from transport.background import LoopThread
-from transport.errors import ClosedError
+from transport.errors import ClosedError, UsageError
 
 WATCHDOG_S = 30.0  # a bound on a wait that does not happen when the code is right
 
@@ -136,6 +136,61 @@ def test_an_interrupt_while_waiting_cancels_the_coroutine() -> None:
         assert sleeper.how == "cancelled"
     finally:
         loop_thread.close()
+
+
+class Cleaning:
+    """A coroutine whose clean-up takes many turns of the loop."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.cleaned = False
+
+    async def work(self) -> None:
+        self.begun.set()
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            self.cleaned = True
+
+
+def test_an_interrupt_is_raised_when_the_coroutine_has_cleaned_up() -> None:
+    cleaning = Cleaning()
+
+    def interrupt(future: Future[Any]) -> None:
+        assert cleaning.begun.wait(WATCHDOG_S)
+
+        def result(timeout: float | None = None) -> None:
+            raise KeyboardInterrupt
+
+        future.result = result  # type: ignore[method-assign,assignment]
+
+    loop_thread = HookedThread("test loop")
+    loop_thread.hook = interrupt
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop_thread.run(cleaning.work())
+        assert cleaning.cleaned
+    finally:
+        loop_thread.close()
+
+
+def test_a_timeout_is_raised_when_the_coroutine_has_cleaned_up(loop_thread: LoopThread) -> None:
+    cleaning = Cleaning()
+    with pytest.raises(TimeoutError):
+        loop_thread.run(cleaning.work(), timeout=0.05)
+    assert cleaning.cleaned or not cleaning.begun.is_set()
+
+
+def test_waiting_on_the_loops_own_thread_is_refused_instead_of_never_ending(loop_thread: LoopThread) -> None:
+    async def wait_for_itself() -> None:
+        loop_thread.run(asyncio.sleep(0))  # a coroutine that is never closed warns, and a warning fails the test
+
+    with pytest.raises(UsageError, match="made on it"):
+        loop_thread.run(wait_for_itself())
+    gc.collect()
+    assert loop_thread.run(asyncio.sleep(0, "works on")) == "works on"
 
 
 def test_a_coroutine_that_cancels_itself_raises_cancelled(loop_thread: LoopThread) -> None:

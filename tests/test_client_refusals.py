@@ -169,5 +169,3 @@ uvloop.run(main())
         assert child.line() == noise(10).tobytes().hex()
         assert child.line().startswith("MissingDependencyError ucxx is not installed")
         assert child.wait() == 0
-
-

@@ -888,6 +888,65 @@ async def test_reads_that_are_never_acknowledged_are_limited(
     await listener.stop()
 
 
+@scenario
+async def test_a_client_that_asks_and_takes_no_answers_is_held_up(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "_MOST_UNSENT", 8)
+    ticket = ring.write_raw(SMALL)
+    listener = Listener(ring)
+    flood, other = await connected(listener), await connected(listener)
+    flood.endpoint.hold = lambda tag: True
+    numbers = [flood.tell(record(Kind.STATE, ticket)) for _ in range(100)]
+
+    def answered() -> int:
+        return sum(wire.tag(flood.base, number) in flood.endpoint.sent for number in numbers)
+
+    taken = 0
+    while taken < len(numbers):
+        for _ in range(5):
+            await other.settled()  # others are served meanwhile
+        assert answered() == min(taken + 9, len(numbers))
+        taken = answered()
+        flood.endpoint.release()  # it takes what was sent
+    await flood.gone()
+    await listener.stop()
+
+
+@scenario
+async def test_a_client_that_is_held_up_and_then_lost_is_forgotten(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "_MOST_UNSENT", 8)
+    ticket = ring.write_raw(SMALL)
+    listener = Listener(ring)
+    flood, other = await connected(listener), await connected(listener)
+    flood.endpoint.hold = lambda tag: True
+    for _ in range(20):
+        flood.tell(record(Kind.STATE, ticket))
+    for _ in range(5):
+        await other.settled()
+    assert flood.number - len(flood.endpoint.sent) > 0
+    await flood.gone()
+    assert list(listener._connections) == [other.connection]
+    await listener.stop()
+
+
+@scenario
+async def test_a_read_while_draining_is_told_that_the_listener_is_busy(ring: SharedRingBuffer) -> None:
+    first, second = ring.write_raw(SMALL), ring.write_raw(SMALL)
+    listener = Listener(ring)
+    peer = await connected(listener)
+    assert (await peer.ask(read(first)))[0].code == 0
+    stopping = asyncio.create_task(listener.stop(10.0))
+    await asyncio.sleep(0)
+    assert [answer.code for answer in await peer.ask(read(second))] == [BUSY]
+    assert pins(ring, second) == 0
+    peer.tell(ack(first))
+    await stopping
+    assert states(ring) == READY
+
+
 # --- discard and state ----------------------------------------------------------------------------------
 @scenario
 async def test_a_discarded_payload_is_freed_for_all_ranks(ring: SharedRingBuffer) -> None:

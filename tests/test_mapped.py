@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from support import Child, asynchronous, noise, segment_file
+from support import Child, asynchronous, free, noise, segment_file, serving, until
 
 from transport import SharedRingBuffer, Ticket, UCXXClient
 from transport.errors import RankError, StaleSlotError, WrongKeyError
@@ -77,6 +78,27 @@ def test_without_a_free_owner_place_reading_goes_through_the_network(
     assert mapped.find(ticket) is None  # a refusal is remembered for a while
     assert MappedRings().find(ticket) is not None
     gc.collect()
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_readers_that_would_take_a_listeners_place_read_over_the_wire() -> None:
+    with serving(slots=4) as (ring, server), contextlib.ExitStack() as stack:
+        ticket = ring.write_raw(noise(1000), readers=16)
+        async with contextlib.AsyncExitStack() as clients:
+            wires = []
+            for rank in range(16):
+                client = await clients.enter_async_context(UCXXClient(wire={"mapped", "tcp"}))
+                with await client.read(ticket, rank=rank) as payload:
+                    assert np.array_equal(payload["data"], noise(1000))
+                    wires.append(payload.wire)
+                del payload
+            most = 16 - 2 - len(server.ports)
+            assert wires == ["mapped"] * most + ["tcp"] * (16 - most)
+            # a killed listener's place is found again, also while its predecessor is not yet cleared away
+            for _ in range(2):
+                stack.enter_context(SharedRingBuffer.attach(ring.name, role="listener"))
+            await until(lambda: free(ring))
 
 
 # --- views ---------------------------------------------------------------------------------------

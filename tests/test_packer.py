@@ -403,6 +403,58 @@ def test_stopping_in_mid_fetch_gives_the_claims_back(queue: SQLiteQueue, how: st
     packer.cleanup_ucxx_packer()
 
 
+@pytest.mark.ucx
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
+def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
+    worker: Worker, queue: SQLiteQueue, wire: str, how: str
+) -> None:
+    for step in range(2):
+        write(worker, step)
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={wire})
+    session = packer._packer
+    arrived = threading.Event()
+
+    async def read_many(tickets: Any, **options: Any) -> AsyncGenerator[ReadOutcome, None]:
+        """All payloads arrive, but the last one is never told of."""
+        payloads = [await session.client.read(ticket, rank=options["rank"]) for ticket in tickets]
+        yield ReadOutcome(tickets[0], payloads[0], None)
+        arrived.set()
+        await asyncio.Event().wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.client, "read_many", read_many)
+        packer.start_prefetch(packer.claim_tickets(2, 20))
+        assert arrived.wait(20)
+        getattr(packer, how)()
+    assert (queue.depth().ready, queue.depth().claimed, queue.depth().arrived) == (2, 0, 0)
+    assert worker.ring_statistics().consumes == 0
+    another = Packer()
+    another.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={wire})
+    assert sorted(int(payload["step"]) for payload in another.consume(fetch(another, 2))) == [0, 1]
+    another.cleanup_ucxx_packer()
+    packer.cleanup_ucxx_packer()
+    assert queue.depth().done == 2
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
+def test_a_batch_that_arrived_and_was_not_collected_goes_to_another_trainer(
+    worker: Worker, queue: SQLiteQueue, how: str
+) -> None:
+    for step in range(2):
+        write(worker, step)
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={"tcp"})
+    packer.start_prefetch(packer.claim_tickets(2, 20))
+    assert packer.wait_prefetch(20)
+    getattr(packer, how)()
+    packer.cleanup_ucxx_packer()
+    assert (queue.depth().ready, queue.depth().claimed, queue.depth().arrived) == (2, 0, 0)
+    assert worker.ring_statistics().ready == 2
+
+
 # --- layers 2 and 3, with a scripted client ---------------------------------------------------------------------------
 class ScriptedClient:
     """Answers each ticket with the outcomes scripted for it, in turn; the last one repeats."""

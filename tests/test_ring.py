@@ -34,7 +34,6 @@ def ring() -> Iterator[SharedRingBuffer]:
         yield made
 
 
-
 # --- writing -----------------------------------------------------------------------------------------
 def test_write_keeps_only_the_used_part_of_ragged_tensors() -> None:
     with SharedRingBuffer.create(STEPS, slots=2) as ring:
@@ -291,5 +290,3 @@ def test_statistics_count_what_was_done(ring: SharedRingBuffer) -> None:
     assert (look.takes, look.publishes, look.pins, look.consumes, look.unpins) == (2, 2, 2, 1, 2)
     assert look.bytes_published == 500
     assert repr(ring) == f"<SharedRingBuffer {ring.ring_id[:8]} 4×1000 B: 3 free, 0 writing, 1 ready, 0 reading>"
-
-

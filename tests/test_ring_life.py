@@ -18,6 +18,7 @@ from transport.errors import (
     RingNotFoundError,
     SchemaError,
     SharedMemoryError,
+    StaleSlotError,
     TransportError,
     UsageError,
 )
@@ -36,12 +37,10 @@ sys.stdin.readline()
 """
 
 
-
 @pytest.fixture
 def ring() -> Iterator[SharedRingBuffer]:
     with SharedRingBuffer.create(slots=4, slot_bytes=1000) as made:
         yield made
-
 
 
 @pytest.fixture
@@ -215,3 +214,47 @@ sys.stdin.readline()
     assert slot_state(ring, ticket) is SlotState.READY
     assert ring.statistics().reclaimed_reading == 1
     assert read_bytes(ring, ticket) == noise(100).tobytes()
+
+
+def test_a_writer_that_closes_gives_up_what_is_unread_and_the_last_reader_removes_the_segment() -> None:
+    writer = SharedRingBuffer.create(slots=3, slot_bytes=1000)
+    file = segment_file(writer)
+    unread, held, acknowledged = (writer.write_raw(noise(100, seed)) for seed in range(3))
+    reader = SharedRingBuffer.attach(writer.name, role="reader")
+    leases = [reader.read_raw(held), reader.read_raw(acknowledged)]
+    leases[1].acknowledge()
+    writer.close()
+    assert bytes(leases[0].view) == noise(100, 1).tobytes()  # memory that is looked at stays
+    for gone in (unread, held):
+        with pytest.raises(StaleSlotError):
+            reader.read_raw(gone)
+    for lease in leases:
+        lease.release()
+    assert file.exists()
+    reader.close()
+    assert not file.exists()
+
+
+def test_a_reader_that_closes_next_to_a_killed_writer_leaves_the_unread_payloads(name: str) -> None:
+    with Child(WRITER, name) as child:
+        tickets = [Ticket.parse(child.line()) for _ in range(2)]
+        assert child.line() == "writing"
+        reader = SharedRingBuffer.attach(name, role="reader")
+        child.kill()
+    assert read_bytes(reader, tickets[0]) == noise(100, 0).tobytes()
+    reader.close()
+    with SharedRingBuffer.create(slots=4, slot_bytes=1000, name=name) as ring:
+        assert ring.tickets() == tickets
+    assert not segment_file(ring).exists()
+
+
+def test_the_last_reader_of_a_killed_writer_removes_an_empty_segment(name: str) -> None:
+    with Child(WRITER, name) as child:
+        tickets = [Ticket.parse(child.line()) for _ in range(2)]
+        assert child.line() == "writing"
+        reader = SharedRingBuffer.attach(name, role="reader")
+        child.kill()
+    for ticket in tickets:
+        assert reader.read_raw(ticket).consume()
+    reader.close()
+    assert not segment_file(reader).exists()

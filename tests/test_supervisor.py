@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -107,6 +110,67 @@ async def test_a_killed_supervisor_is_started_again_and_adopts_its_listeners() -
         assert listener_pids(ring)[server.ports[0]] == before[server.ports[0]]
 
 
+class Watch:
+    """Looks at a ring's port table all the time, and writes meanwhile; in a thread of its own."""
+
+    def __init__(self, ring: SharedRingBuffer) -> None:
+        self.tables: set[tuple[int, ...]] = set()
+        self.error: BaseException | None = None
+        self._ring = ring
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(0.01):
+                self.tables.add(self._ring.native.ports())
+                self._ring.discard(self._ring.write_raw(b"x", timeout_s=1.0))
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@asynchronous
+async def test_a_port_that_another_program_takes_meanwhile_does_not_cost_the_healthy_listener() -> None:
+    with served() as (ring, server), socket.socket() as thief, Watch(ring) as watch:
+        before = listener_pids(ring)
+        victim, healthy = server.ports
+        supervisor = parent_of(before[victim])
+        os.kill(supervisor, signal.SIGKILL)
+        os.kill(before[victim], signal.SIGKILL)
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        await until(lambda: bound(thief, victim) and victim not in listener_pids(ring))
+        thief.listen()
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            while len(listener_pids(ring)) < 2:
+                await read_all(client, write(ring, 5))
+                assert listener_pids(ring)[healthy] == before[healthy]
+                await asyncio.sleep(0.05)  # two cores: the supervisor needs one
+        (other,) = listener_pids(ring).keys() - {healthy}
+        assert other != victim
+        await until(lambda: set(server.ports) == {healthy, other})
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, [msgspec.structs.replace(ticket, ports=(other,)) for ticket in write(ring, 3)])
+        assert listener_pids(ring)[healthy] == before[healthy]
+    assert watch.error is None
+    assert all(0 not in table and healthy in table for table in watch.tables)
+    assert {(victim, healthy), (healthy, other)} <= {*watch.tables, *(table[::-1] for table in watch.tables)}
+
+
+def bound(mine: socket.socket, port: int) -> bool:
+    """Have the port, as soon as the one who had it is gone."""
+    with contextlib.suppress(OSError):
+        mine.bind(("0.0.0.0", port))
+    return mine.getsockname()[1] == port
+
+
 def test_closing_right_after_the_supervisor_was_killed_leaves_nothing_running() -> None:
     with served() as (ring, server):
         pids = listener_pids(ring)
@@ -122,8 +186,9 @@ from support import noise
 from transport import SharedRingBuffer, UCXXServer
 from transport.settings import Settings
 name, settings, count = sys.argv[1], msgspec.json.decode(sys.argv[2], type=Settings), int(sys.argv[3])
+ports = (0,) * int(sys.argv[4])
 ring = SharedRingBuffer.create(slots=8, slot_bytes=50_000, name=name)
-server = UCXXServer(ring, (0, 0), addresses=("127.0.0.1",), settings=settings).start()
+server = UCXXServer(ring, ports, addresses=("127.0.0.1",), settings=settings).start()
 print(len(ring.tickets()), flush=True)
 for seed in range(count):
     print(ring.write_raw(noise(20_000, seed), metadata={"seed": seed}).to_text(), flush=True)
@@ -136,8 +201,8 @@ ring.close()
 class Writer:
     """A rollout worker in a process of its own, its unread tickets, and whoever serves them."""
 
-    def __init__(self, name: str, count: int, settings: Settings = QUICK) -> None:
-        self.child = Child(WRITER, name, msgspec.json.encode(settings).decode(), count)
+    def __init__(self, name: str, count: int, settings: Settings = QUICK, ports: int = 2) -> None:
+        self.child = Child(WRITER, name, msgspec.json.encode(settings).decode(), count, ports)
         self.found = int(self.child.line())
         self.tickets = [Ticket.parse(self.child.line()) for _ in range(count)]
         with SharedRingBuffer.attach(name, role="observer") as ring:
@@ -181,6 +246,27 @@ def test_payloads_of_a_killed_writer_are_readable_until_consumed_then_all_vanish
             await read_all(client, writer.tickets[3:])
 
     run(reading())
+    eventually(lambda: writer.gone(name))
+
+
+def test_a_listener_that_is_terminated_while_lingering_takes_no_payload_with_it(name: str) -> None:
+    writer = Writer(name, 2, ports=1)
+    with writer.child as child:
+        child.kill()
+    ((port, pid),) = writer.listeners.items()
+    os.kill(pid, signal.SIGTERM)
+    eventually(lambda: not is_running(pid))
+    with SharedRingBuffer.attach(name, role="observer") as ring:
+        assert ring.tickets() == writer.tickets
+        eventually(lambda: port in listener_pids(ring))
+        assert is_running(writer.supervisor)
+        writer.listeners |= listener_pids(ring)
+
+        async def reading() -> None:
+            async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+                await read_all(client, writer.tickets)
+
+        run(reading())
     eventually(lambda: writer.gone(name))
 
 

@@ -11,7 +11,7 @@ is sent again, which is harmless because it is idempotent.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -208,9 +208,9 @@ class AckLedger:
         """Rings whose oldest pending acknowledgement has waited ``ack_delay_s`` for a request to ride with."""
         return [ring for ring in self._pending if self._due_at(ring) <= now]
 
-    def next_due(self) -> float | None:
-        """When ``due`` next has something to return; None while nothing is pending."""
-        return min(map(self._due_at, self._pending), default=None)
+    def next_due(self, without: Container[str] = ()) -> float | None:
+        """When ``due`` next has something to return, rings ``without`` left aside; None while nothing is pending."""
+        return min((self._due_at(ring) for ring in self._pending if ring not in without), default=None)
 
     def _due_at(self, ring: str) -> float:
         oldest = next(iter(self._pending[ring].values()))

@@ -30,7 +30,7 @@ class ClaimBook:
         queue: where they come from; None: tickets come another way, and there is nothing to tell anybody.
         rank: which of each payload's readers the trainer is.
         consumer: the trainer's name in the queue's reports.
-        ack: "on_arrival" reports payloads as arrived when they are fetched, and as trained on when they are settled.
+        ack: "on_arrival" reports payloads as arrived when they are collected, as trained on when they are settled.
     """
 
     def __init__(self, queue: TicketQueue | None, rank: int, consumer: str, ack: AckMode, settings: Settings) -> None:
@@ -72,14 +72,9 @@ class ClaimBook:
         return [item for item in items if item.claim is None or item.claim.token in mine]
 
     def report(self, batch: FetchedBatch) -> None:
-        """Tell the queue what became of a fetched batch: failures, duplicates, and arrivals where those count.
-
-        With ack="on_arrival", payloads whose arrival was recorded are acknowledged to their rings, and only then.
-        """
+        """Tell the queue of the failures and duplicates of a fetched batch. Does nothing the second time."""
         if batch.reported:
             return
-        if self._ack == "on_arrival":
-            self._report_arrivals(batch)
         for item in batch.items:
             self.counts["duplicates"] += item.duplicate
             if item.error is not None:
@@ -97,7 +92,13 @@ class ClaimBook:
                 self._queue.retry(item.claim, self._retry_delay_s, str(item.error))
         batch.reported = True
 
-    def _report_arrivals(self, batch: FetchedBatch) -> None:
+    def report_arrivals(self, batch: FetchedBatch) -> None:
+        """With ack="on_arrival": what the trainer has collected has arrived, for the queue and then for the rings.
+
+        Not before it is collected: a batch that is cancelled until then loses nothing. Does nothing the second time.
+        """
+        if self._ack != "on_arrival" or batch.arrived:
+            return
         arrived = [item for item in batch.items if item.payload is not None]
         claims = [item.claim for item in arrived if item.claim is not None]
         if self._queue is not None and claims:
@@ -107,6 +108,7 @@ class ClaimBook:
         for item in arrived:
             if item.payload is not None and (item.claim is None or item.claim.token in recorded):
                 item.payload.ack()
+        batch.arrived = True
 
     def give_back(self, claims: Iterable[Claim], reason: str) -> None:
         """Let others have claims that were not used."""

@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 
 import msgspec
 
@@ -83,6 +84,7 @@ class Links:
         self._routes: dict[str, _Route] = {}
         self._rotation = random.randrange(1 << 16)
         self._wake = asyncio.Event()
+        self._flushes: dict[str, asyncio.Task[None]] = {}
         self._closed = False
         self.opened = 0
         self.quarantine = PortQuarantine(settings)
@@ -113,7 +115,7 @@ class Links:
         if route is not None and route.pairs == pairs:
             route.named = named
         else:
-            self._routes[ticket.ring] = _Route(hosts, numbers, pairs, named)
+            self._routes[ticket.ring] = _Route(hosts, numbers, pairs, named, route.wrong if route else set())
             if len(self._routes) > _MOST_ROUTES:
                 busy = set(self.ledger.pending_rings())
                 self._routes.pop(next(ring for ring in self._routes if ring not in busy))
@@ -150,6 +152,11 @@ class Links:
         elif isinstance(error, RefusedError):
             self.quarantine.succeeded(port)  # a refusal is an answer
         return False
+
+    def all_wrong(self, ring: str, ports: list[PortKey]) -> bool:
+        """Whether every port has said that it serves another ring."""
+        route = self._routes.get(ring)
+        return route is not None and route.wrong >= set(ports)
 
     def succeeded(self, ring: str, port: PortKey) -> None:
         """The port answered for its ring."""
@@ -219,7 +226,7 @@ class Links:
         route = self._routes.get(ring)
         if route is not None and link.ports and link.ports != route.ports:
             pairs = [(host, number) for host in route.hosts for number in link.ports]
-            self._routes[ring] = _Route(route.hosts, link.ports, pairs, ((), ()))
+            self._routes[ring] = _Route(route.hosts, link.ports, pairs, ((), ()), route.wrong)
         return link
 
     def checkin(self, link: Link) -> None:
@@ -253,7 +260,8 @@ class Links:
             try:
                 await self._sleep()
                 self._break_off_all([link for link in self._pool.idle() if not link.usable])
-                await asyncio.gather(*(self._flush(ring) for ring in self.ledger.due(time.monotonic())))
+                for ring in self.ledger.due(time.monotonic()):
+                    self._begin_flush(ring)
                 await asyncio.gather(*(self._farewell(link) for link in self._pool.expired(time.monotonic())))
                 self._tick()
             except Exception:  # whatever it was, acknowledgements must go on
@@ -263,7 +271,7 @@ class Links:
     async def _sleep(self) -> None:
         """Until something is due. Nothing due soon: until woken, too."""
         now = time.monotonic()
-        due = self.ledger.next_due()
+        due = self.ledger.next_due(without=self._flushes)
         if due is not None and due - now <= self._settings.ack_delay_s:
             # not woken by further acknowledgements: under load they ride, and this task costs nothing
             await asyncio.sleep(max(due - now, 0.0))
@@ -275,6 +283,20 @@ class Links:
                 await self._wake.wait()
                 # mostly an acknowledgement that rides with the next request: look once for a whole burst of them
                 await asyncio.sleep(self._settings.ack_delay_s)
+
+    def _begin_flush(self, ring: str) -> None:
+        """Flush a ring beside everything else: one that cannot be reached takes seconds, which others must not wait."""
+        if ring not in self._flushes:
+            flush = asyncio.get_running_loop().create_task(self._flush(ring), name="transport acknowledgements")
+            self._flushes[ring] = flush
+            flush.add_done_callback(partial(self._flushed, ring))
+
+    def _flushed(self, ring: str, flush: asyncio.Task[None]) -> None:
+        self._flushes.pop(ring, None)
+        if not flush.cancelled() and flush.exception() is not None:
+            log.error("acknowledging to ring %s failed; trying again", ring[:8], exc_info=flush.exception())
+            self.ledger.unreachable(ring, time.monotonic())
+        self._wake.set()
 
     async def _flush(self, ring: str) -> None:
         """Send what is pending for a ring, now; failures leave it pending, with a longer pause."""
@@ -340,9 +362,13 @@ class Links:
             return
         self._tender.cancel()
         await asyncio.gather(self._tender, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await asyncio.gather(*(self._flush(ring) for ring in self.ledger.pending_rings()))
+        for ring in self.ledger.pending_rings():
+            self._begin_flush(ring)
+        if self._flushes:
+            _, late = await asyncio.wait(self._flushes.values(), timeout=_CLOSE_TIMEOUT_S)
+            for flush in late:
+                flush.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         self._closed = True
         self._notify()
         await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))

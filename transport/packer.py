@@ -85,7 +85,7 @@ class UCXXDataPackerMixin:
             queue: where claims come from; None: tickets come another way, and `consume` acknowledges slots only.
             rank: which of each payload's readers this trainer is.
             consumer: name in the queue's reports; default host and process id.
-            ack: "on_consumed" (see above); "on_arrival" acknowledges on verified arrival, so what a dying trainer had
+            ack: "on_consumed" (see above); "on_arrival" acknowledges what is collected, so what a dying trainer had
                 in memory is lost, and reported by the queue.
             consumed: record from a checkpoint, so that a restarted trainer drops what it had trained on.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched.
@@ -127,6 +127,7 @@ class UCXXDataPackerMixin:
         if batch.consumed:
             raise UsageError("this batch has been consumed")
         packer.claims.report(batch)
+        packer.claims.report_arrivals(batch)
         trainable = packer.settle([item for item in batch.items if item.payload is not None])
         batch.consumed = True  # after what may raise: a queue that was busy is asked again
         return trainable
@@ -189,6 +190,10 @@ class UCXXDataPackerMixin:
         batch = fetching.result()
         packer.batches += 1
         packer.collected.update((item.ticket.identity, item) for item in batch.items if item.payload is not None)
+        try:
+            packer.claims.report_arrivals(batch)
+        except TransportError as error:  # the payloads are here; `consume` reports again
+            log.warning("the queue could not be told of arrivals yet: %s", error)
         return batch
 
     def cancel_prefetch(self) -> None:

@@ -110,6 +110,7 @@ class FetchedBatch:
     rounds: int = 0
     seconds: float = 0.0
     reported: bool = field(default=False, repr=False)  # the queue knows what failed
+    arrived: bool = field(default=False, repr=False)  # with ack="on_arrival": queue and rings know what arrived
     consumed: bool = field(default=False, repr=False)
 
     @property

@@ -80,13 +80,13 @@ class RemoteReads:
         plan = Retry(
             max(1, attempts_of_read(self._settings, len(ports)) - spent), deadline, self._settings, random.random
         )
-        wrong: set[PortKey] = set()  # those that said in this call that they serve another ring
+        refused = False  # a port said in this call that it serves another ring
         while True:
             match plan.step(time.monotonic()):
                 case Wait(seconds):
                     await asyncio.sleep(seconds)
                 case GiveUp(error):
-                    if wrong and wrong >= set(ports):
+                    if refused and links.all_wrong(ticket.ring, ports):
                         raise PayloadLostError(
                             f"payload {ticket.name}: no listener serves its ring {ticket.ring[:8]} any more"
                         ) from error
@@ -98,8 +98,7 @@ class RemoteReads:
                         result = await attempt(port)
                     except TransportError as error:
                         self.checksum_failures += isinstance(error, ChecksumError)
-                        if links.failed(ticket.ring, port, error):
-                            wrong.add(port)
+                        refused |= links.failed(ticket.ring, port, error)
                         another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
                         plan.failed(error, time.monotonic(), elsewhere=another)
                         continue

@@ -13,7 +13,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_READERS = _native.MAX_READERS
+_ALL_DONE: Final = (1 << MAX_READERS) - 1
 
 
 class SharedRingBuffer:
@@ -401,7 +402,7 @@ class SharedRingBuffer:
         found = []
         for slot in range(self.slot_count):
             info = self._call(self.native.info, slot)
-            if info.state in (SlotState.READY, SlotState.READING):
+            if info.state in (SlotState.READY, SlotState.READING) and info.done != _ALL_DONE:
                 note = self.native.note(slot, info.generation)
                 if note is not None:
                     found.append((info.sequence, Ticket.decode(note)))

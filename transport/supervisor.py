@@ -87,6 +87,7 @@ class Place:
         if self.last_error.error == "BusyPortError" and self.failures >= _TRIES_ON_A_BUSY_PORT:
             log.warning("port %d is in use by another program; taking another", self.port)
             self.port = 0
+            self.not_before = now
 
 
 class Supervisor:
