@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -258,3 +261,26 @@ def test_the_last_reader_of_a_killed_writer_removes_an_empty_segment(name: str) 
         assert reader.read_raw(ticket).consume()
     reader.close()
     assert not segment_file(reader).exists()
+
+
+def test_a_writer_that_ends_without_closing_leaves_no_segment() -> None:
+    body = """
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.create(slots=2, slot_bytes=10)
+ring.write_raw(b"unread")
+print(ring.name, flush=True)
+raise SystemExit("a script that failed")
+"""
+    ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("/transport-")
+    assert not (SHM / ended.stdout.strip().removeprefix("/")).exists()
+
+
+def test_a_ring_that_is_dropped_without_closing_leaves_no_segment() -> None:
+    ring = SharedRingBuffer.create(slots=2, slot_bytes=10)
+    file = SHM / ring.name.removeprefix("/")
+    assert file.exists()
+    del ring
+    gc.collect()
+    assert not file.exists()

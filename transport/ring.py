@@ -9,9 +9,11 @@ Any thread may call any method. Blocking calls release the GIL; inside an event 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 
@@ -63,6 +65,7 @@ class SharedRingBuffer:
         self.slot_capacity = native.slot_capacity
         self._secret = native.secret
         self._made_here = False
+        self._forgotten: weakref.finalize[[_native.Ring], SharedRingBuffer] | None = None
 
     def __repr__(self) -> str:
         if self.native.closed:
@@ -132,6 +135,8 @@ class SharedRingBuffer:
             log.warning("took over ring %s of a dead writer, %d payloads unread", segment, native.state_counts()[2])
         ring = cls(native, schema, overflow)
         ring._made_here = True
+        if name is None:  # one with a name may be meant for whoever takes it over
+            ring._forgotten = weakref.finalize(ring, _leave, native)
         return ring
 
     @classmethod
@@ -172,6 +177,8 @@ class SharedRingBuffer:
         """
         if self.native.closed:
             return
+        if self._forgotten is not None:
+            self._forgotten.detach()
         if self._made_here:
             self._give_up_unread()
         _, _, ready, reading = self.native.state_counts()
@@ -418,3 +425,11 @@ class SharedRingBuffer:
         if changed:
             log.warning("ring %s: took back %d slots of dead processes", self.ring_id[:8], changed)
         return changed
+
+
+def _leave(native: _native.Ring) -> None:
+    """For a writer that ends without `close`: no segment stays behind, unless living listeners or readers need it."""
+    with contextlib.suppress(_native.RingFault):  # a forked child's end is none of the ring's business
+        if not native.closed:
+            native.unlink_if_last()
+            native.close()
