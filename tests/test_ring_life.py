@@ -284,3 +284,20 @@ def test_a_ring_that_is_dropped_without_closing_leaves_no_segment() -> None:
     del ring
     gc.collect()
     assert not file.exists()
+
+
+def test_a_reader_that_ends_with_views_in_hand_leaves_no_segment() -> None:
+    body = """
+import sys
+from transport import BlockingClient, SharedRingBuffer
+client = BlockingClient(wire={"mapped"})
+with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
+    held = client.read(ring.write_raw(b"held"))["data"]
+    if sys.argv[1] == "closed":
+        client.close()
+print(ring.name, flush=True)
+"""
+    for client in ("closed", "open"):
+        ended = subprocess.run([sys.executable, "-c", body, client], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert not (SHM / ended.stdout.strip().removeprefix("/")).exists()

@@ -113,7 +113,8 @@ class MappedRings:
         ring.native.count("bytes_read", ticket.size)
         view = MappedView(lease, consume)
         holds.add(view.hold)
-        weakref.finalize(view.data, self._let_go, ring, view.hold).atexit = False
+        # At the end of the process, too: a segment whose last reader ends with views in hand must not stay behind.
+        weakref.finalize(view.data, self._let_go, ring, view.hold)
         return view
 
     def _let_go(self, ring: SharedRingBuffer, hold: Hold) -> None:

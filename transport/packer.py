@@ -23,8 +23,8 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from transport.background import LoopThread
 from transport.claims import ClaimBook
@@ -42,7 +42,7 @@ from transport.errors import (
 )
 from transport.packer_session import PackerSession, PackerStatistics, TicketLike, make_client, resolved
 from transport.prefetch import FetchedBatch, FetchedItem
-from transport.progress import silent
+from transport.progress import Progress, bar, silent
 from transport.queue.base import Claim, TicketQueue
 from transport.received import AckMode, ReceivedPayload
 from transport.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
@@ -76,7 +76,7 @@ class UCXXDataPackerMixin:
         secret: bytes | None = None,
         settings: Settings = DEFAULTS,
         consumed: ConsumedRecord | None = None,
-        progress: Callable[[int, int, int], None] | None = None,
+        progress: Progress | Literal["bar"] | None = None,
     ) -> None:
         """Start the background loop and the client. Called again, it cleans up first.
 
@@ -88,7 +88,8 @@ class UCXXDataPackerMixin:
             ack: "on_consumed" (see above); "on_arrival" acknowledges what is collected, so what a dying trainer had
                 in memory is lost, and reported by the queue.
             consumed: record from a checkpoint, so that a restarted trainer drops what it had trained on.
-            progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched.
+            progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
+                draws that on the terminal.
         """
         self.cleanup_ucxx_packer()
         thread = LoopThread("transport data packer")
@@ -99,7 +100,9 @@ class UCXXDataPackerMixin:
             raise
         claims = ClaimBook(queue, rank, consumer or f"{socket.gethostname()}:{os.getpid()}", ack, settings)
         record = consumed if consumed is not None else ConsumedRecord(settings)
-        self._ucxx = PackerSession(client, thread, settings, rank, claims, record, progress or silent)
+        shown = contextlib.ExitStack()
+        show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
+        self._ucxx = PackerSession(client, thread, settings, rank, claims, record, show, shown)
 
     def cleanup_ucxx_packer(self) -> None:
         """Stop fetching, give claims back to the queue, close client and loop. Any state; idempotent."""

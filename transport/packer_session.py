@@ -52,6 +52,7 @@ class PackerSession:
         claims: ClaimBook,
         record: ConsumedRecord,
         progress: Progress,
+        shown: contextlib.ExitStack,
     ) -> None:
         self.client = client
         self.thread = thread
@@ -60,6 +61,7 @@ class PackerSession:
         self.claims = claims
         self.record = record
         self.progress = progress
+        self._shown = shown  # whatever draws the progress
         self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch()
         self.fetching: Job[FetchedBatch] | None = None
         self.collected: dict[Identity, FetchedItem] = {}  # collected and not consumed
@@ -106,6 +108,7 @@ class PackerSession:
     def close(self) -> None:
         """Stop fetching, give every claim back, close the client and the loop. Every step runs, whatever others do."""
         with contextlib.ExitStack() as stack:
+            stack.callback(self._shown.close)
             stack.callback(self.thread.close)
             stack.callback(lambda: self.thread.run(self.client.close()))
             stack.callback(lambda: self.claims.give_back(self.claims.in_hand, "the trainer stopped"))

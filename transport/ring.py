@@ -65,7 +65,7 @@ class SharedRingBuffer:
         self.slot_capacity = native.slot_capacity
         self._secret = native.secret
         self._made_here = False
-        self._forgotten: weakref.finalize[[_native.Ring], SharedRingBuffer] | None = None
+        self._forgotten: weakref.finalize[..., SharedRingBuffer] | None = None
 
     def __repr__(self) -> str:
         if self.native.closed:
@@ -167,7 +167,9 @@ class SharedRingBuffer:
                 f"ring {name} was made for schema {native.fingerprint.hex()}, not for {schema.fingerprint.hex()}: "
                 "both sides must use the same tensors, dtypes and shapes"
             )
-        return cls(native, schema, "block")
+        ring = cls(native, schema, "block")
+        ring._forgotten = weakref.finalize(ring, _leave, native, only_empty=True)
+        return ring
 
     def close(self) -> None:
         """Give up every hold and detach. Idempotent.
@@ -427,9 +429,12 @@ class SharedRingBuffer:
         return changed
 
 
-def _leave(native: _native.Ring) -> None:
-    """For a writer that ends without `close`: no segment stays behind, unless living listeners or readers need it."""
+def _leave(native: _native.Ring, *, only_empty: bool = False) -> None:
+    """For whoever ends without `close`: no segment stays behind, unless somebody lives that needs it."""
     with contextlib.suppress(_native.RingFault):  # a forked child's end is none of the ring's business
-        if not native.closed:
+        if native.closed:
+            return
+        _, _, ready, reading = native.state_counts()
+        if not only_empty or ready + reading == 0:
             native.unlink_if_last()
-            native.close()
+        native.close()
