@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -246,3 +248,23 @@ sys.stdin.readline()
         payload = await client.read(ticket)
         assert np.array_equal(payload["data"], noise(500))
         del payload
+
+
+def test_a_forked_child_with_a_view_ends_quietly_and_changes_nothing() -> None:
+    body = """
+import os, sys
+from transport import BlockingClient, SharedRingBuffer
+with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring, BlockingClient(wire={"mapped"}) as client:
+    held = client.read(ring.write_raw(b"held"))["data"]
+    child = os.fork()
+    if child == 0:
+        del held  # the last array of this copy
+        sys.stderr.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bytes(held) == b"held"
+    assert ring.statistics().reading == 1
+    assert ring.statistics().consumes == 0
+"""
+    ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -307,6 +307,19 @@ def test_get_policy_input_of_a_claim_consumes_it(worker: Worker, packer: Packer,
 
 
 @pytest.mark.ucx
+def test_get_policy_input_of_a_payload_that_is_gone_gives_its_claim_up(
+    worker: Worker, packer: Packer, queue: SQLiteQueue
+) -> None:
+    ticket = write(worker, 4)
+    (claim,) = packer.claim_tickets(1, 20)
+    worker.ring.discard(ticket)
+    with pytest.raises(StaleSlotError):
+        packer.get_policy_input(claim)
+    assert packer._packer.claims.in_hand == []
+    assert queue.depth().discarded == 1
+
+
+@pytest.mark.ucx
 def test_get_policy_input_works_before_and_after_consume(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
     tickets = [write(worker, step) for step in range(2)]
     batch = fetch(packer, 2)

@@ -17,7 +17,9 @@ from support import SHM, Child, asynchronous, eventually, is_running, listener_p
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import RingNotFoundError
+from transport.listener_process import ListenerConfig
 from transport.settings import DEFAULTS, Settings
+from transport.supervisor import Supervisor, SupervisorConfig
 from transport.supervisor_lock import supervised
 from transport.testing import run
 
@@ -349,3 +351,24 @@ def test_what_a_killed_trainer_has_not_acknowledged_is_read_again(wire: Any) -> 
                 await read_all(client, [ticket])
 
         run(reading())
+
+
+@asynchronous
+async def test_stopping_in_the_middle_of_a_start_ends_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = asyncio.Event()
+
+    async def never_told(*_: object) -> None:
+        told.set()
+        await asyncio.Event().wait()  # the listener waits for its configuration meanwhile
+
+    monkeypatch.setattr(Supervisor, "_exchange", never_told)
+    with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
+        config = SupervisorConfig(ports=(0,), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK))
+        supervisor = Supervisor(ring, config)
+        supervisor.fill()
+        await told.wait()
+        process = supervisor.places[0].process
+        assert process is not None
+        await supervisor._stop_listeners()
+        assert supervisor.places[0].process is None
+        assert process.returncode == -signal.SIGKILL

@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, Self
 
-from transport import _native
 from transport.acks import Ack
 from transport.buffers import BufferPool
 from transport.errors import (
@@ -38,7 +37,7 @@ from transport.retry import Deadline
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.ticket import Ticket
-from transport.wire import Kind, Record, SlotFate
+from transport.wire import Kind, Record, SlotFate, fate_of
 from transport.wires import WIRES, Wire
 
 log = logging.getLogger(__name__)
@@ -369,13 +368,6 @@ class UCXXClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def fate_of(info: _native.SlotInfo, record: Record) -> SlotFate:
-    """What a look at a slot says about the payload that ``record`` names."""
-    if info.generation != record.generation or info.state not in (_native.READY, _native.READING):
-        return SlotFate.GONE
-    return SlotFate.CONSUMED if info.done >> record.rank & 1 else SlotFate.READABLE
 
 
 def _bare(error: TransportError) -> TransportError:

@@ -32,7 +32,7 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.ucx import Endpoint
-from transport.wire import Answer, Kind, Record, SlotFate
+from transport.wire import Answer, Kind, Record
 
 if TYPE_CHECKING:
     from transport.listener import Listener
@@ -237,16 +237,15 @@ class Connection:
 
     def _read(self, index: int, record: Record) -> tuple[Answer, Attempt | None, memoryview | None]:
         try:
-            attempt = self._pin(record)
+            attempt, info = self._pin(record)
         except (RefusedError, UsageError) as refusal:
             return Answer(refusal.status, index), None, None
-        info = self._ring.native.info(record.slot)
         view = self._ring.native.payload(record.slot)[: info.length]
         self._ring.native.count("bytes_read", info.length)
         inline = view if info.length <= self._listener.settings.inline_limit else None
         return Answer(0, index, info.length, info.checksum, 0, inline), attempt, view
 
-    def _pin(self, record: Record) -> Attempt:
+    def _pin(self, record: Record) -> tuple[Attempt, _native.SlotInfo]:
         if not self._known(record):
             raise WrongKeyError("not the key of this slot and generation")
         if len(self._attempts) >= _MOST_ATTEMPTS:
@@ -270,19 +269,12 @@ class Connection:
         attempt = Attempt(self, record.slot, record.generation, record.rank, sent_by)
         self._attempts.add(attempt)
         self._listener.began(attempt)
-        return attempt
+        return attempt, info
 
     def _state(self, index: int, record: Record) -> Answer:
         if not self._known(record):
             return Answer(WrongKeyError.status, index)
-        info = self._ring.native.info(record.slot)
-        if info.generation != record.generation or info.state not in (_native.READY, _native.READING):
-            fate = SlotFate.GONE
-        elif info.done >> record.rank & 1:
-            fate = SlotFate.CONSUMED
-        else:
-            fate = SlotFate.READABLE
-        return Answer(0, index, value=fate)
+        return Answer(0, index, value=wire.fate_of(self._ring.native.info(record.slot), record))
 
     # --- the end ------------------------------------------------------------------------------------
     def finished(self, attempt: Attempt) -> None:

@@ -5,6 +5,7 @@ Mapped readers can write to the control area of the segment: same user, same tru
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from transport import _native
-from transport.errors import TransportError
+from transport.errors import ClosedError, TransportError
 from transport.leases import ReadLease
 from transport.ring import SharedRingBuffer
 from transport.ticket import Ticket, host_identity
@@ -121,10 +122,11 @@ class MappedRings:
         """The last array that looked into a slot is gone. Runs on whichever thread dropped it."""
         holds = self._holds[ring.ring_id]
         holds.discard(hold)
-        if hold.consume:
-            hold.lease.consume()
-        else:
-            hold.lease.release()
+        with contextlib.suppress(ClosedError):  # in a forked child, whose copy of the view holds nothing
+            if hold.consume:
+                hold.lease.consume()
+            else:
+                hold.lease.release()
         if not holds and self._closed:
             ring.close()
 

@@ -222,7 +222,12 @@ class UCXXDataPackerMixin:
             if fetched is None:
                 fetched = FetchedItem(ticket, claim)
                 deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
-                fetched.payload = packer.thread.run(self._read_one(ticket, deadline))
+                try:
+                    fetched.payload = packer.thread.run(self._read_one(ticket, deadline))
+                except TransportError as error:
+                    fetched.error = error
+                    packer.claims.report(FetchedBatch([fetched]))  # else its claim would be renewed for ever
+                    raise
             consumed = packer.settle([fetched])
             if not consumed:
                 raise StaleSlotError(f"payload {ticket.name} was consumed before, or is another trainer's by now")
@@ -276,11 +281,15 @@ class UCXXDataPackerMixin:
             batch.release()
             if isinstance(error, Exception):  # a cancellation is whoever cancels' to clean up after
                 claims = [item.claim for item in fetched if item.claim is not None]
-                await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
+                try:
+                    await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
+                except TransportError as second:  # the first error is what the trainer must see
+                    log.warning("%d claims could not be given back: %s", len(claims), second)
             raise
         for item in fetched:
             if item.duplicate:  # its slot may not know yet
-                packer.client.ack(item.ticket, packer.rank)
+                with contextlib.suppress(TransportError):  # nor can it be told; the batch does not suffer for it
+                    packer.client.ack(item.ticket, packer.rank)
         batch.seconds = time.monotonic() - started
         try:
             await asyncio.to_thread(packer.claims.report, batch)

@@ -161,6 +161,9 @@ class Supervisor:
     async def _start(self, place: Place) -> None:
         try:
             report = await self._started(place)
+        except asyncio.CancelledError:  # stopped before it reported: nobody watches it, so it must not stay
+            await self._kill(place)
+            raise
         finally:
             place.starting = None
             self._wake.set()
@@ -168,11 +171,7 @@ class Supervisor:
         process = place.process
         if report.error or process is None:
             log.warning("listener on port %d: %s: %s", place.port, report.error, report.message)
-            if process is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-                place.process = None
+            await self._kill(place)
             place.failed(time.monotonic())
             if report.error == RingNotFoundError.__name__:
                 self.request_stop()  # somebody removed the segment: there is nothing left to serve
@@ -182,6 +181,13 @@ class Supervisor:
         watcher = asyncio.create_task(self._watch(place, process))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
+
+    async def _kill(self, place: Place) -> None:
+        if place.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                place.process.kill()
+            await place.process.wait()
+            place.process = None
 
     async def _started(self, place: Place) -> ListenerReport:
         """Start the place's listener; its report, or why there is none."""

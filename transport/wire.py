@@ -26,6 +26,7 @@ from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
+from transport import _native
 from transport.errors import ProtocolError, VersionMismatchError
 
 VERSION = 1
@@ -232,6 +233,13 @@ class SlotFate(enum.IntEnum):
     READABLE = 1
     CONSUMED = 2  # by the rank that asks
     GONE = 3  # freed, overwritten or discarded
+
+
+def fate_of(info: _native.SlotInfo, record: Record) -> SlotFate:
+    """What a look at a slot says about the payload that ``record`` names."""
+    if info.generation != record.generation or info.state not in (_native.READY, _native.READING):
+        return SlotFate.GONE
+    return SlotFate.CONSUMED if info.done >> record.rank & 1 else SlotFate.READABLE
 
 
 class Answer(NamedTuple):
