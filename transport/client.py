@@ -247,7 +247,7 @@ class UCXXClient:
         self, ticket: Ticket, rank: int, out: Any, destination: Any, deadline: Deadline, spent: bool
     ) -> ReceivedPayload:
         buffer = self._buffers.take(ticket.size) if destination is None else destination
-        wire, port = await self._remote.read(Want(ticket, rank, buffer), deadline, spent=spent)
+        wire, port = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent)
         return self._received(ticket, rank, wire, port, buffer if out is None else out)
 
     def _received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
@@ -268,7 +268,7 @@ class UCXXClient:
         for ticket in group:
             try:
                 self._check(ticket, rank)
-                wants.append(Want(ticket, rank, self._buffers.take(ticket.size)))
+                wants.append(self._remote.want(ticket, rank, self._buffers.take(ticket.size)))
             except TransportError as error:
                 outcomes.append(ReadOutcome(ticket, None, _bare(error)))
         if not wants:
@@ -360,6 +360,7 @@ class UCXXClient:
             return
         self._closed = True
         await self._links.close()
+        self._remote.close()
         self._mapped.close()
         self._buffers.clear()
 
