@@ -154,10 +154,10 @@ class RemoteReads:
     async def _verify(self, want: Want) -> ChecksumError | None:
         """The checksum of a large payload, which takes longer than a hop to a thread."""
         expected = want.ticket.checksum
-        if self._verify_checksums and expected is not None:
-            if await asyncio.to_thread(_native.checksum, want.destination) != expected:
-                return wrong_checksum(want)
-        return None
+        if not self._verify_checksums or expected is None:
+            return None
+        actual = await asyncio.to_thread(_native.checksum, want.destination)
+        return None if actual == expected else wrong_checksum(want)
 
     def _late(self, link: Link, limit_s: float, left_s: float) -> TransportError:
         """The error for an attempt that took ``limit_s``, or ``left_s``, which was all that the caller gave."""
