@@ -628,6 +628,27 @@ def test_one_checksum_survives_many_threads() -> None:
     assert hasher.digest() == xxhash.xxh3_64_intdigest(bytes(32 << 20))
 
 
+# --- slot keys -------------------------------------------------------------------------------------------
+
+
+def test_slot_keys_are_siphash_of_slot_and_generation() -> None:
+    # the vector of its authors for the message 00..07 under the key 00..0f
+    assert _native.slot_key(bytes(range(16)), 0x03020100, 0x07060504) == 0x93F5F5799A932462
+    # openssl mac -macopt hexkey:a5… -macopt size:8 -in message SIPHASH prints the same, first byte first
+    secret = b"\xa5" * 16
+    assert _native.slot_key(secret, 0, 0) == 0x6F0C5BAF8D87A0F8
+    assert _native.slot_key(secret, 5, 1) == 0x5BA3C4B486186029
+    assert _native.slot_key(secret, (1 << 30) - 1, (1 << 30) - 1) == 0xBE29CA2419DF0589
+
+
+def test_slot_keys_need_a_whole_secret_and_numbers_of_32_bits() -> None:
+    for secret in (b"", bytes(15), bytes(17)):
+        refused(lambda secret=secret: _native.slot_key(secret, 0, 0), _native.FAULT_ARGUMENT, "16 bytes")
+    for slot, generation in ((-1, 0), (0, -1), (1 << 32, 0), (0, 1 << 32)):
+        with pytest.raises(TypeError):
+            _native.slot_key(bytes(16), slot, generation)
+
+
 # --- fault points ----------------------------------------------------------------------------------------
 
 

@@ -180,6 +180,9 @@ def copy(destination: Buffer, source: Buffer) -> None:
 def checksum(data: Buffer) -> int:
     """XXH3, 64 bits."""
 
+def slot_key(secret: bytes, slot: int, generation: int) -> int:
+    """The unguessable key of one payload: SipHash-2-4 of slot and generation (u32, little-endian) under the secret."""
+
 @final
 class Checksum:
     """XXH3 over several pieces; `copy` moves and hashes in one pass over memory."""

@@ -34,7 +34,7 @@ from transport.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.overflow import Overflow, Overflowing
 from transport.payload import describe, describe_exact, pack_into
 from transport.schema import Schema
-from transport.slots import COUNTERS, RingStatistics, SlotState, named, slot_key
+from transport.slots import COUNTERS, RingStatistics, SlotState, named
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -345,7 +345,7 @@ class SharedRingBuffer:
 
     def key(self, slot: int, generation: int) -> int:
         """The key that a ticket for this slot and generation carries."""
-        return slot_key(self._secret, slot, generation)
+        return _native.slot_key(self._secret, slot, generation)
 
     def read_raw(self, ticket: Ticket, rank: int = 0) -> ReadLease:
         """Pin a payload and lend its bytes, read-only, until the lease is consumed or released.
