@@ -98,9 +98,10 @@ void bind_constants(nb::module_& module) {
 NB_MODULE(_native, module) {
   using namespace transport::python;
   nb::set_leak_warnings(false);  // a ring that is open at exit is given up by the kernel, which is no leak
-  module.doc() = "The native core: ring operations, large copies, checksum, and a futex on shared memory.";
+  module.doc() = "The native core: ring operations, large copies, checksum, pooled memory, and a futex on shared memory.";
   bind_faults(module);
   bind_constants(module);
   bind_bytes(module);
+  bind_blocks(module);
   bind_ring(module);
 }

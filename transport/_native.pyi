@@ -1,4 +1,4 @@
-"""The native core: ring operations, large copies, checksum, and a futex on shared memory.
+"""The native core: ring operations, large copies, checksum, pooled memory, and a futex on shared memory.
 
 Every call is thread-safe. Calls that may take long (take with a timeout, copies and checksums of
 64 KiB and more, wait) release the GIL. Python signals interrupt waits (KeyboardInterrupt arrives).
@@ -191,6 +191,32 @@ class Checksum:
     def update(self, data: Buffer) -> None: ...
     def copy(self, destination: Buffer, source: Buffer) -> None: ...
     def digest(self) -> int: ...
+
+@final
+class Block(Buffer):
+    """Writable bytes, page-aligned; large ones in huge pages where the system has them.
+
+    Whatever exports its buffer holds it, so the memory goes back to the pool when the last reference and the last view
+    are gone, on whichever thread.
+    """
+
+    address: int
+    def __len__(self) -> int: ...
+
+@final
+class BufferPool:
+    """Host memory by size class: what comes back is lent again before anything new. Any thread."""
+
+    def __init__(self, most_idle_bytes: int = 1 << 30) -> None: ...
+    def take(self, size: int) -> Block:
+        """A block of exactly ``size`` bytes, its content whatever was there. MemoryError."""
+    def clear(self) -> None:
+        """Let go of everything idle."""
+    idle_bytes: int  # kept for the next payloads, at most most_idle_bytes
+    lent: int  # blocks that somebody still looks into
+
+def size_class(size: int) -> int:
+    """Bytes allocated for ``size``: the next of four steps per power of two, at least 4096."""
 
 @final
 class Event:
