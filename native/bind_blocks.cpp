@@ -1,4 +1,4 @@
-// BlockPool and Block.
+// BlockPool, Block, and a read-only look at one.
 #include <nanobind/stl/shared_ptr.h>
 
 #include <new>
@@ -23,6 +23,24 @@ PyType_Slot block_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffe
                              {Py_sq_length, reinterpret_cast<void*>(length)},
                              {0, nullptr}};
 
+// What exports a block's memory read-only. A read-only memoryview will not do: numpy looks through it at what it is a
+// view of, and would let the array be made writable again.
+struct BlockView {
+  nb::object keep;  // the Block
+  const Block* block;
+
+  static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+    const Block& block = *nb::inst_ptr<BlockView>(self)->block;
+    return PyBuffer_FillInfo(view, self, block.data(), static_cast<Py_ssize_t>(block.size()), 1, flags);
+  }
+  static Py_ssize_t length(PyObject* self) {
+    return static_cast<Py_ssize_t>(nb::inst_ptr<BlockView>(self)->block->size());
+  }
+};
+PyType_Slot block_view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(BlockView::get_buffer)},
+                                  {Py_sq_length, reinterpret_cast<void*>(BlockView::length)},
+                                  {0, nullptr}};
+
 Block take(const std::shared_ptr<BlockPool>& pool, std::size_t size) {
   Block block(pool, size);
   if (block.data() == nullptr) throw std::bad_alloc();
@@ -40,7 +58,14 @@ void bind_blocks(nb::module_& module) {
   nb::class_<Block>(module, "Block", nb::is_final(), nb::is_weak_referenceable(), nb::type_slots(block_slots),
                     "Writable bytes, back in their pool when nothing refers to them any more.")
       .def_prop_ro("address", [](const Block& block) { return reinterpret_cast<std::uintptr_t>(block.data()); })
+      .def("read_only",
+           [](nb::handle_t<Block> self) {
+             return BlockView{nb::borrow(self), nb::inst_ptr<Block>(self)};
+           })
       .def("__repr__", [](const Block& block) { return nb::str("<Block {} bytes>").format(block.size()); });
+
+  nb::class_<BlockView>(module, "BlockView", nb::is_final(), nb::type_slots(block_view_slots),
+                        "The same bytes, read-only.");
 
   nb::class_<BlockPool>(module, "BufferPool", nb::is_final(), "Host memory by size class, bounded while idle.")
       .def(nb::init<std::size_t>(), "most_idle_bytes"_a = std::size_t{1} << 30)

@@ -9,10 +9,12 @@ from typing import Any, Literal, NamedTuple, Self
 import msgspec
 import numpy as np
 
+from transport._native import PayloadView, RingFault
 from transport.buffers import Block
 from transport.errors import ClosedError, SchemaError, TransportError
 from transport.payload import views
 from transport.schema import Schema
+from transport.slots import named
 from transport.ticket import Ticket
 from transport.wires import Wire
 
@@ -80,7 +82,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         data = self._data
         if data is None:
             raise ClosedError(f"payload {self.ticket.name} was released")
-        if type(data) is Block:  # most look at the tensors only
+        if type(data) is Block or type(data) is PayloadView:  # an array only where one is asked for
             data = self._data = np.frombuffer(memoryview(data), np.uint8)
         return data
 
@@ -116,7 +118,10 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         """Say that this rank has consumed the payload, so that its slot can be used again. False: said before."""
         if self.acknowledged:
             return False
-        accepted = self._acknowledge()
+        try:
+            accepted = self._acknowledge()
+        except RingFault as fault:  # of a view's hold, which is native
+            raise named(fault) from None
         self.acknowledged = True
         return accepted
 
