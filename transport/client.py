@@ -224,7 +224,7 @@ class UCXXClient:
         if view is not None:
             self._count_read("mapped", ticket.size)
             hold = view.hold
-            return ReceivedPayload(ticket, rank, "mapped", view.data, schema, hold.acknowledge, hold.abandon)
+            return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon)
         if destination is None:
             destination = self._buffers.take(ticket.size)
         self._mapped.copy_out(ring, ticket, rank, destination)
