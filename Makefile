@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Both CUDA variants of ucxx install the same module, so exactly one is chosen. Neither needs a GPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | grep -oE 'CUDA Version: [0-9]+' | grep -oE '[0-9]+$$')
 UCXX := $(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA)),cu13,cu12)
-EXTRAS := $(UCXX),demo,test,lint
+EXTRAS := $(UCXX),demo,bench,test,lint
 NATIVE := $(wildcard native/*.cpp native/*.hpp native/vendor/*.h native/CMakeLists.txt)
 NATIVE_TESTS := $(wildcard native/tests/*)
 
