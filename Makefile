@@ -42,9 +42,19 @@ install: $(VENV)/installed ## install into .venv what is missing
 demo: $(VENV)/installed ## the main job: rollouts play CartPole, a trainer learns from their payloads
 	@$(BIN)/transport demo
 
-bench: $(VENV)/installed ## reads over every wire, and ring operations
-	@$(BIN)/python benchmarks/reads.py
-	@$(BIN)/python benchmarks/ring.py
+# Peers are installed once; one that failed is tried again when its folder in build/peers is removed, or by bench-peers.
+build/peers/stamp: transport/bench/registry.py benchmarks/install_peers.py | $(VENV)/installed
+	@$(BIN)/python benchmarks/install_peers.py
+	@touch $@
+
+.PHONY: bench-peers
+bench-peers: $(VENV)/installed ## install what bench compares with, each into its own build/peers/NAME
+	@$(BIN)/python benchmarks/install_peers.py
+	@touch build/peers/stamp
+
+bench: build/peers/stamp ## reads over every wire beside the peers, drawn in docs/bench.png; ring operations
+	@$(BIN)/transport bench loopback --checksum on,off --peers all --json build/bench.json --plot docs/bench.png
+	@$(BIN)/transport bench ring
 
 # --- checking ---------------------------------------------------------------------------------------------------------
 test: lint native-test model pytest ## the whole suite: lint, native tests under sanitizers, the model, pytest

@@ -18,6 +18,7 @@ _FEWEST_SLOTS = 4
 _RING_BYTES = 256 << 20
 _SMALL_BATCH = 1000
 _SMALL_BYTES = 4 << 10
+MANY_SMALL = f"read_many_{_SMALL_BATCH}"
 
 
 def slots_for(size: int) -> int:
@@ -42,9 +43,7 @@ def cases(
                     ]
             if max(concurrencies) > 1:
                 concurrency = max(concurrencies)
-                found.append(
-                    _case(f"read_many_{_SMALL_BATCH}", wire, _SMALL_BYTES, concurrency, checksum, readers, _SMALL_BATCH)
-                )
+                found.append(_case(MANY_SMALL, wire, _SMALL_BYTES, concurrency, checksum, readers, _SMALL_BATCH))
     return found
 
 
@@ -92,7 +91,7 @@ def measure(case: Case, seconds: float) -> Sample:
 
 def _reading(case: Case, rank: int) -> Reading:
     return Reading(
-        way=case.case.removesuffix(f"_{_SMALL_BATCH}"),
+        way="read_many" if case.case == MANY_SMALL else case.case,
         wire=case.wire,
         size_bytes=case.size_bytes,
         payloads=case.payloads,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transport.bench.loopback import MANY_SMALL
 from transport.bench.registry import PEERS
 from transport.bench.result import OURS, Report, Row
 from transport.bench.units import show_size
@@ -31,8 +32,8 @@ class Line(NamedTuple):
         if self.peer != OURS:
             how = "" if self.wire == "memory" else f", {self.wire}"
             return f"{self.peer}{how}"
-        what = {"read": "into own buffer", "view": "view", "read_many": "read_many"}[self.case]
-        return f"transport, {self.wire}: {what}" + (", checksum" if self.checksum == "on" else "")
+        what = {"read": "read into own buffer", "view": "view, no copy"}.get(self.case, self.case)
+        return f"{self.wire}: {what}" + (", checksum" if self.checksum == "on" else "")
 
 
 def check(path: Path) -> None:
@@ -57,38 +58,59 @@ def draw(report: Report, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows: list[Row] = [row for row in report.rows if row.wire]
+    # The batch of a thousand small payloads has one size: a figure for the table, no line.
+    rows: list[Row] = [row for row in report.rows if row.case != MANY_SMALL]
     one, many = min(row.concurrency for row in rows), max(row.concurrency for row in rows)
-    figure = Figure(figsize=(14, 7.2), dpi=130)
+    figure = Figure(figsize=(15, 7.6), dpi=130)
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     handles: dict[Line, Any] = {}
     colours = _colours(rows)
     _panel(left, [row for row in rows if row.concurrency == one], "us_p50", colours, handles)
-    _panel(right, [row for row in rows if row.concurrency == many and row.case != "view"], "gb_per_s", colours, handles)
+    _panel(right, [row for row in rows if row.concurrency == many and _moves(row)], "gb_per_s", colours, handles)
     left.set_title(f"Latency, {one} in flight (lower is better)")
     left.set_ylabel("µs per payload, median")
     right.set_title(f"Throughput, {many} in flight (higher is better)")
     right.set_ylabel("GB/s")
-    order = sorted(handles, key=_rank)
-    figure.legend(
-        [handles[line] for line in order],
-        [line.label() for line in order],
-        loc="center left",
-        bbox_to_anchor=(0.775, 0.53),
-        frameon=False,
-        fontsize=9,
-        handlelength=3.5,
-        labelspacing=0.6,
-    )
-    figure.text(0.02, 0.02, _caption(report), fontsize=8.5, color="#333333", va="bottom", linespacing=1.4)
-    figure.subplots_adjust(left=0.055, right=0.765, top=0.94, bottom=0.2, wspace=0.17)
+    _legend(figure, handles)
+    figure.text(0.06, 0.02, _caption(report), fontsize=8.5, color="#333333", va="bottom", linespacing=1.4)
+    figure.subplots_adjust(left=0.06, right=0.765, top=0.94, bottom=0.19, wspace=0.16)
     figure.savefig(path, format="png")
 
 
-def _rank(line: Line) -> tuple[int, str, str, str, str]:
-    ours, floor = line.peer == OURS, line.peer != OURS and PEERS[line.peer].floor
-    return (0 if ours else 2 if floor else 1), line.peer, line.wire, line.checksum, line.case
+def _moves(row: Row) -> bool:
+    """Whether bytes are moved: views are lent, and GB/s say nothing of them."""
+    return row.case != "view" and (row.case, row.wire) != ("read_many", "mapped")
+
+
+def _legend(figure: Any, handles: dict[Line, Any]) -> None:
+    """Beside the panels: ours, then the peers, then the floors."""
+    from matplotlib.lines import Line2D
+
+    groups = ("transport", "peers", "what the machine can do")
+    shown: list[Any] = []
+    labels: list[str] = []
+    for number, group in enumerate(groups):
+        lines = sorted(line for line in handles if _group(line) == number)
+        if lines:
+            shown += [Line2D([], [], linestyle=""), *(handles[line] for line in lines)]
+            labels += [f"$\\bf{{{group.replace(' ', chr(92) + ' ')}}}$", *(line.label() for line in lines)]
+    figure.legend(
+        shown,
+        labels,
+        loc="upper left",
+        bbox_to_anchor=(0.775, 0.955),
+        frameon=False,
+        fontsize=9.5,
+        handlelength=3.8,
+        labelspacing=0.55,
+    )
+
+
+def _group(line: Line) -> int:
+    if line.peer == OURS:
+        return 0
+    return 2 if PEERS[line.peer].floor else 1
 
 
 def _colours(rows: Sequence[Row]) -> dict[str, Any]:
@@ -100,7 +122,7 @@ def _colours(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _panel(axes: Any, rows: Sequence[Row], figure: str, colours: dict[str, Any], handles: dict[Line, Any]) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     lines: dict[Line, list[Row]] = {}
     for row in rows:
@@ -117,6 +139,7 @@ def _panel(axes: Any, rows: Sequence[Row], figure: str, colours: dict[str, Any],
     axes.xaxis.set_major_locator(FixedLocator(sizes))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: show_size(int(size))))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=30))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.set_xlabel("payload")
     axes.grid(True, which="major", color="#cccccc", linewidth=0.8)
@@ -133,11 +156,11 @@ def _line(row: Row) -> Line:
 def _style(line: Line, colours: dict[str, Any]) -> dict[str, Any]:
     style: dict[str, Any] = {"linestyle": _DASHES[line.wire], "marker": _MARKERS[line.wire]}
     if line.peer == OURS:
-        colour = _OUR_COLOURS[line.wire]
-        faint = line.case == "read_many" or (line.wire == "mapped" and line.case == "read")
-        style |= {"color": colour, "linewidth": 3.2, "markersize": 8, "zorder": 5, "alpha": 0.5 if faint else 1.0}
-        if line.checksum == "on" or line.case == "view":
-            style["markerfacecolor"] = "white"
+        many = line.case == "read_many"
+        style |= {"color": _OUR_COLOURS[line.wire], "linewidth": 2.2 if many else 3.4, "markersize": 6 if many else 8}
+        style |= {"zorder": 5, "alpha": 0.55 if many or (line.wire, line.case) == ("mapped", "read") else 1.0}
+        if line.checksum == "on":
+            style |= {"markerfacecolor": "white", "linewidth": style["linewidth"] * 0.7}
         return style
     if PEERS[line.peer].floor:
         return style | {"color": _FLOOR_COLOUR, "linewidth": 1.6, "markersize": 6, "zorder": 3, "marker": "x"}
@@ -150,10 +173,9 @@ def _caption(report: Report) -> str:
     where = (
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
         f"Python {machine['python']}, UCX {versions.get('ucx', 'none')}, transport {versions['payload-transport']}. "
-        "Both processes on this host, loopback; each payload verified but by ucx_perftest; medians over "
-        f"{max(row.repetitions for row in report.rows)} repetitions. Solid: TCP, or a mapped ring; dashed: shared "
-        "memory; dotted: within one process. Grey crosses: what the machine can do (memcpy; ucx_perftest, which sends "
-        "its message one way, without a request)."
+        f"Two processes on this host; medians of {max(row.repetitions for row in report.rows)} repetitions; payloads "
+        "verified, but not by ucx_perftest, which sends its messages one way, without a request. Solid: TCP, or a "
+        "mapped ring; dashed: shared memory; dotted: within one process. White markers: with checksum."
     )
     missing = f"\nNot measured: {', '.join(report.skipped)}." if report.skipped else ""
     return textwrap.fill(where, 200) + missing

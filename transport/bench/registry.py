@@ -26,7 +26,7 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
         script: its file in transport/bench/peers; empty: a program of its own (ucx_perftest).
         wire: what carries the bytes; empty: whatever wires are measured.
         environment: name of its virtual environment; empty: needs nothing that is not here.
-        requirements: what pip installs there, arguments included.
+        requirements: what pip installs there beside numpy, a call of pip for each, options included.
         libraries: Debian packages of system libraries that its wheel lacks, unpacked into the environment.
         variables: environment variables of its processes.
         floor: no peer, but what a machine can do at best.
@@ -42,11 +42,32 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     floor: bool = False
 
 
+_NIXL = "--no-deps nixl-cu12"  # what it would pull in (torch, CUDA) is for GPUs, and not imported
 _ALL = (
     Peer(name="memcpy", script="memcpy", wire="memory", floor=True),
     Peer(name=PERFTEST, script="", wire="", floor=True),
     Peer(name="socket", script="tcp_socket", wire="tcp"),
     Peer(name="pyzmq", script="pyzmq", wire="tcp", environment="pyzmq", requirements=("pyzmq",)),
+    Peer(name="nixl", script="nixl_agent", wire="shm", environment="nixl", requirements=(_NIXL,)),
+    Peer(
+        name="nixl-tcp",
+        script="nixl_agent",
+        wire="tcp",
+        environment="nixl",
+        requirements=(_NIXL,),
+        variables={"UCX_TLS": "tcp"},
+    ),
+    Peer(
+        name="mooncake",
+        script="mooncake_engine",
+        wire="tcp",
+        environment="mooncake",
+        requirements=("mooncake-transfer-engine-non-cuda",),
+        libraries=("libibverbs1", "libnl-3-200", "libnl-route-3-200"),
+    ),
+    Peer(name="ray", script="ray_objects", wire="shm", environment="ray", requirements=("ray",)),
+    Peer(name="iceoryx2", script="iceoryx", wire="shm", environment="iceoryx2", requirements=("iceoryx2",)),
+    Peer(name="flight", script="flight", wire="tcp", environment="flight", requirements=("pyarrow",)),
 )
 PEERS = {peer.name: peer for peer in _ALL}
 

@@ -65,9 +65,9 @@ def loopback(
     with _bar("measuring", json_target) as progress:
         rows, skipped = session.run(work, seconds, repetitions, progress)
     report = Report(machine=about, settings={each: settings_of(each) for each in wires}, rows=rows, skipped=skipped)
+    emit(report, "\n".join([_about(report), "", table(rows, skipped)]), json_target)
     if plot is not None:
         draw(report, plot)
-    emit(report, "\n".join([_about(report), "", table(rows, skipped)]), json_target)
 
 
 @app.command("scaling", epilog=_SCALING_EXAMPLE)

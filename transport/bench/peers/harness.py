@@ -179,8 +179,8 @@ def measure(peer: Any, name: str, size: int, concurrency: int, seconds: float, s
         client: Client = peer.connect(content, server.address(), buffers, concurrency)
         batch = 0
         while not tally.enough():
-            # Turned by one each time: a buffer that nothing was read into holds another payload.
-            requests = [((at + batch) % slots, at) for at in range(slots)]
+            # Turned by one every other time: a buffer that nothing was read into holds another payload.
+            requests = [((at + batch % 2) % slots, at) for at in range(slots)]
             begun = time.perf_counter()
             times_s = client.fetch(requests)
             busy_s = time.perf_counter() - begun
