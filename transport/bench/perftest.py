@@ -22,7 +22,7 @@ from transport.errors import LinkError, MissingDependencyError
 
 _TIMEOUT_S = 60.0
 _LISTENING = "0A"
-_FIRST_LOOK = 64  # messages that tell how many fill the seconds
+_FIRST_LOOK = 16  # messages that tell how many fill the seconds
 _FEWEST = 20
 _MOST = 1_000_000
 

@@ -102,12 +102,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         settings: the UCX settings in force, by wire.
+        failed: our own cases that have no row, with the reason.
         skipped: peers that have no rows, with the reason.
     """
 
     machine: dict[str, Any]
     settings: dict[str, dict[str, str]]
     rows: list[Any]
+    failed: list[str] = []
     skipped: dict[str, str] = {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,6 +18,14 @@ from transport.progress import Progress
 
 REPETITIONS = 5
 _PEER_TIMEOUT_S = 90.0
+
+
+class Outcome(NamedTuple):
+    """Rows; our own cases that failed, and peers that have no rows, each with the reason."""
+
+    rows: list[Row]
+    failed: list[str]
+    skipped: dict[str, str]
 
 
 def peer_cases(
@@ -45,35 +54,34 @@ def _what(peer: Peer, concurrency: int) -> str:
     return "copy" if peer.floor else "read"
 
 
-def run(
-    cases: Sequence[Case], seconds: float, repetitions: int, progress: Progress
-) -> tuple[list[Row], dict[str, str]]:
-    """Rows, and the reasons of the peers that have none or too few.
+def run(cases: Sequence[Case], seconds: float, repetitions: int, progress: Progress) -> Outcome:
+    """Measure all cases; one that fails is left out from then on, of a peer all of its cases.
 
     Args:
         seconds: of reading for each case, all repetitions together.
-
-    Raises:
-        TransportError: one of our own cases failed.
     """
     samples: dict[Case, list[Sample]] = {case: [] for case in cases}
-    skipped: dict[str, str] = {}
+    outcome = Outcome([], [], {})
     done = size = 0
     for _ in range(repetitions):
-        for case in cases:
-            if case.peer not in skipped:
-                try:
-                    sample = measure(case, seconds / repetitions)
-                except TransportError as error:
-                    if case.peer == OURS:
-                        raise type(error)(f"{_named(case)}: {error}") from error
-                    skipped[case.peer] = _why(case, error)
+        for case in list(samples):
+            if case.peer in outcome.skipped:
+                continue
+            try:
+                sample = measure(case, seconds / repetitions)
+            except TransportError as error:
+                if case.peer == OURS:
+                    outcome.failed.append(f"{_named(case)}: {error}")
+                    del samples[case]
                 else:
-                    samples[case].append(sample)
-                    size += sample.reads * case.size_bytes
+                    outcome.skipped[case.peer] = _why(case, error)
+            else:
+                samples[case].append(sample)
+                size += sample.reads * case.size_bytes
             done += 1
             progress(done, repetitions * len(cases), size)
-    return [Row.of(case, found) for case, found in samples.items() if found and case.peer not in skipped], skipped
+    outcome.rows.extend(Row.of(case, found) for case, found in samples.items() if case.peer not in outcome.skipped)
+    return outcome
 
 
 def _named(case: Case) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
     from transport.bench.result import Report
     from transport.progress import Progress
 
-app = typer.Typer(help="Measure reads, scaling and the ring on this host.", pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Measure reads, scaling and the ring on this host.",
+    epilog="Example: transport bench loopback --peers all --plot bench.png",
+    pretty_exceptions_enable=False,
+)
 
 _LOOPBACK_EXAMPLE = "Example: transport bench loopback --sizes 64KiB,1MiB --peers all --plot bench.png"
 _SCALING_EXAMPLE = "Example: transport bench scaling --clients 1,16 --listeners 1,2 --json -"
@@ -42,8 +47,11 @@ def loopback(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the rows.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="In fresh processes; rows are their medians.")] = 5,
     json_target: JsonTarget = None,
-) -> None:
-    """Read payloads from another process of this host, each compared with what was written."""
+) -> int:
+    """Read payloads from another process of this host, each compared with what was written.
+
+    Exit status 1 when one of our own reads failed; a peer that fails is reported and left out.
+    """
     from transport.bench import session
     from transport.bench.loopback import cases
     from transport.bench.machine import machine, settings_of
@@ -63,11 +71,14 @@ def loopback(
     ]
     about = machine()
     with _bar("measuring", json_target) as progress:
-        rows, skipped = session.run(work, seconds, repetitions, progress)
-    report = Report(machine=about, settings={each: settings_of(each) for each in wires}, rows=rows, skipped=skipped)
-    emit(report, "\n".join([_about(report), "", table(rows, skipped)]), json_target)
-    if plot is not None:
+        outcome = session.run(work, seconds, repetitions, progress)
+    report = Report(machine=about, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
+    emit(report, "\n".join([_about(report), "", table(outcome.rows, outcome.skipped)]), json_target)
+    if plot is not None and outcome.rows:
         draw(report, plot)
+    if outcome.failed:
+        print(f"transport bench loopback: {'; '.join(outcome.failed)}", file=sys.stderr)
+    return 1 if outcome.failed else 0
 
 
 @app.command("scaling", epilog=_SCALING_EXAMPLE)
