@@ -157,7 +157,6 @@ def pack_into(layout: Layout, arrays: Sequence[np.ndarray], destination: memoryv
     BufferUnsuitableError for a destination that does not fit.
     """
     target = _writable(destination, layout.total)
-    base = np.asarray(target)
     hasher = _native.Checksum() if checksum else None
     for (start, end), placement, array in zip(_gaps(layout), layout.placements, arrays, strict=True):
         if start != end:
@@ -166,7 +165,7 @@ def pack_into(layout: Layout, arrays: Sequence[np.ndarray], destination: memoryv
                 hasher.update(target[start:end])
         place = target[end : end + placement.nbytes]
         if array.dtype == placement.dtype and array.flags.c_contiguous and array.shape == placement.shape:
-            source = array.reshape(-1).view(np.uint8).data
+            source: Any = array  # exports its bytes, which is all that a copy asks for
             if hasher:
                 hasher.copy(place, source)  # one pass over memory for both
             else:
@@ -174,7 +173,7 @@ def pack_into(layout: Layout, arrays: Sequence[np.ndarray], destination: memoryv
         else:
             # Strided or of another dtype: numpy gathers and converts straight into the destination.
             with np.errstate(all="ignore"):  # a cast that loses something was asked for
-                np.copyto(_array_at(base, placement), array.reshape(placement.shape), casting="unsafe")
+                np.copyto(_array_at(np.asarray(target), placement), array.reshape(placement.shape), casting="unsafe")
             if hasher:
                 hasher.update(place)
     return hasher.digest() if hasher else None
@@ -260,6 +259,8 @@ def _sized(flat: memoryview, size: int) -> memoryview:
 
 def _flat(out: object) -> memoryview:
     """The value's own memory as flat bytes, never a copy of it."""
+    if type(out) is memoryview and out.ndim == 1 and out.format == "B" and out.c_contiguous:
+        return out
     kind = type(out).__name__
     if isinstance(out, np.ndarray):
         array = np.asarray(out)
