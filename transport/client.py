@@ -150,7 +150,7 @@ class UCXXClient:
         deadline = self._deadline(timeout)
         work = grouped(list(tickets), self._settings)
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
-        finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(1)
+        finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(concurrency)
         expected = sum(len(group) for group in work)
         work.reverse()
 
@@ -224,7 +224,7 @@ class UCXXClient:
         if view is not None:
             self._count_read("mapped", ticket.size)
             hold = view.hold
-            return ReceivedPayload(ticket, rank, "mapped", view.data, schema, hold.acknowledge, hold.abandon)
+            return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon)
         if destination is None:
             destination = self._buffers.take(ticket.size)
         self._mapped.copy_out(ring, ticket, rank, destination)
@@ -247,7 +247,7 @@ class UCXXClient:
         self, ticket: Ticket, rank: int, out: Any, destination: Any, deadline: Deadline, spent: bool
     ) -> ReceivedPayload:
         buffer = self._buffers.take(ticket.size) if destination is None else destination
-        wire, port = await self._remote.read(Want(ticket, rank, buffer), deadline, spent=spent)
+        wire, port = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent)
         return self._received(ticket, rank, wire, port, buffer if out is None else out)
 
     def _received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
@@ -268,7 +268,7 @@ class UCXXClient:
         for ticket in group:
             try:
                 self._check(ticket, rank)
-                wants.append(Want(ticket, rank, self._buffers.take(ticket.size)))
+                wants.append(self._remote.want(ticket, rank, self._buffers.take(ticket.size)))
             except TransportError as error:
                 outcomes.append(ReadOutcome(ticket, None, _bare(error)))
         if not wants:
@@ -360,6 +360,7 @@ class UCXXClient:
             return
         self._closed = True
         await self._links.close()
+        self._remote.close()
         self._mapped.close()
         self._buffers.clear()
 

@@ -10,24 +10,24 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transport import _native
 from transport.errors import (
     ChecksumError,
     DeadlineExceededError,
-    LinkError,
     PayloadLostError,
     ReadTimeoutError,
     TransportError,
     WireNotAllowedError,
 )
-from transport.link import Link, Want, refusal
+from transport.link import Link, Want, refusal, wrong_checksum
 from transport.links import Links
 from transport.pool import PortKey
 from transport.retry import Deadline, GiveUp, Retry, Try, Wait, attempts_of_read
 from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.watch import Watch
 from transport.wire import Answer, Record
 from transport.wires import Wire
 
@@ -35,6 +35,17 @@ T = TypeVar("T")
 
 BATCH_BYTES = 256 << 10  # small payloads answered by one message
 _CHECKSUM_IN_THREAD = 8 << 20  # from here on a checksum takes longer than a hop to a thread
+
+
+class _Request(NamedTuple):
+    """One message under way, and how long it may take: by the settings, and by what the caller gave."""
+
+    link: Link
+    wants: list[Want]
+    number: int
+    answer: asyncio.Future[Any]
+    limit_s: float
+    left_s: float
 
 
 class RemoteReads:
@@ -49,7 +60,8 @@ class RemoteReads:
         self._links = links
         self._settings = settings
         self._wires = wires
-        self._verify = verify
+        self._verify_checksums = verify
+        self._watch = Watch()
         self.retries = 0
         self.checksum_failures = 0
 
@@ -58,29 +70,68 @@ class RemoteReads:
 
         ``spent``: one attempt was made already, as part of a batch. Raises what `UCXXClient.read` documents.
         """
-        return await self._anywhere(want.ticket, deadline, spent, lambda port: self._attempt(port, want, deadline))
+        links, ticket = self._links, want.ticket
+        self._check_wires(ticket)
+        port = links.next_port(ticket.ring, links.ports(ticket))
+        failure: TransportError | None = None
+        request = None if spent else self._begin(port, want, deadline)
+        if request is not None:  # a link is idle: the usual way, which needs no plan
+            try:
+                await self._finish(request)
+            except TransportError as error:
+                failure = error
+            else:
+                return request.link.wire, port
+        return await self._anywhere(
+            ticket, port, deadline, spent, lambda port: self._fetch(port, want, deadline), failure
+        )
 
     async def ask(self, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline) -> Answer:
         """Send a record that is answered without payload, after others that have no answer."""
+        self._check_wires(ticket)
+        port = self._links.next_port(ticket.ring, self._links.ports(ticket))
         answer, _ = await self._anywhere(
-            ticket, deadline, False, lambda port: self._ask(port, ticket, record, before, deadline)
+            ticket, port, deadline, False, lambda port: self._ask(port, ticket, record, before, deadline)
         )
         return answer
 
-    async def _anywhere(
-        self, ticket: Ticket, deadline: Deadline, spent: bool, attempt: Callable[[PortKey], Awaitable[T]]
-    ) -> tuple[T, PortKey]:
-        """Make ``attempt`` at one port after the other until one succeeds or the plan gives up."""
+    def _check_wires(self, ticket: Ticket) -> None:
         if self._wires is not None and not self._wires - {"mapped"}:
             raise WireNotAllowedError(
                 f"payload {ticket.name} cannot be mapped from here, and wire={sorted(self._wires)} allows no other"
             )
+
+    async def _anywhere(
+        self,
+        ticket: Ticket,
+        port: PortKey,
+        deadline: Deadline,
+        spent: bool,
+        attempt: Callable[[PortKey], Awaitable[T]],
+        failure: TransportError | None = None,
+    ) -> tuple[T, PortKey]:
+        """Make ``attempt`` at one port after the other, beginning with ``port``, until the plan gives up.
+
+        ``failure``: the first attempt was made and failed so.
+        """
         links = self._links
         ports = links.ports(ticket)
-        plan = Retry(
-            max(1, attempts_of_read(self._settings, len(ports)) - spent), deadline, self._settings, random.random
-        )
+        attempts = max(1, attempts_of_read(self._settings, len(ports)) - spent)
+        plan = Retry(attempts, deadline, self._settings, random.random)
         refused = False  # a port said in this call that it serves another ring
+        number = 1
+
+        def note(port: PortKey, error: TransportError) -> bool:
+            self.checksum_failures += isinstance(error, ChecksumError)
+            wrong_ring = links.failed(ticket.ring, port, error)
+            another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
+            plan.failed(error, time.monotonic(), elsewhere=another)
+            return wrong_ring
+
+        chosen: PortKey | None = port
+        if failure is not None:
+            plan.begin()
+            refused, chosen = note(port, failure), None
         while True:
             match plan.step(time.monotonic()):
                 case Wait(seconds):
@@ -93,41 +144,100 @@ class RemoteReads:
                     raise error
                 case Try(number):
                     self.retries += number > 1
-                    port = links.next_port(ticket.ring, ports)
+                    port, chosen = chosen or links.next_port(ticket.ring, ports), None
                     try:
                         result = await attempt(port)
                     except TransportError as error:
-                        self.checksum_failures += isinstance(error, ChecksumError)
-                        refused |= links.failed(ticket.ring, port, error)
-                        another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
-                        plan.failed(error, time.monotonic(), elsewhere=another)
+                        refused |= note(port, error)
                         continue
                     links.succeeded(ticket.ring, port)
                     return result, port
 
     # --- one attempt --------------------------------------------------------------------------------
-    async def _attempt(self, port: PortKey, want: Want, deadline: Deadline) -> Wire:
-        """When it fails in any way, UCX is out of the buffer before it returns."""
+    def _begin(self, port: PortKey, want: Want, deadline: Deadline) -> _Request | None:
+        """Send the request for one payload, if there is an idle link to ``port``; None: there is none."""
+        now = time.monotonic()
+        if now >= deadline.at:
+            return None
+        link = self._links.try_checkout(port, want.ticket.ring)
+        try:
+            return None if link is None else self._send(link, [want], want.ticket.size, now, deadline)
+        except TransportError:
+            return None  # the link broke just now; another one may not
+
+    async def _fetch(self, port: PortKey, want: Want, deadline: Deadline) -> Wire:
+        """One attempt. When it fails in any way, UCX is out of the buffer before it returns."""
         link = await self._checkout(port, want.ticket.ring, deadline)
-        results = await self._with(
-            link, self._settings.read_timeout(want.ticket.size), deadline, self._fetch(link, want)
-        )
-        if isinstance(results, TransportError):
-            raise results
+        await self._finish(self._send(link, [want], want.ticket.size, time.monotonic(), deadline))
         return link.wire
 
-    async def _fetch(self, link: Link, want: Want) -> TransportError | None:
-        (result,) = await self._links.request(link, [want])
-        if isinstance(result, TransportError):
-            return result
-        await self._verify_checksum(want)
-        return None
+    def _send(self, link: Link, wants: list[Want], size: int, now: float, deadline: Deadline) -> _Request:
+        """One message for ``wants``, of ``size`` bytes together, under a limit of time."""
+        limit_s = self._settings.read_timeout(size)
+        left_s = deadline.at - now
+        try:
+            number, answer = self._links.request(link, wants)
+        except BaseException:
+            self._links.break_off(link)
+            raise
+        self._watch.add(answer, now + min(limit_s, left_s))
+        return _Request(link, wants, number, answer, limit_s, left_s)
+
+    async def _finish(self, request: _Request) -> None:
+        """Wait for the outcome of a request for one payload, verify it, give the link back. Raises what failed."""
+        failures = await self._outcomes(request)
+        if failures is None and request.wants[0].ticket.size >= _CHECKSUM_IN_THREAD:
+            failures = [await self._verify(request.wants[0])]
+        if failures is not None and (failure := failures[0]) is not None:
+            raise failure
+
+    async def _outcomes(self, request: _Request) -> list[TransportError | None] | None:
+        """What became of each want, None if all is good. When this fails or is cancelled, the link is broken off."""
+        link = request.link
+        try:
+            outcome = await request.answer
+            failures = None if outcome == 0 else link.outcomes(request.wants, outcome)
+        except BaseException as error:
+            self._watch.remove(request.answer)
+            self._links.break_off(link)
+            if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
+                raise _late(link, request.limit_s, request.left_s) from error
+            raise
+        self._watch.remove(request.answer)
+        self._links.ledger.answered(link, request.number)
+        self._links.checkin(link)
+        return failures
+
+    def want(self, ticket: Ticket, rank: int, destination: Any) -> Want:
+        """With the checksum that is verified as soon as the payload is here; not one that takes long to compute."""
+        verify = self._verify_checksums and ticket.size < _CHECKSUM_IN_THREAD
+        return Want(ticket, rank, destination, ticket.checksum if verify else None)
+
+    async def _verify(self, want: Want) -> ChecksumError | None:
+        """The checksum of a large payload, which takes longer than a hop to a thread."""
+        expected = want.ticket.checksum
+        if not self._verify_checksums or expected is None:
+            return None
+        actual = await asyncio.to_thread(_native.checksum, want.destination)
+        return None if actual == expected else wrong_checksum(want)
 
     async def _ask(
         self, port: PortKey, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline
     ) -> Answer:
         link = await self._checkout(port, ticket.ring, deadline)
-        number, answer = await self._with(link, self._settings.read_timeout(0), deadline, link.ask(record, before))
+        begun = time.monotonic()
+        limit_s = self._settings.read_timeout(0)
+        try:
+            number, asking = link.ask(record, before)
+            self._watch.add(asking, min(begun + limit_s, deadline.at))
+            answer = link.answer(await asking)
+        except BaseException as error:
+            self._links.break_off(link)
+            if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
+                raise _late(link, limit_s, deadline.at - begun) from error
+            raise
+        self._watch.remove(asking)
+        self._links.checkin(link)
         self._links.ledger.answered(link, number)
         if answer.code:
             raise refusal(answer.code, f"payload {ticket.name}")
@@ -145,36 +255,6 @@ class RemoteReads:
                 raise
             raise DeadlineExceededError(f"{port[0]}:{port[1]}: no connection before the deadline") from error
 
-    async def _with(self, link: Link, limit_s: float, deadline: Deadline, work: Awaitable[T]) -> T:
-        """Await ``work`` on a link within its limit and the deadline; then the link goes back, or is broken off."""
-        begun = time.monotonic()
-        try:
-            async with asyncio.timeout(min(limit_s, deadline.at - begun)):
-                result = await work
-        except BaseException as error:
-            self._links.break_off(link)
-            if not isinstance(error, TimeoutError) or isinstance(error, TransportError):
-                raise
-            host, port = link.port
-            if deadline.at - begun < limit_s:  # the caller was in a hurry; the port may be as healthy as ever
-                raise DeadlineExceededError(f"{host}:{port} did not answer before the deadline") from error
-            raise ReadTimeoutError(f"{host}:{port} did not answer within {limit_s:.1f} s") from error
-        self._links.checkin(link)
-        return result
-
-    async def _verify_checksum(self, want: Want) -> None:
-        expected = want.ticket.checksum
-        if not self._verify or expected is None or not want.ticket.size:
-            return
-        if want.ticket.size >= _CHECKSUM_IN_THREAD:
-            actual = await asyncio.to_thread(_native.checksum, want.destination)
-        else:
-            actual = _native.checksum(want.destination)
-        if actual != expected:
-            raise ChecksumError(
-                f"payload {want.ticket.name} arrived with checksum {actual:016x}, due is {expected:016x}"
-            )
-
     # --- many small ones ------------------------------------------------------------------------------
     async def read_batch(
         self, wants: list[Want], deadline: Deadline
@@ -187,23 +267,26 @@ class RemoteReads:
         port = self._links.next_port(ring, self._links.ports(wants[0].ticket))
         try:
             link = await self._checkout(port, ring, deadline)
-            results = await self._with(
-                link, self._settings.read_timeout(BATCH_BYTES), deadline, self._links.request(link, wants)
-            )
+            failures = await self._outcomes(self._send(link, wants, BATCH_BYTES, time.monotonic(), deadline))
         except TransportError as error:
             self._links.failed(ring, port, error)
             raise
-        return link.wire, port, [await self._checked(want, result) for want, result in zip(wants, results, strict=True)]
+        if failures is None:
+            return link.wire, port, [None] * len(wants)
+        self.checksum_failures += sum(isinstance(failure, ChecksumError) for failure in failures)
+        return link.wire, port, failures
 
-    async def _checked(self, want: Want, result: TransportError | Answer) -> TransportError | None:
-        if isinstance(result, TransportError):
-            return result
-        try:
-            await self._verify_checksum(want)
-        except LinkError as error:
-            self.checksum_failures += 1
-            return error
-        return None
+    def close(self) -> None:
+        """Let go of the timer."""
+        self._watch.close()
+
+
+def _late(link: Link, limit_s: float, left_s: float) -> TransportError:
+    """The error for an attempt that took ``limit_s``, or ``left_s``, which was all that the caller gave."""
+    host, port = link.port
+    if left_s < limit_s:  # the caller was in a hurry; the port may be as healthy as ever
+        return DeadlineExceededError(f"{host}:{port} did not answer before the deadline")
+    return ReadTimeoutError(f"{host}:{port} did not answer within {limit_s:.1f} s")
 
 
 def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:
