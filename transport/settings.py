@@ -49,7 +49,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     consumed_rings: int = 4096
 
-    inline_limit: int = 8192
+    inline_limit: int = 65536
     records_per_message: int = 63
 
     def read_timeout(self, size: int) -> float:
