@@ -202,14 +202,15 @@ class Side:
 
 async def read(link: Link, *wants: Want, acks: tuple[Record, ...] = ()) -> list[Any]:
     """What became of each want."""
-    outcome = await link.read(list(wants), list(acks))
-    return link.outcomes(list(wants), outcome)
+    _, arriving = link.read(list(wants), list(acks))
+    return link.outcomes(list(wants), await arriving)
 
 
 async def in_order(link: Link, side: Side) -> None:
     """Everything that was sent before on this connection has been dealt with by both."""
-    asking = link.ask(Record(Kind.BYE), [])
-    number, [record] = await side.asked()
+    number, asking = link.ask(Record(Kind.BYE), [])
+    asked, [record] = await side.asked()
+    assert asked == number
     assert record.kind is Kind.BYE
     await side.status(number, Answer(0, 0))
     assert link.answer(await asking).code == 0

@@ -1,4 +1,4 @@
-"""The client's side of a connection, against an endpoint that says what the test wants."""
+"""The client's handshake: against an endpoint that says what the test wants, and over UCX where it succeeds."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 from scripted_endpoint import ScriptedEndpoint, ScriptedWorker, scenario
+from scripted_listener import RING, ScriptedListener, Side
+from support import asynchronous, over_ucx
 
 from transport import errors, link, wire
 from transport.authentication import proof
 from transport.errors import (
     AuthenticationError,
     BusyError,
-    ClosedError,
     ConnectionLostError,
-    InternalError,
     LengthMismatchError,
     LinkError,
     ProtocolError,
@@ -29,39 +29,16 @@ from transport.errors import (
     WrongKeyError,
     WrongRingError,
 )
-from transport.link import Link, Want, new_tag_base, refusal
+from transport.link import Link, new_tag_base, refusal
 from transport.settings import Settings
-from transport.ticket import Ticket
-from transport.wire import Answer, Challenge, Hello, Kind, Proof, Record, Welcome
+from transport.wire import Challenge, Hello, Proof, Welcome
 
-RING = "1f" * 16
 OURS, THEIRS = 0x11111111, 0x22222222
-INLINE = 100  # the largest payload that rides in the answer
 LISTENER_NONCE = bytes(range(16))
 
 
-def ticket(size: int, slot: int = 3) -> Ticket:
-    return Ticket(
-        ring=RING, host="host", addresses=(), ports=(), slot=slot, generation=7, key=99, size=size, created=0.0
-    )
-
-
-def want(size: int, slot: int = 3, rank: int = 0) -> Want:
-    return Want(ticket(size, slot), rank, memoryview(bytearray(size)))
-
-
 def welcome(**changes: Any) -> Welcome:
-    return Welcome(
-        **{"version": 1, "ring": RING, "tag_base": THEIRS, "ports": (5, 6), "inline_limit": INLINE, **changes}
-    )
-
-
-def ack(slot: int = 1) -> Record:
-    return Record(Kind.ACK, slot=slot, generation=2, rank=0, key=3)
-
-
-def our_tag(number: int, part: int = 0) -> int:
-    return wire.tag(OURS, number, part)
+    return Welcome(**{"version": 1, "ring": RING, "tag_base": THEIRS, "ports": (5, 6), "inline_limit": 100, **changes})
 
 
 def opening(endpoint: ScriptedEndpoint, **options: Any) -> Any:
@@ -70,95 +47,101 @@ def opening(endpoint: ScriptedEndpoint, **options: Any) -> Any:
     return Link.open(ScriptedWorker(endpoint), "host", 5, **arguments)  # type: ignore[arg-type]
 
 
-async def opened(endpoint: ScriptedEndpoint, **options: Any) -> Link:
-    endpoint.say(welcome())
-    made: Link = await opening(endpoint, **options)
-    endpoint.log.clear()
-    return made
+# --- handshakes that succeed ---------------------------------------------------------------------------
+@pytest.mark.ucx
+@over_ucx
+@asynchronous
+async def test_opening_says_hello_and_takes_what_the_listener_says(wire: Any) -> None:
+    async with ScriptedListener(wire) as listener:
+        opening = listener.opening(tag_base=OURS)
+        side = await listener.accepted()
+        hello = await side.welcome(ports=(7, 8), inline_limit=50)
+        assert (hello.oldest, hello.newest, hello.ring, hello.tag_base) == (1, 1, RING, OURS)
+        assert len(hello.nonce) == 16
+        made = await opening
+        assert (made.ring, made.ports, made.port) == (RING, (7, 8), ("127.0.0.1", listener.port))
+        assert (made.wire, made.native.next_number, made.native.under_way) == (wire, 0, 0)
+        assert made.usable
+        lanes = made.transports()
+        assert all(transport for transport, _ in lanes)
+        assert any(device for _, device in lanes)  # the one that made the connection has none
+        assert repr(made) == f"<Link 127.0.0.1:{listener.port} by {wire}, 0 messages>"
 
 
-class Listening:
-    """The other side: answers each message by a script."""
-
-    def __init__(self, endpoint: ScriptedEndpoint, *answers: Any, payloads: dict[int, bytes] | None = None) -> None:
-        self.endpoint = endpoint
-        self.answers = answers
-        self.payloads = payloads or {}
-        self.number: int | None = None  # of the answer; None: that of the message
-        self.messages: list[tuple[int, list[Record]]] = []
-        endpoint.on_send = self._asked
-
-    def _asked(self, tag: int, data: Any) -> None:
-        number, records = wire.decode_control(data)
-        assert tag == wire.tag(THEIRS, number)
-        self.messages.append((number, records))
-        if not self.answers:
-            return
-        answered = number if self.number is None else self.number
-        self.endpoint.deliver(our_tag(number), wire.encode_status(answered, list(self.answers)))
-        for index, data in self.payloads.items():
-            self.endpoint.deliver(our_tag(number, 1 + index), data)
-
-
-def inline(index: int, data: bytes, checksum: int | None = 5) -> Answer:
-    return Answer(0, index, len(data), checksum, 0, memoryview(data))
-
-
-# --- handshake -------------------------------------------------------------------------------------
-@scenario
-async def test_opening_says_hello_and_takes_what_the_listener_says() -> None:
-    endpoint = ScriptedEndpoint("host:5")
-    task = asyncio.ensure_future(opening(endpoint))
-    hello = await endpoint.heard(Hello)
-    assert (hello.oldest, hello.newest, hello.ring, hello.tag_base) == (1, 1, RING, OURS)
-    assert len(hello.nonce) == 16
-    endpoint.say(welcome())
-    made = await task
-    assert (made.ring, made.ports, made.wire, made.next_number) == (RING, (5, 6), "tcp", 0)
-    assert made.usable
-    assert made.transports() == [("tcp", "lo")]
-    assert [made.is_inline(size) for size in (0, INLINE, INLINE + 1)] == [True, True, False]
-    assert "host:5" in repr(made)
-    assert not endpoint.aborted
-
-
-@scenario
+@pytest.mark.ucx
+@asynchronous
 async def test_each_hello_has_a_nonce_of_its_own() -> None:
-    nonces = set()
-    for _ in range(3):
-        endpoint = ScriptedEndpoint()
-        await opened(endpoint)
-        nonces.add((await endpoint.heard(Hello)).nonce)
-    assert len(nonces) == 3
+    async with ScriptedListener() as listener:
+        nonces = set()
+        for _ in range(3):
+            opening = listener.opening()
+            nonces.add((await (await listener.accepted()).welcome()).nonce)
+            await opening
+        assert len(nonces) == 3
 
 
-@scenario
+@pytest.mark.ucx
+@asynchronous
 async def test_a_handshake_that_comes_in_pieces_is_understood() -> None:
-    endpoint = ScriptedEndpoint()
-    task = asyncio.ensure_future(opening(endpoint))
-    await endpoint.heard(Hello)
-    for byte in wire.encode_handshake(welcome()):
-        endpoint.feed(bytes((byte,)))
-        await asyncio.sleep(0)
-    assert (await task).ring == RING
+    async with ScriptedListener() as listener:
+        opening = listener.opening()
+        side = await listener.accepted()
+        await side.heard(Hello)
+        for byte in wire.encode_handshake(welcome()):
+            await side.feed(bytes((byte,)))
+        assert (await opening).ring == RING
 
 
+async def proving(listener: ScriptedListener, secret: bytes) -> tuple[asyncio.Task[Link], Side, bytes]:
+    """A link being opened to a listener that has the secret and has sent its challenge; the nonce of its hello."""
+    opening = listener.opening(secret=b"secret")
+    side = await listener.accepted()
+    nonce = (await side.heard(Hello)).nonce
+    await side.say(Challenge(LISTENER_NONCE, proof(secret, "listener", nonce, LISTENER_NONCE)))
+    return opening, side, nonce
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_both_sides_prove_the_secret() -> None:
+    async with ScriptedListener() as listener:
+        opening, side, nonce = await proving(listener, b"secret")
+        answer = await side.heard(Proof)
+        assert answer.proof == proof(b"secret", "client", nonce, LISTENER_NONCE)
+        await side.say(welcome())
+        assert (await opening).ring == RING
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_listener_with_another_secret_is_left_at_once() -> None:
+    async with ScriptedListener() as listener:
+        opening, side, _ = await proving(listener, b"other")
+        with pytest.raises(AuthenticationError, match="does not have the shared secret"):
+            await opening
+        with pytest.raises(LinkError):
+            await side.heard(Proof)
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_listener_that_goes_during_the_handshake_is_lost() -> None:
+    async with ScriptedListener() as listener:
+        opening = listener.opening()
+        side = await listener.accepted()
+        await side.heard(Hello)
+        side.endpoint.abort()
+        with pytest.raises(LinkError):
+            await opening
+
+
+# --- handshakes that fail -------------------------------------------------------------------------------
 async def challenged(endpoint: ScriptedEndpoint, secret: bytes | None, listeners: bytes) -> tuple[Any, bytes]:
     """A link being opened, and the nonce of its hello; the listener has sent its challenge."""
     task = asyncio.ensure_future(opening(endpoint, secret=secret))
     nonce = (await endpoint.heard(Hello)).nonce
     endpoint.say(Challenge(LISTENER_NONCE, proof(listeners, "listener", nonce, LISTENER_NONCE)))
     return task, nonce
-
-
-@scenario
-async def test_both_sides_prove_the_secret() -> None:
-    endpoint = ScriptedEndpoint()
-    task, nonce = await challenged(endpoint, b"secret", b"secret")
-    answer = await endpoint.heard(Proof)
-    assert answer.proof == proof(b"secret", "client", nonce, LISTENER_NONCE)
-    endpoint.say(welcome())
-    assert (await task).ring == RING
 
 
 @scenario
@@ -324,95 +307,7 @@ async def test_nobody_there_is_what_the_worker_says() -> None:
         )
 
 
-# --- reading ---------------------------------------------------------------------------------------
-@scenario
-async def test_receives_are_posted_before_the_request_is_sent() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    Listening(endpoint, inline(1, b"a" * 10), Answer(0, 2, 101), payloads={2: b"b" * 101})
-    await made.read([want(10), want(101)], [ack()])
-    assert endpoint.log == [("receive", our_tag(0)), ("receive", our_tag(0, 3)), ("send", wire.tag(THEIRS, 0))]
-
-
-@scenario
-async def test_payloads_go_straight_into_their_destinations() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    wants = [want(INLINE), want(INLINE + 1), want(0), want(5)]
-    listening = Listening(
-        endpoint,
-        inline(0, b"a" * INLINE),
-        Answer(0, 1, INLINE + 1, 6),
-        inline(2, b"", None),
-        inline(3, b"dddde"),
-        payloads={1: b"b" * (INLINE + 1)},
-    )
-    number, results = await made.read(wants, [])
-    assert number == 0
-    assert [bytes(each.destination) for each in wants] == [b"a" * INLINE, b"b" * (INLINE + 1), b"", b"dddde"]
-    assert [result.checksum for result in results if isinstance(result, Answer)] == [5, 6, None, 5]
-    assert not endpoint.posted
-    assert listening.messages == [
-        (0, [Record(Kind.READ, 3, 7, 0, 99, size) for size in (INLINE, INLINE + 1, 0, 5)]),
-    ]
-
-
-@scenario
-async def test_acknowledgements_ride_in_front_and_shift_the_parts() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    large = want(200, slot=9, rank=4)
-    listening = Listening(endpoint, Answer(0, 2, 200), payloads={2: b"x" * 200})
-    await made.read([large], [ack(1), ack(2)])
-    assert listening.messages == [(0, [ack(1), ack(2), Record(Kind.READ, 9, 7, 4, 99, 200)])]
-    assert large.destination == b"x" * 200
-
-
-@scenario
-async def test_message_numbers_count_and_no_tag_comes_twice() -> None:
-    endpoint = ScriptedEndpoint()  # fails a tag that is used twice
-    made = await opened(endpoint)
-    listening = Listening(endpoint, inline(0, b"a"))
-    assert [(await made.read([want(1)], []))[0] for _ in range(3)] == [0, 1, 2]
-    listening.answers = ()
-    assert made.tell([ack()]) == 3
-    listening.answers = (Answer(0, 0),)
-    assert (await made.ask(Record(Kind.STATE)))[0] == 4
-    assert [number for number, _ in listening.messages] == [0, 1, 2, 3, 4]
-    assert made.next_number == 5
-
-
-@scenario
-async def test_a_payload_that_comes_after_its_status_is_waited_for() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    Listening(endpoint, Answer(0, 0, 200))
-    large = want(200)
-    task = asyncio.ensure_future(made.read([large], []))
-    await endpoint.arrival(wire.tag(THEIRS, 0))
-    await asyncio.sleep(0)
-    assert not task.done()
-    endpoint.deliver(our_tag(0, 1), b"y" * 200)
-    await task
-    assert large.destination == b"y" * 200
-
-
-@pytest.mark.parametrize("code", [*CODES, 77])
-@scenario
-async def test_a_refused_payload_has_its_class_and_the_others_arrive(code: int) -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    Listening(endpoint, inline(0, b"a"), Answer(code, 1), Answer(code, 2), Answer(0, 3, 200), payloads={3: b"z" * 200})
-    wants = [want(1), want(300), want(2), want(200)]
-    _, results = await made.read(wants, [])
-    assert [type(result) for result in results] == [Answer, *[CODES.get(code, ProtocolError)] * 2, Answer]
-    assert wants[1].ticket.name in str(results[1])
-    assert endpoint.withdrawn == [our_tag(0, 2)]  # the refused payload that would have come by itself
-    assert wants[3].destination == b"z" * 200
-    assert not endpoint.posted
-    assert made.usable
-
-
+# --- the rest --------------------------------------------------------------------------------------
 def test_every_error_that_travels_has_a_code_of_its_own_and_comes_back_as_itself() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TransportError)]
     travelling = {kind.status: kind for kind in kinds if kind.status}
@@ -428,185 +323,6 @@ def test_an_unknown_code_is_named() -> None:
     error = refusal(77, "payload x")
     assert type(error) is ProtocolError
     assert "77" in str(error)
-
-
-# --- a listener that does not keep to the protocol -----------------------------------------------------
-async def refused_read(answers: list[Answer], wants: list[Want], error: type[TransportError], **options: Any) -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    listening = Listening(endpoint, *answers)
-    listening.number = options.get("number")
-    with pytest.raises(error):
-        await made.read(wants, [])
-    # The destinations go back to their owner now: nothing may be received into them any more.
-    assert endpoint.aborted
-    assert not endpoint.posted
-    assert not made.usable
-
-
-@scenario
-async def test_an_answer_to_another_message_is_refused() -> None:
-    await refused_read([inline(0, b"a"), Answer(0, 1, 200)], [want(1), want(200)], ProtocolError, number=1)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@scenario
-async def test_too_few_or_too_many_answers_are_refused(count: int) -> None:
-    await refused_read([Answer(1, index) for index in range(count)], [want(100), want(200)], TransportError)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [inline(0, b"abcd"), inline(0, b""), Answer(0, 0, 3), Answer(0, 0, 3, None, 0, None)],
-    ids=["too long", "too short", "not inline", "nothing"],
-)
-@scenario
-async def test_an_inline_payload_of_another_length_is_refused(answer: Answer) -> None:
-    small = want(3)
-    # the other want makes the buffer large enough for what is too long
-    await refused_read([answer, inline(1, b"x")], [small, want(50)], LengthMismatchError)
-    assert bytes(small.destination) == bytes(3)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [Answer(0, 1, 199), Answer(0, 1, 201), inline(1, b"b" * 50)],
-    ids=["shorter", "longer", "inline"],
-)
-@scenario
-async def test_a_separate_payload_of_another_length_is_refused(answer: Answer) -> None:
-    await refused_read([inline(0, b"a" * 60), answer], [want(60), want(200)], TransportError)
-
-
-@pytest.mark.parametrize("status", [b"", b"garbage that is no status message", b"\x01\x11\xff\xff" + bytes(12)])
-@scenario
-async def test_a_status_that_is_garbage_is_refused(status: bytes) -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    endpoint.on_send = lambda tag, data: endpoint.deliver(our_tag(0), status)
-    with pytest.raises(ProtocolError):
-        await made.read([want(1), want(200)], [])
-    assert endpoint.aborted
-    assert not endpoint.posted
-
-
-@scenario
-async def test_a_status_larger_than_due_is_refused() -> None:
-    await refused_read([inline(0, b"a" * 50)], [want(1)], TransportError)
-
-
-# --- when it breaks --------------------------------------------------------------------------------------
-@scenario
-async def test_a_connection_that_breaks_fails_the_read() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    task = asyncio.ensure_future(made.read([want(200)], []))
-    await endpoint.arrival(wire.tag(THEIRS, 0))
-    endpoint.lose()
-    with pytest.raises(ConnectionLostError):
-        await task
-    assert not made.usable
-
-
-@scenario
-async def test_a_connection_that_breaks_after_the_status_fails_the_read() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    Listening(endpoint, Answer(0, 0, 200), Answer(0, 1, 300), payloads={0: b"a" * 200})
-    task = asyncio.ensure_future(made.read([want(200), want(300)], []))
-    await endpoint.arrival(wire.tag(THEIRS, 0))
-    endpoint.lose()
-    with pytest.raises(LinkError):
-        await task
-
-
-@scenario
-async def test_a_read_that_is_cancelled_leaves_no_receive_into_the_destination() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    task = asyncio.ensure_future(made.read([want(200)], []))
-    await endpoint.arrival(wire.tag(THEIRS, 0))
-    assert endpoint.posted == {our_tag(0), our_tag(0, 1)}
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert endpoint.aborted
-    assert not endpoint.posted
-    assert not made.usable
-
-
-@scenario
-async def test_a_link_that_was_aborted_starts_nothing() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    made.abort()
-    made.abort()
-    assert endpoint.log == [("abort",)]
-    assert not made.usable
-    with pytest.raises(ClosedError):
-        await made.read([want(1)], [])
-    with pytest.raises(ClosedError):
-        made.tell([ack()])
-
-
-@scenario
-async def test_a_failed_send_shows_at_the_answer_only() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    endpoint.hold = lambda tag: True
-    made.tell([ack()])
-    endpoint.lose()  # an exception that nobody retrieves would be logged, and a warning fails the test
-    assert not made.usable
-
-
-# --- the rest ----------------------------------------------------------------------------------------------
-@scenario
-async def test_telling_waits_for_nothing() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    listening = Listening(endpoint)
-    endpoint.hold = lambda tag: True
-    records = [ack(1), Record(Kind.DISCARD, 4, 5, 0, 6)]
-    assert made.tell(records) == 0
-    assert listening.messages == [(0, records)]
-    assert endpoint.log == [("send", wire.tag(THEIRS, 0))]  # and nothing is received for it
-    endpoint.release()
-
-
-@scenario
-async def test_asking_returns_the_answer_and_carries_acknowledgements() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    listening = Listening(endpoint, Answer(0, 1, value=2))
-    number, answer = await made.ask(Record(Kind.STATE, 1, 2, 3, 4), [ack()])
-    assert (number, answer.value) == (0, 2)
-    assert listening.messages == [(0, [ack(), Record(Kind.STATE, 1, 2, 3, 4)])]
-    assert endpoint.log[0] == ("receive", our_tag(0))
-
-
-@scenario
-async def test_asking_refuses_an_answer_to_another_message() -> None:
-    endpoint = ScriptedEndpoint()
-    made = await opened(endpoint)
-    listening = Listening(endpoint, Answer(0, 0))
-    listening.number = 9
-    with pytest.raises(ProtocolError, match="due were 0, 1"):
-        await made.ask(Record(Kind.BYE))
-    assert endpoint.aborted
-
-
-@scenario
-async def test_a_link_is_retired_before_its_numbers_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "MESSAGE_NUMBERS", 3)
-    made = await opened(ScriptedEndpoint())
-    assert made.usable
-    made.tell([ack()])
-    assert made.usable
-    made.tell([ack()])
-    assert not made.usable  # one number is left, for the farewell
-    made.tell([ack()])
-    with pytest.raises(InternalError, match="no message numbers left"):
-        made.tell([ack()])
 
 
 def test_a_tag_base_is_none_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

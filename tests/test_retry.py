@@ -120,6 +120,42 @@ def test_after_the_deadline_not_even_a_first_attempt_is_made() -> None:
     assert "0 were made, the last failure was: none" in str(step.error)
 
 
+@given(
+    attempts=st.integers(1, 5),
+    random=st.floats(0, 1, exclude_max=True),
+    at=st.floats(0.0, 20.0),
+    deadline=st.floats(0.0, 40.0) | st.just(math.inf),
+    elsewhere=st.booleans(),
+    error=st.sampled_from([UnreachableError("gone"), StaleSlotError("consumed")]),
+)
+def test_a_plan_made_after_the_first_failure_goes_on_as_if_it_had_begun_with_it(
+    attempts: int, random: float, at: float, deadline: float, elsewhere: bool, error: TransportError
+) -> None:
+    def steps(retry: Retry) -> list[str]:
+        """What it says from the first failure on, every further attempt failing at once."""
+        retry.failed(error, at, elsewhere=elsewhere)
+        now, said = at, []
+        for _ in range(20):
+            step = retry.step(now)
+            said.append(f"{step!r} {getattr(step, 'error', None)!r} {retry!r} {retry.begun}")
+            match step:
+                case Try():
+                    retry.failed(UnreachableError("again"), now)
+                case Wait(seconds):
+                    now += seconds
+                case GiveUp():
+                    return said
+        raise AssertionError("it never gave up")
+
+    early = plan(attempts, Deadline(max(deadline, math.nextafter(0.0, 1.0))), random)
+    assert early.step(0.0) == Try(1)
+    late = plan(attempts, Deadline(max(deadline, math.nextafter(0.0, 1.0))), random)
+    late.begin()
+    assert late.begun == early.begun == 1
+    assert repr(late) == repr(early)
+    assert steps(late) == steps(early)
+
+
 # --- the ceilings --------------------------------------------------------------------------------
 class Simulation:
     """The three layers around an attempt that always takes as long as it may and fails."""

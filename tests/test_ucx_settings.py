@@ -10,14 +10,15 @@ import pytest
 from support import Child
 
 from transport.errors import (
-    ClosedError,
+    BusyPortError,
     ConnectionLostError,
+    InternalError,
     UnreachableError,
     UsageError,
     WireNotAllowedError,
 )
 from transport.testing import run
-from transport.ucx import Worker, library, translate, version
+from transport.ucx import Worker, engine, failure, library, translate, version
 from transport.wires import settings_for
 
 pytestmark = pytest.mark.ucx
@@ -87,17 +88,39 @@ def test_a_context_with_an_unknown_setting_is_refused() -> None:
     run(making())
 
 
-def test_errors_are_mapped_by_class() -> None:
+def test_a_failed_request_has_the_error_of_its_status_and_names_its_peer() -> None:
+    native = engine()
+    for status, ours in (
+        (native.ERR_CONNECTION_RESET, ConnectionLostError),
+        (native.ERR_CANCELED, ConnectionLostError),
+        (native.ERR_REJECTED, ConnectionLostError),
+        (-1000, ConnectionLostError),
+        (native.ERR_NOT_CONNECTED, UnreachableError),
+        (native.ERR_UNREACHABLE, UnreachableError),
+        (native.ERR_NO_DEVICE, WireNotAllowedError),
+        (native.ERR_BUSY, BusyPortError),
+        (native.ERR_INVALID_PARAM, UsageError),
+        (native.ERR_INVALID_ADDR, UsageError),
+    ):
+        error = failure(status, "host:5")
+        assert type(error) is ours
+        assert str(error) == f"host:5: {native.status_text(status)}"
+        assert type(translate(native.UcxFault(status, "doing this"))) is ours
+    assert native.status_text(native.ERR_CONNECTION_RESET) == "Connection reset by remote peer"
+
+
+def test_an_error_of_ucxx_is_mapped_by_its_class() -> None:
     low = library()
     for theirs, ours in (
-        (low.UCXConnectionResetError, ConnectionLostError),
-        (low.UCXCanceledError, ConnectionLostError),
-        (low.UCXNotConnectedError, UnreachableError),
-        (low.UCXUnreachableError, UnreachableError),
         (low.UCXNoDeviceError, WireNotAllowedError),
+        (low.UCXInvalidParamError, UsageError),
+        (low.UCXConnectionResetError, ConnectionLostError),
+        (low.UCXError, ConnectionLostError),
     ):
-        assert type(translate(theirs("why"))) is ours
-    assert type(translate(AttributeError("raise_on_error"))) is ClosedError
+        translated = translate(theirs("why"))
+        assert type(translated) is ours
+        assert str(translated) == "why"
+    assert type(translate(AttributeError("why"))) is InternalError
     kept = UnreachableError("x")
     assert translate(kept) is kept
     assert version().count(".") == 2

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support import asynchronous, until
+from support import asynchronous
 
 from transport import watch as module
 from transport.watch import Watch
@@ -63,18 +63,20 @@ def late(*futures: asyncio.Future[Any]) -> list[bool]:
 
 # --- on the loop's own clock -------------------------------------------------------------------------
 @asynchronous
-async def test_a_future_that_is_late_fails_and_one_in_time_does_not() -> None:
+async def test_a_future_that_is_late_fails_and_one_that_was_removed_does_not() -> None:
     watch = Watch()
-    slow, fast = future(), future()
-    too_late = asyncio.ensure_future(watch.bounded(slow, time.monotonic() + 0.01))
-    in_time = asyncio.ensure_future(watch.bounded(fast, time.monotonic() + LATER))
-    await asyncio.sleep(0)
+    slow, removed, far = future(), future(), future()
+    watch.add(far, time.monotonic() + LATER)
+    watch.add(removed, time.monotonic() + 0.01)
+    watch.add(slow, time.monotonic() + 0.01)
+    watch.remove(removed)
+    watch.remove(removed)
     assert repr(watch) == "<Watch 2 futures>"
-    fast.set_result("here")
-    assert await in_time == "here"
     with pytest.raises(TimeoutError):
-        await too_late
-    assert repr(watch) == "<Watch 0 futures>"
+        await slow
+    assert not removed.done()
+    assert not far.done()
+    assert repr(watch) == "<Watch 1 futures>"
     watch.close()
 
 
@@ -82,38 +84,23 @@ async def test_a_future_that_is_late_fails_and_one_in_time_does_not() -> None:
 async def test_a_moment_that_has_passed_is_late_at_once() -> None:
     watch = Watch()
     for at in (time.monotonic(), time.monotonic() - LATER, -math.inf):
+        late_already = future()
+        watch.add(late_already, at)
+        assert not late_already.done()  # whoever adds it is not interrupted
         with pytest.raises(TimeoutError):
-            await watch.bounded(future(), at)
+            await late_already
     watch.close()
 
 
 @asynchronous
-async def test_later_deadlines_fail_after_earlier_ones_whatever_the_order_they_came_in() -> None:
+async def test_an_earlier_deadline_that_comes_later_is_the_first_to_fail() -> None:
     watch = Watch()
-    now = time.monotonic()
-    waiting = {delay: future() for delay in (0.3, 0.01, 0.15)}
-    for delay, each in waiting.items():
-        watch.add(each, now + delay)
-    await until(lambda: any(late(*waiting.values())))
-    assert late(waiting[0.01]) == [True]
-    await until(lambda: all(late(*waiting.values())))
-    watch.close()
-
-
-@asynchronous
-async def test_an_error_comes_through_and_a_cancelled_wait_cancels_its_future() -> None:
-    watch = Watch()
-    failing, waiting = future(), future()
-    failing.set_exception(OSError("why"))
-    with pytest.raises(OSError, match="why"):
-        await watch.bounded(failing, time.monotonic() + LATER)
-    task = asyncio.ensure_future(watch.bounded(waiting, time.monotonic() + LATER))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert waiting.cancelled()
-    assert repr(watch) == "<Watch 0 futures>"
+    far, near = future(), future()
+    watch.add(far, time.monotonic() + LATER)
+    watch.add(near, time.monotonic() + 0.01)
+    with pytest.raises(TimeoutError):
+        await near
+    assert not far.done()
     watch.close()
 
 
@@ -198,7 +185,8 @@ async def test_what_ends_in_time_leaves_the_timer_alone(clock: Clock) -> None:
     for _ in range(20):
         done = future()
         done.set_result(None)
-        await watch.bounded(done, clock.now + 30.0)
+        watch.add(done, clock.now + 30.0)
+        watch.remove(done)
         clock.now += 1.0
     assert clock.armed == [1030.0]
     assert len(clock.timers) == 1

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -66,22 +68,22 @@ RECORDS: dict[str, tuple[Record, str]] = {
     "bye": (Record(Kind.BYE), "24" + "00" * 31),
 }
 
-STATUS_HEADER = "01 11 0100 03020100"  # then inline bytes and four reserved
+STATUS_HEADER = "01 11 0100 03020100"  # then joined bytes and four reserved
 ANSWERS: dict[str, tuple[Answer, str]] = {
     "separate": (
         Answer(0, 1, length=0x100000000, checksum=BIG),
         "00000000 00000000 00 02 0100 00000000 0000000001000000 1032547698badcfe 0000000000000000",
     ),
-    "inline": (
-        Answer(0, 2, length=3, checksum=BIG, inline=memoryview(b"abc")),
+    "joined": (
+        Answer(0, 2, length=3, checksum=BIG, joined=memoryview(b"abc")),
         "03000000 00000000 00 03 0200 00000000 0300000000000000 1032547698badcfe 0000000000000000 616263",
     ),
     "without checksum": (
         Answer(0, 0, length=9000),
         "00000000 00000000 00 00 0000 00000000 2823000000000000 0000000000000000 0000000000000000",
     ),
-    "inline without checksum": (
-        Answer(0, 0, length=0, inline=memoryview(b"")),
+    "joined without checksum": (
+        Answer(0, 0, length=0, joined=memoryview(b"")),
         "00000000 00000000 00 01 0000 00000000 0000000000000000 0000000000000000 0000000000000000",
     ),
     "refused": (
@@ -123,18 +125,20 @@ def test_status_golden(name: str) -> None:
     assert wire.decode_status(data) == (0x010203, [answer])
 
 
-def test_inline_payloads_stand_behind_all_answers() -> None:
+def test_joined_payloads_stand_behind_all_answers_in_their_order() -> None:
     answers = [
         Answer(0, 0, 2, None, 0, memoryview(b"ab")),
         Answer(1, 1),
-        Answer(0, 2, 1, None, 0, memoryview(b"c")),
+        Answer(0, 2, 5000),
+        Answer(0, 3, 0, None, 0, memoryview(b"")),
+        Answer(0, 4, 1, None, 0, memoryview(b"c")),
     ]
     message = wire.encode_status(0, answers)
-    assert message[2:4] == b"\x03\0"
+    assert message[2:4] == b"\x05\0"
+    assert message[8:12] == b"\x03\0\0\0"  # bytes of payloads
     assert message[-3:] == b"abc"
-    offsets = [struct.unpack_from("<I", message, 16 + 32 * index + 4)[0] for index in (0, 2)]
-    assert offsets == [0, 2]
-    assert len(message) == wire.status_bytes(reads=3, inline=3) == 16 + 3 * 32 + 3
+    assert len(message) == wire.status_bytes(answers=5, joined=3) == 16 + 5 * 32 + 3
+    assert wire.decode_status(message) == (0, answers)
 
 
 def test_sizes_that_both_sides_post_receives_for() -> None:
@@ -143,11 +147,11 @@ def test_sizes_that_both_sides_post_receives_for() -> None:
     assert len(wire.encode_control(0, [Record(Kind.BYE)] * 63)) == wire.CONTROL_BYTES
 
 
-def test_inline_payload_is_a_view_of_the_message() -> None:
+def test_a_joined_payload_is_a_view_of_the_message() -> None:
     message = wire.encode_status(0, [Answer(0, 0, 3, None, 0, memoryview(b"abc"))])
     _, [answer] = wire.decode_status(message)
     message[-3:] = b"xyz"
-    assert answer.inline == b"xyz"
+    assert answer.joined == b"xyz"
 
 
 # --- round trips ---------------------------------------------------------------------------------
@@ -168,15 +172,15 @@ records = st.builds(
 def answer_lists(draw: st.DrawFn) -> list[Answer]:
     answers = []
     for index in range(draw(st.integers(0, 63))):
-        inline = draw(st.none() | st.binary(max_size=40).map(memoryview))
+        joined = draw(st.none() | st.binary(max_size=40).map(memoryview))
         answers.append(
             Answer(
                 code=draw(st.integers(0, 255)),
                 position=index,
-                length=draw(u64) if inline is None else len(inline),
+                length=draw(u64) if joined is None else len(joined),
                 checksum=draw(st.none() | u64),
                 value=draw(u64),
-                inline=inline,
+                joined=joined,
             )
         )
     return answers
@@ -326,8 +330,8 @@ def test_without_a_common_version_both_ranges_are_named(oldest: int, newest: int
         wire.agree_version(hello(oldest, newest))
 
 
-def header(version: int = 1, kind: int = Kind.CONTROL, count: int = 1, number: int = 0, inline: int = 0) -> bytes:
-    return struct.pack("<BBHIII", version, kind, count, number, inline, 0)
+def header(version: int = 1, kind: int = Kind.CONTROL, count: int = 1, number: int = 0, joined: int = 0) -> bytes:
+    return struct.pack("<BBHIII", version, kind, count, number, joined, 0)
 
 
 BYE = bytes.fromhex(RECORDS["bye"][1])
@@ -388,26 +392,26 @@ def test_status_without_a_whole_header_is_refused(size: int) -> None:
     [
         header(kind=Kind.STATUS, count=1),
         header(kind=Kind.STATUS, count=2) + bytes(63),
-        header(kind=Kind.STATUS, count=1, inline=1) + bytes(32),
-        header(kind=Kind.STATUS, count=1, inline=2**32 - 1) + bytes(40),
+        header(kind=Kind.STATUS, count=1, joined=1) + bytes(32),
+        header(kind=Kind.STATUS, count=1, joined=2**32 - 1) + bytes(40),
         header(kind=Kind.STATUS, count=64) + bytes(64 * 32),
     ],
-    ids=["no answer", "answer cut off", "no inline bytes", "too many inline bytes", "too many answers"],
+    ids=["no answer", "answer cut off", "no joined bytes", "too many joined bytes", "too many answers"],
 )
 def test_status_that_does_not_fit_its_bytes_is_refused(message: bytes) -> None:
     with pytest.raises(ProtocolError, match="does not fit"):
         wire.decode_status(message)
 
 
-def inline_answer(offset: int, length: int) -> bytes:
-    return struct.pack("<BBHIQQQ", 0, 1, 0, offset, length, 0, 0)
+def joined_answer(length: int) -> bytes:
+    return struct.pack("<BBHIQQQ", 0, 1, 0, 0, length, 0, 0)
 
 
-@pytest.mark.parametrize(("offset", "length"), [(0, 4), (1, 3), (4, 0), (2**32 - 1, 1), (0, 2**64 - 1), (3, 2**64 - 3)])
-def test_inline_payload_outside_of_the_message_is_refused(offset: int, length: int) -> None:
-    start = header(kind=Kind.STATUS, count=1, inline=3)
+@pytest.mark.parametrize("lengths", [(4,), (2, 2), (3, 1), (0, 4), (2**32,), (2**64 - 1,), (1, 2**64 - 1)], ids=str)
+def test_a_joined_payload_that_leaves_the_message_is_refused(lengths: tuple[int, ...]) -> None:
+    start = header(kind=Kind.STATUS, count=len(lengths), joined=3)
     with pytest.raises(ProtocolError, match="leaves its 3 bytes"):
-        wire.decode_status(start + inline_answer(offset, length) + b"abc" + bytes(100))
+        wire.decode_status(start + b"".join(map(joined_answer, lengths)) + b"abc" + bytes(100))
 
 
 # --- whatever comes ----------------------------------------------------------------------------------
@@ -432,8 +436,25 @@ def test_control_of_any_bytes_is_read_or_refused_by_name(data: bytes) -> None:
     assert reread == (number, found)
 
 
+PLAUSIBLE_ANSWERS = st.lists(
+    st.builds(
+        lambda code, flags, index, length: struct.pack("<BBHIQQQ", code, flags, index, 0, length, 0, 0),
+        st.integers(0, 9),
+        st.integers(0, 3),
+        st.integers(0, 5),
+        st.integers(0, 20) | u64,
+    ),
+    max_size=5,
+)
 PLAUSIBLE_STATUS = st.builds(
-    lambda count, inline, rest: header(kind=Kind.STATUS, count=count, inline=inline) + rest,
+    lambda joined, answers, rest: (
+        header(kind=Kind.STATUS, count=len(answers), joined=joined) + b"".join(answers) + rest
+    ),
+    st.integers(0, 50),
+    PLAUSIBLE_ANSWERS,
+    st.binary(max_size=60),
+) | st.builds(
+    lambda count, joined, rest: header(kind=Kind.STATUS, count=count, joined=joined) + rest,
     st.integers(0, 5),
     st.integers(0, 50),
     st.binary(max_size=200),
@@ -444,11 +465,16 @@ PLAUSIBLE_STATUS = st.builds(
 @example(b"")
 def test_status_of_any_bytes_is_read_or_refused_by_name(data: bytes) -> None:
     try:
-        _, answers = wire.decode_status(bytearray(data))
+        number, answers = wire.decode_status(bytearray(data))
     except ProtocolError:
         return
-    for answer in answers:
-        assert answer.inline is None or len(answer.inline) == answer.length
+    assert data[:2] == b"\x01\x11"
+    payloads = [answer.joined for answer in answers if answer.joined is not None]
+    assert [len(joined) for joined in payloads] == [answer.length for answer in answers if answer.joined is not None]
+    start = wire.HEADER_BYTES + len(answers) * wire.ANSWER_BYTES
+    assert b"".join(payloads) == data[start : start + sum(map(len, payloads))]
+    # What was read is all there was to read: nothing is made up.
+    assert wire.decode_status(wire.encode_status(number, answers)) == (number, answers)
 
 
 @given(st.binary(max_size=20) | st.builds(prefix, st.integers(0, 3), st.integers(0, 6), u32))
@@ -509,3 +535,44 @@ def test_tags_of_different_places_differ(one: tuple[int, int, int], other: tuple
 def test_every_part_of_the_largest_message_has_a_tag() -> None:
     tags = {wire.tag(5, number, part) for number in (0, 1, 2) for part in range(1 + wire.MAX_RECORDS)}
     assert len(tags) == 3 * 64
+
+
+# --- native code ---------------------------------------------------------------------------------------
+FRAMES = (Path(__file__).parents[1] / "native" / "ucp" / "frames.hpp").read_text()
+FORMATS = {"std::uint8_t": "B", "std::uint16_t": "H", "std::uint32_t": "I", "std::uint64_t": "Q"}
+
+
+def native_layout(name: str) -> struct.Struct:
+    """The fields of a frame in frames.hpp, in the order of memory."""
+    found = re.search(rf"struct {name} {{\n(.*?)}};", FRAMES, re.DOTALL)
+    assert found, name
+    fields = re.findall(r"^\s*(\S+) ([^;]+);", found[1], re.MULTILINE)
+    return struct.Struct("<" + "".join(FORMATS[kind] * len(names.split(",")) for kind, names in fields))
+
+
+def native_number(name: str) -> int:
+    found = re.search(rf"constexpr \S+ {name} = ([^;]+);", FRAMES)
+    assert found, name
+    return int(eval(re.sub(r"(?<=\d)U\b", "", found[1]), {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "python"), [("Header", wire._HEADER), ("Record", wire._RECORD), ("Answer", wire._ANSWER)]
+)
+def test_frames_of_native_code_have_the_same_layout(name: str, python: struct.Struct) -> None:
+    native = native_layout(name)
+    assert native.format == python.format
+    assert native.size == python.size == struct.calcsize("@" + python.format[1:])  # the compiler adds no padding
+    assert f"static_assert(sizeof({name}) == {python.size})" in FRAMES
+
+
+def test_numbers_of_native_code_are_the_same() -> None:
+    assert native_number("kVersion") == wire.VERSION
+    assert native_number("kMostRecords") == wire.MAX_RECORDS
+    assert native_number("kMessageNumbers") == wire.MESSAGE_NUMBERS
+    assert native_number("kJoined") == wire._JOINED
+    assert native_number("kChecked") == wire._CHECKED
+    kinds = re.search(r"enum class Kind : std::uint8_t {\n(.*?)};", FRAMES, re.DOTALL)
+    assert kinds
+    found = {name.upper(): int(value, 16) for name, value in re.findall(r"(\w+) = (0x\w+),", kinds[1])}
+    assert found == {kind.name: kind for kind in Kind if kind >= Kind.CONTROL}
