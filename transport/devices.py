@@ -1,7 +1,7 @@
-"""Where a value's memory is, and how it comes to the host.
+"""Where a value's memory is, how it is described, and how it comes to the host.
 
 Neither torch nor CuPy is imported to look at a value: a value of theirs exists only where its package was imported
-already. CuPy is imported only to copy device memory that is not torch's.
+already. Nothing here asks a device for anything unless the value is in its memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
@@ -27,6 +27,22 @@ class DeviceArray(Protocol):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+class DeviceTensor(NamedTuple):
+    """A tensor in device memory, described without a look into it. It keeps the memory alive."""
+
+    value: Any  # the library's own array, of which this is the description
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    address: int
+    contiguous: bool  # in C order
+    device: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
 
 def kind_of(value: object) -> Literal["host", "cuda"]:
@@ -63,7 +79,7 @@ def require_cupy() -> ModuleType:
         return importlib.import_module("cupy")
     except ImportError as error:
         raise MissingDependencyError(
-            f"this value is in device memory, which needs CuPy ({error}): pip install 'payload-transport[gpu]'"
+            f"device memory needs CuPy ({error}): pip install 'payload-transport[gpu]' (CUDA 13: cupy-cuda13x)"
         ) from error
 
 

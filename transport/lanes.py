@@ -1,5 +1,5 @@
 """What UCX's libraries offer and UCXX's Python does not: which transports an endpoint uses (ucp_ep_query of libucp),
-and letting go of cancelled requests.
+which memory a context knows (ucp_context_query), and letting go of cancelled requests.
 
 The structures are those of ucp.h; UCX extends them only at their ends, guarded by the field mask.
 """
@@ -67,6 +67,33 @@ def query_transports(handle: int) -> list[tuple[str, str]]:
     return [
         ((lane.transport or b"").decode(), (lane.device or b"").decode()) for lane in lanes[: attributes.lanes.count]
     ]
+
+
+# --- which memory a context knows ---------------------------------------------------------------------
+class _ContextAttributes(ctypes.Structure):
+    """ucp_context_attr_t, with room for what UCX adds at its end, guarded by field_mask."""
+
+    _fields_ = (
+        ("field_mask", ctypes.c_uint64),
+        ("request_size", ctypes.c_size_t),
+        ("thread_mode", ctypes.c_int),
+        ("memory_types", ctypes.c_uint64),
+        ("rest", ctypes.c_char * 256),
+    )
+
+
+_FIELD_MEMORY_TYPES = 1 << 2
+_CUDA = 1 << 1  # UCS_MEMORY_TYPE_CUDA as a bit
+
+
+def knows_cuda_memory(handle: int) -> bool:
+    """Whether the context with this ucp_context_h tells CUDA memory from the host's; else UCX would crash in it.
+
+    UCXX's `cuda_support` answers True for every context: it takes the type's number for its bit.
+    """
+    attributes = _ContextAttributes(field_mask=_FIELD_MEMORY_TYPES)
+    status = _libucp().ucp_context_query(ctypes.c_void_p(handle), ctypes.byref(attributes))
+    return status == 0 and bool(attributes.memory_types & _CUDA)
 
 
 # --- what UCXX keeps of an endpoint that was closed -----------------------------------------------

@@ -115,10 +115,17 @@ class MappedRings:
         view = MappedView(lease, consume)
         holds.add(view.hold)
         # At the end of the process, too: a segment whose last reader ends with views in hand must not stay behind.
-        weakref.finalize(view.data, self._let_go, ring, view.hold)
+        weakref.finalize(view.data, self.let_go, ring, view.hold)
         return view
 
-    def _let_go(self, ring: SharedRingBuffer, hold: Hold) -> None:
+    def pin(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> Hold:
+        """Pin a payload for a copy that goes on after the read; end with `let_go`. Raises as `read` does."""
+        hold = Hold(ring.read_raw(ticket, rank), consume=False)
+        ring.native.count("bytes_read", ticket.size)
+        self._holds.setdefault(ticket.ring, set()).add(hold)
+        return hold
+
+    def let_go(self, ring: SharedRingBuffer, hold: Hold) -> None:
         """The last array that looked into a slot is gone. Runs on whichever thread dropped it."""
         holds = self._holds[ring.ring_id]
         holds.discard(hold)

@@ -12,7 +12,7 @@ import numpy as np
 
 from transport.errors import ClosedError, SchemaError, TransportError
 from transport.payload import views
-from transport.schema import Schema
+from transport.schema import Layout, Schema
 from transport.ticket import Ticket
 from transport.wires import Wire
 
@@ -23,7 +23,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
     """One payload in this process's memory; a mapping from tensor names to read-only arrays.
 
     The arrays own their memory: a pooled buffer goes back, and a mapped slot is unpinned, when the last of them is
-    gone. `release` only drops this object's own references.
+    gone. `release` only drops this object's own references. A payload in device memory is a `landing.DevicePayload`.
 
     Attributes:
         ticket: what was asked for; its metadata are the writer's small values.
@@ -73,12 +73,16 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
 
         Raises SchemaError when the ticket brings no description and the client was not given the ring's schema.
         """
+        return views(self.layout(), self.data, writable=False)
+
+    def layout(self) -> Layout:
+        """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
         if self._schema is None:
             raise SchemaError(
                 f"payload {self.ticket.name} is of schema {self.ticket.schema_fingerprint}, which this client does not "
                 "have; pass it: UCXXClient(schemas=[schema])"
             )
-        return views(self.ticket.layout(self._schema), self.data, writable=False)
+        return self.ticket.layout(self._schema)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.arrays[name]

@@ -22,6 +22,7 @@ from transport.errors import (
     TransportError,
     WireNotAllowedError,
 )
+from transport.landing import DeviceMemory
 from transport.link import Link, Want, refusal
 from transport.links import Links
 from transport.pool import PortKey
@@ -166,7 +167,9 @@ class RemoteReads:
         expected = want.ticket.checksum
         if not self._verify or expected is None or not want.ticket.size:
             return
-        if want.ticket.size >= _CHECKSUM_IN_THREAD:
+        if isinstance(want.destination, DeviceMemory):
+            actual = await want.destination.checksum()
+        elif want.ticket.size >= _CHECKSUM_IN_THREAD:
             actual = await asyncio.to_thread(_native.checksum, want.destination)
         else:
             actual = _native.checksum(want.destination)

@@ -34,7 +34,7 @@ from transport.errors import (
     UsageError,
     WireNotAllowedError,
 )
-from transport.lanes import forget_cancelled, query_transports
+from transport.lanes import forget_cancelled, knows_cuda_memory, query_transports
 from transport.wires import Wire, user_settings
 
 log = logging.getLogger(__name__)
@@ -209,6 +209,11 @@ class Worker:
             self._posted.append(posted)
             self._kick()
         return posted
+
+    @property
+    def device_memory(self) -> bool:
+        """Whether CUDA memory may be sent from and received into."""
+        return knows_cuda_memory(self._context.handle)
 
     def expect_soon(self) -> None:
         """An answer is under way: spin for a moment before sleeping."""
