@@ -245,12 +245,16 @@ async def test_a_mapped_slot_is_registered_read_only_and_once(cupy: Any) -> None
 
 @asynchronous
 async def test_a_dtype_that_the_library_lacks_is_named(cupy: Any) -> None:
-    schema = Schema.of(x=("float8_e5m2", 16))
+    schema = Schema.of(x=("float8_e5m2", 16), y=("uint8", 3))
     with SharedRingBuffer.create(schema, slots=1) as ring:
         async with UCXXClient(wire={"mapped"}, schemas=[schema], device="cupy") as client:
-            payload = await client.read(ring.write({"x": np.zeros(16, ml_dtypes.float8_e5m2)}))
+            payload = await client.read(ring.write({"x": np.zeros(16, ml_dtypes.float8_e5m2), "y": noise(3)}))
             with pytest.raises(BufferUnsuitableError, match=r"x: CuPy has no float8_e5m2; .* torch"):
                 _ = payload["x"]
+            cupy.fake.run_all()
+            assert list(payload) == ["x", "y"] and payload["y"].host.tobytes() == noise(3).tobytes()
+            with pytest.raises(KeyError):
+                _ = payload["z"]
             payload.release()
 
 

@@ -11,7 +11,7 @@ stream through `ReceivedPayload` is made to. Nothing waits for a device but `dir
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -84,7 +84,6 @@ class DevicePayload(ReceivedPayload):
     ) -> None:
         super().__init__(ticket, rank, wire, target.array, schema, ack)
         self._target = target
-        self._views: dict[str, Any] | None = None
 
     @property
     def data(self) -> Any:
@@ -95,16 +94,21 @@ class DevicePayload(ReceivedPayload):
 
     @property  # and no cached one: each look counts
     def arrays(self) -> dict[str, Any]:
-        """Tensors by name, without a copy. Raises as for host memory, and for a dtype that the library lacks."""
+        """Tensors by name, without a copy. Raises as for host memory; for a dtype that the library lacks, too."""
         data = self.data
-        if self._views is None:
-            self._views = self._target.library.views(self.layout(), data)
-        return self._views
+        return {each.name: self._target.library.view(data, each) for each in self.layout().placements}
 
-    def release(self) -> None:
-        """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
-        super().release()
-        self._views = None
+    def __getitem__(self, name: str) -> Any:
+        for placement in self.layout().placements:
+            if placement.name == name:
+                return self._target.library.view(self.data, placement)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([placement.name for placement in self.layout().placements])
+
+    def __len__(self) -> int:
+        return len(self.layout().placements)
 
 
 class DeviceMemory(NamedTuple):

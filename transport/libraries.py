@@ -15,7 +15,7 @@ import numpy as np
 
 from transport.devices import DeviceTensor, is_torch, require_cupy
 from transport.errors import BufferUnsuitableError, MissingDependencyError, UsageError
-from transport.schema import DTYPES, Layout, Placement
+from transport.schema import DTYPES, Placement
 from transport.streams import Mark
 
 LibraryName = Literal["cupy", "torch"]
@@ -41,8 +41,8 @@ class Library(Protocol):
     def keep(self, array: Any, stream: int, home: int) -> None:
         """Once ``array`` is gone, its memory waits for what ``stream`` has queued by then; ``home``: as for `empty`."""
 
-    def views(self, layout: Layout, array: Any) -> dict[str, Any]:
-        """The payload's tensors by name, in the array's own memory."""
+    def view(self, array: Any, placement: Placement) -> Any:
+        """One tensor of the payload that is in ``array``, in its memory. BufferUnsuitableError for a dtype it lacks."""
 
 
 class Cupy:
@@ -84,12 +84,9 @@ class Cupy:
         device = int(array.device.id)
         weakref.finalize(array, lambda: Mark(stream, device).hold(home)).atexit = False
 
-    def views(self, layout: Layout, array: Any) -> dict[str, Any]:
+    def view(self, array: Any, placement: Placement) -> Any:
         """See `Library`."""
         flat = self.describe(array).value.reshape(-1).view(np.uint8)
-        return {placement.name: self._view(flat, placement) for placement in layout.placements}
-
-    def _view(self, flat: Any, placement: Placement) -> Any:
         try:
             piece = flat[placement.offset : placement.offset + placement.nbytes].view(placement.dtype)
         except (TypeError, ValueError) as error:
@@ -141,12 +138,9 @@ class Torch:
         """See `Library`. torch's allocator does it itself, when told."""
         array.record_stream(self._torch.cuda.ExternalStream(stream, array.device))
 
-    def views(self, layout: Layout, array: Any) -> dict[str, Any]:
+    def view(self, array: Any, placement: Placement) -> Any:
         """See `Library`."""
         flat = array.detach().view(-1).view(self._torch.uint8)
-        return {placement.name: self._view(flat, placement) for placement in layout.placements}
-
-    def _view(self, flat: Any, placement: Placement) -> Any:
         dtype = getattr(self._torch, placement.dtype.name, None)
         if dtype is None:
             raise BufferUnsuitableError(f"{placement.name}: torch has no {placement.dtype.name}")
