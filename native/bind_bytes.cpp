@@ -1,6 +1,7 @@
-// Copies, checksums, and Event.
+// Copies, checksums, slot keys, and Event.
 #include <nanobind/stl/string.h>
 
+#include <cstring>
 #include <mutex>
 #include <optional>
 
@@ -8,6 +9,7 @@
 #include "checksum.hpp"
 #include "copy.hpp"
 #include "event_file.hpp"
+#include "siphash.hpp"
 
 namespace transport::python {
 
@@ -41,6 +43,13 @@ std::uint64_t checksum_of(nb::handle data) {
   const BufferView view(data, false);
   const GilReleaseIfLarge release(view.size());
   return checksum(view.data(), view.size());
+}
+
+std::uint64_t key_of(nb::bytes secret, std::uint32_t slot, std::uint32_t generation) {
+  std::array<std::uint8_t, 16> key;
+  if (secret.size() != key.size()) fail(Fault::argument, "a ring's secret has 16 bytes");
+  std::memcpy(key.data(), secret.c_str(), key.size());
+  return slot_key(key, slot, generation);
 }
 
 // The mutex is taken after the GIL was released and given back before it is taken again: a thread that
@@ -101,6 +110,7 @@ void bind_bytes(nb::module_& module) {
   module.def("copy", copy_buffers, "destination"_a, "source"_a,
              "Contiguous bytes to contiguous bytes of the same length.");
   module.def("checksum", checksum_of, "data"_a, "XXH3, 64 bits.");
+  module.def("slot_key", key_of, "secret"_a, "slot"_a, "generation"_a, "SipHash-2-4 of slot and generation.");
 
   nb::class_<PyChecksum>(module, "Checksum", nb::is_final(), "XXH3 over several pieces.")
       .def(nb::init<>())

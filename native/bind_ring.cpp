@@ -202,6 +202,13 @@ void bind_ring(nb::module_& module) {
             return static_cast<int>(ring.pin(slot, generation, rank));
           },
           "slot"_a, "generation"_a, "rank"_a)
+      .def(
+          "begin_read",
+          [](Ring& ring, std::uint64_t slot, std::uint64_t generation, std::uint64_t key, std::uint64_t length,
+             unsigned rank) {
+            return static_cast<int>(ring.begin_read({slot, generation, key, length, rank}));
+          },
+          "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a)
       .def("unpin", &Ring::unpin, "slot"_a, "generation"_a)
       .def("consume", &Ring::consume, "slot"_a, "generation"_a, "rank"_a)
       .def("mark_consumed", &Ring::mark_consumed, "slot"_a, "generation"_a, "rank"_a)

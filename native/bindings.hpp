@@ -15,6 +15,8 @@ namespace nb = nanobind;
 
 void bind_ring(nb::module_& module);
 void bind_bytes(nb::module_& module);
+void bind_blocks(nb::module_& module);
+void bind_views(nb::module_& module);
 
 // Copies and hashes of less are over before another thread could have used the GIL.
 inline constexpr std::size_t kReleaseGilBytes = 64 * 1024;

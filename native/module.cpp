@@ -85,6 +85,12 @@ void bind_constants(nb::module_& module) {
       {"PIN_OK", PinAnswer::ok}, {"PIN_STALE", PinAnswer::stale}, {"PIN_DONE", PinAnswer::done}};
   for (const auto& [name, answer] : answers) module.attr(name) = static_cast<int>(answer);
 
+  const std::pair<const char*, ReadAnswer> read_answers[] = {
+      {"READ_OK", ReadAnswer::ok},           {"READ_STALE", ReadAnswer::stale},
+      {"READ_DONE", ReadAnswer::done},       {"READ_WRONG_KEY", ReadAnswer::wrong_key},
+      {"READ_EXPIRED", ReadAnswer::expired}, {"READ_OTHER_LENGTH", ReadAnswer::other_length}};
+  for (const auto& [name, answer] : read_answers) module.attr(name) = static_cast<int>(answer);
+
   nb::list points;
   if (kHasFaultPoints)
     for (const auto point : fault::kPoints) points.append(nb::str(point.data(), point.size()));
@@ -98,9 +104,12 @@ void bind_constants(nb::module_& module) {
 NB_MODULE(_native, module) {
   using namespace transport::python;
   nb::set_leak_warnings(false);  // a ring that is open at exit is given up by the kernel, which is no leak
-  module.doc() = "The native core: ring operations, large copies, checksum, and a futex on shared memory.";
+  module.doc() =
+      "The native core: ring operations, large copies, checksum, pooled memory, and a futex on shared memory.";
   bind_faults(module);
   bind_constants(module);
   bind_bytes(module);
+  bind_blocks(module);
   bind_ring(module);
+  bind_views(module);
 }

@@ -13,6 +13,7 @@
 #include "clock.hpp"
 #include "error.hpp"
 #include "fault.hpp"
+#include "siphash.hpp"
 
 namespace transport {
 
@@ -269,6 +270,28 @@ PinAnswer Ring::pin(std::uint64_t slot, std::uint64_t generation, unsigned rank)
   ++own_pins_[slot];
   row().count(Counter::pins);
   return PinAnswer::ok;
+}
+
+ReadAnswer Ring::begin_read(const Wanted& wanted) {
+  require_owner();
+  if (wanted.slot >= segment_.identity.slot_count || wanted.generation > Word::kGenerationMask)
+    return ReadAnswer::stale;  // of a larger ring, or of none
+  const auto slot = static_cast<std::uint32_t>(wanted.slot), generation = static_cast<std::uint32_t>(wanted.generation);
+  if (wanted.key != slot_key(segment_.identity.secret, slot, generation)) return ReadAnswer::wrong_key;
+  const PinAnswer answer = pin(slot, generation, wanted.rank);
+  if (answer != PinAnswer::ok) return static_cast<ReadAnswer>(answer);
+  const SlotControl& c = control(slot);  // does not change while it is pinned
+  const std::uint64_t deadline_ns = c.deadline_ns.load(std::memory_order_acquire);
+  if (deadline_ns != 0 && deadline_ns <= realtime_ns()) {
+    unpin(slot, generation);
+    discard(slot, generation);
+    return ReadAnswer::expired;
+  }
+  if (c.length.load(std::memory_order_acquire) != wanted.length || wanted.length > segment_.identity.slot_capacity) {
+    unpin(slot, generation);
+    return ReadAnswer::other_length;
+  }
+  return ReadAnswer::ok;
 }
 
 bool Ring::unpin(std::uint64_t slot, std::uint64_t generation) {

@@ -33,6 +33,14 @@ struct Publication {
 
 enum class PinAnswer : int { ok = 0, stale = 1, done = 2 };
 
+// What a ticket says of a payload, for whoever reads it on this host.
+struct Wanted {
+  std::uint64_t slot, generation, key, length;
+  unsigned rank;
+};
+// Why a payload is not pinned: what `pin` answers, or what contradicts the ticket.
+enum class ReadAnswer : int { ok = 0, stale = 1, done = 2, wrong_key = 3, expired = 4, other_length = 5 };
+
 struct SlotInfo {
   State state;
   std::uint32_t generation;
@@ -79,6 +87,9 @@ class Ring {
   bool publish(std::uint64_t slot, std::uint64_t generation, const Publication& publication);
   bool abort(std::uint64_t slot, std::uint64_t generation);
   PinAnswer pin(std::uint64_t slot, std::uint64_t generation, unsigned rank);
+  // Pins what is wanted if the key is right, nobody's deadline has passed and the length agrees; else leaves no pin,
+  // and an expired payload is discarded.
+  ReadAnswer begin_read(const Wanted& wanted);
   bool unpin(std::uint64_t slot, std::uint64_t generation);
   bool consume(std::uint64_t slot, std::uint64_t generation, unsigned rank);
   bool mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned rank);

@@ -77,7 +77,7 @@ class FakeCuda:
         self.copies_left = 1 << 62  # before every further one fails
         self._numbers = itertools.count(1)
 
-    def new_stream(self, **_: Any) -> Stream:
+    def new_stream(self) -> Stream:
         ptr = next(self._numbers) << 8
         self.queues[ptr] = []
         return Stream(self, ptr)
@@ -183,15 +183,11 @@ def fake_cupy() -> Any:
     class Array:
         """An array in "device" memory, which is the host's and not to be looked at before its stream has run."""
 
-        def __init__(self, shape: Any = (), dtype: Any = np.uint8, memptr: Any = None, host: Any = None) -> None:
-            if host is None:
-                raw = (ctypes.c_ubyte * max(1, int(np.prod(shape)) * np.dtype(dtype).itemsize)).from_address(memptr.ptr)
-                host = np.frombuffer(raw, np.dtype(dtype), int(np.prod(shape))).reshape(shape)
-                self.owner = memptr.owner
+        def __init__(self, host: np.ndarray) -> None:
             self.host = host
             self.device = SimpleNamespace(id=0)
 
-        data = property(lambda self: SimpleNamespace(ptr=self.host.ctypes.data))
+        data = property(lambda self: SimpleNamespace(ptr=self.host.ctypes.data, device_id=0))
         dtype = property(lambda self: self.host.dtype)
         shape = property(lambda self: self.host.shape)
         size = property(lambda self: self.host.size)
@@ -227,10 +223,20 @@ def fake_cupy() -> Any:
         cuda.run_all()
         return array.host.copy()
 
-    def concatenate(arrays: list[Array]) -> Array:
-        made = np.zeros(sum(array.size for array in arrays), np.uint8)
-        cuda.queue(lambda: np.concatenate([array.host for array in arrays], out=made))
-        return Array(host=made)
+    def raw_kernel(_: str, name: str) -> Any:
+        """The one kernel that the transport has, in Python."""
+        assert name == "gather"
+
+        def launch(grid: tuple[int], _: tuple[int], arguments: tuple[Array, Array]) -> None:
+            parts, out = (array.host for array in arguments)
+
+            def gather() -> None:
+                for source, place, size in parts.reshape(grid[0], 3).tolist():
+                    out[place : place + size] = np.frombuffer(ctypes.string_at(source, size), np.uint8)
+
+            cuda.queue(gather)
+
+        return launch
 
     def asarray(values: Any) -> Array:
         return Array(host=np.array(values))
@@ -245,17 +251,25 @@ def fake_cupy() -> Any:
     module.ndarray = Array
     module.empty = lambda shape, dtype: Array(host=np.full(shape, 0xEE, dtype))
     module.zeros = lambda shape, dtype: Array(host=np.zeros(shape, dtype))
-    module.asarray, module.asnumpy, module.concatenate, module.on_device = asarray, asnumpy, concatenate, on_device
+    module.asarray, module.asnumpy, module.RawKernel, module.on_device = asarray, asnumpy, raw_kernel, on_device
+
+    class Streams:
+        """CuPy's class of streams."""
+
+        def __new__(cls, **_: Any) -> Any:
+            return cuda.new_stream()
+
+        @staticmethod
+        def from_external(stream: Any) -> Stream:
+            return Stream(cuda, stream.__cuda_stream__()[1])
+
     module.cuda = SimpleNamespace(
         Device=_Current,
-        Stream=cuda.new_stream,
-        ExternalStream=lambda ptr, device: Stream(cuda, ptr),
+        Stream=Streams,
         Event=cuda.new_event,
         get_current_stream=lambda device: SimpleNamespace(ptr=cuda.stream_ptr()),
         PinnedMemory=cuda.pinned,
         PinnedMemoryPointer=lambda pinned, offset: pinned.memory,
-        UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr, owner=owner),
-        MemoryPointer=lambda memory, offset: SimpleNamespace(ptr=memory.ptr + offset, owner=memory.owner),
         runtime=SimpleNamespace(
             memcpyHostToDevice=1,
             memcpyDeviceToHost=2,

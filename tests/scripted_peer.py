@@ -1,30 +1,38 @@
-"""A scripted client of a connection, and what tests of connections and listeners say with it."""
+"""A client that says what a test wants, frame by frame, to a listener in this process; over UCX on loopback."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
+from unittest.mock import patch
 
-from scripted_endpoint import ScriptedEndpoint
+from support import until
 
 from transport import wire
+from transport.connection import Connection
 from transport.listener import Listener
 from transport.ring import SharedRingBuffer
+from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.ucx import Endpoint, Worker
 from transport.wire import Answer, Hello, Kind, Record, Welcome
+from transport.wires import settings_for
 
 SLOTS = 4
-SMALL = b"small payload" * 10  # rides in the answer
-LARGE = bytes(range(256)) * 100  # does not
+SMALL = b"small payload" * 10  # is joined to the answer
+LARGE = bytes(range(256)) * 100  # is not, and UCX keeps it under way until it is received: see RENDEZVOUS
+RENDEZVOUS = 16384
 NONCE = bytes(range(16))
 STALE, WRONG_KEY, WRONG_RING, VERSION, SECRET, RANK, LENGTH, BUSY, PROTOCOL = range(1, 10)
+TCP = frozenset({"tcp"})
 
 
 def states(ring: SharedRingBuffer) -> dict[str, int]:
     """Slots that are not free, by state."""
     free, writing, ready, reading = ring.native.state_counts()
-    assert free + writing + ready + reading == SLOTS
+    assert free + writing + ready + reading == ring.slot_count
     counts = {"writing": writing, "ready": ready, "reading": reading}
     return {name: count for name, count in counts.items() if count}
 
@@ -47,80 +55,178 @@ def ack(ticket: Ticket, rank: int = 0, **changes: int) -> Record:
     return record(Kind.ACK, ticket, rank, **changes)
 
 
+def pins(ring: SharedRingBuffer, ticket: Ticket) -> int:
+    return ring.native.own_pins(ticket.slot)
+
+
+class Stage:
+    """A listener that serves ``ring``, and a worker for its clients. A context manager.
+
+    Args:
+        rendezvous: messages of the listener of so many bytes are under way until the client receives them.
+    """
+
+    def __init__(
+        self, ring: SharedRingBuffer, *, secret: bytes | None = None, rendezvous: int = RENDEZVOUS, **settings: Any
+    ) -> None:
+        self.listener = Listener(ring, secret=secret, settings=Settings(**settings), wires=TCP)
+        self._rendezvous = str(rendezvous)
+        self.port = 0
+
+    async def __aenter__(self) -> Self:
+        chosen = {**settings_for(TCP), "RNDV_THRESH": self._rendezvous}
+        with patch("transport.listener.settings_for", lambda _: chosen):
+            self.port = self.listener.start()
+        self.worker = Worker(settings_for(TCP))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.listener.stop()
+        self.worker.close()
+
+    async def peer(self) -> Peer:
+        """A client that has not said anything."""
+        known = set(self.listener._connections)
+        endpoint = await self.worker.connect("127.0.0.1", self.port)
+        await until(lambda: set(self.listener._connections) - known, "the listener has accepted")
+        [connection] = set(self.listener._connections) - known
+        return Peer(self, endpoint, connection)
+
+    async def connected(self) -> Peer:
+        """A client whose handshake is done."""
+        peer = await self.peer()
+        assert (await peer.greet()).code == 0
+        await peer.settled()
+        return peer
+
+
 class Peer:
-    """A client, as far as the listener can tell."""
+    """A client. What it was sent it receives, unless it holds back."""
 
     _bases = itertools.count(0xABCD0000)
 
-    def __init__(self, listener: Listener, name: str = "peer") -> None:
-        self.listener = listener
-        self.endpoint = ScriptedEndpoint(name)
+    def __init__(self, stage: Stage, endpoint: Endpoint, connection: Connection) -> None:
+        self.listener = stage.listener
+        self.endpoint = endpoint
+        self.connection = connection  # the listener's side
+        self.task = stage.listener._connections[connection]
         self.base = next(self._bases)
         self.number = 0
-        listener._accept(self.endpoint)  # type: ignore[arg-type]
-        self.connection, self.task = list(listener._connections.items())[-1]
         self.welcome: Any = None
+        self.payloads: dict[tuple[int, int], bytes] = {}  # that came as messages of their own, by number and part
+        self.holds = False
+        self._held: list[tuple[int, int, int]] = []
 
+    @property
+    def native(self) -> Any:
+        """The native part of the listener's side."""
+        return self.connection._native
+
+    @property
+    def closed(self) -> bool:
+        """Whether the listener has closed the connection."""
+        return not self.connection._endpoint.native.open
+
+    # --- handshake ----------------------------------------------------------------------------------
     def hello(self, **changes: Any) -> Hello:
         fields = {"oldest": 1, "newest": 1, "ring": self.listener.ring.ring_id, "tag_base": self.base, "nonce": NONCE}
         return Hello(**{**fields, **changes})
 
+    async def say(self, message: Any) -> None:
+        data = message if isinstance(message, bytes) else wire.encode_handshake(message)
+        await self.endpoint.send_stream(data)
+
+    async def heard(self, expected: Any) -> Any:
+        """The next handshake message."""
+        prefix = bytearray(wire.PREFIX_BYTES)
+        await self.endpoint.receive_stream(prefix)
+        kind, length = wire.decode_prefix(prefix)
+        assert kind.name == expected.__name__.upper(), kind
+        body = bytearray(length)
+        await self.endpoint.receive_stream(body)
+        return wire.decode_handshake(expected, bytes(body))
+
     async def greet(self, **changes: Any) -> Any:
-        self.endpoint.say(self.hello(**changes))
-        self.welcome = await self.endpoint.heard(Welcome)
+        await self.say(self.hello(**changes))
+        self.welcome = await self.heard(Welcome)
         return self.welcome
 
+    # --- requests -----------------------------------------------------------------------------------
+    def send(self, message: bytes | bytearray, number: int | None = None) -> None:
+        """Any bytes in the place of a CONTROL message."""
+        tag = wire.tag(self.welcome.tag_base, self.number if number is None else number)
+        self.endpoint.send(message, tag).add_done_callback(_look_at)
+
     def tell(self, *records: Record) -> int:
-        """Send a message; its number."""
-        number, self.number = self.number, self.number + 1
-        self.endpoint.deliver(wire.tag(self.welcome.tag_base, number), wire.encode_control(number, list(records)))
+        """Send a message, and take nothing of what it is answered; its number."""
+        number = self.number
+        self.send(wire.encode_control(number, list(records)))
+        self.number += 1
         return number
+
+    async def status(self, number: int, *records: Record) -> list[Answer]:
+        """What the answer to the message ``number``, of these records, says."""
+        small = sum(each.length for each in records if each.length <= self.welcome.inline_limit)
+        buffer = bytearray(wire.status_bytes(wire.MAX_RECORDS, small))
+        await self.endpoint.receive(buffer, wire.tag(self.base, number))
+        answered, answers = wire.decode_status(buffer)
+        assert answered == number
+        return answers
+
+    async def take(self, number: int, part: int, size: int) -> bytes:
+        """Receive a payload that is a message of its own."""
+        buffer = bytearray(size)
+        await self.endpoint.receive(buffer, wire.tag(self.base, number, part))
+        self.payloads[number, part] = bytes(buffer)
+        return bytes(buffer)
 
     async def ask(self, *records: Record) -> list[Answer]:
         """Send a message and return what the answer says."""
         number = self.tell(*records)
-        answered, answers = wire.decode_status(await self.endpoint.arrival(wire.tag(self.base, number)))
-        assert answered == number
+        answers = await self.status(number, *records)
+        for answer in answers:
+            if answer.code == 0 and answer.joined is None and records[answer.position].kind is Kind.READ:
+                payload = number, 1 + answer.position, answer.length
+                if self.holds:
+                    self._held.append(payload)
+                else:
+                    await self.take(*payload)
         return answers
+
+    def payload(self, part: int) -> bytes | None:
+        """What came as a message of its own in answer to the last message."""
+        return self.payloads.get((self.number - 1, part))
 
     async def settled(self) -> None:
         """Everything that was sent before has been dealt with."""
         await self.ask(Record(Kind.BYE))
 
-    def payload(self, part: int, number: int | None = None) -> Any:
-        """What was sent as a message of its own, last or in answer to ``number``."""
-        return self.endpoint.sent.get(wire.tag(self.base, self.number - 1 if number is None else number, part))
-
-    def hold_payloads(self) -> None:
-        """Payloads stay under way until `complete`."""
-        self.endpoint.hold = lambda tag: tag & 0xFF != 0
-
     async def complete(self) -> None:
-        """UCX has sent the payloads."""
-        self.endpoint.release()
-        await self.settled()
+        """Receive what was held back, and let the listener see it."""
+        held, self._held = self._held, []
+        for payload in held:
+            await self.take(*payload)
+        if not self.task.done():
+            await self.settled()
 
+    # --- the end ------------------------------------------------------------------------------------
     async def refused(self) -> None:
         """The listener has said no. It must not close first: UCX would drop what is still on its way."""
         for _ in range(5):
-            await asyncio.sleep(0)
-        assert not self.endpoint.aborted
+            await asyncio.sleep(0.001)
+        assert not self.closed
         assert not self.task.done()
         await self.gone()
 
     async def gone(self) -> None:
         """The connection breaks."""
-        self.endpoint.lose()
+        self.endpoint.abort()
         await self.task
-        assert self.endpoint.aborted
+        assert self.closed
 
 
-async def connected(listener: Listener, name: str = "peer") -> Peer:
-    peer = Peer(listener, name)
-    assert (await peer.greet()).code == 0
-    await peer.settled()
-    return peer
-
-
-def pins(ring: SharedRingBuffer, ticket: Ticket) -> int:
-    return ring.native.own_pins(ticket.slot)
+def _look_at(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -6,9 +6,11 @@ import array
 import ctypes
 import gc
 import itertools
+import os
 import pickle
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from transport.buffers import BufferPool, size_class
+from transport.buffers import Block, BufferPool, size_class
 from transport.payload import check_destination, views
 from transport.received import ReceivedPayload
 from transport.schema import Schema
@@ -27,11 +29,16 @@ SIZE = 8192
 SCHEMA = Schema.of(obs=("float32", 1024, 2))
 
 
+def take(pool: BufferPool, size: int) -> np.ndarray:
+    """A block as an array, which is what most who take one make of it."""
+    return np.frombuffer(pool.take(size), np.uint8)
+
+
 def address(buffer: np.ndarray) -> int:
     return int(buffer.__array_interface__["data"][0])
 
 
-def payload_array(lent: np.ndarray) -> np.ndarray:
+def received(lent: Any) -> ReceivedPayload:
     ticket = Ticket(
         ring="0" * 32,
         host="host",
@@ -44,7 +51,11 @@ def payload_array(lent: np.ndarray) -> np.ndarray:
         schema_fingerprint=SCHEMA.fingerprint_hex,
         created=0.0,
     )
-    payload = ReceivedPayload(ticket, 0, "tcp", lent, SCHEMA, lambda: True)
+    return ReceivedPayload(ticket, 0, "tcp", lent, SCHEMA, lambda: True)
+
+
+def payload_array(lent: Any) -> np.ndarray:
+    payload = received(lent)
     found = payload["obs"]
     payload.release()
     return found
@@ -80,6 +91,24 @@ LOOKS: dict[str, Callable[[np.ndarray], Any]] = {
     "an array of a released ReceivedPayload": payload_array,
 }
 
+# What looks into the block itself.
+LOOKS_OF_BLOCK: dict[str, Callable[[Block], Any]] = {
+    "itself": lambda block: block,
+    "memoryview": memoryview,
+    "a slice of a memoryview": lambda block: memoryview(block)[5:6],
+    "an empty slice of a memoryview": lambda block: memoryview(block)[:0],
+    "frombuffer": lambda block: np.frombuffer(block, np.uint8)[100:200],
+    "asarray": lambda block: np.asarray(block)[1:2],
+    "ndarray(buffer=)": lambda block: np.ndarray((4,), np.float64, buffer=block),
+    "ctypes": lambda block: (ctypes.c_char * SIZE).from_buffer(block),
+    "PickleBuffer": pickle.PickleBuffer,
+    "arrays of payload.views": lambda block: views(SCHEMA.layout(()), block, writable=False)["obs"],
+    "a destination": lambda block: check_destination(block, 100),
+    "a ReceivedPayload": lambda block: received(block),
+    "the data of a ReceivedPayload": lambda block: received(block).data,
+    "an array of a released ReceivedPayload": lambda block: payload_array(block),
+}
+
 
 @pytest.fixture
 def pool() -> Iterator[BufferPool]:
@@ -87,19 +116,21 @@ def pool() -> Iterator[BufferPool]:
     yield made
     gc.collect()
     assert made.lent == 0, "an array of the test outlived it"
-    assert made.idle_bytes == sum(size * len(idle) for size, idle in made._idle.items())
+    made.clear()
+    assert made.idle_bytes == 0
 
 
 # --- the promise -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("look", LOOKS)
-def test_a_buffer_is_not_reused_while_any_look_into_it_lives(pool: BufferPool, look: str) -> None:
-    lent = pool.take(SIZE)
-    first = address(lent)
-    held = LOOKS[look](lent)
+@pytest.mark.parametrize("look", [*LOOKS.values(), *LOOKS_OF_BLOCK.values()], ids=[*LOOKS, *LOOKS_OF_BLOCK])
+def test_a_buffer_is_not_reused_while_any_look_into_it_lives(pool: BufferPool, look: Callable[[Any], Any]) -> None:
+    block = pool.take(SIZE)
+    first = block.address
+    lent = np.frombuffer(block, np.uint8)
     lent[:] = 7
-    del lent
+    held = look(block if look in LOOKS_OF_BLOCK.values() else lent)
+    del block, lent
     gc.collect()
-    others = [pool.take(SIZE) for _ in range(3)]
+    others = [take(pool, SIZE) for _ in range(3)]
     for other in others:
         assert not first <= address(other) < first + SIZE
         other[:] = 0
@@ -110,12 +141,12 @@ def test_a_buffer_is_not_reused_while_any_look_into_it_lives(pool: BufferPool, l
     gc.collect()
     assert pool.lent == 0
     assert pool.idle_bytes == 4 * SIZE
-    again = [address(each) for each in [pool.take(SIZE) for _ in range(4)]]
+    again = [address(each) for each in [take(pool, SIZE) for _ in range(4)]]
     assert first in again
 
 
 def test_the_last_of_several_looks_gives_the_buffer_back(pool: BufferPool) -> None:
-    lent = pool.take(SIZE)
+    lent = take(pool, SIZE)
     looks = [lent[:10], lent.view(np.int32), memoryview(lent)]
     del lent
     while looks:
@@ -125,7 +156,7 @@ def test_the_last_of_several_looks_gives_the_buffer_back(pool: BufferPool) -> No
 
 
 def test_a_copy_does_not_hold_the_buffer(pool: BufferPool) -> None:
-    lent = pool.take(SIZE)
+    lent = take(pool, SIZE)
     lent[:] = 3
     copied = lent.copy()
     del lent
@@ -134,7 +165,7 @@ def test_a_copy_does_not_hold_the_buffer(pool: BufferPool) -> None:
 
 
 def test_a_buffer_in_a_cycle_comes_back_by_collection(pool: BufferPool) -> None:
-    cycle: list[Any] = [pool.take(SIZE)]
+    cycle: list[Any] = [take(pool, SIZE)]
     cycle.append(cycle)
     del cycle
     gc.collect()
@@ -143,7 +174,7 @@ def test_a_buffer_in_a_cycle_comes_back_by_collection(pool: BufferPool) -> None:
 
 def test_a_buffer_may_outlive_its_pool() -> None:
     pool = BufferPool()
-    lent = pool.take(SIZE)
+    lent = take(pool, SIZE)
     lent[:] = 5
     del pool
     gc.collect()
@@ -152,21 +183,21 @@ def test_a_buffer_may_outlive_its_pool() -> None:
 
 # --- reuse and its bound -----------------------------------------------------------------------------
 def test_an_idle_buffer_is_used_again_for_any_size_of_its_class(pool: BufferPool) -> None:
-    first = address(pool.take(5000))
-    lent = pool.take(4500)
+    first = address(take(pool, 5000))
+    lent = take(pool, 4500)
     assert (address(lent), len(lent), pool.idle_bytes) == (first, 4500, 0)
 
 
 def test_an_idle_buffer_of_another_class_is_left_alone(pool: BufferPool) -> None:
-    first = address(pool.take(100_000))
-    lent = pool.take(10_000)
+    first = address(take(pool, 100_000))
+    lent = take(pool, 10_000)
     assert address(lent) != first
     assert pool.idle_bytes == size_class(100_000)
 
 
 def test_idle_bytes_are_bounded() -> None:
     pool = BufferPool(most_idle_bytes=3 * SIZE + 100)
-    lent = [pool.take(SIZE) for _ in range(5)]
+    lent = [take(pool, SIZE) for _ in range(5)]
     assert pool.idle_bytes == 0
     while lent:
         lent.pop()
@@ -176,13 +207,13 @@ def test_idle_bytes_are_bounded() -> None:
 
 def test_a_buffer_above_the_bound_is_never_kept() -> None:
     pool = BufferPool(most_idle_bytes=SIZE)
-    pool.take(2 * SIZE)
+    take(pool, 2 * SIZE)
     assert (pool.lent, pool.idle_bytes) == (0, 0)
 
 
 def test_clear_lets_go_of_what_is_idle_only(pool: BufferPool) -> None:
-    pool.take(SIZE)
-    held = pool.take(2 * SIZE)
+    take(pool, SIZE)
+    held = take(pool, 2 * SIZE)
     held[:] = 1
     pool.clear()
     assert (pool.lent, pool.idle_bytes) == (1, 0)
@@ -193,13 +224,13 @@ def test_clear_lets_go_of_what_is_idle_only(pool: BufferPool) -> None:
 
 def test_a_buffer_that_cannot_be_had_is_not_counted_as_lent(pool: BufferPool) -> None:
     with pytest.raises(MemoryError):
-        pool.take(1 << 60)
+        take(pool, 1 << 60)
     assert pool.lent == 0
 
 
 def test_repr_says_how_much_is_lent_and_idle(pool: BufferPool) -> None:
-    held = pool.take(SIZE)
-    pool.take(SIZE)
+    held = take(pool, SIZE)
+    take(pool, SIZE)
     assert repr(pool) == "<BufferPool 1 lent, 8192 bytes idle>"
     del held
 
@@ -208,7 +239,7 @@ def test_repr_says_how_much_is_lent_and_idle(pool: BufferPool) -> None:
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 1_000_003])
 def test_a_buffer_is_exactly_as_large_as_asked_and_plain_writable_bytes(pool: BufferPool, size: int) -> None:
     for _ in range(2):  # fresh, then used again
-        lent = pool.take(size)
+        lent = take(pool, size)
         assert (lent.shape, lent.dtype) == ((size,), np.dtype(np.uint8))
         assert lent.flags.writeable
         assert lent.flags.c_contiguous
@@ -217,8 +248,27 @@ def test_a_buffer_is_exactly_as_large_as_asked_and_plain_writable_bytes(pool: Bu
 
 
 def test_buffers_lent_together_do_not_overlap(pool: BufferPool) -> None:
-    lent = [pool.take(size) for size in (0, 1, 4096, 4096, 5000, 5000)]
+    lent = [take(pool, size) for size in (0, 1, 4096, 4096, 5000, 5000)]
     assert not any(np.shares_memory(one, other) for one, other in itertools.combinations(lent, 2))
+
+
+def test_a_block_tells_its_address_and_length_and_can_be_referred_to_weakly(pool: BufferPool) -> None:
+    block = pool.take(5000)
+    assert len(block) == memoryview(block).nbytes == 5000
+    assert block.address == address(np.frombuffer(block, np.uint8))
+    assert block.address % 64 == 0
+    assert repr(block) == "<Block 5000 bytes>"
+    reference = weakref.ref(block)
+    assert reference() is block
+    del block
+    assert reference() is None
+    assert pool.lent == 0
+
+
+@pytest.mark.parametrize("size", [-1, 1.0, "1", 1 << 64])
+def test_what_is_no_size_is_refused(pool: BufferPool, size: Any) -> None:
+    with pytest.raises(TypeError):
+        pool.take(size)
 
 
 # --- size classes --------------------------------------------------------------------------------------
@@ -263,7 +313,7 @@ def test_threads_that_take_and_drop_never_share_a_buffer() -> None:
         held: list[np.ndarray] = []
         start.wait()
         for _ in range(400):
-            lent = pool.take(chance.choice((100, 5000, SIZE, 3 * SIZE)))
+            lent = take(pool, chance.choice((100, 5000, SIZE, 3 * SIZE)))
             lent[:] = mark
             held.append(lent[:50].reshape(5, 10))
             del lent
@@ -289,14 +339,19 @@ def test_threads_that_take_and_drop_never_share_a_buffer() -> None:
     handed_over.clear()
     gc.collect()
     assert pool.lent == 0
-    assert pool.idle_bytes == sum(size * len(idle) for size, idle in pool._idle.items()) <= bound
+    assert pool.idle_bytes <= bound
 
 
-def test_a_collection_in_the_middle_of_take_does_not_deadlock(pool: BufferPool) -> None:
-    lent = pool.take(SIZE)
-    cycle: list[Any] = [lent]
-    cycle.append(cycle)
-    del lent, cycle
-    with pool._lock:  # as if the collector ran inside take()
-        gc.collect()
-    assert (pool.lent, pool.idle_bytes) == (0, SIZE)
+def test_a_forked_childs_blocks_are_its_own(pool: BufferPool) -> None:
+    lent = take(pool, SIZE)
+    lent[:] = 1
+    child = os.fork()
+    if child == 0:
+        lent[:] = 2
+        del lent
+        took = pool.take(SIZE)  # the child's copy of what it has just let go
+        os._exit(0 if (pool.lent, bytes(took)[:1]) == (1, b"\2") else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (lent == 1).all()
+    assert (pool.lent, pool.idle_bytes) == (1, 0)
+    del lent

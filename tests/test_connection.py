@@ -1,4 +1,4 @@
-"""One connection against a scripted endpoint and a real ring: handshake, garbage, message numbers, both sides."""
+"""One connection over UCX, and a real ring: handshake, garbage, message numbers, both sides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_endpoint import ScriptedEndpoint, ScriptedWorker, scenario
 from scripted_peer import (
     BUSY,
     FREE,
@@ -24,24 +23,26 @@ from scripted_peer import (
     VERSION,
     WRONG_RING,
     Peer,
+    Stage,
     ack,
-    connected,
     pins,
     read,
     record,
     states,
 )
+from support import asynchronous, settings_with
 
 from transport import wire
 from transport.authentication import proof
 from transport.connection import Connection
 from transport.errors import StaleSlotError
 from transport.link import Link, Want
-from transport.listener import Listener
 from transport.ring import SharedRingBuffer
 from transport.settings import Settings
 from transport.testing import run
-from transport.wire import Answer, Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
+from transport.wire import Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
+
+pytestmark = pytest.mark.ucx
 
 
 @pytest.fixture
@@ -51,107 +52,121 @@ def ring() -> Iterator[SharedRingBuffer]:
 
 
 # --- handshake -------------------------------------------------------------------------------------
-@scenario
+@asynchronous
 async def test_a_client_is_welcomed_with_what_it_needs(ring: SharedRingBuffer) -> None:
     ring.native.set_ports((13337, 13338))
-    listener = Listener(ring, settings=Settings(inline_limit=777))
-    peer = Peer(listener, "somebody")
-    assert repr(peer.connection) == "<Connection somebody handshake, 0 attempts>"
-    welcome = await peer.greet()
-    assert welcome == Welcome(
-        version=1,
-        ring=ring.ring_id,
-        tag_base=peer.connection.tag_base,
-        ports=(13337, 13338),
-        inline_limit=777,
-    )
-    await peer.settled()
-    assert repr(peer.connection) == "<Connection somebody open, 0 attempts>"
-    # a request may come as soon as the welcome is read: its receive stood before
-    posted = peer.endpoint.log.index(("receive", wire.tag(welcome.tag_base, 0)))
-    assert posted < peer.endpoint.log.index(("send_stream",))
-    await listener.stop()
-    assert repr(peer.connection) == "<Connection somebody closed, 0 attempts>"
-    assert peer.endpoint.aborted
+    async with Stage(ring, inline_limit=777) as stage:
+        peer = await stage.peer()
+        name = peer.connection._endpoint.name
+        assert repr(peer.connection) == f"<Connection {name} handshake, 0 attempts>"
+        welcome = await peer.greet()
+        assert welcome == Welcome(
+            version=1,
+            ring=ring.ring_id,
+            tag_base=peer.connection.tag_base,
+            ports=(13337, 13338),
+            inline_limit=777,
+        )
+        await peer.settled()
+        assert repr(peer.connection) == f"<Connection {name} open, 0 attempts>"
+        await stage.listener.stop()
+        assert repr(peer.connection) == f"<Connection {name} closed, 0 attempts>"
+        assert peer.closed
 
 
-@scenario
+@asynchronous
+async def test_a_request_may_come_with_the_hello(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(SMALL)
+    async with Stage(ring) as stage:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("transport.listener.random_tag_base", lambda: 77)
+            peer = await stage.peer()
+        peer.welcome = Welcome(1, "", 77)
+        peer.tell(read(ticket))
+        await asyncio.sleep(0.01)
+        assert states(ring) == READY
+        await peer.greet()
+        [answer] = await peer.status(0, read(ticket))
+        assert answer.joined == SMALL
+
+
+@asynchronous
 async def test_a_client_that_names_no_ring_is_told_which_one_it_found(ring: SharedRingBuffer) -> None:
-    listener = Listener(ring)
-    assert (await Peer(listener).greet(ring="")).ring == ring.ring_id
-    await listener.stop()
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        assert (await peer.greet(ring="")).ring == ring.ring_id
 
 
-@scenario
-async def test_connections_have_tag_bases_of_their_own(ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch) -> None:
+@asynchronous
+async def test_connections_have_tag_bases_of_their_own(ring: SharedRingBuffer) -> None:
     bases = iter([5, 5, 6, 5])
-    monkeypatch.setattr("transport.listener.random_tag_base", lambda: next(bases))
-    listener = Listener(ring)
-    first, second = await connected(listener), await connected(listener)
-    assert (first.welcome.tag_base, second.welcome.tag_base) == (5, 6)
-    await first.gone()
-    assert (await connected(listener)).welcome.tag_base == 5
-    await listener.stop()
+    async with Stage(ring) as stage:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("transport.listener.random_tag_base", lambda: next(bases))
+            first, second = await stage.connected(), await stage.connected()
+            assert (first.welcome.tag_base, second.welcome.tag_base) == (5, 6)
+            await first.gone()
+            assert (await stage.connected()).welcome.tag_base == 5
 
 
 @pytest.mark.parametrize(
     ("changes", "code"),
     [({"ring": "0" * 32}, WRONG_RING), ({"oldest": 2, "newest": 3}, VERSION), ({"newest": 0}, VERSION)],
 )
-@scenario
+@asynchronous
 async def test_a_client_that_cannot_be_served_is_told_why(
     ring: SharedRingBuffer, changes: dict[str, Any], code: int
 ) -> None:
-    listener = Listener(ring)
-    peer = Peer(listener)
-    welcome = await peer.greet(**changes)
-    assert welcome.code == code
-    assert welcome.reason
-    assert welcome.ports == ()
-    await peer.refused()
-    assert not listener._connections
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        welcome = await peer.greet(**changes)
+        assert welcome.code == code
+        assert welcome.reason
+        assert welcome.ports == ()
+        await peer.refused()
+        assert not stage.listener._connections
 
 
-async def challenged(listener: Listener) -> tuple[Peer, Challenge]:
-    peer = Peer(listener)
-    peer.endpoint.say(peer.hello())
-    return peer, await peer.endpoint.heard(Challenge)
+async def challenged(stage: Stage) -> tuple[Peer, Challenge]:
+    peer = await stage.peer()
+    await peer.say(peer.hello())
+    return peer, await peer.heard(Challenge)
 
 
-@scenario
+@asynchronous
 async def test_both_sides_prove_the_secret(ring: SharedRingBuffer) -> None:
-    listener = Listener(ring, secret=b"secret")
-    peer, challenge = await challenged(listener)
-    assert len(challenge.nonce) == 16
-    assert challenge.proof == proof(b"secret", "listener", NONCE, challenge.nonce)
-    peer.endpoint.say(Proof(proof(b"secret", "client", NONCE, challenge.nonce)))
-    peer.welcome = await peer.endpoint.heard(Welcome)
-    assert peer.welcome.code == 0
-    await peer.settled()
-    other, again = await challenged(listener)
-    assert again.nonce != challenge.nonce
-    await listener.stop()
-    assert other.endpoint.aborted
+    async with Stage(ring, secret=b"secret") as stage:
+        peer, challenge = await challenged(stage)
+        assert len(challenge.nonce) == 16
+        assert challenge.proof == proof(b"secret", "listener", NONCE, challenge.nonce)
+        await peer.say(Proof(proof(b"secret", "client", NONCE, challenge.nonce)))
+        peer.welcome = await peer.heard(Welcome)
+        assert peer.welcome.code == 0
+        await peer.settled()
+        other, again = await challenged(stage)
+        assert again.nonce != challenge.nonce
+        await stage.listener.stop()
+        assert other.closed
 
 
 @pytest.mark.parametrize("how", ["another secret", "mirrored", "replayed", "empty"])
-@scenario
+@asynchronous
 async def test_a_client_that_does_not_prove_is_refused(ring: SharedRingBuffer, how: str) -> None:
-    listener = Listener(ring, secret=b"secret")
-    peer, challenge = await challenged(listener)
-    peer.endpoint.say(
-        Proof(
-            {
-                "another secret": proof(b"other", "client", NONCE, challenge.nonce),
-                "mirrored": challenge.proof,
-                "replayed": proof(b"secret", "client", NONCE, bytes(16)),
-                "empty": b"",
-            }[how]
+    async with Stage(ring, secret=b"secret") as stage:
+        peer, challenge = await challenged(stage)
+        await peer.say(
+            Proof(
+                {
+                    "another secret": proof(b"other", "client", NONCE, challenge.nonce),
+                    "mirrored": challenge.proof,
+                    "replayed": proof(b"secret", "client", NONCE, bytes(16)),
+                    "empty": b"",
+                }[how]
+            )
         )
-    )
-    assert (await peer.endpoint.heard(Welcome)).code == SECRET
-    await peer.refused()
-    assert wire.tag(peer.connection.tag_base, 0) not in peer.endpoint.posted
+        assert (await peer.heard(Welcome)).code == SECRET
+        assert peer.native is None  # nothing that it asks for is received
+        await peer.refused()
 
 
 @pytest.mark.parametrize(
@@ -170,74 +185,82 @@ async def test_a_client_that_does_not_prove_is_refused(ring: SharedRingBuffer, h
     ],
     ids=["proof", "welcome", "http", "too long", "garbage", "empty", "not UTF-8", "cut off"],
 )
-@scenario
+@asynchronous
 async def test_garbage_in_the_handshake_closes_that_connection_only(ring: SharedRingBuffer, said: bytes) -> None:
     ticket = ring.write_raw(SMALL)
-    listener = Listener(ring, settings=Settings(handshake_timeout_s=0.05))
-    other = await connected(listener)
-    peer = Peer(listener)
-    peer.endpoint.feed(said)
-    await peer.task  # raises what is not handled
-    assert peer.endpoint.aborted
-    assert list(listener._connections) == [other.connection]
-    assert (await other.ask(read(ticket)))[0].inline == SMALL
-    await listener.stop()
+    async with Stage(ring) as stage:
+        other = await stage.connected()
+        stage.listener.settings = settings_with(handshake_timeout_s=0.3)  # not all is refused before that
+        peer = await stage.peer()
+        await peer.say(said)
+        await peer.task  # raises what is not handled
+        assert peer.closed
+        assert list(stage.listener._connections) == [other.connection]
+        assert (await other.ask(read(ticket)))[0].joined == SMALL
 
 
 @pytest.mark.parametrize(("first", "code"), [(2, VERSION), (0, VERSION), (1, PROTOCOL)])
-@scenario
+@asynchronous
 async def test_a_first_message_that_is_no_hello_of_this_version_is_refused_by_name(
     ring: SharedRingBuffer, first: int, code: int
 ) -> None:
-    listener = Listener(ring)
-    peer = Peer(listener)
-    peer.endpoint.feed(bytes((first,)) + wire.encode_handshake(Proof(b""))[1:])
-    assert (await peer.endpoint.heard(Welcome)).code == code
-    await peer.refused()
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        await peer.say(bytes((first,)) + wire.encode_handshake(Proof(b""))[1:])
+        assert (await peer.heard(Welcome)).code == code
+        await peer.refused()
 
 
-@scenario
+@asynchronous
 async def test_a_refused_client_that_stays_is_closed(ring: SharedRingBuffer) -> None:
-    listener = Listener(ring, settings=Settings(handshake_timeout_s=0.01))
-    peer = Peer(listener)
-    assert (await peer.greet(ring="0" * 32)).code == WRONG_RING
-    await peer.task
-    assert peer.endpoint.aborted
-    assert not listener._connections
+    async with Stage(ring, handshake_timeout_s=1) as stage:
+        peer = await stage.peer()
+        assert (await peer.greet(ring="0" * 32)).code == WRONG_RING
+        await peer.task
+        assert peer.closed
+        assert not stage.listener._connections
 
 
-@scenario
+@asynchronous
 async def test_a_client_that_says_nothing_is_closed(ring: SharedRingBuffer) -> None:
-    listener = Listener(ring, settings=Settings(handshake_timeout_s=0.01))
-    peer = Peer(listener)
-    await peer.task
-    assert peer.endpoint.aborted
-    assert not listener._connections
+    async with Stage(ring, handshake_timeout_s=0.01) as stage:
+        peer = await stage.peer()
+        await peer.task
+        assert peer.closed
+        assert not stage.listener._connections
 
 
-@scenario
+@asynchronous
 async def test_a_client_that_does_not_answer_the_challenge_is_closed(ring: SharedRingBuffer) -> None:
-    listener = Listener(ring, secret=b"secret", settings=Settings(handshake_timeout_s=0.01))
-    peer, _ = await challenged(listener)
-    await peer.task
-    assert peer.endpoint.aborted
+    async with Stage(ring, secret=b"secret", handshake_timeout_s=1) as stage:
+        peer, _ = await challenged(stage)
+        await peer.task
+        assert peer.closed
 
 
-@scenario
+@asynchronous
 async def test_connections_are_limited_and_a_place_that_is_free_is_given(ring: SharedRingBuffer) -> None:
     ticket = ring.write_raw(SMALL)
-    listener = Listener(ring, settings=Settings(connections_per_listener=2))
-    first, second = await connected(listener), await connected(listener)
-    third = Peer(listener)
-    assert (await third.greet()).code == BUSY
-    await third.refused()
-    assert (await first.ask(read(ticket)))[0].inline == SMALL
-    await second.gone()
-    await connected(listener)
-    await listener.stop()
+    async with Stage(ring, connections_per_listener=2) as stage:
+        first, second = await stage.connected(), await stage.connected()
+        third = await stage.peer()
+        assert (await third.greet()).code == BUSY
+        await third.refused()
+        assert (await first.ask(read(ticket)))[0].joined == SMALL
+        await second.gone()
+        await stage.connected()
 
 
 # --- garbage -----------------------------------------------------------------------------------------------
+def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int | None = None) -> bytes:
+    """A CONTROL message that says it has ``count`` records, and has ``records``."""
+    message = wire.encode_control(number, [Record(Kind.BYE)] * (count if records is None else records))
+    message[2:4] = count.to_bytes(2, "little")
+    if len(message) > wire.HEADER_BYTES:
+        message[wire.HEADER_BYTES] = kind
+    return bytes(message)
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -245,38 +268,93 @@ async def test_connections_are_limited_and_a_place_that_is_free_is_given(ring: S
         b"garbage",
         b"\xff" * wire.CONTROL_BYTES,
         b"x" * (wire.CONTROL_BYTES + 1),
-        bytes(wire.encode_control(1, [Record(Kind.BYE)])),
-        bytes(wire.encode_control(2**24 + 1, [Record(Kind.BYE)])),
+        bytes(wire.CONTROL_BYTES),
+        b"\x02" + control()[1:],
+        control(number=1),
+        control(number=2**24),
+        control(number=2**32 - 1),
         bytes(wire.encode_status(0, [])),
-        bytes(wire.encode_control(0, [Record(Kind.BYE)]))[:-33] + b"\0",
-        bytes(wire.encode_control(0, [Record(Kind.CONTROL)])),
+        control(count=0),
+        control(count=64, records=63),
+        control(count=0xFFFF, records=63),
+        control(count=1, records=0),
+        control()[:-1],
+        control(count=63)[:-32],
+        control(kind=Kind.CONTROL),
+        control(kind=0),
+        control(kind=Kind.READ - 1),
+        control(kind=Kind.BYE + 1),
+        control(kind=255),
     ],
-    ids=["empty", "text", "ones", "too long", "other number", "number too large", "status", "cut off", "kind"],
+    ids=lambda message: f"{message[:4].hex()} {len(message)}",
 )
-@scenario
+@asynchronous
 async def test_garbage_closes_that_connection_only(ring: SharedRingBuffer, message: bytes) -> None:
     mine, others = ring.write_raw(LARGE), ring.write_raw(SMALL)
-    listener = Listener(ring)
-    other = await connected(listener)
-    peer = Peer(listener)
-    await peer.greet()
-    peer.endpoint.deliver(wire.tag(peer.welcome.tag_base, 0), message)
-    await peer.task  # raises what is not handled
-    assert peer.endpoint.aborted
-    assert list(listener._connections) == [other.connection]
-    assert [answer.code for answer in await other.ask(read(mine), read(others))] == [0, 0]
-    await listener.stop()
+    async with Stage(ring) as stage:
+        other, peer = await stage.connected(), await stage.peer()
+        await peer.greet()
+        peer.send(message)
+        await peer.task  # raises what is not handled
+        assert peer.closed
+        assert list(stage.listener._connections) == [other.connection]
+        assert [answer.code for answer in await other.ask(read(mine), read(others))] == [0, 0]
 
 
-@scenario
-async def test_garbage_after_reading_gives_the_pin_back(ring: SharedRingBuffer) -> None:
+@asynchronous
+async def test_nothing_of_a_message_is_done_when_a_part_of_it_is_garbage(ring: SharedRingBuffer) -> None:
     ticket = ring.write_raw(LARGE)
-    listener = Listener(ring)
-    peer = await connected(listener)
-    await peer.ask(read(ticket))
-    peer.endpoint.deliver(wire.tag(peer.welcome.tag_base, peer.number), b"garbage")
-    await peer.task
-    assert (states(ring), pins(ring, ticket)) == (READY, 0)
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        peer.send(wire.encode_control(1, [ack(ticket), read(ticket), Record(Kind.CONTROL)]))
+        await peer.task
+    assert states(ring) == READY
+    assert (ring.statistics().pins, ring.statistics().consumes) == (0, 0)
+
+
+@asynchronous
+async def test_garbage_after_reading_gives_the_pin_back(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticket = ring.write_raw(LARGE)
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        await peer.ask(read(ticket))
+        peer.send(b"garbage")
+        await peer.task
+        assert (states(ring), pins(ring, ticket)) == (READY, 0)
+    assert "ProtocolError: a control message has no header" in caplog.text
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """Bytes, or a message that is nearly right."""
+    if draw(st.booleans()):
+        return draw(st.binary(max_size=wire.CONTROL_BYTES + 8))
+    message = bytearray(control(count=draw(st.sampled_from([1, 2, 63])), number=1, kind=Kind.READ))
+    for _ in range(draw(st.integers(0, 6))):
+        message[draw(st.integers(0, len(message) - 1))] = draw(st.integers(0, 255))
+    return bytes(message[: draw(st.sampled_from([len(message), draw(st.integers(0, len(message)))]))])
+
+
+@given(st.lists(mutated(), min_size=1, max_size=4))
+@settings(max_examples=25)
+def test_no_bytes_from_a_peer_harm_another(messages: list[bytes]) -> None:
+    async def play(ring: SharedRingBuffer) -> None:
+        ticket = ring.write_raw(SMALL)
+        async with Stage(ring) as stage:
+            other = await stage.connected()
+            for message in messages:
+                peer = await stage.connected()
+                peer.send(message)
+                peer.send(b"and the end of it", 2)
+                await peer.task
+            assert (await other.ask(read(ticket)))[0].joined == SMALL
+            assert list(stage.listener._connections) == [other.connection]
+        assert states(ring) == READY
+
+    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as ring:
+        run(play(ring))
 
 
 ranks = st.sampled_from([0, 1, 2, 15, 16, 64, 255])
@@ -292,32 +370,29 @@ kinds = st.sampled_from([Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE
     ),
     st.booleans(),
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_whatever_a_peer_asks_every_pin_comes_back_and_no_rank_consumes_twice(
     messages: list[list[tuple[Kind, int, int, bool, int]]], hold: bool
 ) -> None:
     async def play(ring: SharedRingBuffer) -> None:
         tickets = [ring.write_raw(data, readers=readers) for data, readers in ((SMALL, 1), (LARGE, 2), (LARGE, 16))]
         strange = tickets[0]
-        listener = Listener(ring)
-        peers = [await connected(listener, "one"), await connected(listener, "two")]
-        if hold:
-            peers[0].hold_payloads()
-        for message in messages:
-            records = []
-            for kind, which, rank, right_key, _ in message:
-                ticket = tickets[which] if which < 3 else strange
-                records.append(record(kind, ticket, rank))
-                if which >= 3 or not right_key:
-                    records[-1] = records[-1]._replace(key=0)
-            peer = peers[message[0][4]]
-            peer.tell(*records)
-            await peer.settled()
-        for peer in peers:
-            await peer.complete()
-        statistics = ring.statistics()
-        assert statistics.consumes <= 1 + 2 + 16
-        await listener.stop()
+        async with Stage(ring) as stage:
+            peers = [await stage.connected(), await stage.connected()]
+            peers[0].holds = hold
+            for message in messages:
+                records = []
+                for kind, which, rank, right_key, _ in message:
+                    ticket = tickets[which] if which < 3 else strange
+                    records.append(record(kind, ticket, rank))
+                    if which >= 3 or not right_key:
+                        records[-1] = records[-1]._replace(key=0)
+                peer = peers[message[0][4]]
+                await peer.ask(*records, Record(Kind.BYE))
+            for peer in peers:
+                await peer.complete()
+            statistics = ring.statistics()
+            assert statistics.consumes <= 1 + 2 + 16
         assert all(ring.native.own_pins(slot) == 0 for slot in range(SLOTS))
         assert (ring.statistics().reading, ring.statistics().writing) == (0, 0)
         for ticket in tickets:  # what is not consumed or discarded is still there, unchanged
@@ -333,89 +408,60 @@ def test_whatever_a_peer_asks_every_pin_comes_back_and_no_rank_consumes_twice(
 
 
 # --- message numbers ------------------------------------------------------------------------------------------
-@scenario
+@asynchronous
 async def test_a_connection_whose_numbers_are_used_up_is_closed(
     ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wire, "MESSAGE_NUMBERS", 3)
-    listener = Listener(ring)
-    peer = Peer(listener)
-    await peer.greet()
-    for _ in range(3):
-        await peer.settled()
-    await peer.task
-    assert peer.endpoint.aborted
-    base = peer.welcome.tag_base
-    received = {entry[1] for entry in peer.endpoint.log if entry[0] == "receive"}
-    assert received == {wire.tag(base, number) for number in range(3)}  # a fourth would be another connection's tag
-
-
-def test_keys_are_the_rings_and_remembered_within_a_bound(
-    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transport.listener._KEYS_CACHED", 8)
-    listener = Listener(ring)
-    for generation in range(1, 30):
-        for _ in range(2):
-            assert listener.key(1, generation) == ring.key(1, generation)
-        assert len(listener._keys) <= 8
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        await peer.greet()
+        for _ in range(3):
+            await peer.settled()
+        await peer.task
+        assert peer.closed
 
 
 # --- both sides together -------------------------------------------------------------------------------------
-def joined() -> tuple[ScriptedEndpoint, ScriptedEndpoint]:
-    """Two endpoints of one connection."""
-    one, other = ScriptedEndpoint("listener"), ScriptedEndpoint("client")
-    for here, there in ((one, other), (other, one)):
-        here.on_stream = there.feed
-        here.on_send = there.deliver
-        here.on_abort = there.lose
-    return one, other
-
-
 @pytest.mark.parametrize("secret", [None, b"secret"])
-@scenario
+@asynchronous
 async def test_link_and_connection_understand_each_other(ring: SharedRingBuffer, secret: bytes | None) -> None:
     data = [SMALL, LARGE, b"x", LARGE[::-1]]
     tickets = [ring.write_raw(each) for each in data]
-    listener = Listener(ring, secret=secret)
-    clients, listeners = joined()
-    listener._accept(listeners)  # type: ignore[arg-type]
-    link = await Link.open(
-        ScriptedWorker(clients),  # type: ignore[arg-type]
-        "host",
-        1,
-        ring=ring.ring_id,
-        tag_base=5,
-        secret=secret,
-        settings=Settings(),
-    )
-    wants = [Want(ticket, 0, memoryview(bytearray(ticket.size))) for ticket in tickets]
-    _, results = await link.read(wants[:3], [])
-    assert [bytes(want.destination) for want in wants[:3]] == data[:3]
-    assert [result.checksum for result in results if isinstance(result, Answer)] == [t.checksum for t in tickets[:3]]
-    number, results = await link.read([wants[3], wants[0]], [ack(ticket) for ticket in tickets[:3]])
-    assert number == 1
-    assert wants[3].destination == data[3]
-    assert isinstance(results[1], StaleSlotError)
-    link.tell([ack(tickets[3])])
-    _, answer = await link.ask(record(Kind.STATE, tickets[3]))
-    assert answer.value == SlotFate.GONE
-    assert states(ring) == FREE
-    assert ring.statistics().consumes == 4
-    link.abort()
-    await asyncio.gather(*listener._connections.values())
-    assert listeners.aborted
-    await listener.stop()
+    async with Stage(ring, secret=secret) as stage:
+        link = await Link.open(
+            stage.worker, "127.0.0.1", stage.port, ring=ring.ring_id, tag_base=5, secret=secret, settings=Settings()
+        )
+        wants = [Want(ticket, 0, bytearray(ticket.size), ticket.checksum) for ticket in tickets]
+        number, arrived = link.read(wants[:3], [])
+        assert number == 0
+        assert link.outcomes(wants[:3], await arrived) == [None] * 3
+        assert [bytes(want.destination) for want in wants[:3]] == data[:3]
+        number, arrived = link.read([wants[3], wants[0]], [ack(ticket) for ticket in tickets[:3]])
+        assert number == 1
+        large, stale = link.outcomes([wants[3], wants[0]], await arrived)
+        assert wants[3].destination == data[3]
+        assert large is None
+        assert isinstance(stale, StaleSlotError)
+        link.tell([ack(tickets[3])])
+        _, answered = link.ask(record(Kind.STATE, tickets[3]), [])
+        assert link.answer(await answered).value == SlotFate.GONE
+        assert states(ring) == FREE
+        assert ring.statistics().consumes == 4
+        [connection] = stage.listener._connections.values()
+        link.abort()
+        await connection
+        assert not stage.listener._connections
 
 
 def test_a_connection_that_ends_in_an_ordinary_way_is_not_logged_as_trouble(
     ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def play() -> None:
-        listener = Listener(ring)
-        peer = await connected(listener)
-        await peer.gone()
-        await listener.stop()
+        async with Stage(ring) as stage:
+            peer = await stage.connected()
+            await peer.gone()
+            await stage.connected()
 
     with caplog.at_level(logging.INFO, logger=Connection.__module__):
         run(play())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support import noise, read_bytes
 
-from transport import Schema, SharedRingBuffer, UpTo, _native
+from transport import Schema, SharedRingBuffer, UpTo, _native, device_copies
 from transport.device_copies import _RUN, _SMALL_BYTES, _STEP_BYTES
 from transport.errors import MissingDependencyError, SchemaError
 
@@ -77,23 +77,24 @@ def test_a_dtype_that_the_library_lacks_is_converted_on_the_host(cupy: Any) -> N
         assert read_bytes(ring, ticket) == values.astype(ml_dtypes.float8_e5m2).tobytes()
 
 
-@pytest.mark.parametrize("count", [_RUN - 1, _RUN, 3 * _RUN])
+@pytest.mark.parametrize("count", [_RUN, _RUN + 1, 3 * _RUN])
 def test_many_small_tensors_are_one_copy(cupy: Any, count: int) -> None:
     values = {f"t{number}": noise(number * 37 % 500, number) for number in range(count)}
     packed, _ = written({name: cupy.on_device(value) for name, value in values.items()}, None)
     assert packed == written(values, None)[0]
     with_bytes = sum(value.size > 0 for value in values.values())
-    assert len(cupy.fake.copies) == (with_bytes if count < _RUN else 1)
+    assert sum(kind == "d2h" for kind, _, _ in cupy.fake.copies) == (1 if with_bytes >= _RUN else with_bytes)
 
 
 def test_without_a_compiler_for_kernels_small_tensors_are_copied_one_by_one(cupy: Any) -> None:
-    def concatenate(_: Any) -> Any:
+    def compile_kernel(*_: Any) -> Any:
         raise RuntimeError("CuPy failed to load libnvrtc.so")
 
-    cupy.concatenate = concatenate
+    cupy.RawKernel = compile_kernel
     values = {f"t{number}": noise(100, number) for number in range(_RUN)}
     packed, _ = written({name: cupy.on_device(value) for name, value in values.items()}, None)
-    assert packed == written(values, None)[0] and len(cupy.fake.copies) == _RUN
+    assert packed == written(values, None)[0]
+    assert sum(kind == "d2h" for kind, _, _ in cupy.fake.copies) == _RUN
 
 
 def test_a_large_tensor_is_copied_in_steps_that_are_hashed_as_they_arrive(cupy: Any) -> None:
@@ -101,6 +102,35 @@ def test_a_large_tensor_is_copied_in_steps_that_are_hashed_as_they_arrive(cupy: 
     packed, _ = written({name: cupy.on_device(value) for name, value in values.items()}, None)
     assert packed == written(values, None)[0]
     assert [size for _, size, _ in cupy.fake.copies] == [24, _STEP_BYTES, _STEP_BYTES, 1000, _SMALL_BYTES + 1]
+
+
+def test_large_tensors_are_copied_only_some_way_ahead_of_the_hashing(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 0
+
+    def watch(self: device_copies.DeviceCopies) -> None:
+        nonlocal most
+        most = max(most, self._ahead)
+        start(self)
+
+    start = device_copies.DeviceCopies.start
+    monkeypatch.setattr(device_copies.DeviceCopies, "start", watch)
+    monkeypatch.setattr(device_copies, "_STEP_BYTES", 1 << 16)
+    monkeypatch.setattr(device_copies, "_AHEAD_BYTES", 3 << 16)
+    values = {"x": noise((20 << 16) + 5), "small": noise(7), "y": noise(5 << 16)}
+    packed, _ = written({name: cupy.on_device(value) for name, value in values.items()}, None)
+    assert packed == written(values, None)[0] and 2 << 16 <= most < 4 << 16
+
+
+def test_host_tensors_between_small_ones_from_the_device_keep_their_bytes(cupy: Any) -> None:
+    values = {f"t{number}": noise(100 + number, number) for number in range(4 * _RUN)}
+    moved = {
+        name: value if number == 2 * _RUN else cupy.on_device(value)
+        for number, (name, value) in enumerate(values.items())
+    }
+    assert written(moved, None) == written(values, None)
+    assert sum(kind == "d2h" for kind, _, _ in cupy.fake.copies) == 2
 
 
 def test_a_slot_is_given_back_only_when_no_copy_writes_into_it(cupy: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import subprocess
 import sys
@@ -16,8 +17,10 @@ import pytest
 from support import Child, asynchronous, free, noise, segment_file, serving, until
 
 from transport import SharedRingBuffer, Ticket, UCXXClient
-from transport.errors import RankError, StaleSlotError, WrongKeyError
-from transport.mapped import MappedRings, MappedView
+from transport._native import PayloadView
+from transport.errors import ClosedError, RankError, StaleSlotError, WrongKeyError
+from transport.mapped import MappedRings
+from transport.received import ReceivedPayload
 
 
 @pytest.fixture
@@ -39,12 +42,16 @@ def states(ring: SharedRingBuffer) -> tuple[int, int, int]:
     return look.free, look.ready, look.reading
 
 
-def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> MappedView:
+def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> PayloadView:
     ring = mapped.find(ticket)
     assert ring is not None
     made = mapped.read(ring, ticket, 0, consume=consume)
     assert made is not None
     return made
+
+
+def look(made: PayloadView) -> np.ndarray:
+    return np.frombuffer(made, np.uint8)
 
 
 # --- finding -------------------------------------------------------------------------------------
@@ -109,7 +116,7 @@ def test_the_pin_lasts_as_long_as_any_array_into_the_view(
     ring: SharedRingBuffer, mapped: MappedRings, consume: bool, after: tuple[int, int, int]
 ) -> None:
     made = view(mapped, ring.write_raw(noise(800)), consume)
-    piece = made.data[8:].view(np.float64)[::3]
+    piece = look(made)[8:].view(np.float64)[::3]
     del made
     gc.collect()
     assert states(ring) == (5, 0, 1)
@@ -128,7 +135,7 @@ def test_acknowledging_consumes_at_once_and_keeps_the_memory(ring: SharedRingBuf
     assert states(ring) == (5, 0, 1)
     with pytest.raises(StaleSlotError):
         ring.read_raw(ticket)
-    assert np.array_equal(made.data, noise(100))
+    assert np.array_equal(look(made), noise(100))
     del made
     assert states(ring) == (6, 0, 0)
     assert ring.statistics().consumes == 1
@@ -145,7 +152,7 @@ def test_what_is_abandoned_is_not_consumed_by_letting_go(ring: SharedRingBuffer,
 
 
 def test_the_last_array_may_go_on_any_thread(ring: SharedRingBuffer, mapped: MappedRings) -> None:
-    arrays = [view(mapped, ring.write_raw(noise(100, seed))).data for seed in range(3)]
+    arrays = [look(view(mapped, ring.write_raw(noise(100, seed)))) for seed in range(3)]
     threads = [threading.Thread(target=arrays.pop) for _ in range(3)]
     for thread in threads:
         thread.start()
@@ -174,6 +181,20 @@ def test_views_take_at_most_their_share_of_the_slots(
     assert states(ring) == (1, 2, 3)
 
 
+def test_arrays_of_a_view_cannot_be_made_writable(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    made = view(mapped, ring.write_raw(noise(100)))
+    payload = ReceivedPayload(
+        ring.tickets()[0], 0, "mapped", made, ring.tickets()[0].schema, made.hold.acknowledge, made.hold.abandon
+    )
+    assert memoryview(made).readonly
+    for array in (look(made), payload.data, payload["data"], payload["data"][3:].view()):
+        assert not array.flags.writeable
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+    with pytest.raises(TypeError, match="not writable"):
+        (ctypes.c_char * 100).from_buffer(made)
+
+
 def test_a_refused_read_leaves_no_pin(ring: SharedRingBuffer, mapped: MappedRings) -> None:
     ticket = ring.write_raw(b"x")
     attached = mapped.find(ticket)
@@ -189,6 +210,39 @@ def test_a_refused_read_leaves_no_pin(ring: SharedRingBuffer, mapped: MappedRing
     assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
 
 
+def test_a_view_keeps_its_ring_attached_when_nobody_else_does(ring: SharedRingBuffer) -> None:
+    mapped = MappedRings()
+    array = look(view(mapped, ring.write_raw(noise(100))))
+    del mapped
+    gc.collect()
+    assert states(ring) == (5, 0, 1)
+    assert np.array_equal(array, noise(100))
+    del array
+    assert states(ring) == (6, 0, 0)
+    assert sum(owner.alive for owner in ring.native.owners()) == 1
+
+
+def test_an_attachment_that_is_closed_under_its_views_leaves_their_memory(
+    ring: SharedRingBuffer, mapped: MappedRings
+) -> None:
+    ticket = ring.write_raw(noise(100))
+    made = view(mapped, ticket)
+    array, hold = look(made), made.hold
+    attached = mapped.find(ticket)
+    assert attached is not None
+    attached.close()
+    assert states(ring) == (5, 1, 0)  # its pin is gone
+    assert np.array_equal(array, noise(100))
+    payload = ReceivedPayload(ticket, 0, "mapped", made, ticket.schema, hold.acknowledge, hold.abandon)
+    with pytest.raises(ClosedError):
+        payload.ack()
+    with pytest.raises(ClosedError):
+        mapped.read(attached, ticket, 0, consume=True)
+    payload.release()
+    del made, array
+    assert states(ring) == (5, 1, 0)
+
+
 # --- the end -------------------------------------------------------------------------------------
 def test_close_acknowledges_what_was_delivered_and_detaches_with_the_last_array(ring: SharedRingBuffer) -> None:
     mapped = MappedRings()
@@ -197,7 +251,7 @@ def test_close_acknowledges_what_was_delivered_and_detaches_with_the_last_array(
     assert ring.statistics().consumes == 1
     assert states(ring) == (4, 0, 2)
     for seed, made in enumerate((delivered, undecided)):
-        assert np.array_equal(made.data, noise(100, seed))
+        assert np.array_equal(look(made), noise(100, seed))
     del delivered, made
     assert sum(owner.alive for owner in ring.native.owners()) == 2
     del undecided
@@ -210,7 +264,7 @@ def test_a_reader_that_ends_last_removes_the_segment() -> None:
     with SharedRingBuffer.create(slots=2, slot_bytes=100) as writer:
         made = view(mapped, writer.write_raw(noise(100)))
         file = segment_file(writer)
-    assert np.array_equal(made.data, noise(100))
+    assert np.array_equal(look(made), noise(100))
     mapped.close()
     assert file.exists()
     del made
@@ -248,6 +302,69 @@ sys.stdin.readline()
         payload = await client.read(ticket)
         assert np.array_equal(payload["data"], noise(500))
         del payload
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_process_that_ends_with_views_in_hand_has_consumed_them_and_leaves_nothing(closed: bool) -> None:
+    code = f"""
+import sys
+import numpy as np
+from transport import Ticket
+from transport.mapped import MappedRings
+from transport.received import ReceivedPayload
+mapped = MappedRings()
+views = []
+while line := sys.stdin.readline().strip():
+    ticket = Ticket.parse(line)
+    views.append(np.frombuffer(mapped.read(mapped.find(ticket), ticket, 0, consume=ticket.slot > 0), np.uint8))
+    print(views[-1].sum(), flush=True)
+if {closed}:
+    mapped.close()
+"""
+    with SharedRingBuffer.create(slots=6, slot_bytes=1000) as ring, Child(code) as child:
+        for seed in range(3):
+            child.tell(ring.write_raw(noise(100, seed)).to_text())
+            assert int(child.line()) == noise(100, seed).sum()
+        assert states(ring) == (3, 0, 3)
+        child.tell()
+        assert child.wait() == 0
+        assert states(ring) == (5, 1, 0)
+        assert ring.statistics().consumes == 2
+
+
+def test_a_process_that_ends_last_with_a_view_in_hand_removes_the_segment() -> None:
+    code = """
+import sys
+from transport import Ticket
+from transport.mapped import MappedRings
+from transport.received import ReceivedPayload
+mapped = MappedRings()
+ticket = Ticket.parse(sys.stdin.readline())
+view = mapped.read(mapped.find(ticket), ticket, 0, consume=True)
+print(bytes(view).hex(), flush=True)
+sys.stdin.readline()
+"""
+    with Child(code) as child:
+        with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
+            file = segment_file(ring)
+            child.tell(ring.write_raw(noise(100)).to_text())
+            assert child.line() == noise(100).tobytes().hex()
+        assert file.exists()
+        child.tell()
+        assert child.wait() == 0
+        assert not file.exists()
+
+
+def test_the_last_view_after_close_may_go_while_an_exception_is_handled(ring: SharedRingBuffer) -> None:
+    mapped = MappedRings()
+    made = [view(mapped, ring.write_raw(b"x"))]
+    mapped.close()
+    with pytest.raises(ValueError, match="mine"):
+        try:
+            raise ValueError("mine")
+        finally:
+            made.clear()
+    assert sum(owner.alive for owner in ring.native.owners()) == 1
 
 
 def test_a_forked_child_with_a_view_ends_quietly_and_changes_nothing() -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -626,6 +627,113 @@ def test_one_checksum_survives_many_threads() -> None:
     for thread in threads:
         thread.join()
     assert hasher.digest() == xxhash.xxh3_64_intdigest(bytes(32 << 20))
+
+
+# --- views -----------------------------------------------------------------------------------------------
+
+
+class Owner:
+    """What keeps an attachment; the last view closes it."""
+
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def wanted(ring: Ring, slot: int, generation: int, length: int) -> tuple[int, int, int, int, int]:
+    return slot, generation, _native.slot_key(ring.secret, slot, generation), length, 0
+
+
+def test_views_are_counted_and_pin_until_they_go(ring: Ring) -> None:
+    views, owner = _native.Views(ring, 2), Owner()
+    held = [views.read(owner, *wanted(ring, *write(ring, b"12345"), 5), True) for _ in range(2)]
+    assert len(views) == 2
+    third = write(ring, b"123")
+    assert views.read(owner, *wanted(ring, *third, 3), True) is None
+    assert ring.state_counts() == (1, 0, 1, 2)
+    assert [bytes(view) for view in held] == [b"12345"] * 2
+    assert ring.counters()["bytes_read"] == 10
+    held[0].hold.abandon()
+    del held[0]
+    assert len(views) == 1
+    assert ring.state_counts() == (1, 0, 2, 1)
+    held.clear()
+    assert ring.state_counts() == (2, 0, 2, 0)
+    assert views.read(owner, *wanted(ring, *third, 4), True) == _native.READ_OTHER_LENGTH
+    assert owner.closed == 0
+
+
+def test_one_view_may_be_out_where_none_were_allowed(ring: Ring) -> None:
+    views, owner = _native.Views(ring, 0), Owner()
+    view = views.read(owner, *wanted(ring, *write(ring), 7), False)
+    assert views.read(owner, *wanted(ring, *write(ring), 7), False) is None
+    assert len(view) == 7
+
+
+def test_the_last_view_after_close_closes_the_owner_once(ring: Ring) -> None:
+    views, owner = _native.Views(ring, 2), Owner()
+    assert views.close()
+    held = [views.read(owner, *wanted(ring, *write(ring), 7), consume) for consume in (True, False)]
+    assert not views.close()
+    assert ring.counters()["consumes"] == 1  # what was delivered
+    held.pop()
+    assert owner.closed == 0
+    held.pop()
+    assert owner.closed == 1
+    assert ring.state_counts() == (3, 0, 1, 0)
+
+
+def test_views_that_are_let_go_hold_nothing_and_keep_their_memory(ring: Ring) -> None:
+    views, owner = _native.Views(ring, 2), Owner()
+    held = [views.read(owner, *wanted(ring, *write(ring), 7), consume) for consume in (True, False)]
+    views.let_go()
+    assert len(views) == 0
+    assert ring.state_counts() == (3, 0, 1, 0)
+    assert bytes(held[0]) == b"payload"
+    views.close()
+    held.clear()
+    assert owner.closed == 0
+
+
+def test_an_owner_that_cannot_be_closed_disturbs_nobody(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(unraisable.exc_type))
+    views = _native.Views(ring, 2)
+    view = views.read(object(), *wanted(ring, *write(ring), 7), True)
+    views.close()
+    del view
+    assert told == [AttributeError]
+    assert ring.state_counts() == (4, 0, 0, 0)
+
+
+def test_views_are_of_rings_only(ring: Ring) -> None:
+    for wrong in (None, 1, object()):
+        with pytest.raises(TypeError):
+            _native.Views(wrong, 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        _native.Views.read(ring, None, 0, 0, 0, 0, 0, True)  # type: ignore[arg-type]
+
+
+# --- slot keys -------------------------------------------------------------------------------------------
+
+
+def test_slot_keys_are_siphash_of_slot_and_generation() -> None:
+    # the vector of its authors for the message 00..07 under the key 00..0f
+    assert _native.slot_key(bytes(range(16)), 0x03020100, 0x07060504) == 0x93F5F5799A932462
+    # openssl mac -macopt hexkey:a5… -macopt size:8 -in message SIPHASH prints the same, first byte first
+    secret = b"\xa5" * 16
+    assert _native.slot_key(secret, 0, 0) == 0x6F0C5BAF8D87A0F8
+    assert _native.slot_key(secret, 5, 1) == 0x5BA3C4B486186029
+    assert _native.slot_key(secret, (1 << 30) - 1, (1 << 30) - 1) == 0xBE29CA2419DF0589
+
+
+def test_slot_keys_need_a_whole_secret_and_numbers_of_32_bits() -> None:
+    for secret in (b"", bytes(15), bytes(17)):
+        refused(lambda secret=secret: _native.slot_key(secret, 0, 0), _native.FAULT_ARGUMENT, "16 bytes")
+    for slot, generation in ((-1, 0), (0, -1), (1 << 32, 0), (0, 1 << 32)):
+        with pytest.raises(TypeError):
+            _native.slot_key(bytes(16), slot, generation)
 
 
 # --- fault points ----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import re
 import socket
 import weakref
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from transport.errors import (
     LinkError,
     TransportError,
     UnreachableError,
+    UsageError,
 )
 from transport.ucx import Endpoint, Worker
 from transport.wires import settings_for
@@ -105,7 +107,7 @@ async def test_a_message_larger_than_its_buffer_is_an_error_and_writes_nothing()
         buffer = bytearray(b"\xee" * 10)
         receiving = server.receive(memoryview(buffer)[:4], 7)
         sending = client.send(b"too long", 7)
-        with pytest.raises(TransportError, match="client 1"):
+        with pytest.raises(TransportError, match=r"127\.0\.0\.1:\d+: Message truncated"):
             await receiving
         await sending
         assert buffer == b"\xee" * 10
@@ -121,6 +123,63 @@ async def test_an_endpoint_says_which_wire_carries_its_bytes(wire: Any, transpor
             assert transports & {name for name, _ in endpoint.transports()}
             endpoint.abort()
             assert endpoint.transports() == []
+
+
+# --- memory ----------------------------------------------------------------------------------------
+@asynchronous
+async def test_memory_that_cannot_be_used_is_refused_before_anything_is_posted() -> None:
+    frozen = np.zeros(8, np.uint8)
+    frozen.flags.writeable = False
+    columns = np.zeros((4, 4), np.uint8)[:, :2]
+    fortran = np.zeros((4, 4), np.uint8, order="F")
+    async with connected() as (client, server):
+        for unusable in (b"read-only", frozen, memoryview(frozen), np.zeros(16, np.uint8)[::2], columns, fortran):
+            for receive in (lambda buffer: client.receive(buffer, 7), client.receive_stream):
+                with pytest.raises((BufferError, ValueError)):
+                    receive(unusable)
+        for unusable in (np.zeros(16, np.uint8)[::2], columns, fortran, memoryview(bytes(8))[::2]):
+            for send in (lambda buffer: client.send(buffer, 7), client.send_stream):
+                with pytest.raises((BufferError, ValueError)):
+                    send(unusable)
+        for unusable in (None, "text", 5, [1, 2]):
+            with pytest.raises(TypeError):
+                client.receive(unusable, 7)
+            with pytest.raises(TypeError):
+                client.send(unusable, 7)
+        for unusable in ((1, 2), (frozen.ctypes.data, 8, frozen, 0)):
+            with pytest.raises(ValueError, match="address, bytes, object"):
+                client.send(unusable, 7)
+        assert client.native.under_way == 0
+        await exchange(client, server)
+
+
+@asynchronous
+async def test_memory_may_have_any_shape_and_type_as_long_as_it_is_contiguous() -> None:
+    async with connected() as (client, server):
+        sent, received = np.arange(12, dtype=np.float64).reshape(3, 4), np.zeros((2, 3), np.complex128)
+        frozen = memoryview(sent.tobytes())
+        for source in (sent, frozen, bytearray(frozen), (sent.ctypes.data, sent.nbytes, sent)):
+            received[:] = 0
+            await asyncio.gather(server.receive(received, 7), client.send(source, 7))
+            assert received.tobytes() == sent.tobytes()
+
+
+@asynchronous
+async def test_memory_by_address_is_kept_by_the_object_that_comes_with_it() -> None:
+    async with connected() as (client, server):
+        array = np.zeros(100, np.uint8)
+        kept = weakref.ref(array)
+        receiving = server.receive((array.ctypes.data, 60, array), 7)
+        look = memoryview(array)
+        del array
+        gc.collect()
+        await client.send(noise(60), 7)
+        await receiving
+        assert bytes(look) == noise(60).tobytes() + bytes(40)
+        await exchange(client, server)
+        del look
+        gc.collect()
+        assert kept() is None
 
 
 # --- ends ------------------------------------------------------------------------------------------
@@ -212,31 +271,49 @@ async def test_a_receive_that_nobody_awaits_any_more_keeps_its_memory_until_ucx_
         assert kept() is None
 
 
+@every_wire
 @asynchronous
-async def test_a_withdrawn_receive_is_not_written_by_a_late_message() -> None:
-    async with connected() as (client, server):
-        buffer = bytearray(b"\xee" * 8)
-        waiting = server.receive(buffer, 7)
-        server.withdraw(waiting)
-        assert waiting.cancelled()
-        await client.send(b"too late", 7)
-        await exchange(client, server)
-        assert buffer == b"\xee" * 8
-
-
-@asynchronous
-async def test_closing_a_worker_ends_what_waits_and_is_idempotent() -> None:
-    async with connected() as (client, server):
-        waiting = client.receive(bytearray(4), 7)
-        worker = client._worker
-        assert repr(worker) == "<Worker 1 endpoints, 1 requests posted>"
+async def test_closing_a_worker_ends_what_waits_and_is_idempotent(wire: Any) -> None:
+    async with connected(wire) as (client, server):
+        size = 32 << 20
+        waiting = [
+            client.receive(bytearray(4), 7),
+            client.receive_stream(bytearray(4)),
+            client.send(noise(size), 8),  # nobody receives it
+            client.receive(np.empty(size, np.uint8), 9),
+        ]
+        sending = server.send(noise(size), 9)
+        worker = client.worker
+        assert repr(worker) == "<Worker 1 endpoints, 4 requests posted>"
+        await asyncio.sleep(0)
         worker.close()
-        with pytest.raises((ConnectionLostError, asyncio.CancelledError)):
-            await waiting
+        assert all(future.done() for future in waiting)
+        for future in waiting:
+            with pytest.raises(ConnectionLostError, match=r"127\.0\.0\.1:\d+"):
+                await future
+        assert repr(worker) == "<Worker 0 endpoints, 0 requests posted>"
+        assert worker.engine.closed
         worker.close()
         with pytest.raises(ClosedError):
             await worker.connect("127.0.0.1", 1)
+        with pytest.raises(ClosedError):
+            client.send(b"x", 1)
         await until(lambda: not server.alive)
+        with pytest.raises(ConnectionLostError):
+            await sending
+
+
+@asynchronous
+async def test_a_future_that_was_cancelled_is_left_alone_by_its_outcome() -> None:
+    async with connected() as (client, server):
+        outcomes = [client.receive(bytearray(4), 7), client.send(b"ping", 8), client.receive(bytearray(4), 9)]
+        for future in outcomes:
+            future.cancel()
+        await server.send(b"ping", 7)
+        await server.receive(bytearray(4), 8)
+        await exchange(client, server)
+        client.abort()
+        assert all(future.cancelled() for future in outcomes)
 
 
 @every_wire
@@ -275,6 +352,88 @@ async def test_a_name_that_does_not_resolve_is_unreachable() -> None:
     with pytest.raises(UnreachableError, match="not a name"):
         await worker.connect("not a name", 1)
     worker.close()
+
+
+@every_wire
+@asynchronous
+async def test_a_port_of_one_address_is_reached_at_that_address_only(wire: Any) -> None:
+    settings = settings_for(frozenset({wire}))
+    ours, theirs = Worker(settings), Worker(settings)
+    accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
+    listening = theirs.listen(0, accepted.put_nowait, "127.0.0.2")
+    elsewhere = await ours.connect("127.0.0.1", listening.port)
+    for future in (elsewhere.send_stream(b"x"), elsewhere.receive_stream(bytearray(1))):
+        with pytest.raises(LinkError):
+            await future
+    client = await ours.connect("127.0.0.2", listening.port)
+    assert client.name == f"127.0.0.2:{listening.port}"
+    sending = client.send_stream(b"hello")
+    server = await accepted.get()
+    buffer = bytearray(5)
+    await server.receive_stream(buffer)
+    await sending
+    assert buffer == b"hello"
+    assert server.name.startswith("127.0.0.")
+    assert accepted.empty()
+    await exchange(client, server)
+    listening.close()
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "localhost", "127.0.1", "::1", "127.0.0.300", "127.0.0.1 ", "?"])
+@asynchronous
+async def test_an_address_that_is_not_one_of_this_host_is_refused_by_name(address: str) -> None:
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    with dead_port() as port, pytest.raises(UsageError, match=rf"listening on {re.escape(address)}:{port}"):
+        worker.listen(port, lambda endpoint: None, address)
+    worker.close()
+
+
+@asynchronous
+async def test_two_addresses_have_the_same_port_each_for_itself() -> None:
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    first = worker.listen(0, lambda endpoint: None, "127.0.0.1")
+    second = worker.listen(first.port, lambda endpoint: None, "127.0.0.2")
+    assert first.port == second.port
+    with pytest.raises(BusyPortError, match=f"127.0.0.2:{first.port}"):
+        worker.listen(first.port, lambda endpoint: None, "127.0.0.2")
+    first.close()
+    second.close()
+    worker.close()
+
+
+@asynchronous
+async def test_a_closed_port_takes_nobody_and_leaves_its_connections_alone() -> None:
+    settings = settings_for(frozenset({"tcp"}))
+    ours, theirs = Worker(settings), Worker(settings)
+    accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
+    listening = theirs.listen(0, accepted.put_nowait)
+    client = await ours.connect("127.0.0.1", listening.port)
+    client.send_stream(b"x")
+    server = await accepted.get()
+    await server.receive_stream(bytearray(1))
+    listening.close()
+    listening.close()
+    late = await ours.connect("127.0.0.1", listening.port)
+    late.send_stream(b"x").add_done_callback(lambda future: future.exception())
+    with pytest.raises(LinkError):
+        await late.receive_stream(bytearray(1))
+    assert accepted.empty()
+    await exchange(client, server)
+    ours.close()
+    theirs.close()
+    listening.close()
+
+
+@asynchronous
+async def test_a_closed_worker_listens_no_more() -> None:
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    listening = worker.listen(0, lambda endpoint: None)
+    worker.close()
+    listening.close()
+    with pytest.raises(ClosedError):
+        worker.listen(0, lambda endpoint: None)
 
 
 @asynchronous

@@ -1,4 +1,4 @@
-"""The native core: ring operations, large copies, checksum, and a futex on shared memory.
+"""The native core: ring operations, large copies, checksum, pooled memory, and a futex on shared memory.
 
 Every call is thread-safe. Calls that may take long (take with a timeout, copies and checksums of
 64 KiB and more, wait) release the GIL. Python signals interrupt waits (KeyboardInterrupt arrives).
@@ -51,6 +51,14 @@ ROLE_READER: int
 PIN_OK: int
 PIN_STALE: int  # other generation, or not published
 PIN_DONE: int  # this generation, and this rank has consumed it (or it was discarded), also if the slot is FREE since
+
+# answers of begin_read, the first three as those of pin
+READ_OK: int
+READ_STALE: int  # also: a slot or generation that this ring does not have
+READ_DONE: int
+READ_WRONG_KEY: int  # not that of slot and generation
+READ_EXPIRED: int  # its deadline has passed; it was discarded
+READ_OTHER_LENGTH: int
 
 @final
 class SlotInfo:
@@ -134,6 +142,8 @@ class Ring:
     def abort(self, slot: int, generation: int) -> bool:
         """WRITING, mine → FREE."""
     def pin(self, slot: int, generation: int, rank: int) -> int: ...
+    def begin_read(self, slot: int, generation: int, key: int, length: int, rank: int) -> int:
+        """pin, if key, deadline and length allow it: READ_OK. No pin is left with any other answer."""
     def unpin(self, slot: int, generation: int) -> bool: ...
     def consume(self, slot: int, generation: int, rank: int) -> bool: ...
     def mark_consumed(self, slot: int, generation: int, rank: int) -> bool:
@@ -174,11 +184,51 @@ class Ring:
     def published_event(self) -> int: ...
     def wait_published(self, seen: int, timeout_s: float) -> bool: ...
 
+@final
+class Hold:
+    """What is done when a view's last array is gone. Does not keep the memory."""
+
+    def acknowledge(self) -> bool:
+        """Consume now; the memory stays pinned as long as the view. False: it had been consumed. FAULT_DETACHED."""
+    def abandon(self) -> None:
+        """Letting go is no acknowledgement: the payload stays for another attempt."""
+
+@final
+class PayloadView(Buffer):
+    """A payload's bytes in its slot, read-only. The pin is held while the object or any export of it lives.
+
+    At its end, on whichever thread, the payload is consumed or only unpinned, as its `Hold` says by then.
+    """
+
+    hold: Hold
+    def __len__(self) -> int: ...
+
+@final
+class Views:
+    """The views of one attachment that are out: at most ``most`` at a time, at least one."""
+
+    def __init__(self, ring: Ring, most: int) -> None: ...
+    def read(
+        self, owner: object, slot: int, generation: int, key: int, length: int, rank: int, consume: bool
+    ) -> PayloadView | int | None:
+        """`Ring.begin_read`, and a view of what it pinned; another answer of it; None: too many are out.
+
+        ``owner`` lives as long as the view. ``consume``: letting go is an acknowledgement, until told otherwise.
+        """
+    def close(self) -> bool:
+        """Acknowledge what letting go would acknowledge. True: no view is out; else the last one calls owner.close."""
+    def let_go(self) -> None:
+        """End every view as if nobody looked any more; their memory stays mapped."""
+    def __len__(self) -> int: ...
+
 def copy(destination: Buffer, source: Buffer) -> None:
     """Contiguous bytes to contiguous bytes of the same length."""
 
 def checksum(data: Buffer) -> int:
     """XXH3, 64 bits."""
+
+def slot_key(secret: bytes, slot: int, generation: int) -> int:
+    """The unguessable key of one payload: SipHash-2-4 of slot and generation (u32, little-endian) under the secret."""
 
 @final
 class Checksum:
@@ -188,6 +238,39 @@ class Checksum:
     def update(self, data: Buffer) -> None: ...
     def copy(self, destination: Buffer, source: Buffer) -> None: ...
     def digest(self) -> int: ...
+
+@final
+class Block(Buffer):
+    """Writable bytes, page-aligned; large ones in huge pages where the system has them.
+
+    Whatever exports its buffer holds it, so the memory goes back to the pool when the last reference and the last view
+    are gone, on whichever thread.
+    """
+
+    address: int
+    def read_only(self) -> BlockView: ...
+    def __len__(self) -> int: ...
+
+@final
+class BlockView(Buffer):
+    """The same bytes, read-only; holds the block. No array of it can be made writable."""
+
+    def __len__(self) -> int: ...
+
+@final
+class BufferPool:
+    """Host memory by size class: what comes back is lent again before anything new. Any thread."""
+
+    def __init__(self, most_idle_bytes: int = 1 << 30) -> None: ...
+    def take(self, size: int) -> Block:
+        """A block of exactly ``size`` bytes, its content whatever was there. MemoryError."""
+    def clear(self) -> None:
+        """Let go of everything idle."""
+    idle_bytes: int  # kept for the next payloads, at most most_idle_bytes
+    lent: int  # blocks that somebody still looks into
+
+def size_class(size: int) -> int:
+    """Bytes allocated for ``size``: the next of four steps per power of two, at least 4096."""
 
 @final
 class Event:

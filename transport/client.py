@@ -61,8 +61,8 @@ class UCXXClient:
         device: "cupy" or "torch" (":1" for the second device): reads without `out` go to new memory there, and their
             arrays are that library's. None: host memory.
         device_receive: how a payload over a wire gets into device memory. "staged": into pinned host memory, verified
-            there, copied on the stream; "direct": UCX writes into it, where its context knows device memory (for
-            RDMA; over shm and tcp staging is as fast or faster, docs/GPU.md), and is staged where not.
+            there, copied on the stream; "direct": UCX writes large ones into it, where its context knows device memory
+            (for RDMA; over shm and tcp staging is as fast or faster, docs/GPU.md).
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class UCXXClient:
         self._ack: AckMode = ack
         self._settings = settings.validate()
         self._mapped = MappedRings()
-        self._landing = Landing(device, device_receive, self._mapped, settings.staging_bytes)
+        self._landing = Landing(device, device_receive, settings.staging_bytes)
         self._links = Links(
             self._settings, self._wires, secret, self._mapped.detach_finished, device_memory=device_receive == "direct"
         )
@@ -130,8 +130,10 @@ class UCXXClient:
     ) -> ReceivedPayload:
         """`read` with a deadline. ``spent``: one attempt was made already, as part of a batch."""
         self._check(ticket, rank)
-        target = self._landing.target(out, ticket.size)
-        destination = None if out is None or target is not None else check_destination(out, ticket.size)
+        target = destination = None
+        if out is not None or self._landing.always:
+            target = self._landing.target(out, ticket.size)
+            destination = check_destination(out, ticket.size) if target is None else None
         try:
             if target is not None:
                 return await self._read_to_device(ticket, rank, target, deadline, spent)
@@ -236,7 +238,7 @@ class UCXXClient:
         if view is not None:
             self._count_read("mapped", ticket.size)
             hold = view.hold
-            return ReceivedPayload(ticket, rank, "mapped", view.data, schema, hold.acknowledge, hold.abandon)
+            return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon)
         if destination is None:
             destination = self._buffers.take(ticket.size)
         self._mapped.copy_out(ring, ticket, rank, destination)
@@ -262,7 +264,9 @@ class UCXXClient:
         if ring is None:
             direct = self._landing.receive == "direct" and self._links.device_memory()
             wire, port = await self._landing.over_wire(
-                target, direct, lambda buffer: self._remote.read(Want(ticket, rank, buffer), deadline, spent=spent)
+                target,
+                direct,
+                lambda buffer: self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent),
             )
             return self._received(ticket, rank, wire, port, target)
         self._landing.from_ring(ring, ticket, rank, target)
@@ -278,13 +282,13 @@ class UCXXClient:
         self, ticket: Ticket, rank: int, out: Any, destination: Any, deadline: Deadline, spent: bool
     ) -> ReceivedPayload:
         buffer = self._buffers.take(ticket.size) if destination is None else destination
-        wire, port = await self._remote.read(Want(ticket, rank, buffer), deadline, spent=spent)
+        wire, port = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent)
         return self._received(ticket, rank, wire, port, buffer if out is None else out)
 
     def _received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
         self._count_read(wire, ticket.size)
-        make = DevicePayload if isinstance(data, Target) else ReceivedPayload
-        payload = make(ticket, rank, wire, data, self._schema(ticket), partial(self._acknowledge, ticket, rank, via))
+        make = DevicePayload if type(data) is Target else ReceivedPayload
+        payload = make(ticket, rank, wire, data, self._schema(ticket), lambda: self._acknowledge(ticket, rank, via))
         if self._ack == "on_arrival":
             payload.ack()
         return payload
@@ -298,7 +302,7 @@ class UCXXClient:
         for ticket in group:
             try:
                 self._check(ticket, rank)
-                wants.append(Want(ticket, rank, self._buffers.take(ticket.size)))
+                wants.append(self._remote.want(ticket, rank, self._buffers.take(ticket.size)))
             except TransportError as error:
                 outcomes.append(ReadOutcome(ticket, None, _bare(error)))
         if not wants:
@@ -392,6 +396,7 @@ class UCXXClient:
         self._closed = True
         await self._links.close()
         self._landing.close()
+        self._remote.close()
         self._mapped.close()
         self._buffers.clear()
 

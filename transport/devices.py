@@ -52,6 +52,9 @@ def kind_of(value: object) -> Literal["host", "cuda"]:
     """
     if isinstance(value, np.ndarray):
         return "host"
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(value, cupy.ndarray):
+        return "cuda"  # CuPy asks the driver where an array's memory is
     # Asked before the CUDA array interface, which torch refuses to tensors that require gradients.
     locate = getattr(value, "__dlpack_device__", None)
     if locate is None:

@@ -13,16 +13,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
-
-import numpy as np
+from typing import Any, Final, Literal, TypeVar
 
 from transport import _native
 from transport.completions import Completions
 from transport.devices import kind_of
-from transport.errors import BufferUnsuitableError
+from transport.errors import InternalError
 from transport.libraries import Library, library_of, parse_device
-from transport.mapped import MappedRings
 from transport.payload import check_destination
 from transport.received import ReceivedPayload
 from transport.ring import SharedRingBuffer
@@ -35,6 +32,9 @@ from transport.wires import Wire
 T = TypeVar("T")
 
 DeviceReceive = Literal["staged", "direct"]
+
+# Smaller ones are staged either way: that is faster, and those that ride in the answer come through the host anyhow.
+_DIRECT_BYTES: Final = 256 << 10
 
 
 class Target:
@@ -79,6 +79,8 @@ class DevicePayload(ReceivedPayload):
     device has no read-only memory.
     """
 
+    __slots__ = ("_target",)
+
     def __init__(
         self, ticket: Ticket, rank: int, wire: Wire, target: Target, schema: Schema | None, ack: Callable[[], bool]
     ) -> None:
@@ -92,7 +94,7 @@ class DevicePayload(ReceivedPayload):
         self._target.looked_at()
         return data
 
-    @property  # and no cached one: each look counts
+    @property
     def arrays(self) -> dict[str, Any]:
         """Tensors by name, without a copy. Raises as for host memory; for a dtype that the library lacks, too."""
         data = self.data
@@ -110,18 +112,26 @@ class DevicePayload(ReceivedPayload):
     def __len__(self) -> int:
         return len(self.layout().placements)
 
+    def release(self) -> None:
+        """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
+        super().release()
+        self._target.array = None
 
-class DeviceMemory(NamedTuple):
-    """Device memory as UCX takes it, by the CUDA array interface; ``checksum`` brings it to the host to be hashed."""
 
-    address: int
-    nbytes: int
-    owner: Any
-    checksum: Callable[[], Awaitable[int]]
+class Arriving:
+    """Keeps device memory that UCX writes into; ``checksum`` brings it to the host to be hashed."""
 
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {"shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False), "strides": None, "version": 3}
+    def __init__(self, target: Target, checksum: Callable[[Target], Awaitable[int]]) -> None:
+        self._target = target
+        self._checksum = checksum
+
+    def memory(self) -> tuple[int, int, Arriving]:
+        """As the native engine takes it."""
+        return self._target.address, self._target.size, self
+
+    def checksum(self) -> Awaitable[int]:
+        """XXH3 of what has arrived."""
+        return self._checksum(self._target)
 
 
 class Landing:
@@ -130,14 +140,12 @@ class Landing:
     Args:
         device: "cupy" or "torch", with ":1" for another device: reads without `out` go to new memory there.
         receive: how payloads over a wire get there.
-        mapped: the client's attachments, of which slots are registered.
         staging_bytes: bound of the pinned memory.
     """
 
-    def __init__(self, device: str | None, receive: DeviceReceive, mapped: MappedRings, staging_bytes: int) -> None:
+    def __init__(self, device: str | None, receive: DeviceReceive, staging_bytes: int) -> None:
         self._home: tuple[Library, int] | None = None if device is None else parse_device(device)
         self.receive: DeviceReceive = receive
-        self._mapped = mapped
         self._completions = Completions()
         self._staging = StagingPool(staging_bytes, pinned_memory)
         self._streams: dict[int, Any] = {}  # this client's own, by device
@@ -174,25 +182,26 @@ class Landing:
     # --- how ------------------------------------------------------------------------------------------
     def from_ring(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> None:
         """Queue the copy out of the mapped slot. Raises what `SharedRingBuffer.read_raw` raises."""
-        hold = self._mapped.pin(ring, ticket, rank)
+        lease = ring.read_raw(ticket, rank)
         try:
             if ticket.size:
                 ring.register(ticket.slot, target.device)
-                source = address_of(hold.lease.view)
+                source = address_of(lease.view)
                 copy_to_device(target.address, source, ticket.size, target.device, target.stream)
             mark = target.arrives()
         except BaseException:
-            self._mapped.let_go(ring, hold)
+            lease.release()
             raise
-        self._completions.after(mark, partial(self._mapped.let_go, ring, hold))
+        ring.native.count("bytes_read", ticket.size)
+        self._completions.after(mark, lease.release)
 
-    def from_host(self, data: np.ndarray) -> Target:
+    def from_host(self, data: Any) -> Target:
         """A small payload that has arrived on the host, in new device memory. The host's is free on return."""
         if self._home is None:
-            raise BufferUnsuitableError("this client has no device of its own")
-        target = self._new(data.nbytes, *self._home)
-        if data.nbytes:
-            copy_to_device(target.address, address_of(data), data.nbytes, target.device, target.stream)
+            raise InternalError("this client has no device of its own")
+        target = self._new(len(data), *self._home)
+        if len(data):
+            copy_to_device(target.address, address_of(data), len(data), target.device, target.stream)
         target.arrives()
         return target
 
@@ -202,9 +211,9 @@ class Landing:
         read: when it raises or is cancelled, nobody writes into the buffer any more.
         direct: UCX knows device memory.
         """
-        if direct and target.size:
+        if direct and target.size >= _DIRECT_BYTES:
             await self._completions.passed(Mark(target.stream, target.device))
-            return await read(DeviceMemory(target.address, target.size, target.array, partial(self._checksum, target)))
+            return await read(Arriving(target, self._checksum).memory())
         block = await self._staging.take(target.size)
         try:
             result = await read(block[: target.size].data)
@@ -223,7 +232,7 @@ class Landing:
         stream = self._stream(target.device)
         mark = None
         try:
-            copy_to_host(address_of(block), target.address, target.size, target.device, stream)
+            copy_to_host([(address_of(block), target.address, target.size)], target.device, stream)
             mark = Mark(stream, target.device)
             await self._completions.passed(mark)
             return await asyncio.to_thread(_native.checksum, block[: target.size].data)

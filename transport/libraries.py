@@ -16,7 +16,7 @@ import numpy as np
 from transport.devices import DeviceTensor, is_torch, require_cupy
 from transport.errors import BufferUnsuitableError, MissingDependencyError, UsageError
 from transport.schema import DTYPES, Placement
-from transport.streams import Mark
+from transport.streams import Mark, as_current
 
 LibraryName = Literal["cupy", "torch"]
 
@@ -55,10 +55,8 @@ class Cupy:
         cupy = require_cupy()
         if not isinstance(value, cupy.ndarray):
             value = cupy.from_dlpack(value) if hasattr(value, "__dlpack__") else cupy.asarray(value)
-        dtype = np.dtype(value.dtype)
-        return DeviceTensor(
-            value, dtype, tuple(value.shape), int(value.data.ptr), bool(value.flags.c_contiguous), int(value.device.id)
-        )
+        memory = value.data
+        return DeviceTensor(value, value.dtype, value.shape, memory.ptr, value.flags.c_contiguous, memory.device_id)
 
     def converted(self, tensor: DeviceTensor, dtype: np.dtype[Any]) -> DeviceTensor | None:
         """See `Library`."""
@@ -76,7 +74,7 @@ class Cupy:
     def empty(self, nbytes: int, device: int, stream: int) -> Any:
         """See `Library`."""
         cupy = require_cupy()
-        with cupy.cuda.Device(device), cupy.cuda.ExternalStream(stream, device):
+        with cupy.cuda.Device(device), as_current(stream):
             return cupy.empty(nbytes, dtype=np.uint8)
 
     def keep(self, array: Any, stream: int, home: int) -> None:

@@ -1,20 +1,21 @@
-"""The client's side of one connection: handshake, then requests; used by one reader at a time.
+"""The client's side of one connection: the handshake here, the requests in native code (native/ucp/reading.hpp).
 
-Every receive is posted before the request is sent: the STATUS buffer, and each payload straight into its destination.
-After any failure or cancellation the link is aborted, which ends UCX's use of the buffers before anyone reuses them.
+Every receive is posted before the request is sent, each payload straight into its destination, and checked against its
+checksum before the future is told. After any failure or cancellation the link is aborted by whoever uses it, which
+ends UCX's use of the buffers before anyone reuses them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transport import _native, authentication, errors, wire
 from transport.errors import (
     AuthenticationError,
+    ChecksumError,
+    ConnectionLostError,
     InternalError,
     LengthMismatchError,
     ProtocolError,
@@ -23,17 +24,24 @@ from transport.errors import (
 )
 from transport.settings import Settings
 from transport.ticket import Ticket
-from transport.ucx import Endpoint, Worker
+from transport.ucx import Endpoint, Worker, engine
 from transport.wire import Answer, Kind, Record
 from transport.wires import Wire
 
+if TYPE_CHECKING:
+    from transport import _ucp
+
 
 class Want(NamedTuple):
-    """One payload to read, and flat writable memory of exactly its size (or device memory)."""
+    """One payload to read, and flat writable memory of exactly its size; ``checksum``: what is verified on arrival.
+
+    ``destination`` is a buffer, or a tuple (address, bytes, what keeps and hashes it) of device memory.
+    """
 
     ticket: Ticket
     rank: int
     destination: Any
+    checksum: int | None = None
 
 
 _BY_STATUS: dict[int, type[TransportError]] = {
@@ -60,22 +68,26 @@ _EXPLAINED: dict[type[TransportError], str] = {
 }
 
 
+def wrong_checksum(want: Want, actual: int) -> ChecksumError:
+    """The error for a payload whose bytes are not those that were written."""
+    expected = want.ticket.checksum or 0
+    return ChecksumError(f"payload {want.ticket.name} arrived with checksum {actual:016x}, due is {expected:016x}")
+
+
 class Link:
     """A connection to one listener. Make it with `open`."""
 
     def __init__(self, endpoint: Endpoint, port: tuple[str, int], tag_base: int, welcome: wire.Welcome) -> None:
         self._endpoint = endpoint
         self.port = port  # (host, port), as asked for
-        self._tag_base = tag_base
-        self._their_base = welcome.tag_base
-        self._inline_limit = welcome.inline_limit
-        self.next_number = 0
+        self._codes = engine()
+        self.native: _ucp.Link = self._codes.Link(endpoint.native, tag_base, welcome.tag_base, welcome.inline_limit)
         self.ring = welcome.ring
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
 
     def __repr__(self) -> str:
-        return f"<Link {self._endpoint.name} by {self.wire}, {self.next_number} messages>"
+        return f"<Link {self._endpoint.name} by {self.wire}, {self.native.next_number} messages>"
 
     @classmethod
     async def open(
@@ -110,12 +122,8 @@ class Link:
 
     @property
     def usable(self) -> bool:
-        """Alive, and with message numbers left."""
-        return self._endpoint.alive and self.next_number < wire.MESSAGE_NUMBERS - 1
-
-    def is_inline(self, size: int) -> bool:
-        """Whether a payload of ``size`` bytes rides in the STATUS message."""
-        return size <= self._inline_limit
+        """Alive, and with message numbers left for a request and a farewell."""
+        return self.native.usable
 
     def transports(self) -> list[tuple[str, str]]:
         """Transports and devices, as UCX reports them."""
@@ -124,96 +132,79 @@ class Link:
     # --- requests -----------------------------------------------------------------------------------
     def tell(self, records: list[Record]) -> int:
         """Send records that have no answer (ACK, DISCARD); the message number. Does not wait."""
-        number = self._number()
-        self._send(number, records)
+        self._ready()
+        number = self.native.tell(records)
+        self._endpoint.worker.kick()
         return number
 
-    async def read(self, wants: list[Want], acks: list[Record]) -> tuple[int, list[TransportError | Answer]]:
-        """Read payloads into their destinations with one message, ``acks`` riding with it.
+    def read(self, wants: list[Want], acks: list[Record]) -> tuple[int, asyncio.Future[Any]]:
+        """Ask for payloads by one message, ``acks`` riding with it: its number, and a future. They arrive in place.
 
-        Returns the message number and, in the order of ``wants``, an answer or the refusal. The caller bounds the
-        time. When this raises or is cancelled, the link has been aborted.
+        `outcomes` explains what the future gets. Who stops waiting for it aborts the link.
         """
-        with self._aborting():
-            number = self._number()
-            inline = sum(want.ticket.size for want in wants if self.is_inline(want.ticket.size))
-            status = bytearray(wire.status_bytes(len(wants), inline))
-            status_arrived = self._endpoint.receive(status, wire.tag(self._tag_base, number))
-            first = len(acks)
-            arriving: dict[int, asyncio.Future[None]] = {}
-            for position, want in enumerate(wants):
-                if not self.is_inline(want.ticket.size):
-                    tag = wire.tag(self._tag_base, number, 1 + first + position)
-                    arriving[position] = self._endpoint.receive(want.destination, tag)
-            records = [
-                Record(
-                    Kind.READ, each.ticket.slot, each.ticket.generation, each.rank, each.ticket.key, each.ticket.size
-                )
-                for each in wants
-            ]
-            self._send(number, acks + records)
-            await status_arrived
-            answers = self._answers(status, number, len(wants))
-            results: list[TransportError | Answer] = []
-            for position, (want, answer) in enumerate(zip(wants, answers, strict=True)):
-                if answer.code != 0:
-                    if position in arriving:
-                        self._endpoint.withdraw(arriving.pop(position))
-                    results.append(refusal(answer.code, f"payload {want.ticket.name}"))
-                elif answer.length != want.ticket.size or (answer.inline is None) != (position in arriving):
-                    raise LengthMismatchError(f"payload {want.ticket.name}: {answer.length} bytes announced")
-                else:
-                    if answer.inline is not None and answer.length:
-                        _native.copy(want.destination, answer.inline)
-                    results.append(answer)
-            for arrived in arriving.values():
-                await arrived
-            return number, results
+        self._ready()
+        worker = self._endpoint.worker
+        future = worker.loop.create_future()
+        number = self.native.read(
+            future,
+            [
+                (ticket.slot, ticket.generation, rank, ticket.key, ticket.size, checksum, destination)
+                for ticket, rank, destination, checksum in wants
+            ],
+            acks,
+        )
+        worker.kick()
+        return number, future
 
-    async def ask(self, record: Record, acks: list[Record] | None = None) -> tuple[int, Answer]:
-        """Send one record that is answered without payload (STATE, BYE); the message number and the answer."""
-        with self._aborting():
-            number = self._number()
-            status = bytearray(wire.status_bytes(1, 0))
-            arrived = self._endpoint.receive(status, wire.tag(self._tag_base, number))
-            self._send(number, [*(acks or []), record])
-            await arrived
-            return number, self._answers(status, number, 1)[0]
+    def outcomes(self, wants: list[Want], outcome: Any) -> list[TransportError | None]:
+        """What became of each want, once the future of `read` has its outcome. Raises ProtocolError."""
+        if outcome == 0:
+            return [None]
+        if outcome == self._codes.PROTOCOL:
+            raise ProtocolError(f"{self._endpoint.name} sent an answer that does not fit its request")
+        codes = outcome if isinstance(outcome, list) else [outcome]
+        return [self._error(code, want) if code else None for code, want in zip(codes, wants, strict=True)]
 
-    @contextlib.contextmanager
-    def _aborting(self) -> Iterator[None]:
-        """Abort on any failure: nothing may arrive in memory that goes back to its owner with the exception."""
-        try:
-            yield
-        except BaseException:
-            self.abort()
-            raise
-
-    def _number(self) -> int:
-        number = self.next_number
-        if number >= wire.MESSAGE_NUMBERS:
-            raise InternalError(f"{self!r} has no message numbers left and should have been retired")
-        self.next_number += 1
-        return number
-
-    def _send(self, number: int, records: list[Record]) -> None:
-        sent = self._endpoint.send(wire.encode_control(number, records), wire.tag(self._their_base, number))
-        sent.add_done_callback(_look_at)
-
-    def _answers(self, status: bytearray, number: int, expected: int) -> list[Answer]:
-        answered, answers = wire.decode_status(status)
-        if answered != number or len(answers) != expected:
-            raise ProtocolError(
-                f"answer to message {answered} with {len(answers)} parts, due were {number}, {expected}"
+    def _error(self, code: int, want: Want) -> TransportError:
+        ticket = want.ticket
+        if code == self._codes.WRONG_CHECKSUM:
+            return wrong_checksum(want, _native.checksum(want.destination))
+        if code == self._codes.WRONG_LENGTH:
+            return LengthMismatchError(
+                f"payload {ticket.name}: its slot holds another number of bytes than {ticket.size}"
             )
-        return answers
+        return refusal(code, f"payload {ticket.name}")
+
+    def ask(self, record: Record, acks: list[Record]) -> tuple[int, asyncio.Future[Any]]:
+        """Send one record that is answered without payload (STATE, BYE), after ``acks``. See `answer`."""
+        self._ready()
+        worker = self._endpoint.worker
+        future = worker.loop.create_future()
+        number = self.native.ask(future, record, acks)
+        worker.kick()
+        return number, future
+
+    def answer(self, outcome: Any) -> Answer:
+        """What the future of `ask` was given. Raises ProtocolError."""
+        if outcome == self._codes.PROTOCOL:
+            raise ProtocolError(f"{self._endpoint.name} sent an answer that does not fit its request")
+        code, value = outcome
+        return Answer(code, 0, value=value)
+
+    def _ready(self) -> None:
+        if self.native.usable:
+            return
+        if not self._endpoint.alive:
+            raise ConnectionLostError(f"{self._endpoint.name}: the peer is gone")
+        if self.native.next_number >= wire.MESSAGE_NUMBERS:
+            raise InternalError(f"{self!r} has no message numbers left and should have been retired")
 
     def abort(self) -> None:
         """Close at once; on return UCX is out of every buffer. Idempotent."""
         self._endpoint.abort()
 
 
-def _look_at(future: asyncio.Future[None]) -> None:
+def _look_at(future: asyncio.Future[int]) -> None:
     """A failed send shows at the receive that waits for its answer."""
     if not future.cancelled():
         future.exception()

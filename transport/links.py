@@ -11,8 +11,10 @@ import contextlib
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -34,7 +36,7 @@ from transport.quarantine import PortQuarantine
 from transport.settings import Settings
 from transport.ticket import Ticket, host_identity
 from transport.ucx import Worker
-from transport.wire import Answer, Kind, Record
+from transport.wire import Kind, Record
 from transport.wires import Wire, settings_for
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ class _Route(msgspec.Struct):
     hosts: tuple[str, ...]
     ports: tuple[int, ...]
     pairs: list[PortKey]  # (host, port) of every listener, best host first
-    named: tuple[tuple[str, ...], tuple[int, ...]]  # what the last ticket named
+    hosts_named: tuple[str, ...]  # by the last ticket
+    ports_named: tuple[int, ...]
     wrong: set[PortKey] = msgspec.field(default_factory=set)  # those that serve another ring now
 
 
@@ -82,7 +85,7 @@ class Links:
         self._for_device_memory = device_memory
         self._worker: Worker | None = None
         self._pool: EndpointPool[Link] = EndpointPool(settings)
-        self._changed = asyncio.Event()  # replaced at each change: a link came back, or a place became free
+        self._waiting: dict[PortKey, deque[asyncio.Future[None]]] = {}  # for a link, or a place for one
         self._tag_bases: dict[Link, int] = {}
         self._opening_bases: set[int] = set()
         self._routes: dict[str, _Route] = {}
@@ -105,8 +108,7 @@ class Links:
     def ports(self, ticket: Ticket) -> list[PortKey]:
         """(address, port) of every listener that may serve the ticket's ring, best address first."""
         route = self._routes.get(ticket.ring)
-        named = (ticket.addresses, ticket.ports)
-        if route is not None and route.named == named:
+        if route is not None and route.ports_named == ticket.ports and route.hosts_named == ticket.addresses:
             return route.pairs
         hosts = tuple(
             dict.fromkeys((LOOPBACK, *ticket.addresses) if ticket.host == host_identity() else ticket.addresses)
@@ -117,9 +119,10 @@ class Links:
             raise UnreachableError(f"ticket {ticket.name} names no address and port; is its ring being served?")
         pairs = [(host, number) for host in hosts for number in numbers]
         if route is not None and route.pairs == pairs:
-            route.named = named
+            route.hosts_named, route.ports_named = ticket.addresses, ticket.ports
         else:
-            self._routes[ticket.ring] = _Route(hosts, numbers, pairs, named, route.wrong if route else set())
+            wrong = route.wrong if route else set()
+            self._routes[ticket.ring] = _Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, wrong)
             if len(self._routes) > _MOST_ROUTES:
                 busy = set(self.ledger.pending_rings())
                 self._routes.pop(next(ring for ring in self._routes if ring not in busy))
@@ -130,6 +133,8 @@ class Links:
         self._rotation += 1
         wrong = self._routes[ring].wrong
         if not wrong and not self.quarantine:
+            if len(ports) == 1:
+                return ports[0]
             best = sum(port[0] == ports[0][0] for port in ports)  # they stand first
             return ports[self._rotation % best]
         now = time.monotonic()
@@ -164,19 +169,18 @@ class Links:
 
     def succeeded(self, ring: str, port: PortKey) -> None:
         """The port answered for its ring."""
-        self.quarantine.succeeded(port)
-        if (route := self._routes.get(ring)) is not None:
+        if self.quarantine:
+            self.quarantine.succeeded(port)
+        if (route := self._routes.get(ring)) is not None and route.wrong:
             route.wrong.discard(port)
 
-    async def request(self, link: Link, wants: list[Want]) -> list[TransportError | Answer]:
-        """Send wants with the acknowledgements that are waiting for this ring; confirm those sent before."""
+    def request(self, link: Link, wants: list[Want]) -> tuple[int, asyncio.Future[Any]]:
+        """Send wants with the acknowledgements that are waiting for this ring: the message number, and its outcome."""
         acks = self.ledger.take(link.ring, self._settings.records_per_message - len(wants), link.port)
-        # Invariant: between take and sent there is no await, so no acknowledgement rides twice.
-        reading = link.read(wants, [_record(ack) for ack in acks])
-        self.ledger.sent(link, link.next_number, acks)
-        number, results = await reading
-        self.ledger.answered(link, number)
-        return results
+        number, answer = link.read(wants, [_record(ack) for ack in acks])
+        if acks:  # with no await since `take`, so that no acknowledgement rides twice
+            self.ledger.sent(link, number, acks)
+        return number, answer
 
     # --- links --------------------------------------------------------------------------------------
     def try_checkout(self, port: PortKey, ring: str) -> Link | None:
@@ -184,7 +188,6 @@ class Links:
         if self._closed:
             raise ClosedError("this client is closed")
         now = time.monotonic()
-        self._break_off_all(self._pool.expired(now))
         while (link := self._pool.checkout(port, now)) is not None:
             if link.usable and link.ring == ring:
                 return link
@@ -197,9 +200,27 @@ class Links:
             link = self.try_checkout(port, ring)
             if link is not None:
                 return link
+            self._break_off_all(self._pool.expired(time.monotonic()))
             if self._pool.may_open(port):
                 return await self._open(port, ring)
-            await self._changed.wait()
+            await self._change(port)
+
+    async def _change(self, port: PortKey) -> None:
+        """Until a link of the port came back or a place became free, for the one that has waited longest."""
+        waiting = self._waiting.setdefault(port, deque())
+        turn = asyncio.get_running_loop().create_future()
+        waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._notify(port)  # its turn came, and is the next one's now
+            raise
+        finally:
+            if turn in waiting:
+                waiting.remove(turn)
+            if not waiting and self._waiting.get(port) is waiting:
+                del self._waiting[port]
 
     def _get_worker(self) -> Worker:
         if self._worker is None:
@@ -225,7 +246,7 @@ class Links:
             )
         except BaseException:
             self._pool.open_failed(port)
-            self._notify()
+            self._notify(port)
             raise
         finally:
             self._opening_bases.discard(base)
@@ -241,19 +262,26 @@ class Links:
         route = self._routes.get(ring)
         if route is not None and link.ports and link.ports != route.ports:
             pairs = [(host, number) for host in route.hosts for number in link.ports]
-            self._routes[ring] = _Route(route.hosts, link.ports, pairs, ((), ()), route.wrong)
+            self._routes[ring] = _Route(route.hosts, link.ports, pairs, (), (), route.wrong)
         return link
 
     def checkin(self, link: Link) -> None:
-        if link.usable:
-            self._break_off_all(self._pool.checkin(link, time.monotonic()))
-            self._notify()
-        else:
+        """The link's user is done with it and nothing is under way on it."""
+        if not link.usable:
             self.break_off(link)
+            return
+        if surplus := self._pool.checkin(link, time.monotonic()):
+            self._break_off_all(surplus)
+        if self._waiting:
+            self._notify(link.port)
 
-    def _notify(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+    def _notify(self, port: PortKey) -> None:
+        waiting = self._waiting.get(port)
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
     def break_off(self, link: Link) -> None:
         """Abort a link; what it carried unconfirmed is acknowledged again through another one."""
@@ -262,7 +290,7 @@ class Links:
         self._tag_bases.pop(link, None)
         self.ledger.lost(link, time.monotonic())
         self._wake.set()
-        self._notify()
+        self._notify(link.port)
 
     def _break_off_all(self, links: Iterable[Link]) -> None:
         for link in links:
@@ -357,9 +385,9 @@ class Links:
         try:
             acks = self.ledger.take(link.ring, self._settings.records_per_message - 1, link.port)
             async with asyncio.timeout(_BYE_TIMEOUT_S):
-                asking = link.ask(Record(Kind.BYE), [_record(ack) for ack in acks])
-                self.ledger.sent(link, link.next_number, acks)
-                number, _ = await asking
+                number, asking = link.ask(Record(Kind.BYE), [_record(ack) for ack in acks])
+                self.ledger.sent(link, number, acks)
+                link.answer(await asking)
             self.ledger.answered(link, number)
         except (TransportError, TimeoutError) as error:
             log.debug("%r did not answer the farewell: %s", link, error)
@@ -369,7 +397,8 @@ class Links:
     def acknowledge(self, ack: Ack, via: PortKey | None) -> None:
         """Have ``ack`` sent: with the next request through port ``via``, or alone after ``ack_delay_s``."""
         self.ledger.add(ack, time.monotonic(), via)
-        self._wake.set()
+        if not self._wake.is_set():
+            self._wake.set()
 
     async def close(self) -> None:
         """Send the last acknowledgements, part from every listener, stop UCX. Users of lent links get ClosedError."""
@@ -385,11 +414,14 @@ class Links:
                 flush.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self._closed = True
-        self._notify()
+        for port, waiting in list(self._waiting.items()):
+            while waiting:
+                self._notify(port)
         await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))
         if self._worker is not None:
             self._worker.close()
 
 
 def _record(ack: Ack) -> Record:
-    return Record(Kind.ACK, ack.slot, ack.generation, ack.rank, ack.key)
+    _, slot, generation, rank, key = ack
+    return Record(Kind.ACK, slot, generation, rank, key)

@@ -1,6 +1,6 @@
 """A listener: serves one ring on one port from one event loop.
 
-It holds what its connections share (attempts by payload, the limit on connections) and sweeps once a second:
+It holds what its connections share (the native service, the limit on connections) and sweeps once a second:
 heartbeat, idle eviction, attempts that nobody acknowledged. Run as a process of its own by `listen_main`.
 """
 
@@ -10,17 +10,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from transport.connection import Attempt, Connection, random_tag_base
+from transport import wire
+from transport.connection import Connection, random_tag_base
 from transport.errors import ClosedError
 from transport.ring import SharedRingBuffer
 from transport.settings import DEFAULTS, Settings
-from transport.ucx import Endpoint, Listening, Worker
+from transport.ucx import Endpoint, Listening, Worker, engine
 from transport.wires import Wire, settings_for
+
+if TYPE_CHECKING:
+    from transport import _ucp
 
 log = logging.getLogger(__name__)
 
-_KEYS_CACHED = 4096
+_MOST_ATTEMPTS = 4096  # per connection: a client that never acknowledges does not grow the listener
+_MOST_UNSENT = 1024  # per connection: answers and payloads that its client has not taken yet
 
 
 class Listener:
@@ -48,15 +54,17 @@ class Listener:
         self._listening: Listening | None = None
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._tag_bases: set[int] = set()
-        self._attempts: dict[tuple[int, int, int], list[Attempt]] = {}
-        self._keys: dict[tuple[int, int], int] = {}
+        self._service: _ucp.Service | None = None  # what its connections share, once it has been started
         self.draining = False  # set by stop(): what is under way is finished, nothing is begun
-        self._quiet = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        reading = sum(len(attempts) for attempts in self._attempts.values())
-        return f"<Listener port {self.port} {len(self._connections)} connections, {reading} reads>"
+        return f"<Listener port {self.port} {len(self._connections)} connections, {self.attempts} reads>"
+
+    @property
+    def attempts(self) -> int:
+        """Reads that have not been acknowledged."""
+        return self._service.attempts if self._service is not None else 0
 
     @property
     def port(self) -> int:
@@ -77,6 +85,15 @@ class Listener:
         """
         self._worker = Worker(settings_for(self._wires))
         try:
+            self._service = engine().Service(
+                self._worker.engine,
+                self.ring.native,
+                inline_limit=self.settings.inline_limit,
+                slowest_rate=self.settings.read_slowest_rate,
+                most_attempts=_MOST_ATTEMPTS,
+                most_unsent=_MOST_UNSENT,
+                numbers=wire.MESSAGE_NUMBERS,
+            )
             self._listening = self._worker.listen(port, self._accept)
         except BaseException:
             self._worker.close()
@@ -90,13 +107,9 @@ class Listener:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
-        if self._attempts and drain_s > 0:
-            self._quiet.clear()
-            try:
-                async with asyncio.timeout(drain_s):
-                    await self._quiet.wait()
-            except TimeoutError:
-                log.warning("%r: reads still under way after %.1f s are cut off", self, drain_s)
+        if self._service is not None:
+            self._service.draining = True
+            await self._drain(self._service, drain_s)
         if self._sweeper is not None:
             self._sweeper.cancel()
         tasks = list(self._connections.values())
@@ -105,13 +118,30 @@ class Listener:
         await asyncio.gather(*tasks, *([self._sweeper] if self._sweeper else []), return_exceptions=True)
         if self._worker is not None:
             self._worker.close()
-            self._worker = None
+            self._worker = self._service = None
+
+    async def _drain(self, service: _ucp.Service, drain_s: float) -> None:
+        if not service.attempts or drain_s <= 0:
+            return
+        quiet: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        service.when_quiet(quiet)
+        try:
+            async with asyncio.timeout(drain_s):
+                await quiet
+        except TimeoutError:
+            log.warning("%r: reads still under way after %.1f s are cut off", self, drain_s)
 
     # --- connections --------------------------------------------------------------------------------
     def _accept(self, endpoint: Endpoint) -> None:
         connection = Connection(self, endpoint)
         task = asyncio.get_running_loop().create_task(connection.serve(), name=f"transport {endpoint.name}")
         self._connections[connection] = task
+
+    def admit(self, endpoint: Endpoint, tag_base: int, client_base: int, ended: asyncio.Future[int]) -> _ucp.Connection:
+        """Serve a client that has been admitted; ``ended`` resolves when it is gone."""
+        connection: _ucp.Connection = engine().Connection(self._service, endpoint.native, tag_base, client_base, ended)
+        endpoint.worker.kick()
+        return connection
 
     def new_tag_base(self) -> int:
         """A tag base that no connection of this listener has."""
@@ -125,61 +155,6 @@ class Listener:
         self._connections.pop(connection, None)
         self._tag_bases.discard(connection.tag_base)
 
-    def key(self, slot: int, generation: int) -> int:
-        """The key of a payload; computed once per payload."""
-        known = self._keys.get((slot, generation))
-        if known is None:
-            if len(self._keys) >= _KEYS_CACHED:
-                self._keys.clear()
-            known = self._keys[slot, generation] = self.ring.key(slot, generation)
-        return known
-
-    # --- attempts -----------------------------------------------------------------------------------
-    def began(self, attempt: Attempt) -> None:
-        """An attempt has pinned its payload."""
-        self._attempts.setdefault(attempt.key, []).append(attempt)
-
-    def acknowledge(self, slot: int, generation: int, rank: int) -> bool:
-        """A reader has the payload, through whichever connection or port. False: it had been acknowledged before."""
-        native = self.ring.native
-        attempts = self._attempts.get((slot, generation, rank), [])
-        idle = [attempt for attempt in attempts if not attempt.sending]
-        if not idle:
-            accepted = native.consume(slot, generation, rank)
-        else:
-            # the pin of one attempt goes in the same swap as the consumption
-            accepted = native.mark_consumed(slot, generation, rank)
-            if accepted:
-                self._drop(idle.pop())
-        for attempt in idle:
-            self.ended(attempt)
-        for attempt in attempts:
-            attempt.ended = True  # still sending: ends when UCX has let go of the slot
-        return accepted
-
-    def sent(self, attempt: Attempt) -> None:
-        """UCX has let go of the attempt's slot."""
-        attempt.sending = False
-        if attempt.ended:
-            self.ended(attempt)
-
-    def ended(self, attempt: Attempt) -> None:
-        """Give the attempt's pin back, once."""
-        if self._drop(attempt):
-            self.ring.native.unpin(attempt.slot, attempt.generation)
-
-    def _drop(self, attempt: Attempt) -> bool:
-        attempts = self._attempts.get(attempt.key)
-        if attempts is None or attempt not in attempts:
-            return False
-        attempts.remove(attempt)
-        if not attempts:
-            del self._attempts[attempt.key]
-        attempt.connection.finished(attempt)
-        if not self._attempts:
-            self._quiet.set()
-        return True
-
     # --- once a second ------------------------------------------------------------------------------
     async def _sweep(self) -> None:
         while True:
@@ -189,21 +164,10 @@ class Listener:
     def sweep(self, now: float) -> None:
         """Heartbeat; close idle connections; end attempts acknowledged through other listeners, or not in time."""
         self.ring.native.heartbeat()
-        idle_s = self.settings.listener_idle_eviction_s
-        for attempts in list(self._attempts.values()):
-            for attempt in list(attempts):
-                if not attempt.sending and self._consumed_elsewhere(attempt):
-                    self.ended(attempt)
         for connection in list(self._connections):
-            oldest = connection.oldest_attempt()
-            if oldest is not None and now - oldest > self.settings.ack_timeout_s:
-                connection.expire_attempts(now - self.settings.ack_timeout_s)
-            elif oldest is None and connection.opened and now - connection.last_active > idle_s:
-                connection.close()
-
-    def _consumed_elsewhere(self, attempt: Attempt) -> bool:
-        info = self.ring.native.info(attempt.slot)
-        return info.generation != attempt.generation or bool(info.done >> attempt.rank & 1)
+            connection.sweep(now)
+        if self._worker is not None:
+            self._worker.kick()  # ends that native code has to tell
 
 
 async def serve_until(listener: Listener, stop: asyncio.Event, drain_s: float, ready: Callable[[int], None]) -> None:

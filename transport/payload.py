@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 
 from transport import _native
+from transport._native import Block, PayloadView
 from transport.device_copies import DeviceCopies
 from transport.devices import DeviceArray, DeviceTensor, is_torch, kind_of, to_host, writable_bytes
 from transport.errors import BufferUnsuitableError, SchemaError
@@ -175,9 +176,9 @@ def pack_into(layout: Layout, arrays: Sequence[Array], destination: memoryview, 
     if not any(isinstance(array, DeviceTensor) for array in arrays):
         return _pack(layout, arrays, target, checksum, None)
     plain = [_plain(array, placement) for array, placement in zip(arrays, layout.placements, strict=True)]
-    copies = DeviceCopies(layout, address_of(target))
+    copies = DeviceCopies(layout, plain, address_of(target))
     try:
-        copies.start(plain)
+        copies.start()
         return _pack(layout, plain, target, checksum, copies)
     finally:
         copies.finish()
@@ -246,11 +247,23 @@ def views(layout: Layout, buffer: object, writable: bool) -> dict[str, np.ndarra
     The arrays are read-only unless `writable`, and then cannot be made writable either.
     BufferUnsuitableError for a buffer that is too small or not contiguous, or is read-only when `writable`.
     """
+    if not writable and (type(buffer) is PayloadView or type(buffer) is Block):
+        return _views_of(layout, buffer if type(buffer) is PayloadView else buffer.read_only())
     flat = _writable(buffer, layout.total) if writable else _sized(_flat(buffer), layout.total).toreadonly()
     # Not numpy.ndarray(buffer=…): that gives up the export and keeps only the object behind it, so that a bytearray
     # may be resized and a mapping be unmapped under the array.
     base = np.asarray(flat)
     return {placement.name: _array_at(base, placement) for placement in layout.placements}
+
+
+def _views_of(layout: Layout, memory: Any) -> dict[str, np.ndarray]:
+    """The same for our own read-only memory, which stays in place as long as its object lives: a call per tensor."""
+    if len(memory) < layout.total:
+        raise BufferUnsuitableError(f"the buffer has {len(memory)} bytes, the payload {layout.total}")
+    return {
+        placement.name: np.ndarray(placement.shape, placement.dtype, memory, placement.offset)
+        for placement in layout.placements
+    }
 
 
 def _array_at(base: np.ndarray, placement: Placement) -> np.ndarray:

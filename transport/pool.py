@@ -53,8 +53,10 @@ class EndpointPool(Generic[C]):
         self._max_age_s = settings.pool_endpoint_max_age_s
         self._per_port = settings.pool_endpoints_per_port
         self._most_idle = settings.pool_endpoints_idle
-        # Invariant: ordered by last use, the longest ago first. Hence the freshest of a port is its last one.
+        # Invariant: ordered by last use, the longest ago first.
         self._idle: dict[C, tuple[PortKey, float]] = {}
+        # Invariant: the connections of _idle by port, in the same order. Hence the freshest of a port is its last one.
+        self._idle_of: dict[PortKey, dict[C, None]] = {}
         # Invariant: shares no connection with _idle.
         self._in_use: dict[C, PortKey] = {}
         # Invariant: no zeros.
@@ -70,7 +72,7 @@ class EndpointPool(Generic[C]):
         """How many connections ``port`` has, or all ports together."""
         if port is None:
             return PoolCounts(len(self._idle), len(self._in_use), sum(self._opening.values()))
-        idle = sum(1 for owner, _ in self._idle.values() if owner == port)
+        idle = len(self._idle_of.get(port, ()))
         in_use = sum(1 for owner in self._in_use.values() if owner == port)
         return PoolCounts(idle, in_use, self._opening.get(port, 0))
 
@@ -111,14 +113,15 @@ class EndpointPool(Generic[C]):
 
         The freshest first, so that those beyond the present need grow old together and are closed.
         """
-        for connection, (owner, last_use) in reversed(self._idle.items()):
-            if now - last_use > self._max_age_s:
-                return None
-            if owner == port:
-                del self._idle[connection]
-                self._in_use[connection] = port
-                return connection
-        return None
+        of_port = self._idle_of.get(port)
+        if not of_port:
+            return None
+        connection = next(reversed(of_port))
+        if now - self._idle[connection][1] > self._max_age_s:
+            return None
+        del self._idle[connection], of_port[connection]
+        self._in_use[connection] = port
+        return connection
 
     def checkin(self, connection: C, now: float) -> list[C]:
         """Take a healthy connection back; returns what the caller must close.
@@ -131,17 +134,28 @@ class EndpointPool(Generic[C]):
         if self._drained:
             return [connection]
         self._idle[connection] = (port, now)
+        self._idle_of.setdefault(port, {})[connection] = None
         if len(self._idle) <= self._most_idle:
             return []
         oldest = next(iter(self._idle))
-        del self._idle[oldest]
+        self._take_out(oldest)
         return [oldest]
+
+    def _take_out(self, connection: C) -> bool:
+        port, _ = self._idle.pop(connection, (None, 0.0))
+        if port is None:
+            return False
+        of_port = self._idle_of[port]
+        del of_port[connection]
+        if not of_port:
+            del self._idle_of[port]
+        return True
 
     def drop(self, connection: C) -> bool:
         """Forget a connection that broke or was retired, in whatever state; False if it is not here."""
-        was_idle = self._idle.pop(connection, None)
+        was_idle = self._take_out(connection)
         was_in_use = self._in_use.pop(connection, None)
-        return was_idle is not None or was_in_use is not None
+        return was_idle or was_in_use is not None
 
     # --- letting go ----------------------------------------------------------------------------
     def expired(self, now: float) -> list[C]:
@@ -152,7 +166,7 @@ class EndpointPool(Generic[C]):
                 break
             expired.append(connection)
         for connection in expired:
-            del self._idle[connection]
+            self._take_out(connection)
         return expired
 
     def next_expiry(self) -> float | None:
@@ -167,9 +181,9 @@ class EndpointPool(Generic[C]):
 
     def drain_port(self, port: PortKey) -> list[C]:
         """Take out the idle connections of a port whose listener is known to be gone."""
-        gone = [connection for connection, (owner, _) in self._idle.items() if owner == port]
+        gone = list(self._idle_of.get(port, ()))
         for connection in gone:
-            del self._idle[connection]
+            self._take_out(connection)
         return gone
 
     def drain(self) -> list[C]:
@@ -177,6 +191,7 @@ class EndpointPool(Generic[C]):
         self._drained = True
         gone = list(self._idle)
         self._idle.clear()
+        self._idle_of.clear()
         return gone
 
     def validate(self) -> None:
@@ -185,6 +200,9 @@ class EndpointPool(Generic[C]):
         last_uses = [last_use for _, last_use in self._idle.values()]
         assert last_uses == sorted(last_uses), "idle connections are out of order"
         assert len(self._idle) <= self._most_idle, "too many idle connections"
+        for port, connections in self._idle_of.items():
+            assert list(connections) == [each for each, (owner, _) in self._idle.items() if owner == port]
+        assert sum(map(len, self._idle_of.values())) == len(self._idle), "an idle connection of no port"
         assert all(places > 0 for places in self._opening.values()), "a port holds no place"
         assert not (self._drained and self._idle), "idle connections after drain"
         ports = {port for port, _ in self._idle.values()} | set(self._in_use.values()) | set(self._opening)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
 import numpy as np
 
+from transport._native import PayloadView, RingFault
+from transport.buffers import Block
 from transport.errors import ClosedError, SchemaError, TransportError
 from transport.payload import views
 from transport.schema import Layout, Schema
+from transport.slots import named
 from transport.ticket import Ticket
 from transport.wires import Wire
 
@@ -32,6 +34,19 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         data: the bytes themselves (a uint8 array), or the caller's `out`.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_abandon",
+        "_acknowledge",
+        "_arrays",
+        "_data",
+        "_schema",
+        "acknowledged",
+        "rank",
+        "ticket",
+        "wire",
+    )
+
     def __init__(
         self,
         ticket: Ticket,
@@ -47,6 +62,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         self.wire: Wire = wire
         self.acknowledged = False
         self._data: Any = data
+        self._arrays: dict[str, np.ndarray] | None = None
         self._schema = schema
         self._acknowledge = acknowledge
         self._abandon = abandon
@@ -63,17 +79,27 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
     @property
     def data(self) -> Any:
         """The payload's bytes. Raises ClosedError after release."""
-        if self._data is None:
+        data = self._data
+        if data is None:
             raise ClosedError(f"payload {self.ticket.name} was released")
-        return self._data
+        if type(data) is Block or type(data) is PayloadView:  # an array only where one is asked for
+            data = self._data = np.frombuffer(memoryview(data), np.uint8)
+        return data
 
-    @cached_property
+    @property
     def arrays(self) -> dict[str, np.ndarray]:
         """Tensors by name, without a copy, read-only.
 
         Raises SchemaError when the ticket brings no description and the client was not given the ring's schema.
         """
-        return views(self.layout(), self.data, writable=False)
+        arrays = self._arrays
+        if arrays is not None:
+            return arrays
+        layout = self.layout()
+        if self._data is None:
+            raise ClosedError(f"payload {self.ticket.name} was released")
+        arrays = self._arrays = views(layout, self._data, writable=False)
+        return arrays
 
     def layout(self) -> Layout:
         """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
@@ -97,14 +123,17 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         """Say that this rank has consumed the payload, so that its slot can be used again. False: said before."""
         if self.acknowledged:
             return False
-        accepted = self._acknowledge()
+        try:
+            accepted = self._acknowledge()
+        except RingFault as fault:  # of a view's hold, which is native
+            raise named(fault) from None
         self.acknowledged = True
         return accepted
 
     def release(self) -> None:
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
         self._data = None
-        self.__dict__.pop("arrays", None)
+        self._arrays = None
 
     def __enter__(self) -> Self:
         return self

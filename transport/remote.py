@@ -10,25 +10,24 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from transport import _native
 from transport.errors import (
     ChecksumError,
     DeadlineExceededError,
-    LinkError,
     PayloadLostError,
     ReadTimeoutError,
     TransportError,
     WireNotAllowedError,
 )
-from transport.landing import DeviceMemory
-from transport.link import Link, Want, refusal
+from transport.link import Link, Want, refusal, wrong_checksum
 from transport.links import Links
 from transport.pool import PortKey
 from transport.retry import Deadline, GiveUp, Retry, Try, Wait, attempts_of_read
 from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.watch import Watch
 from transport.wire import Answer, Record
 from transport.wires import Wire
 
@@ -50,7 +49,8 @@ class RemoteReads:
         self._links = links
         self._settings = settings
         self._wires = wires
-        self._verify = verify
+        self._verify_checksums = verify
+        self._watch = Watch()
         self.retries = 0
         self.checksum_failures = 0
 
@@ -59,7 +59,7 @@ class RemoteReads:
 
         ``spent``: one attempt was made already, as part of a batch. Raises what `UCXXClient.read` documents.
         """
-        return await self._anywhere(want.ticket, deadline, spent, lambda port: self._attempt(port, want, deadline))
+        return await self._anywhere(want.ticket, deadline, spent, lambda port: self._fetch(port, want, deadline))
 
     async def ask(self, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline) -> Answer:
         """Send a record that is answered without payload, after others that have no answer."""
@@ -78,12 +78,29 @@ class RemoteReads:
             )
         links = self._links
         ports = links.ports(ticket)
-        plan = Retry(
-            max(1, attempts_of_read(self._settings, len(ports)) - spent), deadline, self._settings, random.random
-        )
+        plan: Retry | None = None  # made when it is needed: mostly the first attempt succeeds
         refused = False  # a port said in this call that it serves another ring
+        if deadline.passed(time.monotonic()):
+            plan = self._plan(deadline, len(ports), spent)
         while True:
-            match plan.step(time.monotonic()):
+            step = Try(1) if plan is None else plan.step(time.monotonic())
+            match step:
+                case Try(number):
+                    self.retries += number > 1
+                    port = links.next_port(ticket.ring, ports)
+                    try:
+                        result = await attempt(port)
+                    except TransportError as error:
+                        if plan is None:
+                            plan = self._plan(deadline, len(ports), spent)
+                            plan.begin()
+                        self.checksum_failures += isinstance(error, ChecksumError)
+                        refused |= links.failed(ticket.ring, port, error)
+                        another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
+                        plan.failed(error, time.monotonic(), elsewhere=another)
+                        continue
+                    links.succeeded(ticket.ring, port)
+                    return result, port
                 case Wait(seconds):
                     await asyncio.sleep(seconds)
                 case GiveUp(error):
@@ -92,43 +109,85 @@ class RemoteReads:
                             f"payload {ticket.name}: no listener serves its ring {ticket.ring[:8]} any more"
                         ) from error
                     raise error
-                case Try(number):
-                    self.retries += number > 1
-                    port = links.next_port(ticket.ring, ports)
-                    try:
-                        result = await attempt(port)
-                    except TransportError as error:
-                        self.checksum_failures += isinstance(error, ChecksumError)
-                        refused |= links.failed(ticket.ring, port, error)
-                        another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
-                        plan.failed(error, time.monotonic(), elsewhere=another)
-                        continue
-                    links.succeeded(ticket.ring, port)
-                    return result, port
+
+    def _plan(self, deadline: Deadline, ports: int, spent: bool) -> Retry:
+        attempts = max(1, attempts_of_read(self._settings, ports) - spent)
+        return Retry(attempts, deadline, self._settings, random.random)
 
     # --- one attempt --------------------------------------------------------------------------------
-    async def _attempt(self, port: PortKey, want: Want, deadline: Deadline) -> Wire:
+    async def _fetch(self, port: PortKey, want: Want, deadline: Deadline) -> Wire:
         """When it fails in any way, UCX is out of the buffer before it returns."""
-        link = await self._checkout(port, want.ticket.ring, deadline)
-        results = await self._with(
-            link, self._settings.read_timeout(want.ticket.size), deadline, self._fetch(link, want)
-        )
-        if isinstance(results, TransportError):
-            raise results
+        link, failures = await self._request(port, [want], want.ticket.size, deadline)
+        if failures is not None and (failure := failures[0]) is not None:
+            raise failure
         return link.wire
 
-    async def _fetch(self, link: Link, want: Want) -> TransportError | None:
-        (result,) = await self._links.request(link, [want])
-        if isinstance(result, TransportError):
-            return result
-        await self._verify_checksum(want)
-        return None
+    async def _request(
+        self, port: PortKey, wants: list[Want], size: int, deadline: Deadline
+    ) -> tuple[Link, list[TransportError | None] | None]:
+        """One message over a link to ``port``: what became of each want, of ``size`` bytes together; None: all good."""
+        links = self._links
+        ring = wants[0].ticket.ring
+        link = links.try_checkout(port, ring) or await self._checkout(port, ring, deadline)
+        begun = time.monotonic()
+        limit_s = self._settings.read_timeout(size)
+        try:
+            number, answer = links.request(link, wants)
+            outcome = await self._watch.bounded(answer, min(begun + limit_s, deadline.at))
+            failures = None if outcome == 0 else link.outcomes(wants, outcome)
+            links.ledger.answered(link, number)
+            later = size >= _CHECKSUM_IN_THREAD or type(wants[0].destination) is tuple
+            if later and failures is None and (wrong := await self._verify(wants[0])):
+                failures = [wrong]
+        except BaseException as error:
+            links.break_off(link)
+            if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
+                raise self._late(link, limit_s, deadline.at - begun) from error
+            raise
+        links.checkin(link)
+        return link, failures
+
+    def want(self, ticket: Ticket, rank: int, destination: Any) -> Want:
+        """With the checksum that is verified as soon as the payload is here; not one that takes long to compute.
+
+        destination: host memory, or `Arriving.memory()`.
+        """
+        verify = self._verify_checksums and ticket.size < _CHECKSUM_IN_THREAD and type(destination) is not tuple
+        return Want(ticket, rank, destination, ticket.checksum if verify else None)
+
+    async def _verify(self, want: Want) -> ChecksumError | None:
+        """The checksum of a large payload, which takes longer than a hop to a thread, or of one in device memory."""
+        expected = want.ticket.checksum
+        if not self._verify_checksums or expected is None:
+            return None
+        if type(want.destination) is tuple:
+            actual = await want.destination[2].checksum()
+        else:
+            actual = await asyncio.to_thread(_native.checksum, want.destination)
+        return None if actual == expected else wrong_checksum(want, actual)
+
+    def _late(self, link: Link, limit_s: float, left_s: float) -> TransportError:
+        """The error for an attempt that took ``limit_s``, or ``left_s``, which was all that the caller gave."""
+        host, port = link.port
+        if left_s < limit_s:  # the caller was in a hurry; the port may be as healthy as ever
+            return DeadlineExceededError(f"{host}:{port} did not answer before the deadline")
+        return ReadTimeoutError(f"{host}:{port} did not answer within {limit_s:.1f} s")
 
     async def _ask(
         self, port: PortKey, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline
     ) -> Answer:
         link = await self._checkout(port, ticket.ring, deadline)
-        number, answer = await self._with(link, self._settings.read_timeout(0), deadline, link.ask(record, before))
+        begun = time.monotonic()
+        limit_s = self._settings.read_timeout(0)
+        try:
+            number, asking = link.ask(record, before)
+            answer = link.answer(await self._watch.bounded(asking, min(begun + limit_s, deadline.at)))
+        except BaseException as error:
+            self._links.break_off(link)
+            if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
+                raise self._late(link, limit_s, deadline.at - begun) from error
+            raise
+        self._links.checkin(link)
         self._links.ledger.answered(link, number)
         if answer.code:
             raise refusal(answer.code, f"payload {ticket.name}")
@@ -146,38 +205,6 @@ class RemoteReads:
                 raise
             raise DeadlineExceededError(f"{port[0]}:{port[1]}: no connection before the deadline") from error
 
-    async def _with(self, link: Link, limit_s: float, deadline: Deadline, work: Awaitable[T]) -> T:
-        """Await ``work`` on a link within its limit and the deadline; then the link goes back, or is broken off."""
-        begun = time.monotonic()
-        try:
-            async with asyncio.timeout(min(limit_s, deadline.at - begun)):
-                result = await work
-        except BaseException as error:
-            self._links.break_off(link)
-            if not isinstance(error, TimeoutError) or isinstance(error, TransportError):
-                raise
-            host, port = link.port
-            if deadline.at - begun < limit_s:  # the caller was in a hurry; the port may be as healthy as ever
-                raise DeadlineExceededError(f"{host}:{port} did not answer before the deadline") from error
-            raise ReadTimeoutError(f"{host}:{port} did not answer within {limit_s:.1f} s") from error
-        self._links.checkin(link)
-        return result
-
-    async def _verify_checksum(self, want: Want) -> None:
-        expected = want.ticket.checksum
-        if not self._verify or expected is None or not want.ticket.size:
-            return
-        if isinstance(want.destination, DeviceMemory):
-            actual = await want.destination.checksum()
-        elif want.ticket.size >= _CHECKSUM_IN_THREAD:
-            actual = await asyncio.to_thread(_native.checksum, want.destination)
-        else:
-            actual = _native.checksum(want.destination)
-        if actual != expected:
-            raise ChecksumError(
-                f"payload {want.ticket.name} arrived with checksum {actual:016x}, due is {expected:016x}"
-            )
-
     # --- many small ones ------------------------------------------------------------------------------
     async def read_batch(
         self, wants: list[Want], deadline: Deadline
@@ -189,24 +216,18 @@ class RemoteReads:
         ring = wants[0].ticket.ring
         port = self._links.next_port(ring, self._links.ports(wants[0].ticket))
         try:
-            link = await self._checkout(port, ring, deadline)
-            results = await self._with(
-                link, self._settings.read_timeout(BATCH_BYTES), deadline, self._links.request(link, wants)
-            )
+            link, failures = await self._request(port, wants, BATCH_BYTES, deadline)
         except TransportError as error:
             self._links.failed(ring, port, error)
             raise
-        return link.wire, port, [await self._checked(want, result) for want, result in zip(wants, results, strict=True)]
+        if failures is None:
+            return link.wire, port, [None] * len(wants)
+        self.checksum_failures += sum(isinstance(failure, ChecksumError) for failure in failures)
+        return link.wire, port, failures
 
-    async def _checked(self, want: Want, result: TransportError | Answer) -> TransportError | None:
-        if isinstance(result, TransportError):
-            return result
-        try:
-            await self._verify_checksum(want)
-        except LinkError as error:
-            self.checksum_failures += 1
-            return error
-        return None
+    def close(self) -> None:
+        """Let go of the timer."""
+        self._watch.close()
 
 
 def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:

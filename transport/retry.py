@@ -143,6 +143,10 @@ class Retry:
         self._begun += 1
         return Try(self._begun)
 
+    def begin(self) -> None:
+        """The first attempt was made before there was a plan: count it."""
+        self._begun += 1
+
     def failed(self, error: TransportError, now: float, *, elsewhere: bool = False) -> None:
         """The attempt failed. ``elsewhere``: the next one goes to another healthy port and need not wait."""
         self._last_error = error

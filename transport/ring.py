@@ -27,6 +27,7 @@ from transport.errors import (
     PayloadTooLargeError,
     SchemaError,
     StaleSlotError,
+    TransportError,
     UsageError,
     WrongKeyError,
     WrongRingError,
@@ -35,7 +36,7 @@ from transport.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.overflow import Overflow, Overflowing
 from transport.payload import describe, describe_exact, pack_into
 from transport.schema import Schema
-from transport.slots import COUNTERS, RingStatistics, SlotState, named, slot_key
+from transport.slots import COUNTERS, RingStatistics, SlotState, named
 from transport.streams import RegisteredPages
 from transport.ticket import Ticket
 
@@ -363,7 +364,7 @@ class SharedRingBuffer:
 
     def key(self, slot: int, generation: int) -> int:
         """The key that a ticket for this slot and generation carries."""
-        return slot_key(self._secret, slot, generation)
+        return _native.slot_key(self._secret, slot, generation)
 
     def read_raw(self, ticket: Ticket, rank: int = 0) -> ReadLease:
         """Pin a payload and lend its bytes, read-only, until the lease is consumed or released.
@@ -372,21 +373,24 @@ class SharedRingBuffer:
             StaleSlotError: consumed by this rank, overwritten, discarded or expired.
             WrongRingError, WrongKeyError, RankError, LengthMismatchError: the ticket is not for this payload.
         """
-        self.check(ticket, rank)
-        answer = self._call(self.native.pin, ticket.slot, ticket.generation, rank)
-        if answer != _native.PIN_OK:
-            what = "was consumed by this rank" if answer == _native.PIN_DONE else "is not in its slot any more"
-            raise StaleSlotError(f"payload {ticket.name} {what}")
-        info = self.native.info(ticket.slot)
-        expired = 0 < info.deadline_ns <= time.time_ns()
-        if expired or info.length != ticket.size:
-            self.native.unpin(ticket.slot, ticket.generation)
-        if expired:
-            self.native.discard(ticket.slot, ticket.generation)
-            raise StaleSlotError(f"the deadline of payload {ticket.name} has passed")
-        if info.length != ticket.size:
-            raise LengthMismatchError(f"payload {ticket.name} has {info.length} bytes, its ticket says {ticket.size}")
+        ticket.check_rank(rank)
+        if ticket.ring != self.ring_id:
+            raise WrongRingError(f"ticket {ticket.name} is of another ring than {self.ring_id[:8]}")
+        answer = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
+        if answer != _native.READ_OK:
+            raise self.refusal(answer, ticket, rank)
         return ReadLease(self, ticket, rank)
+
+    def refusal(self, answer: int, ticket: Ticket, rank: int) -> TransportError:
+        """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
+        self.check(ticket, rank)
+        if answer == _native.READ_OTHER_LENGTH:
+            length = self.native.info(ticket.slot).length
+            return LengthMismatchError(f"payload {ticket.name} has {length} bytes, its ticket says {ticket.size}")
+        if answer == _native.READ_EXPIRED:
+            return StaleSlotError(f"the deadline of payload {ticket.name} has passed")
+        what = "was consumed by this rank" if answer == _native.READ_DONE else "is not in its slot any more"
+        return StaleSlotError(f"payload {ticket.name} {what}")
 
     def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume and unpin in one swap, by the reader that holds the pin. False: it was not the owner any more."""

@@ -200,7 +200,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         """16 bytes that are equal for equal schemas: BLAKE2b of the canonical text."""
         return hashlib.blake2b(str(self).encode("ascii"), digest_size=16).digest()
 
-    @property
+    @cached_property
     def fingerprint_hex(self) -> str:
         """The fingerprint as 32 hexadecimal digits."""
         return self.fingerprint.hex()
@@ -215,12 +215,14 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
         SchemaError when there are not as many lengths as ragged tensors, or one is outside 0..maximum.
         """
+        if not lengths and not self.ragged:
+            return self._fixed_layout
         if len(lengths) != len(self.ragged):
             raise SchemaError(f"{len(self.ragged)} ragged tensors need as many lengths, not {len(lengths)}")
         for spec, length in zip(self.ragged, lengths, strict=True):
             if not 0 <= length <= spec.shape[0]:
                 raise SchemaError(f"{spec.name}: expected a length of 0..{spec.shape[0]}, got {length}")
-        return self._place(lengths) if lengths else self._fixed_layout
+        return self._place(lengths)
 
     @cached_property
     def _fixed_layout(self) -> Layout:

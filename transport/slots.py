@@ -1,9 +1,8 @@
-"""What is said of slots: states, counters, keys, and the native core's faults as errors by name."""
+"""What is said of slots: states, counters, and the native core's faults as errors by name."""
 
 from __future__ import annotations
 
 import enum
-import hashlib
 
 import msgspec
 
@@ -77,9 +76,3 @@ def named(fault: _native.RingFault) -> TransportError:
     """The error by name for a fault of the native core."""
     code, message = fault.args
     return _FAULTS.get(code, InternalError)(message)
-
-
-def slot_key(secret: bytes, slot: int, generation: int) -> int:
-    """The unguessable key of one payload: a keyed hash, so that publishing needs no system call for random bytes."""
-    data = slot.to_bytes(4, "little") + generation.to_bytes(4, "little")
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8, key=secret).digest(), "little")

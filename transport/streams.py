@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,16 @@ _READ_ONLY = 8  # cudaHostRegisterReadOnly, which CuPy does not name
 
 def address_of(memory: Any) -> int:
     """Where contiguous host memory begins, read-only memory included."""
-    return int(np.asarray(memory).__array_interface__["data"][0])
+    return int(np.asarray(memoryview(memory)).__array_interface__["data"][0])
 
 
-def copy_to_host(target: int, source: int, nbytes: int, device: int, stream: int) -> None:
-    """Queue a copy from device memory. Host memory that is not registered makes this wait for the copy."""
+def copy_to_host(copies: Iterable[tuple[int, int, int]], device: int, stream: int) -> None:
+    """Queue copies (target, source, bytes) from device memory. One into memory that is not registered is waited for."""
     cupy = require_cupy()
+    runtime = cupy.cuda.runtime
     with cupy.cuda.Device(device):
-        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyDeviceToHost, stream)
+        for target, source, nbytes in copies:
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToHost, stream)
 
 
 def copy_to_device(target: int, source: int, nbytes: int, device: int, stream: int) -> None:
@@ -62,6 +64,27 @@ class Mark:
     def hold(self, stream: int) -> None:
         """What is queued on ``stream`` from now on comes after this mark; the host waits for nothing."""
         self._runtime.streamWaitEvent(stream, self._event.ptr, 0)
+
+
+class _Handle:
+    """A stream's handle by the CUDA stream protocol."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
+def as_current(stream: int) -> Any:
+    """A context in which CuPy's work goes to ``stream``, of the current device."""
+    kind = require_cupy().cuda.Stream
+    return kind.from_external(_Handle(stream)) if hasattr(kind, "from_external") else _external(stream)
+
+
+def _external(stream: int) -> Any:
+    """Before CuPy 14."""
+    return require_cupy().cuda.ExternalStream(stream)
 
 
 def new_stream(device: int) -> Any:

@@ -131,7 +131,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _hexadecimal("schema_fingerprint", self.schema_fingerprint)
         if self.schema is not None:
             try:
-                self.layout(self.schema)
+                self._layout_by(self.schema)
             except SchemaError as error:
                 raise TicketError(f"the inline schema contradicts the ticket: {error}") from error
         # A copy: what the caller does to the dict afterwards must not change the ticket.
@@ -171,9 +171,13 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         SchemaError when there is neither, `schema` has another fingerprint, or lengths or size do not fit it.
         """
-        chosen = self.schema or schema
-        if chosen is None:
+        if self.schema is not None:
+            return self.schema.layout(self.lengths)  # which agreed when the ticket was made
+        if schema is None:
             raise SchemaError(f"payload {self.name} does not describe itself; pass the schema it was written with")
+        return self._layout_by(schema)
+
+    def _layout_by(self, chosen: Schema) -> Layout:
         if chosen.fingerprint_hex != self.schema_fingerprint:
             raise SchemaError(
                 f"payload {self.name} was written with schema {self.schema_fingerprint}, "

@@ -1,11 +1,12 @@
-"""The only file that imports ucxx: settings, the worker and its progress, error classes, proof of the wire.
+"""The only file that imports ucxx and the native engine: the worker and its progress, errors, proof of the wire.
 
-UCXX's own awaits spin a core while anything is pending. Here the worker's epoll descriptor stands in the event
-loop: progress runs when UCX has something to do, completed requests resolve futures, and the descriptor is armed
-again. A bounded spin (SPIN_S) follows activity, since an answer mostly comes within microseconds.
+ucxx brings the library, the context and the worker. UCXX's own awaits spin a core while anything is pending, so
+endpoints, listeners and requests are the engine's (native/ucp): the worker's descriptor stands in the event loop, the
+engine makes progress without the GIL when it is readable, and hands over what has come to an end. A bounded spin
+follows activity, since an answer mostly comes within microseconds; it adapts to how long answers take.
 
-Memory rule: a posted buffer is referenced from here until UCX has completed its request, whatever happens to the
-future that waits for it. `Endpoint.abort` ends all of an endpoint's requests; afterwards its buffers are free.
+Memory rule: a posted buffer is referenced from the engine until UCX has completed its request, whatever happens to
+the future that waits for it. `Endpoint.abort` ends all of an endpoint's requests; afterwards its buffers are free.
 
 Everything in this file belongs to the thread of the loop that made the worker.
 """
@@ -17,11 +18,10 @@ import contextlib
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transport.errors import (
     BusyPortError,
@@ -34,12 +34,14 @@ from transport.errors import (
     UsageError,
     WireNotAllowedError,
 )
-from transport.lanes import forget_cancelled, knows_cuda_memory, query_transports
 from transport.wires import Wire, user_settings
+
+if TYPE_CHECKING:
+    from transport import _ucp
 
 log = logging.getLogger(__name__)
 
-SPIN_S = 50e-6  # longer gains nothing on loopback and costs the neighbour its core (measured)
+SPIN_S = 100e-6  # the longest wait for an answer that is due; a longer one costs the neighbour its core (measured)
 
 
 # --- the import ---------------------------------------------------------------------------------
@@ -69,6 +71,19 @@ def library() -> ModuleType:
     return module
 
 
+@cache
+def engine() -> ModuleType:
+    """The native engine, which finds the UCX library that ucxx has loaded.
+
+    Raises:
+        MissingDependencyError: ucxx is not installed.
+    """
+    library()
+    from transport import _ucp
+
+    return _ucp
+
+
 def version() -> str:
     """Version of the UCX library that is loaded, e.g. "1.21.0"."""
     return ".".join(str(part) for part in library().get_ucx_version())
@@ -77,25 +92,39 @@ def version() -> str:
 # --- errors -------------------------------------------------------------------------------------
 @cache
 def _error_classes() -> tuple[tuple[type[BaseException], type[TransportError]], ...]:
-    """UCXX's classes and ours, most exact first."""
+    """UCXX's classes for what making a context or worker can raise, and ours, most exact first."""
     low = library()
     return (
-        (low.UCXXBusyError if hasattr(low, "UCXXBusyError") else low.UCXBusyError, BusyPortError),
-        (low.UCXNotConnectedError, UnreachableError),
-        (low.UCXUnreachableError, UnreachableError),
         (low.UCXNoDeviceError, WireNotAllowedError),
         (low.UCXInvalidParamError, UsageError),
-        (low.UCXMessageTruncatedError, ConnectionLostError),  # also what a stream that was cut off ends with
         (low.UCXError, ConnectionLostError),
     )
 
 
+@cache
+def _error_of_status() -> dict[int, type[TransportError]]:
+    native = engine()
+    return {
+        native.ERR_BUSY: BusyPortError,
+        native.ERR_NO_DEVICE: WireNotAllowedError,
+        native.ERR_UNREACHABLE: UnreachableError,
+        native.ERR_NOT_CONNECTED: UnreachableError,
+        native.ERR_INVALID_PARAM: UsageError,
+        native.ERR_INVALID_ADDR: UsageError,
+    }
+
+
+def failure(status: int, what: str) -> TransportError:
+    """Our error for a UCX status (negative)."""
+    return _error_of_status().get(status, ConnectionLostError)(f"{what}: {engine().status_text(status)}")
+
+
 def translate(error: BaseException) -> TransportError:
-    """Our error for one of UCXX's, by class."""
+    """Our error for one of UCXX's, by class, or for the engine's, by status."""
     if isinstance(error, TransportError):
         return error
-    if isinstance(error, AttributeError):  # what UCXX raises on an endpoint this side has closed
-        return ClosedError("the endpoint was closed by this side")
+    if isinstance(error, engine().UcxFault):
+        return failure(error.args[0], "UCX refused")
     for theirs, ours in _error_classes():
         if isinstance(error, theirs):
             return ours(str(error) or type(error).__name__)
@@ -104,7 +133,7 @@ def translate(error: BaseException) -> TransportError:
 
 @contextlib.contextmanager
 def translated(doing: str) -> Iterator[None]:
-    """Map what ucxx raises to our errors, saying what was being done."""
+    """Map what ucxx and the engine raise to our errors, saying what was being done."""
     try:
         yield
     except (TransportError, asyncio.CancelledError):
@@ -114,33 +143,7 @@ def translated(doing: str) -> Iterator[None]:
         raise type(ours)(f"{doing}: {ours}") from error
 
 
-# --- requests -----------------------------------------------------------------------------------
-class _Posted:
-    """A request UCX has not completed, and all that must live until it has."""
-
-    __slots__ = ("buffer", "future", "peer", "request")
-
-    def __init__(self, request: Any, buffer: object, future: asyncio.Future[None], peer: str) -> None:
-        self.request = request
-        self.buffer = buffer
-        self.future = future
-        self.peer = peer
-
-    def settle(self) -> None:
-        """Hand the outcome of a completed request to whoever waits."""
-        self.buffer = None
-        if self.future.done():
-            return
-        try:
-            self.request.check_error()
-        except Exception as error:  # as in translated()
-            ours = translate(error)
-            self.future.set_exception(type(ours)(f"{self.peer}: {ours}"))
-            self.future.exception()  # an outcome nobody awaits any more is not worth a warning
-        else:
-            self.future.set_result(None)
-
-
+# --- the worker -----------------------------------------------------------------------------------
 class Worker:
     """One UCX context and worker on the running loop.
 
@@ -149,85 +152,57 @@ class Worker:
     """
 
     def __init__(self, settings: Mapping[str, str]) -> None:
-        low = library()
-        self._loop = asyncio.get_running_loop()
+        low, native = library(), engine()
+        self.loop = asyncio.get_running_loop()
         with translated("making a UCX context"):
-            self._context = low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM))
-            self._worker = low.UCXWorker(self._context)
-            self._worker.init_blocking_progress_mode()
-        self._descriptor: int = self._worker.epoll_file_descriptor
-        self._posted: list[_Posted] = []
+            context = low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM))
+            worker = low.UCXWorker(context)
+            self.engine: _ucp.Engine = native.Engine(worker.handle, (worker, context))
+        # UCXX's own answer is True for every context: it takes the number of the memory type for its bit.
+        self.device_memory: bool = native.knows_cuda_memory(context.handle)  # else UCX would crash in it
+        self._endpoint_type = native.Endpoint
+        self._descriptor: int = self.engine.descriptor
         self._scheduled = False
         self._closed = False
-        self._spin_until = 0.0
         self.endpoints: set[Endpoint] = set()
-        self._loop.add_reader(self._descriptor, self._drive)
+        self.loop.add_reader(self._descriptor, self._drive)
 
     def __repr__(self) -> str:
-        return f"<Worker {len(self.endpoints)} endpoints, {len(self._posted)} requests posted>"
+        return f"<Worker {len(self.endpoints)} endpoints, {self.engine.requests} requests posted>"
 
     # Invariant: whenever control is back in the loop, either _drive is scheduled or the descriptor is armed.
-    def _kick(self) -> None:
+    def kick(self) -> None:
+        """Something was posted: have progress made soon."""
         if not self._scheduled and not self._closed:
             self._scheduled = True
-            self._loop.call_soon(self._drive)
+            self.loop.call_soon(self._drive)
 
     def _drive(self) -> None:
         self._scheduled = False
         if self._closed:
             return
-        while True:
-            self._worker.progress()
-            if self._settle():
-                self._spin_until = time.perf_counter() + SPIN_S
-                self._kick()  # whoever was waiting runs first and may post more
-                return
-            if not self._posted or time.perf_counter() >= self._spin_until:
-                break
-        if not self._worker.arm():
-            self._kick()
+        events = self.engine.drive(SPIN_S)
+        if events is not None:
+            self._tell(events)
+            self.kick()  # whoever was waiting runs first and may post more
 
-    def _settle(self) -> bool:
-        """Resolve the futures of completed requests; True if there was one."""
-        posted = self._posted
-        for each in posted:
-            if each.request.completed:
-                break
-        else:
-            return False  # the common case while spinning
-        completed = [each for each in posted if each.request.completed]
-        self._posted = [each for each in posted if not each.request.completed] if len(posted) > len(completed) else []
-        for each in completed:
-            each.settle()
-        return True
+    def _tell(self, events: list[tuple[Any, Any]]) -> None:
+        """Hand outcomes to whoever waits: a future, or the callback of a listening port."""
+        for token, outcome in events:
+            if isinstance(outcome, self._endpoint_type):
+                token(outcome)
+            elif token.done():
+                pass
+            elif isinstance(outcome, tuple):
+                token.set_exception(failure(*outcome))
+                token.exception()  # an outcome nobody awaits any more is not worth a warning
+            else:
+                token.set_result(outcome)
 
-    def _post(self, request: Any, buffer: object, peer: str) -> _Posted:
-        posted = _Posted(request, buffer, self._loop.create_future(), peer)
-        if request.completed:
-            posted.settle()
-        else:
-            self._posted.append(posted)
-            self._kick()
-        return posted
-
-    @property
-    def device_memory(self) -> bool:
-        """Whether CUDA memory may be sent from and received into."""
-        return knows_cuda_memory(self._context.handle)
-
-    def expect_soon(self) -> None:
-        """An answer is under way: spin for a moment before sleeping."""
-        self._spin_until = time.perf_counter() + SPIN_S
-        self._kick()
-
-    def flush(self, settled: Callable[[], bool], most: int = 10_000) -> bool:
-        """Progress in place until ``settled()``; for teardown, where no await is possible."""
-        for _ in range(most):
-            if settled():
-                return True
-            self._worker.progress()
-            self._settle()
-        return settled()
+    def settle(self) -> None:
+        """Hand out what has come to an end, now."""
+        self._tell(self.engine.collect())
+        self.kick()
 
     async def connect(self, host: str, port: int) -> Endpoint:
         """An endpoint to a listener; a dead one may show only at its first message.
@@ -236,23 +211,24 @@ class Worker:
             UnreachableError: the name does not resolve, or there is no route.
         """
         try:
-            found = await self._loop.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
+            found = await self.loop.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
         except OSError as error:
             raise UnreachableError(f"{host} does not resolve to an IPv4 address: {error}") from error
         if self._closed:
             raise ClosedError("the worker was closed while connecting")
         with translated(f"connecting to {host}:{port}"):
-            raw = library().UCXEndpoint.create(self._worker, found[0][4][0], port, True)
-        self._kick()
-        return Endpoint(self, raw, f"{host}:{port}")
+            native = self._endpoint_type.connect(self.engine, found[0][4][0], port)
+        self.kick()
+        return Endpoint(self, native, f"{host}:{port}")
 
-    def listen(self, port: int, accept: Callable[[Endpoint], None]) -> Listening:
-        """Listen on ``port`` (0: assigned), all IPv4 addresses; ``accept`` gets each new endpoint.
+    def listen(self, port: int, accept: Callable[[Endpoint], None], address: str = "") -> Listening:
+        """Listen on ``port`` (0: assigned) of the local IPv4 ``address`` ("": all); ``accept`` gets each new endpoint.
 
         Raises:
             BusyPortError: another program has the port.
+            UsageError: the address is not one of this host.
         """
-        return Listening(self, port, accept)
+        return Listening(self, address, port, accept)
 
     def close(self) -> None:
         """Abort every endpoint, stop progress, let go. In this order, since UCX may be in the memory until then."""
@@ -260,54 +236,40 @@ class Worker:
             return
         for endpoint in list(self.endpoints):
             endpoint.abort()
-        for posted in self._posted:
-            posted.future.cancel()
-        self._posted.clear()
         self._closed = True
-        self._loop.remove_reader(self._descriptor)
-        del self._worker
-        del self._context
+        self.loop.remove_reader(self._descriptor)
+        self._tell(self.engine.close())
 
 
 class Listening:
     """A listening port of a worker."""
 
-    def __init__(self, worker: Worker, port: int, accept: Callable[[Endpoint], None]) -> None:
-        self._owner = worker
+    def __init__(self, worker: Worker, address: str, port: int, accept: Callable[[Endpoint], None]) -> None:
+        self._worker = worker
         self._accept: Callable[[Endpoint], None] | None = accept
-        self._accepted = 0
-        with translated(f"listening on port {port}"):
-            self._listener = library().UCXListener.create(worker._worker, port, self._arrived, cb_args=(), cb_kwargs={})
-        self.port: int = self._listener.port
+        with translated(f"listening on {address or '*'}:{port}"):
+            self._native = engine().Listener(worker.engine, address, port, self._arrived)
+        self.port: int = self._native.port
 
-    def _arrived(self, request: int) -> None:
+    def _arrived(self, native: _ucp.Endpoint) -> None:
         if self._accept is None:
-            return
-        self._accepted += 1
-        try:
-            raw = self._listener.create_endpoint_from_conn_request(request, True)
-        except Exception as error:  # as in translated()
-            log.debug("client %d was gone before it was accepted: %s", self._accepted, error)
-            return
-        self._accept(Endpoint(self._owner, raw, f"client {self._accepted}"))
-        self._owner._kick()
+            native.abort()
+        else:
+            self._accept(Endpoint(self._worker, native, native.peer))
 
     def close(self) -> None:
         """Accept no more; endpoints that exist go on."""
         self._accept = None
-        self._listener = None
+        self._native.close()
 
 
 class Endpoint:
     """One connection. Sends and receives return futures; the buffers stay referenced until UCX is done with them."""
 
-    def __init__(self, worker: Worker, raw: Any, name: str) -> None:
-        self._worker = worker
-        self._raw = raw
+    def __init__(self, worker: Worker, native: _ucp.Endpoint, name: str) -> None:
+        self.worker = worker
+        self.native = native
         self.name = name
-        self._mine: list[_Posted] = []
-        self._array = _array_type()
-        self._tag = library().UCXXTag
         worker.endpoints.add(self)
 
     def __repr__(self) -> str:
@@ -316,77 +278,52 @@ class Endpoint:
     @property
     def alive(self) -> bool:
         """False once UCX has seen the peer gone, or after abort."""
-        return self._raw is not None and bool(self._raw.alive)
+        return self.native.alive
 
-    def _run(self, doing: str, start: Callable[[Any], Any], buffer: object) -> asyncio.Future[None]:
-        if self._raw is None:
+    def _future(self, doing: str) -> asyncio.Future[int]:
+        if not self.native.open:
             raise ClosedError(f"{doing} on an endpoint that this side has closed")
-        if not self._raw.alive:  # UCX would never complete a stream's receive that is posted now
+        if not self.native.alive:
             raise ConnectionLostError(f"{doing} {self.name}: the peer is gone")
-        try:
-            request = start(self._array(buffer))
-        except Exception as error:  # as in translated(), which would cost as much as the call itself
-            ours = translate(error)
-            raise type(ours)(f"{doing} {self.name}: {ours}") from error
-        posted = self._worker._post(request, buffer, self.name)
-        if not request.completed:
-            if len(self._mine) > 64:
-                self._mine = [each for each in self._mine if not each.request.completed]
-            self._mine.append(posted)
-        return posted.future
+        self.worker.kick()
+        return self.worker.loop.create_future()
 
-    def send(self, buffer: object, tag: int) -> asyncio.Future[None]:
+    def send(self, buffer: Any, tag: int) -> asyncio.Future[int]:
         """Send ``buffer``; done means that the buffer may be reused, not that the peer has it."""
-        sent = self._run("sending to", lambda array: self._raw.tag_send(array, self._tag(tag)), buffer)
-        self._worker.expect_soon()
-        return sent
+        future = self._future("sending to")
+        self.native.send(future, buffer, tag)
+        return future
 
-    def receive(self, buffer: object, tag: int) -> asyncio.Future[None]:
-        """Receive into ``buffer``, which must be writable, contiguous and large enough: UCX does not check."""
-        return self._run("receiving from", lambda array: self._raw.tag_recv(array, self._tag(tag)), buffer)
+    def receive(self, buffer: Any, tag: int) -> asyncio.Future[int]:
+        """Receive into ``buffer``, which must be writable, contiguous and large enough."""
+        future = self._future("receiving from")
+        self.native.receive(future, buffer, tag)
+        return future
 
-    def send_stream(self, buffer: object) -> asyncio.Future[None]:
+    def send_stream(self, buffer: Any) -> asyncio.Future[int]:
         """Send on the endpoint's own byte stream (the handshake)."""
-        return self._run("sending to", lambda array: self._raw.stream_send(array), buffer)
+        future = self._future("sending to")
+        self.native.send_stream(future, buffer)
+        return future
 
-    def receive_stream(self, buffer: object) -> asyncio.Future[None]:
+    def receive_stream(self, buffer: Any) -> asyncio.Future[int]:
         """Fill ``buffer`` from the endpoint's own byte stream."""
-        return self._run("receiving from", lambda array: self._raw.stream_recv(array), buffer)
-
-    def withdraw(self, future: asyncio.Future[None]) -> None:
-        """Take back a receive whose message will not come. Its tag must not be used again."""
-        for posted in self._mine:
-            if posted.future is future:
-                self._mine.remove(posted)
-                if posted in self._worker._posted:
-                    self._worker._posted.remove(posted)
-                future.cancel()
-                posted.request = None  # the last reference: UCX cancels the unmatched receive
-                self._worker._kick()
-                return
+        future = self._future("receiving from")
+        self.native.receive_stream(future, buffer)
+        return future
 
     def abort(self) -> None:
         """Close at once. On return UCX touches none of this endpoint's buffers any more; waiting futures fail."""
-        if self._raw is None:
+        if not self.native.open:
             return
-        raw, self._raw = self._raw, None
-        self._worker.endpoints.discard(self)
-        with contextlib.suppress(Exception):  # the peer may have been faster; the endpoint is closed either way
-            raw.close_blocking(0, 1)
-        mine = self._mine
-        if not self._worker.flush(lambda: all(posted.request.completed for posted in mine)):
-            raise InternalError(f"UCX did not give back the buffers of {self.name}")
-        for posted in mine:
-            posted.settle()
-        self._mine = []
-        forget_cancelled(raw.ucxx_ptr)
-        self._worker._kick()
+        self.worker.endpoints.discard(self)
+        self.native.abort()
+        self.worker.settle()
 
     def transports(self) -> list[tuple[str, str]]:
         """(transport, device) of every lane, as UCX reports them, e.g. ("tcp", "eth0")."""
-        if self._raw is None:
-            return []
-        return query_transports(self._raw.handle)
+        with translated("asking for transports"):
+            return self.native.transports()
 
     def wire(self) -> Wire:
         """The wire that carries the payload bytes of this endpoint."""
@@ -396,11 +333,3 @@ class Endpoint:
         if names & {"sysv", "posix", "xpmem", "cma", "knem"}:
             return "shm"
         return "tcp"
-
-
-@cache
-def _array_type() -> Any:
-    library()
-    from ucxx._lib.arr import Array
-
-    return Array

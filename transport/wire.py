@@ -11,8 +11,12 @@ Handshake (over the stream of the endpoint, before tags are agreed), each an 8-b
 Afterwards (tagged messages, little-endian, fixed layouts):
 
     CONTROL  client → listener     16-byte header, then up to 63 records of 32 bytes: READ, ACK, DISCARD, STATE, BYE
-    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE and BYE, small payloads inline
-    payload  listener → client     raw bytes, one message per payload that is not inline
+    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE and BYE, joined payloads
+    payload  listener → client     raw bytes, one message per payload that is not joined
+
+Payloads of at most ``inline_limit`` bytes are joined: they stand behind the answers, in their order, and UCX scatters
+the message into their destinations. If one of them is refused, none of that message is joined.
+native/ucp/frames.hpp has the same layouts for the hot path.
 
 The receiver chooses the tag base, because UCX matches tags per worker: a base is unique among the receiver's
 own connections. A tag is used once: base (32 bits) · message number (24) · part (8).
@@ -56,9 +60,9 @@ class Kind(enum.IntEnum):
 _RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
 
 _PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
-_HEADER = struct.Struct("<BBHIII")  # version, kind, count, message number, inline bytes, reserved
+_HEADER = struct.Struct("<BBHIII")  # version, kind, count, message number, joined bytes, reserved
 _RECORD = struct.Struct("<BBHIIIQQ")  # kind, rank, reserved, slot, generation, reserved, key, length
-_ANSWER = struct.Struct("<BBHIQQQ")  # code, flags, record index, inline offset, length, checksum, value
+_ANSWER = struct.Struct("<BBHIQQQ")  # code, flags, record index, reserved, length, checksum, value
 
 PREFIX_BYTES = _PREFIX.size
 HEADER_BYTES = _HEADER.size
@@ -66,7 +70,7 @@ RECORD_BYTES = _RECORD.size
 ANSWER_BYTES = _ANSWER.size
 CONTROL_BYTES = HEADER_BYTES + MAX_RECORDS * RECORD_BYTES
 
-_INLINE = 0x01
+_JOINED = 0x01
 _CHECKED = 0x02
 
 
@@ -250,59 +254,55 @@ class Answer(NamedTuple):
     length: int = 0
     checksum: int | None = None
     value: int = 0
-    inline: memoryview | None = None
+    joined: memoryview | None = None  # the payload itself
 
 
-def status_bytes(reads: int, inline: int) -> int:
-    """Size of the buffer for a STATUS of ``reads`` answers with ``inline`` bytes of small payloads."""
-    return HEADER_BYTES + reads * ANSWER_BYTES + inline
+def status_bytes(answers: int, joined: int) -> int:
+    """Size of the buffer for a STATUS of ``answers`` answers with ``joined`` bytes of payloads."""
+    return HEADER_BYTES + answers * ANSWER_BYTES + joined
 
 
 def encode_status(number: int, answers: list[Answer]) -> bytearray:
-    """One STATUS message, small payloads copied in."""
-    inline_bytes = sum(len(answer.inline) for answer in answers if answer.inline is not None)
-    message = bytearray(status_bytes(len(answers), inline_bytes))
-    _HEADER.pack_into(message, 0, VERSION, Kind.STATUS, len(answers), number, inline_bytes, 0)
-    position = HEADER_BYTES
-    start = offset = HEADER_BYTES + len(answers) * ANSWER_BYTES
-    for answer in answers:
-        flags = (_INLINE if answer.inline is not None else 0) | (_CHECKED if answer.checksum is not None else 0)
+    """One STATUS message, joined payloads copied in."""
+    joined = [answer.joined for answer in answers if answer.joined is not None]
+    message = bytearray(status_bytes(len(answers), 0))
+    _HEADER.pack_into(message, 0, VERSION, Kind.STATUS, len(answers), number, sum(map(len, joined)), 0)
+    for index, answer in enumerate(answers):
+        flags = (_JOINED if answer.joined is not None else 0) | (_CHECKED if answer.checksum is not None else 0)
         _ANSWER.pack_into(
             message,
-            position,
+            HEADER_BYTES + index * ANSWER_BYTES,
             answer.code,
             flags,
             answer.position,
-            offset - start,
+            0,
             answer.length,
             answer.checksum or 0,
             answer.value,
         )
-        position += ANSWER_BYTES
-        if answer.inline is not None:
-            message[offset : offset + len(answer.inline)] = answer.inline
-            offset += len(answer.inline)
-    return message
+    return message + b"".join(joined)
 
 
-def decode_status(message: bytearray | memoryview) -> tuple[int, list[Answer]]:
-    """(message number, answers); inline payloads are views of ``message``. Raises ProtocolError when malformed."""
+def decode_status(message: bytes | bytearray | memoryview) -> tuple[int, list[Answer]]:
+    """(message number, answers); joined payloads are views of ``message``. Raises ProtocolError when malformed."""
     view = memoryview(message)
     if len(view) < HEADER_BYTES:
         raise ProtocolError(f"status of {len(view)} bytes has no header")
-    version, kind, count, number, inline_bytes, _ = _HEADER.unpack_from(view, 0)
+    version, kind, count, number, joined_bytes, _ = _HEADER.unpack_from(view, 0)
     if version != VERSION or kind != Kind.STATUS:
         raise ProtocolError(f"expected a status of version {VERSION}, got kind {kind:#x} version {version}")
-    start = HEADER_BYTES + count * ANSWER_BYTES
-    if count > MAX_RECORDS or len(view) < start + inline_bytes:
-        raise ProtocolError(f"status of {count} answers and {inline_bytes} inline bytes does not fit {len(view)} bytes")
+    offset = HEADER_BYTES + count * ANSWER_BYTES
+    end = offset + joined_bytes
+    if count > MAX_RECORDS or len(view) < end:
+        raise ProtocolError(f"status of {count} answers and {joined_bytes} joined bytes does not fit {len(view)} bytes")
     answers = []
-    for position in range(HEADER_BYTES, start, ANSWER_BYTES):
-        code, flags, index, offset, length, checksum, value = _ANSWER.unpack_from(view, position)
-        inline = None
-        if flags & _INLINE:
-            if offset + length > inline_bytes:
-                raise ProtocolError(f"inline payload of {length} bytes at {offset} leaves its {inline_bytes} bytes")
-            inline = view[start + offset : start + offset + length]
-        answers.append(Answer(code, index, length, checksum if flags & _CHECKED else None, value, inline))
+    for position in range(HEADER_BYTES, HEADER_BYTES + count * ANSWER_BYTES, ANSWER_BYTES):
+        code, flags, index, _, length, checksum, value = _ANSWER.unpack_from(view, position)
+        joined = None
+        if flags & _JOINED:
+            if offset + length > end:
+                raise ProtocolError(f"joined payload of {length} bytes leaves its {joined_bytes} bytes")
+            joined = view[offset : offset + length]
+            offset += length
+        answers.append(Answer(code, index, length, checksum if flags & _CHECKED else None, value, joined))
     return number, answers

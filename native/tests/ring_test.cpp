@@ -11,6 +11,7 @@
 
 #include "check.hpp"
 #include "copy.hpp"
+#include "siphash.hpp"
 
 using namespace transport;
 using namespace transport::test;
@@ -24,12 +25,16 @@ struct Fixture {
   std::unique_ptr<Ring> ring;
 };
 
-Lease published(Ring& ring, unsigned readers = 1) {
+Lease published(Ring& ring, unsigned readers = 1, std::uint64_t deadline_ns = 0) {
   const auto lease = ring.try_take();
   CHECK(lease);
   CHECK(ring.publish(lease->slot, lease->generation,
-                     {.length = 8, .checksum = 9, .readers = readers, .deadline_ns = 0, .note = "n"}));
+                     {.length = 8, .checksum = 9, .readers = readers, .deadline_ns = deadline_ns, .note = "n"}));
   return *lease;
+}
+
+Wanted wanted(const Ring& ring, Lease lease) {
+  return {lease.slot, lease.generation, slot_key(ring.identity().secret, lease.slot, lease.generation), 8, 0};
 }
 
 }  // namespace
@@ -62,6 +67,40 @@ TEST(only_the_last_unpin_of_an_owner_leaves_the_slot) {
   CHECK(f.ring->unpin(slot, generation));
   CHECK(f.ring->info(slot).state == State::ready);
   CHECK(!f.ring->unpin(slot, generation));
+}
+
+TEST(a_read_begins_with_a_pin_or_leaves_none) {
+  Fixture f("read");
+  const Lease lease = published(*f.ring);
+  const Wanted right = wanted(*f.ring, lease);
+  Wanted other = right;
+  other.key ^= 1;
+  CHECK(f.ring->begin_read(other) == ReadAnswer::wrong_key);
+  other = right, other.length = 7;
+  CHECK(f.ring->begin_read(other) == ReadAnswer::other_length);
+  other = right, other.rank = 1;
+  CHECK(f.ring->begin_read(other) == ReadAnswer::done);
+  for (const std::uint64_t slot : {std::uint64_t{4}, lease.slot + (std::uint64_t{1} << 32)}) {
+    other = right, other.slot = slot;
+    CHECK(f.ring->begin_read(other) == ReadAnswer::stale);
+  }
+  other = right, other.generation += std::uint64_t{1} << 32;
+  CHECK(f.ring->begin_read(other) == ReadAnswer::stale);
+  CHECK(f.ring->begin_read(wanted(*f.ring, {lease.slot, lease.generation + 1})) == ReadAnswer::stale);
+  CHECK(f.ring->info(lease.slot).state == State::ready);
+  CHECK(f.ring->begin_read(right) == ReadAnswer::ok);
+  CHECK(f.ring->own_pins(lease.slot) == 1);
+  CHECK(f.ring->mark_consumed(lease.slot, lease.generation, 0));
+  CHECK(f.ring->begin_read(right) == ReadAnswer::done);
+  CHECK(f.ring->info(lease.slot).state == State::free);
+}
+
+TEST(a_read_after_the_deadline_discards) {
+  Fixture f("deadline");
+  const Lease early = published(*f.ring, 1, 1), late = published(*f.ring, 1, ~std::uint64_t{0});
+  CHECK(f.ring->begin_read(wanted(*f.ring, early)) == ReadAnswer::expired);
+  CHECK(f.ring->info(early.slot).state == State::free);
+  CHECK(f.ring->begin_read(wanted(*f.ring, late)) == ReadAnswer::ok);
 }
 
 TEST(a_slot_consumed_by_all_is_free_at_the_last_unpin) {
@@ -133,6 +172,9 @@ TEST(scribbled_controls_lead_to_no_read_out_of_bounds) {
   control->note_length = ~std::uint32_t{0};
   control->readers = 99;
   CHECK(f.ring->info(slot).length == 100);
+  Wanted huge = wanted(*f.ring, {slot, generation});
+  huge.length = ~std::uint64_t{0};
+  CHECK(f.ring->begin_read(huge) == ReadAnswer::other_length);
   CHECK(f.ring->note(slot, generation)->size() == kNoteCapacity);
   CHECK(!f.ring->try_overwrite());
   auto* header = reinterpret_cast<Header*>(f.ring->mapping()->control());

@@ -21,9 +21,17 @@ TIMEOUT_S = 300  # a watchdog against deadlock, not a bound on speed
 
 FLAGS = {"address": "address,undefined", "thread": "thread", "none": ""}
 TESTS = {
-    "address": ["slot_word_test", "ring_test", "ring_fuzz", "creation_test", "crash_test"],
-    "thread": ["slot_word_test", "ring_test", "ring_fuzz"],
-    "none": ["slot_word_test", "ring_test", "creation_test", "crash_test"],
+    "address": [
+        "slot_word_test",
+        "siphash_test",
+        "block_pool_test",
+        "ring_test",
+        "ring_fuzz",
+        "creation_test",
+        "crash_test",
+    ],
+    "thread": ["slot_word_test", "siphash_test", "block_pool_test", "ring_test", "ring_fuzz"],
+    "none": ["slot_word_test", "siphash_test", "block_pool_test", "ring_test", "creation_test", "crash_test"],
 }
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=1:abort_on_error=0",

@@ -1,0 +1,469 @@
+#include "engine.hpp"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <cstring>
+#include <ctime>
+
+namespace transport::ucp {
+
+namespace {
+
+constexpr std::int64_t kLongestTurnNs = 2'000'000;  // then the loop's other work has its turn
+constexpr std::int64_t kShortestSpinNs = 5'000;
+
+std::int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000LL + time.tv_nsec;
+}
+
+void relax() {
+#ifdef __x86_64__
+  __builtin_ia32_pause();
+#endif
+}
+
+sockaddr_in address_of(const std::string& address, std::uint16_t port) {
+  sockaddr_in found{};
+  found.sin_family = AF_INET;
+  found.sin_port = htons(port);
+  found.sin_addr.s_addr = INADDR_ANY;
+  if (!address.empty() && inet_pton(AF_INET, address.c_str(), &found.sin_addr) != 1)
+    throw UcxFault(UCS_ERR_INVALID_ADDR, address + " is not an IPv4 address");
+  return found;
+}
+
+std::string text_of(const sockaddr_storage& address) {
+  if (address.ss_family != AF_INET) return "client";
+  const auto& found = reinterpret_cast<const sockaddr_in&>(address);
+  char text[INET_ADDRSTRLEN] = "";
+  inet_ntop(AF_INET, &found.sin_addr, text, sizeof text);
+  return std::string(text) + ":" + std::to_string(ntohs(found.sin_port));
+}
+
+void nobody(void*, std::uint32_t, ucs_status_t, std::size_t) {}
+
+}  // namespace
+
+// --- endpoint: connecting and failing -----------------------------------------------------------------------
+std::shared_ptr<Endpoint> Endpoint::connect(Engine& engine, const std::string& address, std::uint16_t port) {
+  const sockaddr_in to = address_of(address, port);
+  std::shared_ptr<Endpoint> endpoint(new Endpoint(engine, address + ":" + std::to_string(port)));
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR;
+  params.flags = UCP_EP_PARAMS_FLAGS_CLIENT_SERVER;
+  params.sockaddr.addr = reinterpret_cast<const sockaddr*>(&to);
+  params.sockaddr.addrlen = sizeof to;
+  endpoint->create(params);
+  return endpoint;
+}
+
+std::shared_ptr<Endpoint> Endpoint::accept(Engine& engine, ucp_conn_request_h request) {
+  ucp_conn_request_attr_t attributes{};
+  attributes.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ADDR;
+  const bool known = ucp_conn_request_query(request, &attributes) == UCS_OK;
+  std::shared_ptr<Endpoint> endpoint(new Endpoint(engine, known ? text_of(attributes.client_address) : "client"));
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST;
+  params.conn_request = request;
+  endpoint->create(params);
+  return endpoint;
+}
+
+Endpoint::Endpoint(Engine& engine, std::string peer) : engine_(engine.shared_from_this()), peer_(std::move(peer)) {}
+
+void Endpoint::create(ucp_ep_params_t& params) {
+  params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler = {&Endpoint::failed, this};
+  check(ucp_ep_create(engine_->worker_, &params, &handle_), "making an endpoint");
+  engine_->endpoints_.insert(this);
+}
+
+Endpoint::~Endpoint() { abort(); }
+
+void Endpoint::failed(void* self, ucp_ep_h, ucs_status_t status) {
+  auto& endpoint = *static_cast<Endpoint*>(self);
+  if (endpoint.failure_ != UCS_OK) return;
+  endpoint.failure_ = status == UCS_OK ? UCS_ERR_CONNECTION_RESET : status;
+  endpoint.engine_->lost_.push_back(&endpoint);
+}
+
+// UCX ends the sends of a failed endpoint. Its receives belong to the worker and would wait for ever.
+void Endpoint::lost() {
+  const auto keep = shared_from_this();  // whoever is told may let go of it
+  for (Request* each = first_; each != nullptr;) {
+    Request* const next = each->next;
+    if (each->receives && each->handle != nullptr) ucp_request_cancel(engine_->worker_, each->handle);
+    each = next;
+  }
+  if (on_lost) std::exchange(on_lost, nullptr)(failure_);
+}
+
+void Endpoint::abort() {
+  if (handle_ == nullptr) return;
+  const ucp_ep_h handle = std::exchange(handle_, nullptr);
+  if (failure_ == UCS_OK) failure_ = UCS_ERR_CANCELED;
+  on_lost = nullptr;
+  engine_->endpoints_.erase(this);
+  std::erase(engine_->lost_, this);
+  for (Request* each = first_; each != nullptr;) {
+    Request* const next = each->next;
+    if (each->receives && each->handle != nullptr) ucp_request_cancel(engine_->worker_, each->handle);
+    each = next;
+  }
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+  param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  const ucs_status_ptr_t closing = ucp_ep_close_nbx(handle, &param);
+  bool closed = !UCS_PTR_IS_PTR(closing);
+  engine_->progress_until([&] {
+    if (!closed) closed = ucp_request_check_status(closing) != UCS_INPROGRESS;
+    return closed && first_ == nullptr;
+  });
+  if (UCS_PTR_IS_PTR(closing)) ucp_request_free(closing);
+  while (first_ != nullptr) {  // fragments of its message will never come; its waiter is told, its memory stays
+    Request& stuck = *first_;
+    const auto done = std::exchange(stuck.done, &nobody);
+    first_ = stuck.next;
+    if (first_ != nullptr) first_->previous = nullptr;
+    --under_way_;
+    stuck.endpoint = nullptr;
+    stuck.previous = stuck.next = nullptr;
+    engine_->abandoned_.push_back(&stuck);
+    done(stuck.self, stuck.index, UCS_ERR_CANCELED, 0);
+  }
+}
+
+std::vector<std::pair<std::string, std::string>> Endpoint::transports() const {
+  std::vector<std::pair<std::string, std::string>> found;
+  if (handle_ == nullptr) return found;
+  std::vector<ucp_transport_entry_t> lanes(16);
+  ucp_ep_attr_t attributes{};
+  attributes.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS;
+  attributes.transports.entries = lanes.data();
+  attributes.transports.num_entries = static_cast<unsigned>(lanes.size());
+  attributes.transports.entry_size = sizeof(ucp_transport_entry_t);
+  check(ucp_ep_query(handle_, &attributes), "asking which transports an endpoint uses");
+  for (unsigned lane = 0; lane < attributes.transports.num_entries; ++lane)
+    found.emplace_back(lanes[lane].transport_name ? lanes[lane].transport_name : "",
+                       lanes[lane].device_name ? lanes[lane].device_name : "");
+  return found;
+}
+
+// --- endpoint: requests -------------------------------------------------------------------------------------
+template <typename Start>
+Request* Endpoint::start(bool receives, Waiter waiter, std::shared_ptr<void> keep, ucp_request_param_t& param,
+                         Start start) {
+  if (!alive()) {
+    engine_->release(std::move(keep));
+    waiter.done(waiter.self, waiter.index, failure_ == UCS_OK ? UCS_ERR_CANCELED : failure_, 0);
+    return nullptr;
+  }
+  Request& request = engine_->take_request();
+  request.engine = engine_.get();
+  request.endpoint = this;
+  request.done = waiter.done;
+  request.self = waiter.self;
+  request.index = waiter.index;
+  request.receives = receives;
+  request.keep = std::move(keep);
+  request.previous = nullptr;
+  request.next = first_;
+  if (first_ != nullptr) first_->previous = &request;
+  first_ = &request;
+  ++under_way_;
+
+  std::size_t length = 0;
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA;
+  param.user_data = &request;
+  const ucs_status_ptr_t started = start(param, length);
+  if (UCS_PTR_IS_PTR(started)) {
+    request.handle = started;
+    return &request;
+  }
+  engine_->finish(request, UCS_PTR_STATUS(started), length);
+  return nullptr;
+}
+
+namespace {
+
+// Without it UCX looks up the kind of every buffer.
+void set_memory(ucp_request_param_t& param, ucs_memory_type_t memory) {
+  if (memory == UCS_MEMORY_TYPE_UNKNOWN) return;
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.memory_type = memory;
+}
+
+void set_pieces(ucp_request_param_t& param) {
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_DATATYPE;
+  param.datatype = ucp_dt_make_iov();
+  set_memory(param, UCS_MEMORY_TYPE_HOST);
+}
+
+}  // namespace
+
+Request* Endpoint::send(const void* data, std::size_t size, ucp_tag_t tag, Waiter waiter, std::shared_ptr<void> keep,
+                        ucs_memory_type_t memory) {
+  ucp_request_param_t param{};
+  set_memory(param, memory);
+  param.cb.send = &Engine::sent;
+  return start(false, waiter, std::move(keep), param, [&](const ucp_request_param_t& with, std::size_t& length) {
+    length = size;
+    return ucp_tag_send_nbx(handle_, data, size, tag, &with);
+  });
+}
+
+Request* Endpoint::send_pieces(const ucp_dt_iov_t* pieces, std::size_t count, ucp_tag_t tag, Waiter waiter,
+                               std::shared_ptr<void> keep) {
+  ucp_request_param_t param{};
+  set_pieces(param);
+  param.cb.send = &Engine::sent;
+  return start(false, waiter, std::move(keep), param, [&](const ucp_request_param_t& with, std::size_t&) {
+    return ucp_tag_send_nbx(handle_, pieces, count, tag, &with);
+  });
+}
+
+Request* Endpoint::receive(void* data, std::size_t size, ucp_tag_t tag, Waiter waiter, std::shared_ptr<void> keep,
+                           ucs_memory_type_t memory) {
+  ucp_request_param_t param{};
+  set_memory(param, memory);
+  ucp_tag_recv_info_t info{};
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_RECV_INFO;
+  param.recv_info.tag_info = &info;
+  param.cb.recv = &Engine::received;
+  return start(true, waiter, std::move(keep), param, [&](const ucp_request_param_t& with, std::size_t& length) {
+    const auto started = ucp_tag_recv_nbx(engine_->worker_, data, size, tag, ~ucp_tag_t{0}, &with);
+    length = info.length;
+    return started;
+  });
+}
+
+Request* Endpoint::receive_pieces(const ucp_dt_iov_t* pieces, std::size_t count, ucp_tag_t tag, Waiter waiter,
+                                  std::shared_ptr<void> keep) {
+  ucp_request_param_t param{};
+  set_pieces(param);
+  ucp_tag_recv_info_t info{};
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_RECV_INFO;
+  param.recv_info.tag_info = &info;
+  param.cb.recv = &Engine::received;
+  return start(true, waiter, std::move(keep), param, [&](const ucp_request_param_t& with, std::size_t& length) {
+    const auto started = ucp_tag_recv_nbx(engine_->worker_, const_cast<ucp_dt_iov_t*>(pieces), count, tag,
+                                          ~ucp_tag_t{0}, &with);
+    length = info.length;
+    return started;
+  });
+}
+
+Request* Endpoint::send_stream(const void* data, std::size_t size, Waiter waiter, std::shared_ptr<void> keep) {
+  ucp_request_param_t param{};
+  param.cb.send = &Engine::sent;
+  return start(false, waiter, std::move(keep), param, [&](const ucp_request_param_t& with, std::size_t& length) {
+    length = size;
+    return ucp_stream_send_nbx(handle_, data, size, &with);
+  });
+}
+
+Request* Endpoint::receive_stream(void* data, std::size_t size, Waiter waiter, std::shared_ptr<void> keep) {
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+  param.flags = UCP_STREAM_RECV_FLAG_WAITALL;
+  param.cb.recv_stream = &Engine::received_stream;
+  return start(true, waiter, std::move(keep), param, [&](const ucp_request_param_t& with, std::size_t& length) {
+    return ucp_stream_recv_nbx(handle_, data, size, &length, &with);
+  });
+}
+
+void Endpoint::cancel(Request& request) {
+  if (request.endpoint == this && request.handle != nullptr) ucp_request_cancel(engine_->worker_, request.handle);
+}
+
+// --- listener -----------------------------------------------------------------------------------------------
+Listener::Listener(Engine& engine, const std::string& address, std::uint16_t port, void* token)
+    : engine_(engine), token_(token) {
+  const sockaddr_in at = address_of(address, port);
+  ucp_listener_params_t params{};
+  params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
+  params.sockaddr.addr = reinterpret_cast<const sockaddr*>(&at);
+  params.sockaddr.addrlen = sizeof at;
+  params.conn_handler = {&Listener::arrived, this};
+  check(ucp_listener_create(engine.worker_, &params, &handle_), "listening");
+  ucp_listener_attr_t attributes{};
+  attributes.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR;
+  const ucs_status_t status = ucp_listener_query(handle_, &attributes);
+  if (status != UCS_OK) {
+    ucp_listener_destroy(handle_);
+    throw UcxFault(status, "asking for the port");
+  }
+  port_ = ntohs(reinterpret_cast<const sockaddr_in&>(attributes.sockaddr).sin_port);
+  engine.listeners_.insert(this);
+}
+
+void Listener::arrived(ucp_conn_request_h request, void* self) {
+  static_cast<Listener*>(self)->waiting_.push_back(request);
+}
+
+void Listener::close() {
+  if (handle_ == nullptr) return;
+  for (const ucp_conn_request_h request : std::exchange(waiting_, {})) ucp_listener_reject(handle_, request);
+  engine_.listeners_.erase(this);
+  std::erase_if(engine_.events_, [this](const Event& event) { return event.token == token_; });
+  ucp_listener_destroy(std::exchange(handle_, nullptr));
+}
+
+// --- engine -------------------------------------------------------------------------------------------------
+Engine::Engine(ucp_worker_h worker) : worker_(worker) {
+  check(ucp_worker_get_efd(worker, &descriptor_), "asking for the worker's descriptor");
+  active_ns_ = now_ns();
+}
+
+Request& Engine::take_request() {
+  if (idle_requests_.empty()) {
+    requests_.push_back(std::make_unique<Request>());
+    return *requests_.back();
+  }
+  Request& request = *idle_requests_.back();
+  idle_requests_.pop_back();
+  return request;
+}
+
+void Engine::finish(Request& request, ucs_status_t status, std::size_t length) {
+  Endpoint* const endpoint = request.endpoint;
+  if (request.handle != nullptr) ucp_request_free(std::exchange(request.handle, nullptr));
+  if (endpoint == nullptr) {  // one that had been given up after all
+    std::erase(abandoned_, &request);
+  } else {
+    (request.previous != nullptr ? request.previous->next : endpoint->first_) = request.next;
+    if (request.next != nullptr) request.next->previous = request.previous;
+    --endpoint->under_way_;
+    request.endpoint = nullptr;
+  }
+  release(std::move(request.keep));
+  request.keep = nullptr;
+  const auto [done, self, index] = Waiter{request.done, request.self, request.index};
+  idle_requests_.push_back(&request);
+  done(self, index, status, length);
+}
+
+void Engine::sent(void*, ucs_status_t status, void* request) {
+  auto& found = *static_cast<Request*>(request);
+  found.engine->finish(found, status, 0);
+}
+
+void Engine::received(void*, ucs_status_t status, const ucp_tag_recv_info_t* info, void* request) {
+  auto& found = *static_cast<Request*>(request);
+  found.engine->finish(found, status, status == UCS_OK ? info->length : 0);
+}
+
+void Engine::received_stream(void*, ucs_status_t status, std::size_t length, void* request) {
+  auto& found = *static_cast<Request*>(request);
+  found.engine->finish(found, status, length);
+}
+
+void Engine::defer(Deferred& work) {
+  if (work.queued_) return;
+  work.queued_ = true;
+  deferred_.push_back(&work);
+}
+
+void Engine::forget(Deferred& work) {
+  work.queued_ = false;
+  std::replace(deferred_.begin(), deferred_.end(), &work, static_cast<Deferred*>(nullptr));
+}
+
+unsigned Engine::run_deferred() {
+  unsigned done = 0;
+  for (; !lost_.empty(); ++done) {
+    Endpoint* const endpoint = lost_.back();
+    lost_.pop_back();
+    endpoint->lost();
+  }
+  for (Listener* listener : listeners_) {
+    for (const ucp_conn_request_h request : std::exchange(listener->waiting_, {})) {
+      ++done;
+      try {
+        emit({listener->token_, 0, nullptr, Endpoint::accept(*this, request)});
+      } catch (const UcxFault&) {  // the client was gone before it was accepted
+      }
+    }
+  }
+  for (std::size_t at = 0; at < deferred_.size(); ++at) {  // grows while it runs
+    Deferred* const work = deferred_[at];
+    if (work == nullptr) continue;
+    deferred_[at] = nullptr;
+    work->queued_ = false;
+    work->run();
+    ++done;
+  }
+  deferred_.clear();
+  return done;
+}
+
+void Engine::settle() {
+  while (run_deferred() != 0) {
+  }
+}
+
+unsigned Engine::progress() {
+  const unsigned did = ucp_worker_progress(worker_);
+  return did + run_deferred();
+}
+
+void Engine::expect_soon() { active_ns_ = now_ns(); }
+
+bool Engine::drive(std::int64_t spin_most_ns) {
+  if (worker_ == nullptr) return true;
+  const std::int64_t entered = now_ns();
+  std::int64_t now = entered;
+  for (;;) {
+    const unsigned did = progress();
+    if (did != 0) {
+      now = now_ns();
+      if (asleep_) {  // would waiting for it have paid?
+        const std::int64_t waited = now - active_ns_;
+        spin_ns_ = waited < spin_most_ns ? std::min(spin_most_ns, std::max(spin_ns_, 2 * waited))
+                                         : std::max(kShortestSpinNs, spin_ns_ / 2);
+        asleep_ = false;
+      }
+      active_ns_ = now;
+    }
+    if (!events_.empty()) return false;
+    if (did != 0) {
+      if (now - entered > kLongestTurnNs) return false;
+      continue;
+    }
+    now = now_ns();
+    if (expecting != 0 && now - active_ns_ < std::min(spin_ns_, spin_most_ns)) {
+      relax();
+      continue;
+    }
+    const ucs_status_t armed = ucp_worker_arm(worker_);
+    if (armed == UCS_OK) {
+      asleep_ = true;
+      return true;
+    }
+    if (armed != UCS_ERR_BUSY) throw UcxFault(armed, "arming the worker's descriptor");
+    return false;  // not again here: what keeps it busy may be waiting for the loop's other work
+  }
+}
+
+bool Engine::progress_until(const std::function<bool()>& finished, unsigned rounds) {
+  for (unsigned round = 0; round < rounds; ++round) {
+    if (finished()) return true;
+    ucp_worker_progress(worker_);
+  }
+  return finished();
+}
+
+void Engine::close() {
+  if (worker_ == nullptr) return;
+  for (Listener* listener : std::vector<Listener*>(listeners_.begin(), listeners_.end())) listener->close();
+  while (!endpoints_.empty()) (*endpoints_.begin())->abort();
+  settle();
+  worker_ = nullptr;
+}
+
+}  // namespace transport::ucp

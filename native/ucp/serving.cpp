@@ -1,0 +1,394 @@
+#include "serving.hpp"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "../clock.hpp"
+#include "../error.hpp"
+#include "../siphash.hpp"
+
+namespace transport::ucp {
+
+namespace {
+
+constexpr std::size_t kRepliesKept = 64;
+
+double now_s() { return static_cast<double>(monotonic_ns()) * 1e-9; }
+
+Record record_at(const std::byte* message, std::size_t index) {
+  return load<Record>(message + sizeof(Header) + index * sizeof(Record));
+}
+
+}  // namespace
+
+// --- service: payloads --------------------------------------------------------------------------------------
+Service::Service(Engine& engine, Ring& ring, const Limits& limits)
+    : engine_(engine.shared_from_this()),
+      ring_(ring),
+      limits_(limits),
+      mapping_(ring.mapping()),
+      slot_count_(ring.identity().slot_count),
+      of_slot_(slot_count_) {
+  ring.require_open();
+}
+
+bool Service::known(const Record& record) const {
+  return record.slot < slot_count_ && record.key == slot_key(ring_.identity().secret, record.slot, record.generation);
+}
+
+Code Service::begin(Connection& connection, const Record& record, Attempt*& attempt, Answer& answer) {
+  if (!known(record)) return Code::wrong_key;
+  if (draining || connection.attempts_ >= limits_.most_attempts) return Code::busy;
+  if (record.rank >= kMaxReaders) return Code::rank;
+  if (free_ == nullptr) free_ = &made_.emplace_back();  // before there is a pin that a lack of memory would leave
+  const PinAnswer pinned = ring_.pin(record.slot, record.generation, record.rank);
+  if (pinned != PinAnswer::ok)  // ranks that the payload has no reader for are born done
+    return pinned == PinAnswer::done && record.rank >= ring_.info(record.slot).readers ? Code::rank : Code::stale;
+  const SlotInfo info = ring_.info(record.slot);
+  const bool expired = info.deadline_ns != 0 && info.deadline_ns <= realtime_ns();
+  if (info.length != record.length || expired) {
+    ring_.unpin(record.slot, record.generation);
+    if (info.length != record.length) return Code::length;
+    ring_.discard(record.slot, record.generation);
+    return Code::stale;
+  }
+  ring_.count(Counter::bytes_read, info.length);
+
+  answer.flags = kChecked;
+  answer.length = info.length;
+  answer.checksum = info.checksum;
+  attempt = std::exchange(free_, free_->next);
+  const double through_s = static_cast<double>(info.length) / limits_.slowest_rate;
+  *attempt = {&connection,
+              record.slot,
+              record.generation,
+              record.rank,
+              Attempt::State::sending,
+              connection.last_active_ + through_s,
+              nullptr,
+              connection.first_,
+              nullptr,
+              of_slot_[record.slot]};
+  if (attempt->next != nullptr) attempt->next->previous = attempt;
+  if (attempt->next_of_slot != nullptr) attempt->next_of_slot->previous_of_slot = attempt;
+  connection.first_ = of_slot_[record.slot] = attempt;
+  ++connection.attempts_;
+  ++attempts_;
+  return Code::accepted;
+}
+
+// A reader has the payload, whichever connection or port it came through.
+void Service::acknowledge(const Record& record) {
+  if (!known(record) || record.rank >= kMaxReaders) return;
+  Attempt* marked = nullptr;
+  const auto same = [&](const Attempt& each) {
+    return each.generation == record.generation && each.rank == record.rank;
+  };
+  for (Attempt* each = of_slot_[record.slot]; each != nullptr; each = each->next_of_slot)
+    if (same(*each) && each->idle()) marked = each;
+  if (marked == nullptr)
+    ring_.consume(record.slot, record.generation, record.rank);
+  else if (ring_.mark_consumed(record.slot, record.generation, record.rank))
+    drop(*marked);  // its pin went in the same swap
+  for (Attempt* each = of_slot_[record.slot]; each != nullptr;) {
+    Attempt* const next = each->next_of_slot;
+    if (same(*each)) {
+      if (each->idle())
+        end(*each);
+      else
+        each->state = Attempt::State::acknowledged;
+    }
+    each = next;
+  }
+}
+
+std::uint64_t Service::fate(const Record& record) const {
+  const SlotInfo info = ring_.info(record.slot);
+  const bool there = info.state == State::ready || info.state == State::reading;
+  if (info.generation != record.generation || !there) return static_cast<std::uint64_t>(Fate::gone);
+  const bool consumed = record.rank < kMaxReaders && (info.done >> record.rank & 1) != 0;
+  return static_cast<std::uint64_t>(consumed ? Fate::consumed : Fate::readable);
+}
+
+bool Service::consumed_elsewhere(const Attempt& attempt) const {
+  const SlotInfo info = ring_.info(attempt.slot);
+  return info.generation != attempt.generation || (info.done >> attempt.rank & 1) != 0;
+}
+
+void Service::sent(Attempt& attempt) {
+  const bool over = attempt.state == Attempt::State::acknowledged;
+  attempt.state = Attempt::State::idle;
+  if (over) end(attempt);
+}
+
+void Service::end(Attempt& attempt) {
+  const std::uint32_t slot = attempt.slot, generation = attempt.generation;
+  drop(attempt);
+  try {
+    ring_.unpin(slot, generation);
+  } catch (const RingFault&) {  // the ring was closed, and its pins with it
+  }
+}
+
+void Service::drop(Attempt& attempt) {
+  Connection& connection = *attempt.connection;
+  (attempt.previous != nullptr ? attempt.previous->next : connection.first_) = attempt.next;
+  if (attempt.next != nullptr) attempt.next->previous = attempt.previous;
+  (attempt.previous_of_slot != nullptr ? attempt.previous_of_slot->next_of_slot : of_slot_[attempt.slot]) =
+      attempt.next_of_slot;
+  if (attempt.next_of_slot != nullptr) attempt.next_of_slot->previous_of_slot = attempt.previous_of_slot;
+  attempt.connection = nullptr;
+  attempt.next = std::exchange(free_, &attempt);
+  --connection.attempts_;
+  --attempts_;
+  tell_quiet();
+}
+
+void Service::when_quiet(void* token) {
+  std::swap(quiet_, token);
+  if (token != nullptr) engine_->emit({token});
+  tell_quiet();
+}
+
+void Service::tell_quiet() {
+  if (attempts_ == 0 && quiet_ != nullptr) engine_->emit({std::exchange(quiet_, nullptr)});
+}
+
+std::shared_ptr<Reply> Service::take_reply() {
+  if (replies_.empty()) return std::make_shared<Reply>(mapping_);
+  const auto reply = std::move(replies_.back());
+  replies_.pop_back();
+  return reply;
+}
+
+void Service::give_back(std::shared_ptr<Reply> reply) {
+  if (replies_.size() < kRepliesKept) replies_.push_back(std::move(reply));
+}
+
+// --- connection: messages in --------------------------------------------------------------------------------
+std::shared_ptr<Connection> Connection::open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
+                                             std::uint32_t tag_base, std::uint32_t client_base, void* ended) {
+  std::shared_ptr<Connection> opened(new Connection(std::move(service), std::move(endpoint), tag_base, client_base));
+  opened->last_active_ = now_s();
+  opened->ended_ = ended;
+  ++opened->service_->engine().expecting;
+  for (std::size_t each = 0; each < kReceives; ++each) opened->post();
+  return opened;
+}
+
+void Connection::post() {
+  if (posted_ == service_->limits_.numbers) return;  // another number would be another connection's tag
+  const std::uint32_t number = posted_++, place = number % kReceives;
+  arrivals_[place].here = false;
+  endpoint_->receive(inbox_->messages[place].data(), kControlBytes, tag_of(tag_base_, number),
+                     {&Connection::received, this, place}, inbox_);
+}
+
+// It may come from inside of `receive`: what a message asks for is done later, however many have arrived.
+void Connection::received(void* self, std::uint32_t index, ucs_status_t status, std::size_t length) {
+  auto& connection = *static_cast<Connection*>(self);
+  connection.arrivals_[index] = {true, status, length};
+  if (!connection.over_) connection.service_->engine().defer(connection);
+}
+
+// A client that asks and does not listen is held up: its answers are not piled up here.
+bool Connection::has_work() const {
+  return unsent_ <= service_->limits_.most_unsent &&
+         (due_ == service_->limits_.numbers || arrivals_[due_ % kReceives].here);
+}
+
+// One message at a time, so that connections take turns.
+void Connection::run() {
+  if (over_ || !has_work()) return;
+  if (due_ == service_->limits_.numbers) {
+    if (unsent_ == 0) end(End::garbage, "its message numbers are used up");
+    return;
+  }
+  const std::uint32_t place = due_ % kReceives;
+  const Arrival arrival = arrivals_[place];
+  if (arrival.status == UCS_ERR_MESSAGE_TRUNCATED) return end(End::garbage, "a control message is too long");
+  if (arrival.status != UCS_OK) return end(End::gone, "the peer is gone");
+  last_active_ = now_s();
+  const std::byte* const message = inbox_->messages[place].data();
+  if (const char* const fault = fault_of(message, arrival.length)) return end(End::garbage, fault);
+  try {
+    answer(message);
+    ++due_;
+    post();
+  } catch (const std::exception&) {  // the ring was closed under us, or there is no memory: serve nobody any more
+    return end(End::internal, "the ring cannot be served any more");
+  }
+  if (!over_ && has_work()) service_->engine().defer(*this);
+}
+
+// Nothing of a message is done before all of it was looked at.
+const char* Connection::fault_of(const std::byte* message, std::size_t length) const {
+  if (length < sizeof(Header)) return "a control message has no header";
+  const auto header = load<Header>(message);
+  if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::control))
+    return "not a control message of this version";
+  if (header.count == 0 || header.count > kMostRecords) return "a control message of too few or too many records";
+  if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
+  for (std::size_t index = 0; index < header.count; ++index) {
+    const std::uint8_t kind = record_at(message, index).kind;
+    if (kind < static_cast<std::uint8_t>(Kind::read) || kind > static_cast<std::uint8_t>(Kind::bye))
+      return "a record of unknown kind";
+  }
+  if (header.number != due_) return "a control message of another number than was due";
+  return nullptr;
+}
+
+// --- connection: answers and payloads out -------------------------------------------------------------------
+void Connection::answer(const std::byte* message) {
+  const auto header = load<Header>(message);
+  auto reply = service_->take_reply();
+  std::byte* const first = reply->status.data() + sizeof(Header);
+  std::array<Payload, kMostRecords> payloads;
+  std::size_t answers = 0, count = 0;
+  bool join = true;
+  for (std::uint32_t index = 0; index < header.count; ++index) {
+    const Record record = record_at(message, index);
+    Answer said{};
+    said.position = static_cast<std::uint16_t>(index);
+    switch (static_cast<Kind>(record.kind)) {
+      case Kind::read: {
+        const bool small = record.length <= service_->limits_.inline_bytes;
+        Attempt* attempt = nullptr;
+        said.code = static_cast<std::uint8_t>(service_->begin(*this, record, attempt, said));
+        if (attempt != nullptr)
+          payloads[count++] = {attempt, record.length, index, small ? first + answers * sizeof(Answer) : nullptr};
+        else if (small)
+          join = false;  // the client has laid out one message for all of them
+        break;
+      }
+      case Kind::ack:
+        service_->acknowledge(record);
+        continue;
+      case Kind::discard:
+        if (service_->known(record)) service_->ring_.discard(record.slot, record.generation);
+        continue;
+      case Kind::state:
+        if (service_->known(record))
+          said.value = service_->fate(record);
+        else
+          said.code = static_cast<std::uint8_t>(Code::wrong_key);
+        break;
+      default:  // BYE: everything in front of it is done
+        break;
+    }
+    store(first + answers++ * sizeof(Answer), said);
+  }
+  if (answers == 0) return service_->give_back(std::move(reply));
+
+  std::size_t pieces = 1, joined_bytes = 0;
+  reply->joined_count = 0;
+  for (std::size_t each = 0; each < count && join; ++each) {
+    const Payload& payload = payloads[each];
+    if (payload.small == nullptr) continue;
+    auto said = load<Answer>(payload.small);
+    said.flags |= kJoined;
+    store(payload.small, said);
+    reply->joined[reply->joined_count++] = payload.attempt;
+    if (payload.length == 0) continue;
+    reply->pieces[pieces++] = {service_->ring_.payload(payload.attempt->slot), payload.length};
+    joined_bytes += payload.length;
+  }
+  store(reply->status.data(),
+        Header{kVersion, static_cast<std::uint8_t>(Kind::status), static_cast<std::uint16_t>(answers), header.number,
+               static_cast<std::uint32_t>(joined_bytes), 0});
+  reply->pieces[0] = {reply->status.data(), sizeof(Header) + answers * sizeof(Answer)};
+  send_reply(std::move(reply), header.number, pieces);
+  for (std::size_t each = 0; each < count; ++each) {
+    const Payload& payload = payloads[each];
+    if (join && payload.small != nullptr) continue;
+    ++unsent_;
+    endpoint_->send(service_->ring_.payload(payload.attempt->slot), payload.length,
+                    tag_of(client_base_, header.number, 1 + payload.index),
+                    {&Connection::payload_sent, payload.attempt}, service_->mapping_);
+  }
+}
+
+void Connection::send_reply(std::shared_ptr<Reply> reply, std::uint32_t number, std::size_t pieces) {
+  Reply& going = *reply;
+  going.connection = this;
+  ++unsent_;
+  const Waiter waiter{&Connection::reply_sent, &going};
+  const std::uint64_t tag = tag_of(client_base_, number);
+  if (pieces == 1)
+    endpoint_->send(going.pieces[0].buffer, going.pieces[0].length, tag, waiter, std::move(reply));
+  else
+    endpoint_->send_pieces(going.pieces.data(), pieces, tag, waiter, std::move(reply));
+}
+
+void Connection::reply_sent(void* self, std::uint32_t, ucs_status_t status, std::size_t) {
+  auto& reply = *static_cast<Reply*>(self);
+  Connection& connection = *reply.connection;
+  for (std::size_t each = 0; each < reply.joined_count; ++each) connection.service_->sent(*reply.joined[each]);
+  if (status == UCS_OK) connection.service_->give_back(reply.shared_from_this());  // else UCX may have it for ever
+  connection.sent(status);
+}
+
+void Connection::payload_sent(void* self, std::uint32_t, ucs_status_t status, std::size_t) {
+  auto& attempt = *static_cast<Attempt*>(self);
+  Connection& connection = *attempt.connection;
+  connection.service_->sent(attempt);
+  connection.sent(status);
+}
+
+void Connection::sent(ucs_status_t status) {
+  --unsent_;
+  if (over_) return;
+  if (status != UCS_OK && endpoint_->alive()) return end(End::internal, "UCX refused to send");
+  if (has_work()) service_->engine().defer(*this);  // it may have been held up
+}
+
+// --- connection: attempts and the end -----------------------------------------------------------------------
+const Attempt* Connection::oldest() const {
+  const Attempt* oldest = first_;
+  for (const Attempt* each = first_; each != nullptr; each = each->next)
+    if (each->sent_by < oldest->sent_by) oldest = each;
+  return oldest;
+}
+
+void Connection::end_consumed() {
+  for (Attempt* each = first_; each != nullptr;) {
+    Attempt* const next = each->next;
+    if (each->idle() && service_->consumed_elsewhere(*each)) service_->end(*each);
+    each = next;
+  }
+}
+
+long Connection::expire(double before) {
+  for (const Attempt* each = first_; each != nullptr; each = each->next)
+    if (each->sent_by < before && !each->idle()) return -1;
+  long ended = 0;
+  for (Attempt* each = first_; each != nullptr;) {
+    Attempt* const next = each->next;
+    if (each->sent_by < before) {
+      service_->end(*each);
+      ++ended;
+    }
+    each = next;
+  }
+  return ended;
+}
+
+void Connection::end(End how, const char* reason) {
+  if (over_) return;
+  over_ = true;
+  reason_ = reason;
+  --service_->engine().expecting;
+  service_->engine().emit({std::exchange(ended_, nullptr), static_cast<long>(how)});
+}
+
+void Connection::close() {
+  if (closed_) return;
+  closed_ = true;
+  end(End::gone, "closed by this side");
+  endpoint_->abort();
+  service_->engine().forget(*this);
+  while (first_ != nullptr) service_->end(*first_);
+}
+
+}  // namespace transport::ucp

@@ -1,0 +1,198 @@
+// The listener's side of connections that have been admitted: CONTROL messages in; pins, answers and payloads out.
+//
+//   Connection   OPEN ──the peer is gone, or broke the protocol──► ENDED ──close──► CLOSED
+//                  └──close (idle, late, the listener stops)───────────────────────────┘
+//
+//   Attempt      SENDING ──UCX has let go──► IDLE ──acknowledged, consumed elsewhere, late, closed──► over, unpinned
+//                  └──acknowledged──► ACKNOWLEDGED ──UCX has let go──► over, unpinned
+//
+// An attempt is one rank's read of one payload through one connection, and holds one pin until it is over. Whatever
+// ends a connection, UCX is out of the slots' memory before their pins go. ENDED is told once, by an event; `close` is
+// left to whoever hears of it, since it makes progress.
+//
+// Not thread-safe: everything belongs to the engine's thread, and nothing in here needs Python's lock.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "../ring.hpp"
+#include "engine.hpp"
+#include "frames.hpp"
+
+namespace transport::ucp {
+
+class Connection;
+
+// `status` of the classes in transport/errors.py.
+enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8 };
+
+// SlotFate of transport/wire.py.
+enum class Fate : std::uint8_t { readable = 1, consumed = 2, gone = 3 };
+
+// Outcome of the event that a connection ends with.
+enum class End : long { gone = 0, garbage = 1, internal = 2 };
+
+struct Limits {
+  std::uint64_t inline_bytes = 8192;  // a payload of at most so many is small
+  double slowest_rate = 100e6;        // bytes per second that a client takes at least
+  std::size_t most_attempts = 4096;   // per connection: one that never acknowledges does not grow the listener
+  std::size_t most_unsent = 1024;     // per connection: answers and payloads that its client has not taken yet
+  std::uint32_t numbers = kMessageNumbers;
+};
+
+struct Attempt {
+  enum class State : std::uint8_t { sending, acknowledged, idle };
+
+  Connection* connection = nullptr;
+  std::uint32_t slot = 0, generation = 0;
+  std::uint8_t rank = 0;
+  State state = State::idle;
+  double sent_by = 0;  // when its bytes are through at the slowest normal rate, in seconds of the monotonic clock
+  Attempt *previous = nullptr, *next = nullptr;  // of the connection
+  Attempt *previous_of_slot = nullptr, *next_of_slot = nullptr;
+
+  bool idle() const { return state == State::idle; }
+};
+
+// A STATUS message under way: header and answers, then the payloads that it carries, straight from their slots.
+struct Reply : std::enable_shared_from_this<Reply> {
+  explicit Reply(std::shared_ptr<Mapping> slots) : mapping(std::move(slots)) {}
+
+  Connection* connection = nullptr;
+  std::size_t joined_count = 0;
+  std::array<Attempt*, kMostRecords> joined;
+  std::array<ucp_dt_iov_t, 1 + kMostRecords> pieces;
+  std::array<std::byte, kStatusBytes> status;
+  std::shared_ptr<Mapping> mapping;  // UCX may be left with a send that it never completes
+};
+
+// What the connections of a listener share.
+class Service {
+ public:
+  Service(Engine& engine, Ring& ring, const Limits& limits);
+  Service(const Service&) = delete;
+  Service& operator=(const Service&) = delete;
+
+  Engine& engine() const { return *engine_; }
+  std::size_t attempts() const { return attempts_; }
+
+  // An event with `token`, an owned reference, as soon as there is no attempt, or when another one waits.
+  void when_quiet(void* token);
+
+  bool draining = false;  // what is under way is finished, nothing is begun
+
+ private:
+  friend class Connection;
+
+  bool known(const Record& record) const;
+  Code begin(Connection& connection, const Record& record, Attempt*& attempt, Answer& answer);
+  void acknowledge(const Record& record);
+  std::uint64_t fate(const Record& record) const;
+  void sent(Attempt& attempt);
+  void end(Attempt& attempt);   // gives its pin back
+  void drop(Attempt& attempt);  // its pin is gone
+  bool consumed_elsewhere(const Attempt& attempt) const;
+  void tell_quiet();
+
+  std::shared_ptr<Reply> take_reply();
+  void give_back(std::shared_ptr<Reply> reply);
+
+  const std::shared_ptr<Engine> engine_;
+  Ring& ring_;
+  Limits limits_;
+  std::shared_ptr<Mapping> mapping_;  // a ring that is closed too early leaves UCX its memory
+  std::uint64_t slot_count_;
+  void* quiet_ = nullptr;
+  std::size_t attempts_ = 0;
+  std::vector<Attempt*> of_slot_;  // Invariant: a pin keeps the generation, so those of a slot are of one generation
+  std::deque<Attempt> made_;
+  Attempt* free_ = nullptr;
+  std::vector<std::shared_ptr<Reply>> replies_;
+};
+
+// A client's connection after WELCOME.
+class Connection : public Deferred {
+ public:
+  // `ended` is an owned reference for the event that tells of the end. Receives stand when this returns.
+  static std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
+                                          std::uint32_t tag_base, std::uint32_t client_base, void* ended);
+  ~Connection() override { close(); }
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  void close();
+
+  bool closed() const { return closed_; }
+  std::size_t attempts() const { return attempts_; }
+  std::size_t unsent() const { return unsent_; }
+  double last_active() const { return last_active_; }  // seconds of the monotonic clock
+  const char* reason() const { return reason_; }       // why it ended, in words
+  const Attempt* oldest() const;                       // the attempt that is late first
+
+  // End attempts that were acknowledged through other listeners.
+  void end_consumed();
+  // End attempts whose `sent_by` is before `before`: how many. -1, and nothing ended, when the bytes of one are not
+  // through: UCX is in its slot, so that only `close` ends it.
+  long expire(double before);
+
+ private:
+  friend class Service;
+
+  static constexpr std::size_t kReceives = 2;  // the next request can land while one is being answered
+  struct Inbox {
+    std::array<std::array<std::byte, kControlBytes>, kReceives> messages;
+  };
+  struct Payload {
+    Attempt* attempt;
+    std::uint64_t length;
+    std::uint32_t index;  // of its record
+    std::byte* small;     // its answer, where the payload is small enough to be joined to it
+  };
+  struct Arrival {
+    bool here = false;
+    ucs_status_t status = UCS_OK;
+    std::size_t length = 0;
+  };
+
+  Connection(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base,
+             std::uint32_t client_base)
+      : service_(std::move(service)),
+        endpoint_(std::move(endpoint)),
+        inbox_(std::make_shared<Inbox>()),
+        tag_base_(tag_base),
+        client_base_(client_base) {}
+
+  static void received(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
+  static void reply_sent(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
+  static void payload_sent(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
+
+  void run() override;
+  bool has_work() const;
+  void post();
+  const char* fault_of(const std::byte* message, std::size_t length) const;
+  void answer(const std::byte* message);
+  void send_reply(std::shared_ptr<Reply> reply, std::uint32_t number, std::size_t pieces);
+  void sent(ucs_status_t status);
+  void end(End how, const char* reason);
+
+  std::shared_ptr<Service> service_;
+  std::shared_ptr<Endpoint> endpoint_;
+  std::shared_ptr<Inbox> inbox_;  // UCX may be left with a receive that it never completes
+  std::uint32_t tag_base_, client_base_;
+  void* ended_ = nullptr;  // null once it was told
+  bool over_ = false, closed_ = false;
+  const char* reason_ = "";
+  std::uint32_t due_ = 0, posted_ = 0;  // message numbers
+  std::array<Arrival, kReceives> arrivals_;
+  std::size_t unsent_ = 0;
+  std::size_t attempts_ = 0;
+  Attempt* first_ = nullptr;
+  double last_active_ = 0;
+};
+
+}  // namespace transport::ucp

@@ -1,0 +1,149 @@
+"""Interface of the native engine (native/ucp). It needs the UCX library that ucxx loads; see transport/ucx.py.
+
+Everything belongs to one thread. A ``token`` is the future that gets the outcome: `Engine.drive`, `collect` and `close`
+return pairs (token, outcome), where an outcome is a number, a list of numbers, or (status, peer) of a failure with a
+negative UCX status; a `Listener`'s pairs are (its callback, Endpoint).
+
+``memory`` is anything with the buffer protocol, writable for a receive, or a tuple (address, bytes, object that keeps
+it) for memory of any kind; of a kind that is not the host's only for reads that are not small, without a checksum.
+It stays exported until UCX has completed the request.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, final
+
+from typing_extensions import Buffer
+
+from transport import _native
+
+_Memory: TypeAlias = Buffer | tuple[int, int, object]
+_Outcome: TypeAlias = int | list[int] | tuple[int, str]
+_Record: TypeAlias = tuple[int, int, int, int, int, int]  # kind, slot, generation, rank, key, length
+_Want: TypeAlias = tuple[int, int, int, int, int, int | None, _Memory]  # slot, generation, rank, key, size, checksum
+
+class UcxFault(Exception):
+    """UCX refused at once; args are (status, message)."""
+
+# UCX's statuses, negative
+ERR_BUSY: int
+ERR_NO_DEVICE: int
+ERR_UNREACHABLE: int
+ERR_NOT_CONNECTED: int
+ERR_REJECTED: int
+ERR_INVALID_PARAM: int
+ERR_INVALID_ADDR: int
+ERR_CANCELED: int
+ERR_CONNECTION_RESET: int
+
+def status_text(status: int) -> str: ...
+def knows_cuda_memory(context: int) -> bool:
+    """Whether the context (a ucp_context_h) tells CUDA memory from the host's."""
+
+# outcomes of a read beside 0 and the listener's refusals (1 to 255)
+WRONG_CHECKSUM: int
+WRONG_LENGTH: int
+PROTOCOL: int  # of the whole message: its answer does not fit
+
+@final
+class Engine:
+    descriptor: int  # readable when there is something to do, once `drive` has returned None
+    requests: int  # under way
+    abandoned: int  # that UCX will never complete: their peer died in the middle of a message
+    closed: bool
+
+    def __init__(self, worker: int, owner: object) -> None:
+        """``worker`` is a ucp_worker_h, ``owner`` what keeps it."""
+    def drive(self, spin_s: float) -> list[tuple[Any, Any]] | None:
+        """Progress without the GIL. None: nothing to do, the descriptor is armed. A list: call again soon."""
+    def collect(self) -> list[tuple[Any, Any]]:
+        """What has come to an end, without progress."""
+    def close(self) -> list[tuple[Any, Any]]:
+        """Abort every endpoint, close the listeners; UCX is out of all memory. Idempotent."""
+
+@final
+class Endpoint:
+    peer: str  # address and port
+    open: bool  # not aborted by this side
+    alive: bool  # and the peer is not known to be gone
+    under_way: int  # requests
+
+    @staticmethod
+    def connect(engine: Engine, address: str, port: int) -> Endpoint: ...
+    def send(self, token: object, memory: _Memory, tag: int) -> None: ...
+    def receive(self, token: object, memory: _Memory, tag: int) -> None: ...
+    def send_stream(self, token: object, memory: _Memory) -> None: ...
+    def receive_stream(self, token: object, memory: _Memory) -> None: ...
+    def abort(self) -> None: ...
+    def transports(self) -> list[tuple[str, str]]: ...
+
+@final
+class Listener:
+    port: int
+
+    def __init__(self, engine: Engine, address: str, port: int, arrived: Callable[[Endpoint], object]) -> None: ...
+    def close(self) -> None: ...
+
+@final
+class Link:
+    """The client's side of a connection after its handshake."""
+
+    next_number: int
+    usable: bool  # alive, and with numbers left for a request and a farewell
+    under_way: int  # messages without their answer
+
+    def __init__(self, endpoint: Endpoint, tag_base: int, their_base: int, inline_limit: int) -> None: ...
+    def read(self, token: object, wants: list[_Want], acks: Sequence[_Record]) -> int:
+        """One message; its number. Outcome: a number for one want, a list for several."""
+    def ask(self, token: object, record: _Record, before: Sequence[_Record]) -> int:
+        """Outcome: [code, value]."""
+    def tell(self, records: Sequence[_Record]) -> int: ...
+
+# what must be equal to transport/errors.py and transport/wire.py
+CODES: dict[str, int]
+FATES: dict[str, int]
+
+# outcomes of a connection's ``ended``
+END_GONE: int
+END_GARBAGE: int
+END_INTERNAL: int
+
+@final
+class Service:
+    """What the connections of a listener share: the ring, limits, attempts by payload."""
+
+    draining: bool  # while it is set, reads are told that the listener is busy
+    attempts: int
+
+    def __init__(
+        self,
+        engine: Engine,
+        ring: _native.Ring,
+        *,
+        inline_limit: int,
+        slowest_rate: float,
+        most_attempts: int,
+        most_unsent: int,
+        numbers: int,
+    ) -> None: ...
+    def when_quiet(self, future: object) -> None:
+        """Resolve the future as soon as there is no attempt."""
+
+@final
+class Connection:
+    """A client's connection after WELCOME. ``ended`` resolves once, to one of the END_ numbers."""
+
+    last_active: float  # monotonic seconds
+    attempts: int
+    unsent: int  # answers and payloads under way
+    oldest: float | None  # by when the bytes of the attempt that is late first should have been through
+    reason: str  # why it ended
+
+    def __init__(
+        self, service: Service | None, endpoint: Endpoint, tag_base: int, client_base: int, ended: object
+    ) -> None: ...
+    def end_consumed(self) -> None:
+        """End attempts that were acknowledged through other listeners."""
+    def expire(self, before: float) -> int:
+        """End attempts that are late; how many. -1: UCX still reads one's slot, so only `close` ends it."""
+    def close(self) -> None:
+        """UCX is out of the slots' memory before their pins go."""

@@ -1,0 +1,60 @@
+"""Futures with deadlines, under one timer of the loop: a read does not make and cancel a timer of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Watch:
+    """Fails futures that are late with TimeoutError. Belongs to the running loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._due: dict[asyncio.Future[Any], float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        # Invariant: the timer goes off at or before the earliest moment in _due.
+        self._timer_at = float("inf")
+
+    def __repr__(self) -> str:
+        return f"<Watch {len(self._due)} futures>"
+
+    async def bounded(self, future: asyncio.Future[T], at: float) -> T:
+        """The result of ``future``, or TimeoutError at ``at`` (monotonic seconds)."""
+        self.add(future, at)
+        try:
+            return await future
+        finally:
+            self._due.pop(future, None)
+
+    def add(self, future: asyncio.Future[Any], at: float) -> None:
+        """Fail ``future`` at ``at``, unless it is done by then."""
+        self._due[future] = at
+        if at < self._timer_at:
+            self._arm(at)
+
+    def _arm(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = None
+        if at < float("inf"):
+            self._timer = self._loop.call_later(max(0.0, at - time.monotonic()), self._ring)
+
+    def _ring(self) -> None:
+        now = time.monotonic()
+        for future, at in list(self._due.items()):
+            if at <= now:
+                del self._due[future]
+                if not future.done():
+                    future.set_exception(TimeoutError())
+        self._timer = None
+        self._arm(min(self._due.values(), default=float("inf")))
+
+    def close(self) -> None:
+        """Let go of the timer and of every future."""
+        self._due.clear()
+        self._arm(float("inf"))
