@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # Both CUDA variants of ucxx install the same module, so exactly one is chosen. Neither needs a GPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | grep -oE 'CUDA Version: [0-9]+' | grep -oE '[0-9]+$$')
 UCXX := $(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA)),cu13,cu12)
-EXTRAS := $(UCXX),demo,test,lint
+EXTRAS := $(UCXX),demo,bench,test,lint
 NATIVE := $(wildcard native/*.cpp native/*.hpp native/vendor/*.h native/CMakeLists.txt)
 NATIVE_TESTS := $(wildcard native/tests/*)
 
@@ -42,9 +42,19 @@ install: $(VENV)/installed ## install into .venv what is missing
 demo: $(VENV)/installed ## the main job: rollouts play CartPole, a trainer learns from their payloads
 	@$(BIN)/transport demo
 
-bench: $(VENV)/installed ## reads over every wire, and ring operations
-	@$(BIN)/python benchmarks/reads.py
-	@$(BIN)/python benchmarks/ring.py
+# Peers are installed once; one that failed is tried again when its folder in build/peers is removed, or by bench-peers.
+build/peers/stamp: transport/bench/registry.py benchmarks/install_peers.py | $(VENV)/installed
+	@$(BIN)/python benchmarks/install_peers.py
+	@touch $@
+
+.PHONY: bench-peers
+bench-peers: $(VENV)/installed ## install what bench compares with, each into its own build/peers/NAME
+	@$(BIN)/python benchmarks/install_peers.py
+	@touch build/peers/stamp
+
+bench: build/peers/stamp ## reads over every wire beside the peers, drawn in docs/bench.png; ring operations
+	@$(BIN)/transport bench loopback --checksum on,off --peers all --json build/bench.json --plot docs/bench.png
+	@$(BIN)/transport bench ring
 
 # --- checking ---------------------------------------------------------------------------------------------------------
 test: lint native-test model pytest ## the whole suite: lint, native tests under sanitizers, the model, pytest

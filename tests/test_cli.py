@@ -18,7 +18,8 @@ import pytest
 from transport import Schema, SharedRingBuffer, Ticket, UpTo, _native
 from transport.cli import run
 
-COMMANDS = ("demo", "read", "reclaim")
+COMMANDS = ("bench", "demo", "read", "reclaim")
+BENCHES = ("bench loopback", "bench scaling", "bench ring")
 SCHEMA = Schema.of(observation=("float32", UpTo(8), 2), file=("int64",))
 
 
@@ -31,9 +32,9 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # --- all commands ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS + BENCHES)
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([command, "--help"]) == 0
+    assert run([*command.split(), "--help"]) == 0
     assert f"Example: transport {command}" in capsys.readouterr().out
 
 
@@ -49,6 +50,12 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ([], "transport: Missing command; see `transport --help`"),
         (["juggle"], "transport: No such command 'juggle'; see `transport --help`"),
         (["demo", "--juggle"], "transport demo: No such option: --juggle; see `transport demo --help`"),
+        (["bench"], "transport bench: Missing command; see `transport bench --help`"),
+        (["bench", "juggle"], "transport bench: No such command 'juggle'; see `transport bench --help`"),
+        (
+            ["bench", "ring", "--juggle"],
+            "transport bench ring: No such option: --juggle; see `transport bench ring --help`",
+        ),
         (["read"], "transport read: Missing argument 'TICKET'; see `transport read --help`"),
         (
             ["demo", "--queue", "redis://host"],

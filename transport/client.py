@@ -164,7 +164,7 @@ class UCXXClient:
         deadline = self._deadline(timeout)
         work = grouped(list(tickets), self._settings)
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
-        finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(1)
+        finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(concurrency)
         expected = sum(len(group) for group in work)
         work.reverse()
 

@@ -10,7 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transport import _native
 from transport.errors import (
@@ -37,6 +37,17 @@ BATCH_BYTES = 256 << 10  # small payloads answered by one message
 _CHECKSUM_IN_THREAD = 8 << 20  # from here on a checksum takes longer than a hop to a thread
 
 
+class _Request(NamedTuple):
+    """One message under way, and how long it may take: by the settings, and by what the caller gave."""
+
+    link: Link
+    wants: list[Want]
+    number: int
+    answer: asyncio.Future[Any]
+    limit_s: float
+    left_s: float
+
+
 class RemoteReads:
     """What a client does through its links. Belongs to the client's loop.
 
@@ -59,48 +70,70 @@ class RemoteReads:
 
         ``spent``: one attempt was made already, as part of a batch. Raises what `UCXXClient.read` documents.
         """
-        return await self._anywhere(want.ticket, deadline, spent, lambda port: self._fetch(port, want, deadline))
+        links, ticket = self._links, want.ticket
+        self._check_wires(ticket)
+        port = links.next_port(ticket.ring, links.ports(ticket))
+        failure: TransportError | None = None
+        request = None if spent else self._begin(port, want, deadline)
+        if request is not None:  # a link is idle: the usual way, which needs no plan
+            try:
+                await self._finish(request)
+            except TransportError as error:
+                failure = error
+            else:
+                return request.link.wire, port
+        return await self._anywhere(
+            ticket, port, deadline, spent, lambda port: self._fetch(port, want, deadline), failure
+        )
 
     async def ask(self, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline) -> Answer:
         """Send a record that is answered without payload, after others that have no answer."""
+        self._check_wires(ticket)
+        port = self._links.next_port(ticket.ring, self._links.ports(ticket))
         answer, _ = await self._anywhere(
-            ticket, deadline, False, lambda port: self._ask(port, ticket, record, before, deadline)
+            ticket, port, deadline, False, lambda port: self._ask(port, ticket, record, before, deadline)
         )
         return answer
 
-    async def _anywhere(
-        self, ticket: Ticket, deadline: Deadline, spent: bool, attempt: Callable[[PortKey], Awaitable[T]]
-    ) -> tuple[T, PortKey]:
-        """Make ``attempt`` at one port after the other until one succeeds or the plan gives up."""
+    def _check_wires(self, ticket: Ticket) -> None:
         if self._wires is not None and not self._wires - {"mapped"}:
             raise WireNotAllowedError(
                 f"payload {ticket.name} cannot be mapped from here, and wire={sorted(self._wires)} allows no other"
             )
+
+    async def _anywhere(
+        self,
+        ticket: Ticket,
+        port: PortKey,
+        deadline: Deadline,
+        spent: bool,
+        attempt: Callable[[PortKey], Awaitable[T]],
+        failure: TransportError | None = None,
+    ) -> tuple[T, PortKey]:
+        """Make ``attempt`` at one port after the other, beginning with ``port``, until the plan gives up.
+
+        ``failure``: the first attempt was made and failed so.
+        """
         links = self._links
         ports = links.ports(ticket)
-        plan: Retry | None = None  # made when it is needed: mostly the first attempt succeeds
+        attempts = max(1, attempts_of_read(self._settings, len(ports)) - spent)
+        plan = Retry(attempts, deadline, self._settings, random.random)
         refused = False  # a port said in this call that it serves another ring
-        if deadline.passed(time.monotonic()):
-            plan = self._plan(deadline, len(ports), spent)
+        number = 1
+
+        def note(port: PortKey, error: TransportError) -> bool:
+            self.checksum_failures += isinstance(error, ChecksumError)
+            wrong_ring = links.failed(ticket.ring, port, error)
+            another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
+            plan.failed(error, time.monotonic(), elsewhere=another)
+            return wrong_ring
+
+        chosen: PortKey | None = port
+        if failure is not None:
+            plan.begin()
+            refused, chosen = note(port, failure), None
         while True:
-            step = Try(1) if plan is None else plan.step(time.monotonic())
-            match step:
-                case Try(number):
-                    self.retries += number > 1
-                    port = links.next_port(ticket.ring, ports)
-                    try:
-                        result = await attempt(port)
-                    except TransportError as error:
-                        if plan is None:
-                            plan = self._plan(deadline, len(ports), spent)
-                            plan.begin()
-                        self.checksum_failures += isinstance(error, ChecksumError)
-                        refused |= links.failed(ticket.ring, port, error)
-                        another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
-                        plan.failed(error, time.monotonic(), elsewhere=another)
-                        continue
-                    links.succeeded(ticket.ring, port)
-                    return result, port
+            match plan.step(time.monotonic()):
                 case Wait(seconds):
                     await asyncio.sleep(seconds)
                 case GiveUp(error):
@@ -109,43 +142,72 @@ class RemoteReads:
                             f"payload {ticket.name}: no listener serves its ring {ticket.ring[:8]} any more"
                         ) from error
                     raise error
-
-    def _plan(self, deadline: Deadline, ports: int, spent: bool) -> Retry:
-        attempts = max(1, attempts_of_read(self._settings, ports) - spent)
-        return Retry(attempts, deadline, self._settings, random.random)
+                case Try(number):
+                    self.retries += number > 1
+                    port, chosen = chosen or links.next_port(ticket.ring, ports), None
+                    try:
+                        result = await attempt(port)
+                    except TransportError as error:
+                        refused |= note(port, error)
+                        continue
+                    links.succeeded(ticket.ring, port)
+                    return result, port
 
     # --- one attempt --------------------------------------------------------------------------------
+    def _begin(self, port: PortKey, want: Want, deadline: Deadline) -> _Request | None:
+        """Send the request for one payload, if there is an idle link to ``port``; None: there is none."""
+        now = time.monotonic()
+        if now >= deadline.at:
+            return None
+        link = self._links.try_checkout(port, want.ticket.ring)
+        try:
+            return None if link is None else self._send(link, [want], want.ticket.size, now, deadline)
+        except TransportError:
+            return None  # the link broke just now; another one may not
+
     async def _fetch(self, port: PortKey, want: Want, deadline: Deadline) -> Wire:
-        """When it fails in any way, UCX is out of the buffer before it returns."""
-        link, failures = await self._request(port, [want], want.ticket.size, deadline)
-        if failures is not None and (failure := failures[0]) is not None:
-            raise failure
+        """One attempt. When it fails in any way, UCX is out of the buffer before it returns."""
+        link = await self._checkout(port, want.ticket.ring, deadline)
+        await self._finish(self._send(link, [want], want.ticket.size, time.monotonic(), deadline))
         return link.wire
 
-    async def _request(
-        self, port: PortKey, wants: list[Want], size: int, deadline: Deadline
-    ) -> tuple[Link, list[TransportError | None] | None]:
-        """One message over a link to ``port``: what became of each want, of ``size`` bytes together; None: all good."""
-        links = self._links
-        ring = wants[0].ticket.ring
-        link = links.try_checkout(port, ring) or await self._checkout(port, ring, deadline)
-        begun = time.monotonic()
+    def _send(self, link: Link, wants: list[Want], size: int, now: float, deadline: Deadline) -> _Request:
+        """One message for ``wants``, of ``size`` bytes together, under a limit of time."""
         limit_s = self._settings.read_timeout(size)
+        left_s = deadline.at - now
         try:
-            number, answer = links.request(link, wants)
-            outcome = await self._watch.bounded(answer, min(begun + limit_s, deadline.at))
-            failures = None if outcome == 0 else link.outcomes(wants, outcome)
-            links.ledger.answered(link, number)
-            later = size >= _CHECKSUM_IN_THREAD or type(wants[0].destination) is tuple
-            if later and failures is None and (wrong := await self._verify(wants[0])):
-                failures = [wrong]
-        except BaseException as error:
-            links.break_off(link)
-            if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
-                raise self._late(link, limit_s, deadline.at - begun) from error
+            number, answer = self._links.request(link, wants)
+        except BaseException:
+            self._links.break_off(link)
             raise
-        links.checkin(link)
-        return link, failures
+        self._watch.add(answer, now + min(limit_s, left_s))
+        return _Request(link, wants, number, answer, limit_s, left_s)
+
+    async def _finish(self, request: _Request) -> None:
+        """Wait for the outcome of a request for one payload, verify it, give the link back. Raises what failed."""
+        failures = await self._outcomes(request)
+        want = request.wants[0]
+        if failures is None and (want.ticket.size >= _CHECKSUM_IN_THREAD or type(want.destination) is tuple):
+            failures = [await self._verify(want)]
+        if failures is not None and (failure := failures[0]) is not None:
+            raise failure
+
+    async def _outcomes(self, request: _Request) -> list[TransportError | None] | None:
+        """What became of each want, None if all is good. When this fails or is cancelled, the link is broken off."""
+        link = request.link
+        try:
+            outcome = await request.answer
+            failures = None if outcome == 0 else link.outcomes(request.wants, outcome)
+        except BaseException as error:
+            self._watch.remove(request.answer)
+            self._links.break_off(link)
+            if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
+                raise _late(link, request.limit_s, request.left_s) from error
+            raise
+        self._watch.remove(request.answer)
+        self._links.ledger.answered(link, request.number)
+        self._links.checkin(link)
+        return failures
 
     def want(self, ticket: Ticket, rank: int, destination: Any) -> Want:
         """With the checksum that is verified as soon as the payload is here; not one that takes long to compute.
@@ -166,13 +228,6 @@ class RemoteReads:
             actual = await asyncio.to_thread(_native.checksum, want.destination)
         return None if actual == expected else wrong_checksum(want, actual)
 
-    def _late(self, link: Link, limit_s: float, left_s: float) -> TransportError:
-        """The error for an attempt that took ``limit_s``, or ``left_s``, which was all that the caller gave."""
-        host, port = link.port
-        if left_s < limit_s:  # the caller was in a hurry; the port may be as healthy as ever
-            return DeadlineExceededError(f"{host}:{port} did not answer before the deadline")
-        return ReadTimeoutError(f"{host}:{port} did not answer within {limit_s:.1f} s")
-
     async def _ask(
         self, port: PortKey, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline
     ) -> Answer:
@@ -181,12 +236,14 @@ class RemoteReads:
         limit_s = self._settings.read_timeout(0)
         try:
             number, asking = link.ask(record, before)
-            answer = link.answer(await self._watch.bounded(asking, min(begun + limit_s, deadline.at)))
+            self._watch.add(asking, min(begun + limit_s, deadline.at))
+            answer = link.answer(await asking)
         except BaseException as error:
             self._links.break_off(link)
             if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
-                raise self._late(link, limit_s, deadline.at - begun) from error
+                raise _late(link, limit_s, deadline.at - begun) from error
             raise
+        self._watch.remove(asking)
         self._links.checkin(link)
         self._links.ledger.answered(link, number)
         if answer.code:
@@ -216,7 +273,8 @@ class RemoteReads:
         ring = wants[0].ticket.ring
         port = self._links.next_port(ring, self._links.ports(wants[0].ticket))
         try:
-            link, failures = await self._request(port, wants, BATCH_BYTES, deadline)
+            link = await self._checkout(port, ring, deadline)
+            failures = await self._outcomes(self._send(link, wants, BATCH_BYTES, time.monotonic(), deadline))
         except TransportError as error:
             self._links.failed(ring, port, error)
             raise
@@ -228,6 +286,14 @@ class RemoteReads:
     def close(self) -> None:
         """Let go of the timer."""
         self._watch.close()
+
+
+def _late(link: Link, limit_s: float, left_s: float) -> TransportError:
+    """The error for an attempt that took ``limit_s``, or ``left_s``, which was all that the caller gave."""
+    host, port = link.port
+    if left_s < limit_s:  # the caller was in a hurry; the port may be as healthy as ever
+        return DeadlineExceededError(f"{host}:{port} did not answer before the deadline")
+    return ReadTimeoutError(f"{host}:{port} did not answer within {limit_s:.1f} s")
 
 
 def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 class Watch:
@@ -22,19 +20,15 @@ class Watch:
     def __repr__(self) -> str:
         return f"<Watch {len(self._due)} futures>"
 
-    async def bounded(self, future: asyncio.Future[T], at: float) -> T:
-        """The result of ``future``, or TimeoutError at ``at`` (monotonic seconds)."""
-        self.add(future, at)
-        try:
-            return await future
-        finally:
-            self._due.pop(future, None)
-
     def add(self, future: asyncio.Future[Any], at: float) -> None:
-        """Fail ``future`` at ``at``, unless it is done by then."""
+        """Fail ``future`` at ``at`` (monotonic seconds) unless it is done by then, or removed."""
         self._due[future] = at
         if at < self._timer_at:
             self._arm(at)
+
+    def remove(self, future: asyncio.Future[Any]) -> None:
+        """It has come to an end. The timer stays: the next future mostly needs it."""
+        self._due.pop(future, None)
 
     def _arm(self, at: float) -> None:
         if self._timer is not None:

@@ -13,6 +13,7 @@ namespace {
 
 constexpr std::int64_t kLongestTurnNs = 2'000'000;  // then the loop's other work has its turn
 constexpr std::int64_t kShortestSpinNs = 5'000;
+constexpr std::int64_t kGatherNs = 20'000;  // what comes with an event is handed over with it
 
 std::int64_t now_ns() {
   timespec time;
@@ -430,11 +431,11 @@ bool Engine::drive(std::int64_t spin_most_ns) {
       }
       active_ns_ = now;
     }
-    if (!events_.empty()) return false;
     if (did != 0) {
-      if (now - entered > kLongestTurnNs) return false;
+      if (now - entered > (events_.empty() ? kLongestTurnNs : kGatherNs)) return false;
       continue;
     }
+    if (!events_.empty()) return false;
     now = now_ns();
     if (expecting != 0 && now - active_ns_ < std::min(spin_ns_, spin_most_ns)) {
       relax();

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 
 import typer
 
-from transport.cli import demo, read, reclaim
+from transport.cli import bench, demo, read, reclaim
 from transport.errors import TransportError, UsageError
 
 __all__ = ["main", "run"]
@@ -27,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench.app, name="bench")
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 app.command("read", epilog=read.EXAMPLE)(read.read)
 app.command("reclaim", epilog=reclaim.EXAMPLE)(reclaim.reclaim)
@@ -51,8 +52,7 @@ def _options(
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns its exit status."""
-    known = {command.name for command in app.registered_commands}
-    command = " ".join(["transport", *(name for name in arguments[:1] if name in known)])
+    command = " ".join(["transport", *_named(arguments)])
     try:
         status = app(list(arguments), prog_name="transport", standalone_mode=False)
     except _ArgumentError as error:
@@ -66,6 +66,19 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _failed(130, command, "interrupted")
     return status if isinstance(status, int) else 0
+
+
+def _named(arguments: Sequence[str]) -> list[str]:
+    """The leading arguments that name the command, or a group and its command."""
+    groups = {group.name: group.typer_instance for group in app.registered_groups}
+    level: typer.Typer | None = app
+    found: list[str] = []
+    for name in arguments:
+        if level is None or name not in {*(each.name for each in level.registered_commands), *groups}:
+            break
+        found.append(name)
+        level = groups.get(name)
+    return found
 
 
 def _failed(status: int, command: str, what: str) -> int:

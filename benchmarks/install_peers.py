@@ -1,0 +1,82 @@
+"""Install what `transport bench loopback --peers` measures, each peer into an environment of its own in build/peers.
+
+    .venv/bin/python benchmarks/install_peers.py [NAME …]
+
+What is there already stays. System libraries that a wheel lacks are downloaded by apt and unpacked into the
+environment, which needs no root and changes nothing outside. A peer that cannot be installed is skipped: the reason is
+printed, kept in its folder, and shown by the benchmark; the next run tries again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from transport.bench.processes import last_line
+from transport.bench.registry import ENVIRONMENTS, PEERS, REASON_FILE, SCRIPTS, STAMP_FILE, Peer, library_path
+
+_LONGEST_S = 900.0
+
+
+class NotInstalledError(Exception):
+    """A step failed; the message is the reason."""
+
+
+def run(what: str, command: list[str], folder: Path) -> None:
+    """One step of an installation, in ``folder``."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=_LONGEST_S)
+    except FileNotFoundError as error:
+        raise NotInstalledError(f"{what}: {error.filename} is not on this machine") from error
+    except subprocess.TimeoutExpired as error:
+        raise NotInstalledError(f"{what}: no end within {_LONGEST_S:.0f} s") from error
+    if done.returncode:
+        raise NotInstalledError(f"{what} failed: {last_line(done.stderr)}")
+
+
+def install(peer: Peer, home: Path) -> None:
+    """Everything of one peer, from nothing."""
+    run("making an environment", [sys.executable, "-m", "venv", str(home)], home.parent)
+    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for requirement in ("numpy", *peer.requirements):
+        run(f"pip install {requirement}", [*pip, *requirement.split()], home)
+    if peer.libraries:
+        system = home / "system"
+        system.mkdir()
+        run(f"apt-get download {' '.join(peer.libraries)}", ["apt-get", "download", *peer.libraries], system)
+        for package in system.glob("*.deb"):
+            run(f"unpacking {package.name}", ["dpkg", "-x", package.name, "."], system)
+            package.unlink()
+    check = ["env", f"LD_LIBRARY_PATH={library_path(peer)}", str(home / "bin" / "python"), "-c"]
+    script = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import {peer.script}"
+    run("importing it", [*check, script], home)
+
+
+def main() -> None:
+    """Install the peers that are named, or all."""
+    unknown = set(sys.argv[1:]) - set(PEERS)
+    if unknown:
+        raise SystemExit(f"no peers: {', '.join(sorted(unknown))}; choose some of {', '.join(PEERS)}")
+    ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+    chosen = {peer.environment: peer for name, peer in PEERS.items() if name in (sys.argv[1:] or PEERS)}
+    for environment, peer in chosen.items():
+        home = ENVIRONMENTS / environment
+        if not environment or (home / STAMP_FILE).exists():
+            continue
+        shutil.rmtree(home, ignore_errors=True)
+        print(f"installing {environment} …", flush=True)
+        try:
+            install(peer, home)
+        except NotInstalledError as error:
+            shutil.rmtree(home, ignore_errors=True)
+            home.mkdir()
+            (home / REASON_FILE).write_text(f"{error}\n", encoding="utf-8")
+            print(f"skipped {environment}: {error}", flush=True)
+        else:
+            (home / STAMP_FILE).touch()
+
+
+if __name__ == "__main__":
+    main()

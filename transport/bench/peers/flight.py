@@ -1,0 +1,81 @@
+"""Arrow Flight over gRPC and TCP: DoGet of a record batch with one array of bytes, copied into the buffer."""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.flight as fl
+
+if TYPE_CHECKING:
+    from transport.bench.peers.harness import Bytes, Content, Link
+
+_REQUEST = struct.Struct("<Q")
+
+
+def serve(content: Content, slots: int, link: Link) -> None:
+    """Record batches that look into the payloads' memory."""
+    payloads = [content.payload(number).copy() for number in range(slots)]
+    batches = [pa.record_batch([pa.array(payload)], names=["data"]) for payload in payloads]
+
+    class Server(fl.FlightServerBase):  # type: ignore[misc]
+        def do_get(self, context: Any, ticket: Any) -> Any:
+            batch = batches[_REQUEST.unpack(ticket.ticket)[0]]
+            return fl.RecordBatchStream(pa.Table.from_batches([batch]))
+
+    server = Server("grpc://127.0.0.1:0")
+    link.ready(str(server.port))
+    link.wait()
+    server.shutdown()
+
+
+class Client:
+    """One client; a thread for each read under way."""
+
+    def __init__(self, port: int, buffers: Sequence[Bytes], concurrency: int) -> None:
+        self._client = fl.connect(f"grpc://127.0.0.1:{port}")
+        self._buffers = buffers
+        self._concurrency = concurrency
+
+    def fetch(self, requests: Sequence[tuple[int, int]]) -> list[float]:
+        """Each thread takes the next request when its last is done."""
+        waiting = deque(requests)
+        times: list[float] = []
+        others = [threading.Thread(target=self._run, args=(waiting, times)) for _ in range(self._concurrency - 1)]
+        for other in others:
+            other.start()
+        self._run(waiting, times)
+        for other in others:
+            other.join()
+        return times
+
+    def _run(self, waiting: deque[tuple[int, int]], times: list[float]) -> None:
+        while waiting:
+            try:
+                payload, at = waiting.popleft()
+            except IndexError:  # another thread was faster
+                return
+            begun = time.perf_counter()
+            reader = self._client.do_get(fl.Ticket(_REQUEST.pack(payload)))
+            buffer = self._buffers[at]
+            filled = 0
+            for chunk in reader:
+                part = chunk.data.column(0).to_numpy()
+                np.copyto(buffer[filled : filled + len(part)], part)
+                filled += len(part)
+            times.append(time.perf_counter() - begun)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._client.close()
+
+
+def connect(content: Content, address: str, buffers: Sequence[Bytes], concurrency: int) -> Client:
+    """To the server's port."""
+    return Client(int(address), buffers, concurrency)

@@ -1,0 +1,136 @@
+"""Processes that measure: one JSON line in, one out, and nothing of them is left when the block ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from transport.errors import LinkError
+
+END_S = 20.0  # a writer stops its listeners in order, which takes moments
+_ANSWER_S = 120.0  # beyond it something hangs
+
+
+class Worker:
+    """A process of this package that answers lines. Use in a ``with``."""
+
+    def __init__(self, module: str, configuration: object) -> None:
+        self._what = module.rpartition(".")[2]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for this process, which ends the others in order
+        )
+        self._errors = b""
+        self._reading = threading.Thread(target=self._read_errors, daemon=True)
+        self._reading.start()
+        self.tell(configuration)
+
+    @property
+    def pid(self) -> int:
+        """Of the process itself."""
+        return self._process.pid
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors = self._process.stderr.read()
+
+    def tell(self, message: object) -> None:
+        """Send a line."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # what ended it is in its answer
+            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        """The next line that it prints.
+
+        Raises:
+            LinkError: it ended, or does not answer; with the last line of what it said.
+        """
+        assert self._process.stdout is not None
+        killer = threading.Timer(_ANSWER_S, self._process.kill)
+        killer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            killer.cancel()
+            killer.join()
+        if not line:
+            status = self._process.wait()
+            self._reading.join()
+            raise LinkError(f"the measuring {self._what} ended with status {status}: {last_line(self._errors)}")
+        return msgspec.json.decode(line)
+
+    def ask(self, message: object) -> Any:
+        """Send a line and wait for the answer."""
+        self.tell(message)
+        return self.answer()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        self._reading.join()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+
+def last_line(output: bytes) -> str:
+    """What a program said last, which mostly is why it ended."""
+    lines = output.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else "it said nothing"
+
+
+def run_group(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> bytes:
+    """Standard output of a program; it and all of its process group end with the call.
+
+    Raises:
+        LinkError: it failed or took too long; with the last line of what it said.
+    """
+    with _grouped(command, environment) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise LinkError(f"no end within {timeout_s:.0f} s") from None
+    if process.returncode:
+        raise LinkError(f"status {process.returncode}: {last_line(errors)}")
+    return output
+
+
+@contextlib.contextmanager
+def _grouped(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()

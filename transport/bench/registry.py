@@ -1,0 +1,111 @@
+"""The peers: what each is, what it needs, and whether that is installed.
+
+`make bench-peers` gives each an environment of its own in build/peers (benchmarks/install_peers.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from transport.errors import MissingDependencyError, UsageError
+
+SCRIPTS = Path(__file__).resolve().parent / "peers"
+ENVIRONMENTS = Path(__file__).resolve().parent.parent.parent / "build" / "peers"
+PERFTEST = "ucx_perftest"
+REASON_FILE = "skipped"
+STAMP_FILE = "installed"
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """Something else that moves bytes between two processes.
+
+    Attributes:
+        script: its file in transport/bench/peers; empty: a program of its own (ucx_perftest).
+        wire: what carries the bytes; empty: whatever wires are measured.
+        environment: name of its virtual environment; empty: needs nothing that is not here.
+        requirements: what pip installs there beside numpy, a call of pip for each, options included.
+        libraries: Debian packages of system libraries that its wheel lacks, unpacked into the environment.
+        variables: environment variables of its processes.
+        floor: no peer, but what a machine can do at best.
+    """
+
+    name: str
+    script: str
+    wire: str
+    environment: str = ""
+    requirements: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+    variables: dict[str, str] = {}
+    floor: bool = False
+
+
+_NIXL = "--no-deps nixl-cu12"  # what it would pull in (torch, CUDA) is for GPUs, and not imported
+_ALL = (
+    Peer(name="memcpy", script="memcpy", wire="memory", floor=True),
+    Peer(name=PERFTEST, script="", wire="", floor=True),
+    Peer(name="socket", script="tcp_socket", wire="tcp"),
+    Peer(name="pyzmq", script="pyzmq", wire="tcp", environment="pyzmq", requirements=("pyzmq",)),
+    Peer(name="nixl", script="nixl_agent", wire="shm", environment="nixl", requirements=(_NIXL,)),
+    Peer(
+        name="nixl-tcp",
+        script="nixl_agent",
+        wire="tcp",
+        environment="nixl",
+        requirements=(_NIXL,),
+        variables={"UCX_TLS": "tcp"},
+    ),
+    Peer(
+        name="mooncake",
+        script="mooncake_engine",
+        wire="tcp",
+        environment="mooncake",
+        requirements=("mooncake-transfer-engine-non-cuda",),
+        libraries=("libibverbs1", "libnl-3-200", "libnl-route-3-200"),
+    ),
+    Peer(name="ray", script="ray_objects", wire="shm", environment="ray", requirements=("ray",)),
+    Peer(name="iceoryx2", script="iceoryx", wire="shm", environment="iceoryx2", requirements=("iceoryx2",)),
+    Peer(name="flight", script="flight", wire="tcp", environment="flight", requirements=("pyarrow",)),
+)
+PEERS = {peer.name: peer for peer in _ALL}
+
+
+def chosen(names: str) -> list[Peer]:
+    """The peers of a comma-separated list, or "all".
+
+    Raises:
+        UsageError: a name that is none.
+    """
+    if names == "all":
+        return list(PEERS.values())
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in PEERS:
+            raise UsageError(f"{name!r} is no peer; choose all, or some of {', '.join(PEERS)}")
+    return [peer for name, peer in PEERS.items() if name in wanted]
+
+
+def interpreter(peer: Peer) -> str:
+    """The Python that has what the peer needs.
+
+    Raises:
+        MissingDependencyError: not installed, with the reason where one is known.
+    """
+    if not peer.environment:
+        return sys.executable
+    home = ENVIRONMENTS / peer.environment
+    if (home / REASON_FILE).exists():
+        raise MissingDependencyError((home / REASON_FILE).read_text(encoding="utf-8").strip())
+    if not (home / STAMP_FILE).exists():
+        raise MissingDependencyError("not installed; run: make bench-peers")
+    return str(home / "bin" / "python")
+
+
+def library_path(peer: Peer) -> str:
+    """Where the system libraries lie that were unpacked for it; empty without any."""
+    if not peer.libraries:
+        return ""
+    found = sorted({str(path.parent) for path in (ENVIRONMENTS / peer.environment / "system").rglob("*.so*")})
+    return ":".join(found)

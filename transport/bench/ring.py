@@ -1,0 +1,137 @@
+"""`bench ring`: the ring on one core, from C++ and from Python, and copies against memcpy.
+
+The C++ rows are those of native/tests/ring_bench.cpp, which is built here in release mode without fault points.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transport import _native
+from transport.bench.processes import last_line, run_group
+from transport.bench.result import aligned
+from transport.bench.units import show_size
+from transport.errors import InternalError, MissingDependencyError
+from transport.progress import Progress
+from transport.ring import SharedRingBuffer
+from transport.schema import Schema
+
+_ROOT = Path(__file__).resolve().parent.parent.parent
+_SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+_MOST_BYTES = 256 << 20
+_TIMEOUT_S = 300.0
+
+Row = dict[str, Any]
+
+
+def measure(progress: Progress, sizes: Sequence[int] = _SIZES) -> list[Row]:
+    """All rows.
+
+    Raises:
+        MissingDependencyError: the sources or cmake are not here.
+    """
+    steps = len(sizes) + 2
+    progress(0, steps, 0)
+    program = build(_ROOT)
+    progress(1, steps, 0)
+    rows = native_rows(program)
+    for number, size in enumerate(sizes):
+        progress(number + 2, steps, 0)
+        rows.append(python_row(size))
+    progress(steps, steps, 0)
+    return rows
+
+
+def build(root: Path) -> Path:
+    """The program ring_bench, made anew where its sources have changed."""
+    sources, folder = root / "native", root / "build" / "bench"
+    if not (sources / "tests" / "ring_bench.cpp").exists():
+        raise MissingDependencyError(f"the C++ rows are built from the project's sources, and {sources} has none")
+    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
+    if cmake is None:
+        raise MissingDependencyError("the C++ rows need cmake: pip install 'payload-transport[test]'")
+    definitions = ["-DTRANSPORT_NATIVE_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
+    for command in (
+        [cmake, "-S", str(sources), "-B", str(folder), *definitions],
+        [cmake, "--build", str(folder), "--target", "ring_bench"],
+    ):
+        done = subprocess.run(command, capture_output=True)
+        if done.returncode:
+            raise InternalError(f"{' '.join(command[:4])} failed: {last_line(done.stderr or done.stdout)}")
+    return next(path for path in folder.rglob("ring_bench") if path.is_file())
+
+
+def native_rows(program: Path) -> list[Row]:
+    """Cycles per second, and copies, as the program prints them."""
+    rows: list[Row] = [json.loads(line) for line in run_group([str(program)], {}, _TIMEOUT_S).splitlines()]
+    for row in rows:
+        if "memcpy_gb_per_s" in row:
+            row["copy_to_memcpy"] = round(row["copy_gb_per_s"] / row["memcpy_gb_per_s"], 2)
+    return rows
+
+
+def python_row(size: int) -> Row:
+    """Write, read under a lease and consume through `SharedRingBuffer`, ticket, checksum and all, beside a memcpy.
+
+    Medians in microseconds, taken in turn.
+    """
+    schema = Schema.of(data=("uint8", size))
+    source = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    target = np.empty_like(source)
+    times: dict[str, list[float]] = {"write": [], "read": [], "memcpy": [], "checksum": []}
+    verified = True
+    with SharedRingBuffer.create(schema, slots=4) as ring:
+        for _ in range(max(20, min(2000, _MOST_BYTES // size))):
+            begun = time.perf_counter()
+            ticket = ring.write({"data": source})
+            written = time.perf_counter()
+            with ring.read_raw(ticket) as lease:
+                read = time.perf_counter()
+                verified &= np.array_equal(np.frombuffer(lease.view, np.uint8)[:size], source)
+                consuming = time.perf_counter()
+                lease.consume()
+            consumed = time.perf_counter()
+            np.copyto(target, source)
+            copied = time.perf_counter()
+            _native.checksum(source.data)
+            times["checksum"].append(time.perf_counter() - copied)
+            times["write"].append(written - begun)
+            times["read"].append(read - written + consumed - consuming)
+            times["memcpy"].append(copied - consumed)
+    medians = {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
+    return {
+        "case": "python write, read, consume",
+        "bytes": size,
+        **{f"{name}_us": round(median, 2) for name, median in medians.items()},
+        "write_to_memcpy": round(medians["memcpy"] / medians["write"], 2),
+        "verified": verified,
+    }
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text, those of a kind together."""
+    kinds: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault(tuple(row), []).append(row)
+    blocks = []
+    for names, alike in kinds.items():
+        heads = [name.replace("_gb_per_s", " GB/s").replace("_us", " µs").replace("_", " ") for name in names]
+        cells = [heads, *([_cell(name, row[name]) for name in names] for row in alike)]
+        blocks.append("\n".join(aligned(cells, right=frozenset(range(1, len(names))))))
+    return "\n\n".join(blocks)
+
+
+def _cell(name: str, value: Any) -> str:
+    if name == "bytes":
+        return show_size(value)
+    return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)

@@ -1,0 +1,31 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from transport.errors import UsageError
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "64KiB", "1 MiB", "4096" and the like.
+
+    Raises:
+        UsageError: not a positive whole number of bytes.
+    """
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = _UNITS.get(found[2].lower()) if found else None
+    size = float(found[1]) * unit if found and unit else 0.0
+    if size < 1 or size != int(size):
+        raise UsageError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB or GiB")
+    return int(size)
+
+
+def show_size(size: int) -> str:
+    """The size in the largest binary unit that divides it: "64 KiB"."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"
