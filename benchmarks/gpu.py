@@ -181,22 +181,25 @@ class Bench:
                 self.add(f"device → ring, {MANY} tensors of {SMALL >> 10} KiB, {way}", size, gb_per_s)
 
     def read(self, size: int, wire: str, receive: str, *, registered: bool = True, verify: bool = True) -> None:
-        """Ring → device, the ring in this process, the listener in its own."""
+        """Ring → device, the ring in this process, the listener in its own; for comparison into host memory."""
         from transport import SharedRingBuffer, UCXXClient, UCXXServer
         from transport.testing import run
 
+        out = self.np.zeros(size, self.np.uint8) if receive == "host" else self.out
+
         async def read() -> list[float]:
             times = []
-            async with UCXXClient(wire={wire}, device_receive=receive, verify=verify) as client:  # type: ignore[arg-type]
+            device_receive = "direct" if receive == "direct" else "staged"
+            async with UCXXClient(wire={wire}, device_receive=device_receive, verify=verify) as client:  # type: ignore
                 for number in range(repeats(size) + 2 * SLOTS):
                     ticket = ring.write_raw(self.expected[:size], timeout_s=30)
                     if wire == "mapped" and (attached := client._mapped.find(ticket)) is not None:
                         attached._pages._refused = not registered
                     begun = time.perf_counter()
-                    await client.read(ticket, out=self.out)
+                    await client.read(ticket, out=out)
                     self.stream.synchronize()
                     times.append(time.perf_counter() - begun)
-                    if number == 0:
+                    if number == 0 and receive != "host":
                         self.compare(size)
                     await asyncio.sleep(0.01 if wire != "mapped" else 0)  # its acknowledgement
                 carried = client.statistics().bytes_by_wire
@@ -206,11 +209,11 @@ class Bench:
 
         with SharedRingBuffer.create(slots=SLOTS, slot_bytes=size) as ring, UCXXServer(ring, log_level="ERROR"):
             times = run(read())
-        way = f"ring → device, {wire}"
+        way = f"ring → {'host' if receive == 'host' else 'device'}, {wire}"
         if wire == "mapped":
             way += "" if registered else ", not registered"
         else:
-            way += f", {receive}{'' if verify else ', not verified'}"
+            way += f"{'' if receive == 'host' else f', {receive}'}{'' if verify else ', not verified'}"
         self.add(way, size, rate(size, times))
 
     def stream_of_payloads(self, size: int, wire: str) -> None:
@@ -342,9 +345,9 @@ def measure(sizes: list[int]) -> tuple[Bench, dict[str, Any]]:
         bench.read(size, "mapped", "staged")
         bench.read(size, "mapped", "staged", registered=False)
         for wire in ("tcp", "shm"):
-            bench.read(size, wire, "staged")
-            bench.read(size, wire, "direct", verify=False)
-        bench.read(size, "tcp", "direct")
+            for receive in ("host", "staged", "direct"):
+                for verify in (True, False):
+                    bench.read(size, wire, receive, verify=verify)
         for wire in ("mapped", "shm", "tcp"):
             bench.stream_of_payloads(size, wire)
     bench.write_many()

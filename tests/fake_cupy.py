@@ -46,14 +46,21 @@ class Event:
 
 
 class Stream:
-    """A queue of callables."""
+    """A queue of callables, which ends with the object that made it."""
 
-    def __init__(self, cuda: FakeCuda, ptr: int) -> None:
+    def __init__(self, cuda: FakeCuda, ptr: int, *, own: bool = False) -> None:
         self._cuda = cuda
         self.ptr = ptr
+        self._own = own
+
+    def __del__(self) -> None:
+        if self._own:
+            while self._cuda.queues[self.ptr]:
+                self._cuda.step(self.ptr)
+            del self._cuda.queues[self.ptr]
 
     def __enter__(self) -> Stream:
-        self._cuda.current.setdefault(threading.get_ident(), []).append(self.ptr)
+        self._cuda.current.setdefault(threading.get_ident(), []).append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,7 +72,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.queues: dict[int, list[Callable[[], bool]]] = {0: []}
-        self.current: dict[int, list[int]] = {}
+        self.current: dict[int, list[Stream]] = {}
         self.events: dict[int, Event] = {}
         self.registered: dict[int, int] = {}  # size by address: registered or pinned
         self.read_only: set[int] = set()
@@ -80,10 +87,10 @@ class FakeCuda:
     def new_stream(self) -> Stream:
         ptr = next(self._numbers) << 8
         self.queues[ptr] = []
-        return Stream(self, ptr)
+        return Stream(self, ptr, own=True)
 
-    def stream_ptr(self) -> int:
-        return (self.current.get(threading.get_ident()) or [0])[-1]
+    def current_stream(self) -> Stream:
+        return (self.current.get(threading.get_ident()) or [Stream(self, 0)])[-1]
 
     def queue(self, work: Callable[[], object], stream: int | None = None) -> None:
         """Queue work on a stream, by default the current one."""
@@ -92,7 +99,7 @@ class FakeCuda:
             work()
             return True
 
-        self.queues[self.stream_ptr() if stream is None else stream].append(always)
+        self.queues[self.current_stream().ptr if stream is None else stream].append(always)
 
     def step(self, stream: int | None) -> None:
         """Let a stream do one thing, or what it waits for."""
@@ -267,7 +274,7 @@ def fake_cupy() -> Any:
         Device=_Current,
         Stream=Streams,
         Event=cuda.new_event,
-        get_current_stream=lambda device: SimpleNamespace(ptr=cuda.stream_ptr()),
+        get_current_stream=lambda device: cuda.current_stream(),
         PinnedMemory=cuda.pinned,
         PinnedMemoryPointer=lambda pinned, offset: pinned.memory,
         runtime=SimpleNamespace(
@@ -278,6 +285,7 @@ def fake_cupy() -> Any:
             streamWaitEvent=cuda.stream_wait_event,
             hostRegister=cuda.host_register,
             hostUnregister=cuda.host_unregister,
+            getDeviceCount=lambda: 1,
             CUDARuntimeError=CUDARuntimeError,
         ),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -211,6 +212,21 @@ async def test_memory_of_a_payload_is_used_again_only_after_what_looked_at_it(cu
             while cupy.fake.queues[mine]:  # what its memory is used for next is queued behind this
                 cupy.fake.step(mine)
             assert ran
+
+
+@asynchronous
+async def test_a_payload_outlives_its_client_and_the_stream_that_looked_at_it(cupy: Any) -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring:
+        async with mapped(device="cupy") as client:
+            payload = await client.read(ring.write({"x": noise(100)}))
+            with cupy.cuda.Stream(non_blocking=True):
+                array = payload["x"]
+        payload.release()
+        gc.collect()
+        assert array.host.tobytes() == noise(100).tobytes()
+        del array, payload
+        gc.collect()
+        cupy.fake.run_all()
 
 
 @asynchronous

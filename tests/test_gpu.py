@@ -16,6 +16,7 @@ from gpu_payloads import SCHEMA, bytes_of, free_device_memory, host_values, to_d
 from support import Child, eventually, noise, read_bytes
 
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer
+from transport.bench import loopback
 
 
 def why_not() -> str:
@@ -281,6 +282,13 @@ def test_a_client_killed_in_mid_transfer_leaves_no_device_memory_and_no_slot(
         client.discard(lost)  # where it was not acknowledged before the kill
         for _ in range(6):  # more than the ring has slots
             client.read(ask(writer, "torch", 6)).release()
+
+
+@every_wire
+def test_the_benchmark_measures_from_device_to_device(device: Any, wire: Any) -> None:
+    (case,) = loopback.cases([1 << 20], [2], [wire], [True], 1, device=True)
+    sample = loopback.measure(case, 0.05)
+    assert sample.verified and sample.reads and sample.gb_per_s > 0
 
 
 def test_two_thousand_payloads_leave_device_memory_as_it_was(device: Any) -> None:

@@ -1,7 +1,7 @@
 """Device tensors into a slot: queued on the caller's stream, and hashed step by step as they arrive.
 
-Large tensors go straight from their memory into the slot, a few steps ahead of the hashing: what it reads is then
-still in the processor's cache. A run of small neighbours is gathered on the device by one kernel and copied as one,
+Large tensors go straight from their memory into the slot, one step ahead of the hashing: what it reads is then still
+in the processor's cache. A run of small neighbours is gathered on the device by one kernel and copied as one,
 since a copy costs microseconds to queue, whatever its size. Only the copies themselves are waited for: no device, and
 no stream beyond them.
 """
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 # Measured (docs/GPU.md): bytes of one step, and of the steps that are copied while one is hashed; what counts as
 # small; and from how many small ones the kernel is cheaper than copies of their own.
-_STEP_BYTES = 8 << 20
-_AHEAD_BYTES = 32 << 20
-_SMALL_BYTES = 128 << 10
-_RUN = 16
+_STEP_BYTES = 2 << 20
+_AHEAD_BYTES = 2 << 20
+_SMALL_BYTES = 16 << 10
+_RUN = 32
 
 _GATHER = r"""
 extern "C" __global__ void gather(const unsigned long long* parts, unsigned char* out) {

@@ -78,6 +78,9 @@ def is_torch(value: object) -> TypeGuard[Any]:
 
 def require_cupy() -> ModuleType:
     """The cupy module. MissingDependencyError, naming the command that installs it, where it cannot be imported."""
+    module = sys.modules.get("cupy")
+    if module is not None:
+        return module
     try:
         return importlib.import_module("cupy")
     except ImportError as error:

@@ -25,7 +25,7 @@ from transport.received import ReceivedPayload
 from transport.ring import SharedRingBuffer
 from transport.schema import Schema
 from transport.staging import StagingPool
-from transport.streams import Mark, address_of, copy_to_device, copy_to_host, new_stream, pinned_memory
+from transport.streams import Mark, address_of, copy_to_device, copy_to_host, own_stream, pinned_memory
 from transport.ticket import Ticket
 from transport.wires import Wire
 
@@ -69,7 +69,7 @@ class Target:
         if self._mark is not None:
             self._mark.hold(current)
         if self._own:
-            self.library.keep(self.array, current, self.stream)
+            self.library.keep(self.array, self.device, self.stream)
 
 
 class DevicePayload(ReceivedPayload):
@@ -148,7 +148,6 @@ class Landing:
         self.receive: DeviceReceive = receive
         self._completions = Completions()
         self._staging = StagingPool(staging_bytes, pinned_memory)
-        self._streams: dict[int, Any] = {}  # this client's own, by device
 
     def __repr__(self) -> str:
         return f"<Landing {self._staging!r} {self._completions!r}>"
@@ -171,13 +170,8 @@ class Landing:
         return None if self._home is None else self._new(size, *self._home)
 
     def _new(self, size: int, library: Library, device: int) -> Target:
-        stream = self._stream(device)
+        stream = own_stream(device)
         return Target(library.empty(size, device, stream), library, size, stream, own=True)
-
-    def _stream(self, device: int) -> int:
-        if device not in self._streams:
-            self._streams[device] = new_stream(device)
-        return int(self._streams[device].ptr)
 
     # --- how ------------------------------------------------------------------------------------------
     def from_ring(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> None:
@@ -229,7 +223,7 @@ class Landing:
     async def _checksum(self, target: Target) -> int:
         """XXH3 of what was received directly: it comes to the host for that, on this client's own stream."""
         block = await self._staging.take(target.size)
-        stream = self._stream(target.device)
+        stream = own_stream(target.device)
         mark = None
         try:
             copy_to_host([(address_of(block), target.address, target.size)], target.device, stream)
@@ -246,7 +240,6 @@ class Landing:
         """Wait for the copies that are queued, then let go of slots and pinned memory."""
         self._completions.finish()
         self._staging.clear()
-        self._streams.clear()
 
 
 def target_of(out: Any, size: int) -> Target | None:

@@ -38,8 +38,11 @@ class Library(Protocol):
     def empty(self, nbytes: int, device: int, stream: int) -> Any:
         """A new uint8 array, its memory for use on ``stream`` first."""
 
-    def keep(self, array: Any, stream: int, home: int) -> None:
-        """Once ``array`` is gone, its memory waits for what ``stream`` has queued by then; ``home``: as for `empty`."""
+    def keep(self, array: Any, device: int, home: int) -> None:
+        """Once ``array`` is gone, its memory waits for what the stream that is current now has queued by then.
+
+        home: the stream of `empty`.
+        """
 
     def view(self, array: Any, placement: Placement) -> Any:
         """One tensor of the payload that is in ``array``, in its memory. BufferUnsuitableError for a dtype it lacks."""
@@ -77,10 +80,10 @@ class Cupy:
         with cupy.cuda.Device(device), as_current(stream):
             return cupy.empty(nbytes, dtype=np.uint8)
 
-    def keep(self, array: Any, stream: int, home: int) -> None:
+    def keep(self, array: Any, device: int, home: int) -> None:
         """See `Library`. CuPy's pool hands memory on to the stream it was allocated for, so that one waits."""
-        device = int(array.device.id)
-        weakref.finalize(array, lambda: Mark(stream, device).hold(home)).atexit = False
+        stream = require_cupy().cuda.get_current_stream(device)  # the object: the stream must live until then
+        weakref.finalize(array, _wait_for, stream, device, home).atexit = False
 
     def view(self, array: Any, placement: Placement) -> Any:
         """See `Library`."""
@@ -92,6 +95,11 @@ class Cupy:
                 f"{placement.name}: CuPy has no {placement.dtype.name}; read this payload into torch memory"
             ) from error
         return piece.reshape(placement.shape)
+
+
+def _wait_for(stream: Any, device: int, home: int) -> None:
+    if not sys.is_finalizing():  # CUDA may be gone by then, and nobody allocates any more
+        Mark(int(stream.ptr), device).hold(home)
 
 
 class Torch:
@@ -132,9 +140,9 @@ class Torch:
         with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
-    def keep(self, array: Any, stream: int, home: int) -> None:
+    def keep(self, array: Any, device: int, home: int) -> None:
         """See `Library`. torch's allocator does it itself, when told."""
-        array.record_stream(self._torch.cuda.ExternalStream(stream, array.device))
+        array.record_stream(self._torch.cuda.current_stream(device))
 
     def view(self, array: Any, placement: Placement) -> Any:
         """See `Library`."""

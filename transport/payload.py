@@ -27,7 +27,7 @@ Array: TypeAlias = np.ndarray | DeviceTensor
 Casting = Literal["safe", "same_kind", "unsafe"]
 
 _ZEROS: Final = bytes(ALIGNMENT)  # longer than any gap between two tensors
-_NATIVE_DTYPES: Final = frozenset(DTYPES.values())
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}  # numpy makes a name anew each time, which is slow
 
 
 # --- in: values to arrays ------------------------------------------------------------------------
@@ -53,8 +53,7 @@ def as_array(value: object, name: str) -> Array:
         raise SchemaError(
             f"{name}: expected an array, a buffer or a number, got {type(value).__name__}; numpy.asarray may convert it"
         )
-    # By name as well, for the other byte order; numpy makes the name anew each time, which is slow.
-    if array.dtype not in _NATIVE_DTYPES and array.dtype.name not in DTYPES:
+    if array.dtype not in _NAMES and array.dtype.name not in DTYPES:  # by name as well, for the other byte order
         raise SchemaError(f"{name}: dtype {array.dtype} is not one that a payload can have: {', '.join(DTYPES)}")
     return array
 
@@ -91,7 +90,10 @@ def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[Array]]:
     Takes what `as_host_array` takes; a Python number becomes bool, int64, float64 or complex128. SchemaError as there.
     """
     arrays = {name: as_array(value, name) for name, value in mapping.items()}
-    schema = Schema(tuple(TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()))
+    specs = [
+        TensorSpec(name, _NAMES.get(array.dtype) or array.dtype.name, array.shape) for name, array in arrays.items()
+    ]
+    schema = Schema(tuple(specs))
     return schema, list(arrays.values())
 
 

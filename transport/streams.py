@@ -10,15 +10,29 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from transport.devices import require_cupy
+from transport.errors import MissingDependencyError
 
 log = logging.getLogger(__name__)
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly, which CuPy does not name
+
+
+def require_device() -> int:
+    """How many CUDA devices there are. MissingDependencyError, with the reason, where there is none, or no CuPy."""
+    runtime = require_cupy().cuda.runtime
+    try:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise MissingDependencyError(f"no CUDA device: {error}") from error
+    if not count:
+        raise MissingDependencyError("no CUDA device")
+    return count
 
 
 def address_of(memory: Any) -> int:
@@ -87,9 +101,16 @@ def _external(stream: int) -> Any:
     return require_cupy().cuda.ExternalStream(stream)
 
 
-def new_stream(device: int) -> Any:
-    """A stream of its own, which does not wait for the default stream; it lives as long as the result."""
-    cupy = require_cupy()
+def own_stream(device: int) -> int:
+    """The stream of this project's own copies on a device. It waits for no other and lives as long as the process.
+
+    CuPy's memory pool remembers memory by the stream it was allocated for, also when that stream is gone.
+    """
+    return int(_own_stream(require_cupy(), device).ptr)
+
+
+@cache
+def _own_stream(cupy: Any, device: int) -> Any:
     with cupy.cuda.Device(device):
         return cupy.cuda.Stream(non_blocking=True)
 
