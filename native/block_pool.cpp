@@ -15,10 +15,14 @@ namespace {
 // Above it memory is mapped for itself: it goes back to the system when it is let go, and the heap stays whole.
 constexpr std::size_t kMapBytes = std::size_t{256} << 10;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kAlignment = 4096;  // of everything: copies and registered memory like whole pages
+// Large copies and registered memory like whole pages; small blocks would waste as much again.
+constexpr std::size_t kPage = 4096, kPagedBytes = std::size_t{64} << 10, kCacheLine = 64;
 
 std::byte* allocate(std::size_t bytes) {
-  if (bytes < kMapBytes) return static_cast<std::byte*>(std::aligned_alloc(kAlignment, bytes + -bytes % kAlignment));
+  if (bytes < kMapBytes) {
+    const std::size_t alignment = bytes < kPagedBytes ? kCacheLine : kPage;
+    return static_cast<std::byte*>(std::aligned_alloc(alignment, bytes + -bytes % alignment));
+  }
   // Huge pages lie at multiples of their size: what surrounds the aligned part is given back at once.
   const std::size_t spare = bytes >= kHugePage ? kHugePage : 0;
   void* const mapped = mmap(nullptr, bytes + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

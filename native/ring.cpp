@@ -103,8 +103,9 @@ void Ring::claim_place(Role role) {
 }
 
 void Ring::close() {
-  if (closed_) return;
-  closed_ = true;
+  if (closed_.exchange(true)) return;
+  // In a forked child those are other threads of the parent, and nobody ends their use.
+  while (users_.load() != 0 && segment_.description->fd() >= 0) std::this_thread::yield();
   if (segment_.description->fd() >= 0 && me_ >= 0) {  // else an observer, or a forked child, which owns nothing
     const Cleared left = clear_bits(static_cast<unsigned>(me_));
     row().count(Counter::aborts, left.writing);

@@ -1,9 +1,9 @@
 // One attachment of this process to a ring: the transitions of slot_word.hpp applied to a segment.
 //
 // Every call may be made from any thread, except that close() excludes every other call on the same
-// Ring (the Python binding keeps that by holding the GIL). The transitions never wait. Attaching may, for
-// 20 ms, when every place is held or being reclaimed; so may setting ports or addresses, for 200 ms, when
-// another process was stopped while setting them.
+// Ring: the Python binding keeps that by holding the GIL, and who calls without it holds an InUse. The
+// transitions never wait. Attaching may, for 20 ms, when every place is held or being reclaimed; so may
+// setting ports or addresses, for 200 ms, when another process was stopped while setting them.
 #pragma once
 
 #include <array>
@@ -69,6 +69,18 @@ class Ring {
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
+
+  // close() waits until there is none. What is called in here afterwards throws, as after any close.
+  class InUse {
+   public:
+    explicit InUse(const Ring& ring) : ring_(ring) { ring_.users_.fetch_add(1); }
+    ~InUse() { ring_.users_.fetch_sub(1); }
+    InUse(const InUse&) = delete;
+    InUse& operator=(const InUse&) = delete;
+
+   private:
+    const Ring& ring_;
+  };
 
   void close();
   bool closed() const { return closed_ || segment_.description->fd() < 0; }
@@ -149,7 +161,9 @@ class Ring {
 
   Segment segment_;
   int me_ = -1;
-  bool closed_ = false;
+  // Either a user sees that the ring is closed, or close() sees the user: both sequentially consistent.
+  std::atomic<bool> closed_ = false;
+  mutable std::atomic<unsigned> users_ = 0;
   FreeHints hints_;
   // The locks that this description takes for a moment: two threads of it would not exclude each other.
   mutable std::mutex locks_mutex_;

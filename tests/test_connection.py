@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +36,7 @@ from support import asynchronous, settings_with
 from transport import wire
 from transport.authentication import proof
 from transport.connection import Connection
-from transport.errors import StaleSlotError
+from transport.errors import ConnectionLostError, StaleSlotError
 from transport.link import Link, Want
 from transport.ring import SharedRingBuffer
 from transport.settings import Settings
@@ -347,7 +348,8 @@ def test_no_bytes_from_a_peer_harm_another(messages: list[bytes]) -> None:
             for message in messages:
                 peer = await stage.connected()
                 peer.send(message)
-                peer.send(b"and the end of it", 2)
+                with contextlib.suppress(ConnectionLostError):  # the first message may have been enough
+                    peer.send(b"and the end of it", 2)
                 await peer.task
             assert (await other.ask(read(ticket)))[0].joined == SMALL
             assert list(stage.listener._connections) == [other.connection]

@@ -65,6 +65,23 @@ def test_arrays_describe_themselves() -> None:
     assert Schema.from_arrays(arrays) == Schema.of(a=("bfloat16", 3, 2), b=("int32",))
 
 
+def test_what_is_described_again_is_described_alike() -> None:
+    little, big = np.zeros((2, 3), "<i4"), np.zeros((2, 3), ">i4")
+    first = Schema.from_arrays({"a": little, "b": np.zeros((), np.bool_)})
+    assert first is Schema.from_arrays({"a": little + 1, "b": np.ones((), np.bool_)})
+    assert first == Schema.from_arrays({"a": big, "b": np.zeros((), np.bool_)})
+    different = (
+        {"b": np.zeros((), np.bool_), "a": little},
+        {"a": little.T, "b": np.zeros((), np.bool_)},
+        {"a": little, "b": np.zeros((), np.uint8)},
+        {"a": little, "b": np.zeros((1,), np.bool_)},
+    )
+    assert all(first != Schema.from_arrays(arrays) for arrays in different)
+    for _ in range(2):  # a refusal is not remembered as anything else
+        with pytest.raises(SchemaError, match="not one of"):
+            Schema.from_arrays({"a": np.zeros(1, "M8[s]")})
+
+
 def test_only_arrays_describe_themselves() -> None:
     with pytest.raises(SchemaError, match="a: expected a numpy array, got list"):
         Schema.from_arrays({"a": [1, 2]})  # type: ignore[dict-item]
@@ -159,6 +176,14 @@ def test_encodings_round_trip(schema: Schema) -> None:
         assert copy == schema
         assert hash(copy) == hash(schema)
         assert copy.fingerprint == schema.fingerprint
+
+
+def test_an_encoded_schema_is_decoded_once_unless_it_is_long() -> None:
+    short = Schema.of(a=("float32", 3))
+    assert Schema.decode(short.encode()) is Schema.decode(bytes(bytearray(short.encode())))
+    long = Schema(tuple(TensorSpec(f"{'n' * 100}{number}", "int8", (1,)) for number in range(100)))
+    assert len(long.encode()) > 4096
+    assert Schema.decode(long.encode()) == long
 
 
 def test_json_is_what_a_person_would_write() -> None:

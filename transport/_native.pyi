@@ -241,7 +241,7 @@ class Checksum:
 
 @final
 class Block(Buffer):
-    """Writable bytes, page-aligned; large ones in huge pages where the system has them.
+    """Writable bytes, aligned to 64; from 64 KiB on to pages, and in huge ones where they are large enough.
 
     Whatever exports its buffer holds it, so the memory goes back to the pool when the last reference and the last view
     are gone, on whichever thread.

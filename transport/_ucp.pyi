@@ -49,6 +49,7 @@ class Engine:
     descriptor: int  # readable when there is something to do, once `drive` has returned None
     requests: int  # under way
     abandoned: int  # that UCX will never complete: their peer died in the middle of a message
+    spin_s: float  # how long it waits for an answer at present before it sleeps
     closed: bool
 
     def __init__(self, worker: int, owner: object) -> None:

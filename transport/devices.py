@@ -85,7 +85,7 @@ def require_cupy() -> ModuleType:
         return importlib.import_module("cupy")
     except ImportError as error:
         raise MissingDependencyError(
-            f"device memory needs CuPy ({error}): pip install 'payload-transport[gpu]' (CUDA 13: cupy-cuda13x)"
+            f"device memory needs CuPy ({error}): pip install 'payload-transport[gpu]' (CUDA 13: gpu13)"
         ) from error
 
 

@@ -197,7 +197,6 @@ def _plain(array: Array, placement: Placement) -> Array:
 def _pack(
     layout: Layout, arrays: Sequence[Array], target: memoryview, checksum: bool, copies: DeviceCopies | None
 ) -> int | None:
-    base = np.asarray(target)
     hasher = _native.Checksum() if checksum else None
     for number, ((start, end), placement, array) in enumerate(
         zip(_gaps(layout), layout.placements, arrays, strict=True)
@@ -212,7 +211,7 @@ def _pack(
                 if hasher:
                     hasher.update(target[slice(*part)])
         elif array.dtype == placement.dtype and array.flags.c_contiguous and array.shape == placement.shape:
-            source = array.reshape(-1).view(np.uint8).data
+            source: Any = array  # exports its bytes, which is all that a copy asks for
             if hasher:
                 hasher.copy(place, source)  # one pass over memory for both
             else:
@@ -220,7 +219,7 @@ def _pack(
         else:
             # Strided or of another dtype: numpy gathers and converts straight into the destination.
             with np.errstate(all="ignore"):  # a cast that loses something was asked for
-                np.copyto(_array_at(base, placement), array.reshape(placement.shape), casting="unsafe")
+                np.copyto(_array_at(np.asarray(target), placement), array.reshape(placement.shape), casting="unsafe")
             if hasher:
                 hasher.update(place)
     return hasher.digest() if hasher else None
@@ -306,6 +305,8 @@ def _sized(flat: memoryview, size: int) -> memoryview:
 
 def _flat(out: object) -> memoryview:
     """The value's own memory as flat bytes, never a copy of it."""
+    if type(out) is memoryview and out.ndim == 1 and out.format == "B" and out.c_contiguous:
+        return out
     kind = type(out).__name__
     if isinstance(out, np.ndarray):
         array = np.asarray(out)

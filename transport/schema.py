@@ -25,7 +25,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import ml_dtypes
@@ -40,6 +40,8 @@ MAX_DIMENSIONS: Final = 32
 MAX_NAME_LENGTH: Final = 128
 MAX_BYTES: Final = 1 << 40  # 1 TiB: above any slot, and far below where sizes overflow
 MAX_DOCUMENT_BYTES: Final = 1 << 20  # of an encoded schema; the largest valid one takes a tenth of it
+
+_REMEMBERED_BYTES: Final = 4096  # an encoded schema up to here is decoded once; those in tickets are shorter
 
 _VERSION: Final = 1  # of the canonical text and of encode()
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
@@ -177,7 +179,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         for name, array in arrays.items():
             if not isinstance(array, np.ndarray):
                 raise SchemaError(f"{name}: expected a numpy array, got {type(array).__name__}")
-        return cls(tuple(TensorSpec(name, array.dtype.name, array.shape) for name, array in arrays.items()))
+        return _schema_of(tuple((name, array.dtype, array.shape) for name, array in arrays.items()))
 
     # --- what follows from it ------------------------------------------------------------------
     @cached_property
@@ -244,21 +246,20 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     # --- encodings -----------------------------------------------------------------------------
     def encode(self) -> bytes:
         """MessagePack: an array of the version and, for each tensor, [name, dtype, shape, ragged]."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
         rows = tuple((spec.name, spec.dtype, spec.shape, spec.ragged) for spec in self.tensors)
         return msgspec.msgpack.encode((_VERSION, rows))
 
     @classmethod
     def decode(cls, data: bytes) -> Schema:
         """The schema that `encode` made these bytes of. SchemaError for anything else."""
+        if len(data) <= _REMEMBERED_BYTES:
+            return _remembered(bytes(data))
         _check_size(data)
-        try:
-            version, body = _decode_frame(data)
-            if version != _VERSION:
-                raise SchemaError(f"schema version {version} is not known here; this package reads {_VERSION}")
-            rows = _decode_rows(body)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise SchemaError(f"these bytes are not a schema: {error}") from error
-        return cls(tuple(TensorSpec(*row) for row in rows))
+        return _decoded(data)
 
     def to_json(self) -> str:
         """`{"tensors": [{"name": …, "dtype": …, "shape": […], "ragged": …}, …]}`, indented for people."""
@@ -272,6 +273,28 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             return _decode_json(text)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise SchemaError(f"this JSON is not a schema: {error}") from error
+
+
+# Payloads of a ring without a schema bring the same few descriptions again and again. Frozen, so they can be shared.
+@lru_cache(maxsize=256)
+def _schema_of(rows: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> Schema:
+    return Schema(tuple(TensorSpec(name, dtype.name, shape) for name, dtype, shape in rows))
+
+
+@lru_cache(maxsize=256)
+def _remembered(data: bytes) -> Schema:
+    return _decoded(data)
+
+
+def _decoded(data: bytes) -> Schema:
+    try:
+        version, body = _decode_frame(data)
+        if version != _VERSION:
+            raise SchemaError(f"schema version {version} is not known here; this package reads {_VERSION}")
+        rows = _decode_rows(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise SchemaError(f"these bytes are not a schema: {error}") from error
+    return Schema(tuple(TensorSpec(*row) for row in rows))
 
 
 _decode_frame = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw]).decode  # a later version may have other rows

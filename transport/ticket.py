@@ -16,7 +16,8 @@ import math
 import re
 import socket
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ MAX_ADDRESSES: Final = 16
 NO_SCHEMA: Final = "0" * 32  # the fingerprint of a ring that takes any payload
 
 _MAGIC: Final = b"TK"
+_PREFIX: Final = _MAGIC + bytes((VERSION,))
 _HEX_16_BYTES: Final = re.compile(r"[0-9a-f]{32}")
 _SLOT_LIMIT: Final = 1 << 30  # slot and generation have 30 bits in the ring
 _U64_LIMIT: Final = 1 << 64
@@ -109,8 +111,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for what in ("addresses", "ports", "lengths"):
             if not isinstance(getattr(self, what), tuple):  # a single address would pass as a row of letters
                 raise TicketError(f"{what}: expected a tuple, got {getattr(self, what)!r:.80}")
-        _hexadecimal("ring", self.ring)
-        _words("segment, host and addresses", (self.segment, self.host, *self.addresses))
+        try:
+            _check_place(self.ring, self.segment, self.host, self.addresses)
+        except TypeError:  # something that cannot be remembered, and is no string
+            _check_place.__wrapped__(self.ring, self.segment, self.host, self.addresses)
         if len(self.addresses) > MAX_ADDRESSES or len(self.ports) > _native.MAX_PORTS:
             raise TicketError(f"{len(self.addresses)} addresses and {len(self.ports)} ports are more than a ticket has")
         for port in self.ports:
@@ -122,7 +126,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _within("readers", self.readers, 1, _native.MAX_READERS + 1)
         if self.checksum is not None:
             _within("checksum", self.checksum, 0, _U64_LIMIT)
-        if not all(math.isfinite(moment) for moment in (self.created, self.deadline or 0.0)):
+        if not (math.isfinite(self.created) and math.isfinite(self.deadline or 0.0)):
             raise TicketError(f"created {self.created} and deadline {self.deadline} are not both finite")
         if len(self.lengths) > MAX_TENSORS:
             raise TicketError(f"{len(self.lengths)} lengths are more than a schema has tensors")
@@ -191,10 +195,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # --- encodings -----------------------------------------------------------------------------
     def encode(self) -> bytes:
         """MessagePack, at most 2048 bytes. TicketError, naming the largest field, when it would be more."""
-        fields = msgspec.structs.asdict(self)
-        fields["schema"] = None if self.schema is None else self.schema.encode()
-        data = _MAGIC + bytes((VERSION,)) + _encode(_Row(**fields))
+        row = _fields_of(self)
+        if self.schema is not None:
+            row = (*row[:_SCHEMA_AT], self.schema.encode(), *row[_SCHEMA_AT + 1 :])
+        data = _PREFIX + _encode(row)
         if len(data) > MAX_ENCODED_BYTES:
+            fields = dict(zip(_Row.__struct_fields__, row, strict=True))
             largest = max(fields, key=lambda name: len(_encode(fields[name])))
             raise TicketError(
                 f"the ticket takes {len(data)} bytes of at most {MAX_ENCODED_BYTES}; "
@@ -270,6 +276,8 @@ def host_identity() -> str:
 
 
 _encode = msgspec.msgpack.Encoder().encode
+_fields_of = attrgetter(*_Row.__struct_fields__)  # an array of them is what a _Row is encoded as
+_SCHEMA_AT: Final = _Row.__struct_fields__.index("schema")
 _decode_row = msgspec.msgpack.Decoder(_Row).decode
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
@@ -294,6 +302,13 @@ def _hexadecimal(what: str, value: str) -> None:
         raise TicketError(f"{what}: expected 32 lower-case hexadecimal digits, got {value!r:.80}")
 
 
+@lru_cache(maxsize=256)
+def _check_place(ring: str, segment: str, host: str, addresses: tuple[str, ...]) -> None:
+    """All tickets of a ring have the same, so that they are looked at once."""
+    _hexadecimal("ring", ring)
+    _words("segment, host and addresses", (segment, host, *addresses))
+
+
 def _words(what: str, values: tuple[str, ...]) -> None:
     for value in values:
         if not isinstance(value, str) or len(value) > 255 or not value.isprintable() or " " in value:
@@ -301,6 +316,8 @@ def _words(what: str, values: tuple[str, ...]) -> None:
 
 
 def _plain(metadata: Mapping[str, Any]) -> Metadata:
+    if type(metadata) is dict and not metadata:
+        return {}
     plain: Metadata = {}
     for name, value in metadata.items():
         plain[name] = (

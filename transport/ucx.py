@@ -167,7 +167,7 @@ class Worker:
         self._scheduled = False
         self._closed = False
         self.endpoints: set[Endpoint] = set()
-        self.loop.add_reader(self._descriptor, self._drive)
+        self.loop.add_reader(self._descriptor, self._readable)
 
     def __repr__(self) -> str:
         return f"<Worker {len(self.endpoints)} endpoints, {self.engine.requests} requests posted>"
@@ -178,6 +178,10 @@ class Worker:
         if not self._scheduled and not self._closed:
             self._scheduled = True
             self.loop.call_soon(self._drive)
+
+    def _readable(self) -> None:
+        if not self._scheduled:  # else it is seen to in a moment, when whoever was told has run and perhaps posted more
+            self._drive()
 
     def _drive(self) -> None:
         self._scheduled = False

@@ -52,7 +52,8 @@ TEST(blocks_of_every_kind_are_writable_and_aligned) {
     for (int round = 0; round < 2; ++round) {  // fresh, then used again
       const Block block(pool, size);
       CHECK(block.size() == size && block.data() != nullptr);
-      CHECK(reinterpret_cast<std::uintptr_t>(block.data()) % (size >= std::size_t{2} << 20 ? 2 << 20 : 4096) == 0);
+      const std::size_t alignment = size >= std::size_t{2} << 20 ? std::size_t{2} << 20 : size >= 65536 ? 4096 : 64;
+      CHECK(reinterpret_cast<std::uintptr_t>(block.data()) % alignment == 0);
       std::memset(block.data(), 7, size);
     }
 }

@@ -182,6 +182,7 @@ void bind_engine(nb::module_& module) {
            "worker"_a, "owner"_a)
       .def_prop_ro("descriptor", &Engine::descriptor)
       .def_prop_ro("abandoned", &Engine::abandoned)
+      .def_prop_ro("spin_s", [](const Engine& engine) { return static_cast<double>(engine.spin_ns()) * 1e-9; })
       .def_prop_ro("requests", [](const Engine& engine) {
         std::size_t sum = 0;
         for (const Endpoint* endpoint : engine.endpoints()) sum += endpoint->under_way();

@@ -419,7 +419,7 @@ bool Engine::drive(std::int64_t spin_most_ns) {
   if (worker_ == nullptr) return true;
   const std::int64_t entered = now_ns();
   std::int64_t now = entered;
-  for (;;) {
+  for (unsigned busy = 0;;) {
     const unsigned did = progress();
     if (did != 0) {
       now = now_ns();
@@ -447,7 +447,8 @@ bool Engine::drive(std::int64_t spin_most_ns) {
       return true;
     }
     if (armed != UCS_ERR_BUSY) throw UcxFault(armed, "arming the worker's descriptor");
-    return false;  // not again here: what keeps it busy may be waiting for the loop's other work
+    // Something has just come. Where progress finds nothing of it, it may be waiting for the loop's other work.
+    if (++busy == 2) return false;
   }
 }
 

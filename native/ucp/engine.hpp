@@ -210,6 +210,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // One has just been asked for: the spin counts from here.
   void expect_soon();
 
+  std::int64_t spin_ns() const { return spin_ns_; }  // as it has adapted
   std::size_t abandoned() const { return abandoned_.size(); }  // requests that UCX will never complete
   const std::unordered_set<Endpoint*>& endpoints() const { return endpoints_; }
 

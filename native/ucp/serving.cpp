@@ -125,6 +125,7 @@ void Service::sent(Attempt& attempt) {
 void Service::end(Attempt& attempt) {
   const std::uint32_t slot = attempt.slot, generation = attempt.generation;
   drop(attempt);
+  const Ring::InUse use(ring_);
   try {
     ring_.unpin(slot, generation);
   } catch (const RingFault&) {  // the ring was closed, and its pins with it
@@ -201,6 +202,7 @@ bool Connection::has_work() const {
 // One message at a time, so that connections take turns.
 void Connection::run() {
   if (over_ || !has_work()) return;
+  const Ring::InUse use(service_->ring_);
   if (due_ == service_->limits_.numbers) {
     if (unsent_ == 0) end(End::garbage, "its message numbers are used up");
     return;
@@ -352,6 +354,7 @@ const Attempt* Connection::oldest() const {
 }
 
 void Connection::end_consumed() {
+  const Ring::InUse use(service_->ring_);
   for (Attempt* each = first_; each != nullptr;) {
     Attempt* const next = each->next;
     if (each->idle() && service_->consumed_elsewhere(*each)) service_->end(*each);
@@ -360,6 +363,7 @@ void Connection::end_consumed() {
 }
 
 long Connection::expire(double before) {
+  const Ring::InUse use(service_->ring_);
   for (const Attempt* each = first_; each != nullptr; each = each->next)
     if (each->sent_by < before && !each->idle()) return -1;
   long ended = 0;

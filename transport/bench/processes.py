@@ -16,6 +16,7 @@ import msgspec
 from transport.errors import LinkError
 
 END_S = 20.0  # a writer stops its listeners in order, which takes moments
+_LINGER_S = 5.0  # a killed writer's listeners may serve on, and keep its standard error open
 _ANSWER_S = 120.0  # beyond it something hangs
 
 
@@ -68,7 +69,7 @@ class Worker:
             killer.join()
         if not line:
             status = self._process.wait()
-            self._reading.join()
+            self._reading.join(_LINGER_S)
             raise LinkError(f"the measuring {self._what} ended with status {status}: {last_line(self._errors)}")
         return msgspec.json.decode(line)
 
@@ -91,9 +92,9 @@ class Worker:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
-        self._reading.join()
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        self._reading.join(_LINGER_S)
+        if self._process.stderr is not None and not self._reading.is_alive():
+            self._process.stderr.close()
 
 
 def last_line(output: bytes) -> str:

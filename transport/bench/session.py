@@ -108,4 +108,8 @@ def _measure_peer(peer: Peer, case: Case, seconds: float) -> Sample:
     if libraries := library_path(peer):
         environment["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, os.environ.get("LD_LIBRARY_PATH"))))
     output = run_group(command, environment, _PEER_TIMEOUT_S + 2 * seconds)
-    return msgspec.json.decode(output.strip().splitlines()[-1], type=Sample)
+    # A peer's library may print, too, before and after.
+    lines = [line for line in output.splitlines() if line.startswith(b"{")]
+    if not lines:
+        raise LinkError("it printed no figures")
+    return msgspec.json.decode(lines[-1], type=Sample)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import struct
-import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
+from in_threads import InThreads
 
 if TYPE_CHECKING:
     from transport.bench.peers.harness import Bytes, Content, Link
@@ -36,43 +34,25 @@ def serve(content: Content, slots: int, link: Link) -> None:
 
 
 class Client:
-    """One client; a thread for each read under way."""
+    """One client for all threads."""
 
     def __init__(self, port: int, buffers: Sequence[Bytes], concurrency: int) -> None:
         self._client = fl.connect(f"grpc://127.0.0.1:{port}")
         self._buffers = buffers
-        self._concurrency = concurrency
+        self._threads = InThreads(concurrency, self._read)
+        self.fetch = self._threads.fetch
 
-    def fetch(self, requests: Sequence[tuple[int, int]]) -> list[float]:
-        """Each thread takes the next request when its last is done."""
-        waiting = deque(requests)
-        times: list[float] = []
-        others = [threading.Thread(target=self._run, args=(waiting, times)) for _ in range(self._concurrency - 1)]
-        for other in others:
-            other.start()
-        self._run(waiting, times)
-        for other in others:
-            other.join()
-        return times
-
-    def _run(self, waiting: deque[tuple[int, int]], times: list[float]) -> None:
-        while waiting:
-            try:
-                payload, at = waiting.popleft()
-            except IndexError:  # another thread was faster
-                return
-            begun = time.perf_counter()
-            reader = self._client.do_get(fl.Ticket(_REQUEST.pack(payload)))
-            buffer = self._buffers[at]
-            filled = 0
-            for chunk in reader:
-                part = chunk.data.column(0).to_numpy()
-                np.copyto(buffer[filled : filled + len(part)], part)
-                filled += len(part)
-            times.append(time.perf_counter() - begun)
+    def _read(self, _: int, payload: int, at: int) -> None:
+        buffer = self._buffers[at]
+        filled = 0
+        for chunk in self._client.do_get(fl.Ticket(_REQUEST.pack(payload))):
+            part = chunk.data.column(0).to_numpy()
+            np.copyto(buffer[filled : filled + len(part)], part)
+            filled += len(part)
 
     def close(self) -> None:
         """Close the channel."""
+        self._threads.close()
         self._client.close()
 
 

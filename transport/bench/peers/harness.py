@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
+_END_S = 10.0
 _STEP = 64  # a cache line: every payload is as aligned as any other
 _PAYLOADS = 4096
 _MOST_SHARE = 4  # of the clock's seconds; verifying takes longer than reading where no bytes are moved
@@ -117,6 +118,8 @@ class Link:
     def _watch(self) -> None:
         sys.stdin.read()
         self._over.set()
+        time.sleep(_END_S)
+        os._exit(1)  # something of the peer's hangs
 
     def ready(self, address: str) -> None:
         """Say under which address the payloads are offered."""
@@ -161,7 +164,7 @@ class ServerProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(10)
+            self._process.wait(_END_S + 1)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from in_threads import InThreads
 from mooncake.engine import TransferEngine
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ def serve(content: Content, slots: int, link: Link) -> None:
 
 
 class Client:
-    """A blocking read, which releases the interpreter, by a thread for each that is under way."""
+    """Blocking reads, which release the interpreter."""
 
     def __init__(self, address: str, buffers: Sequence[Bytes], concurrency: int) -> None:
         offered = json.loads(address)
@@ -46,35 +44,16 @@ class Client:
         self._sources = offered["payloads"]
         self._targets = [buffer.ctypes.data for buffer in buffers]
         self._size = buffers[0].nbytes
-        self._concurrency = concurrency
+        self._threads = InThreads(concurrency, self._read)
+        self.fetch = self._threads.fetch
 
-    def fetch(self, requests: Sequence[tuple[int, int]]) -> list[float]:
-        """Each thread takes the next request when its last is done."""
-        waiting = deque(requests)
-        times: list[float] = []
-        others = [threading.Thread(target=self._run, args=(waiting, times)) for _ in range(self._concurrency - 1)]
-        for other in others:
-            other.start()
-        self._run(waiting, times)
-        for other in others:
-            other.join()
-        if len(times) != len(requests):
+    def _read(self, _: int, payload: int, at: int) -> None:
+        if self._engine.transfer_sync_read(self._peer, self._targets[at], self._sources[payload], self._size):
             raise ConnectionError("a read failed")
-        return times
-
-    def _run(self, waiting: deque[tuple[int, int]], times: list[float]) -> None:
-        while waiting:
-            try:
-                payload, at = waiting.popleft()
-            except IndexError:  # another thread was faster
-                return
-            begun = time.perf_counter()
-            if self._engine.transfer_sync_read(self._peer, self._targets[at], self._sources[payload], self._size):
-                raise ConnectionError("the read failed")
-            times.append(time.perf_counter() - begun)
 
     def close(self) -> None:
         """The engine ends with the process."""
+        self._threads.close()
 
 
 def connect(content: Content, address: str, buffers: Sequence[Bytes], concurrency: int) -> Client:

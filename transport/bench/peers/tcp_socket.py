@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from in_threads import InThreads
 
 if TYPE_CHECKING:
     from transport.bench.peers.harness import Bytes, Content, Link
@@ -37,41 +37,26 @@ def serve(content: Content, slots: int, link: Link) -> None:
 
 
 class Client:
-    """A connection for each read under way, and beyond the first a thread for each."""
+    """A connection for each thread."""
 
     def __init__(self, port: int, buffers: Sequence[Bytes], concurrency: int) -> None:
         self._buffers = [buffer.data for buffer in buffers]
         self._sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(concurrency)]
         for each in self._sockets:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._threads = InThreads(concurrency, self._read)
+        self.fetch = self._threads.fetch
 
-    def fetch(self, requests: Sequence[tuple[int, int]]) -> list[float]:
-        """Each connection takes the next request when it has answered its last."""
-        waiting = deque(requests)
-        times: list[float] = []
-        others = [threading.Thread(target=self._run, args=(each, waiting, times)) for each in self._sockets[1:]]
-        for other in others:
-            other.start()
-        self._run(self._sockets[0], waiting, times)
-        for other in others:
-            other.join()
-        return times
-
-    def _run(self, connection: socket.socket, waiting: deque[tuple[int, int]], times: list[float]) -> None:
-        while waiting:
-            try:
-                payload, at = waiting.popleft()
-            except IndexError:  # another thread was faster
-                return
-            begun = time.perf_counter()
-            connection.sendall(_REQUEST.pack(payload))
-            target = self._buffers[at]
-            if connection.recv_into(target, len(target), socket.MSG_WAITALL) != len(target):
-                raise ConnectionError("the server closed the connection")
-            times.append(time.perf_counter() - begun)
+    def _read(self, thread: int, payload: int, at: int) -> None:
+        connection = self._sockets[thread]
+        connection.sendall(_REQUEST.pack(payload))
+        target = self._buffers[at]
+        if connection.recv_into(target, len(target), socket.MSG_WAITALL) != len(target):
+            raise ConnectionError("the server closed the connection")
 
     def close(self) -> None:
         """Close the connections."""
+        self._threads.close()
         for each in self._sockets:
             each.close()
 
