@@ -15,11 +15,13 @@ from typing import Any, TypeAlias, final
 from typing_extensions import Buffer
 
 from transport import _native
+from transport.ticket import Ticket
 
 _Memory: TypeAlias = Buffer | tuple[int, int, object]
 _Outcome: TypeAlias = int | list[int] | tuple[int, str]
-_Record: TypeAlias = tuple[int, int, int, int, int, int]  # kind, slot, generation, rank, key, length
-_Want: TypeAlias = tuple[int, int, int, int, int, int | None, _Memory]  # slot, generation, rank, key, size, checksum
+# kind, slot, generation, rank, key, length; or an acknowledgement: ring, slot, generation, rank, key
+_Record: TypeAlias = tuple[int, int, int, int, int, int] | tuple[str, int, int, int, int]
+_Want: TypeAlias = tuple[Ticket, int, Any, int | None]  # ticket, rank, destination (_Memory), checksum to verify
 
 class UcxFault(Exception):
     """UCX refused at once; args are (status, message)."""
@@ -93,7 +95,7 @@ class Link:
     under_way: int  # messages without their answer
 
     def __init__(self, endpoint: Endpoint, tag_base: int, their_base: int, inline_limit: int) -> None: ...
-    def read(self, token: object, wants: list[_Want], acks: Sequence[_Record]) -> int:
+    def read(self, token: object, wants: Sequence[_Want], acks: Sequence[_Record]) -> int:
         """One message; its number. Outcome: a number for one want, a list for several."""
     def ask(self, token: object, record: _Record, before: Sequence[_Record]) -> int:
         """Outcome: [code, value]."""

@@ -11,10 +11,10 @@ is sent again, which is harmless because it is idempotent.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable
+from collections import deque
+from collections.abc import Container, Hashable
 from dataclasses import dataclass
-from itertools import islice, takewhile
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from transport.settings import DEFAULTS, Settings
 
@@ -22,7 +22,6 @@ MOST_ACKS = 65_536
 
 Identity: TypeAlias = tuple[str, int, int]  # (ring, slot, generation)
 _Place: TypeAlias = tuple[str, int, int, int]  # an Ack without its key, which is a function of the rest
-_Group = TypeVar("_Group", bound=Hashable)
 
 
 class Ack(NamedTuple):
@@ -42,7 +41,6 @@ class _Entry:
     added_at: float
     via: Hashable | None  # the port that holds the slot for this read, and should hear of it; None: any
     connection: Hashable | None = None  # None: pending
-    number: int = 0  # of the message that carries it
 
 
 @dataclass(slots=True)
@@ -76,8 +74,10 @@ class AckLedger:
         self._entries: dict[_Place, _Entry] = {}
         # Invariant: the entries without a connection, by ring, in the order of adding; no ring without any.
         self._pending: dict[str, dict[_Place, _Entry]] = {}
-        # Invariant: the entries with a connection, by connection, message numbers rising; no connection without any.
-        self._sent: dict[Hashable, dict[_Place, _Entry]] = {}
+        self._pending_count = 0
+        # Invariant: every entry with a connection stands in one message of it, message numbers rising. An entry that
+        # was settled meanwhile still stands there: a message is confirmed, or lost, as a whole.
+        self._sent: dict[Hashable, deque[tuple[int, list[_Entry]]]] = {}
         # Invariant: only rings that have entries.
         self._patience: dict[str, _Patience] = {}
 
@@ -87,12 +87,12 @@ class AckLedger:
     @property
     def pending_count(self) -> int:
         """Acknowledgements that are to be sent."""
-        return sum(len(entries) for entries in self._pending.values())
+        return self._pending_count
 
     @property
     def sent_count(self) -> int:
         """Acknowledgements that were sent and are not confirmed."""
-        return len(self._entries) - self.pending_count
+        return len(self._entries) - self._pending_count
 
     @property
     def dropped_count(self) -> int:
@@ -109,15 +109,19 @@ class AckLedger:
 
         Any port may be told, but only the one that sent the payload can give the slot free at once.
         """
-        place = _place(ack)
-        if place in self._entries:
+        place = ack[:4]
+        entries = self._entries
+        if place in entries:
             return
-        entry = _Entry(ack, self._next_order, now, via)
+        entry = entries[place] = _Entry(ack, self._next_order, now, via)
         self._next_order += 1
-        self._entries[place] = entry
-        self._pending.setdefault(ack.ring, {})[place] = entry
-        if len(self._entries) > self._most:
-            self._forget(next(iter(self._entries)))
+        pending = self._pending.get(ack[0])
+        if pending is None:
+            pending = self._pending[ack[0]] = {}
+        pending[place] = entry
+        self._pending_count += 1
+        if len(entries) > self._most:
+            self._forget(next(iter(entries)))
             self._dropped += 1
 
     def take(self, ring: str, limit: int, via: Hashable | None = None) -> list[Ack]:
@@ -125,9 +129,16 @@ class AckLedger:
 
         With ``via``: only those that this port should hear of, or that any port may.
         """
-        pending = self._pending.get(ring, {}).values()
-        fitting = (entry.ack for entry in pending if via is None or entry.via is None or entry.via == via)
-        return list(islice(fitting, limit))
+        taken: list[Ack] = []
+        pending = self._pending.get(ring)
+        if pending is None:
+            return taken
+        for entry in pending.values():
+            if len(taken) >= limit:
+                break
+            if via is None or entry.via is None or entry.via == via:
+                taken.append(entry.ack)
+        return taken
 
     def vias(self, ring: str) -> list[Hashable | None]:
         """The ports that should hear of what is pending for ``ring``, each once; None where any may."""
@@ -139,42 +150,59 @@ class AckLedger:
             if entry.via == via:
                 entry.via = None
 
-    def sent(self, connection: Hashable, number: int, acks: Iterable[Ack]) -> None:
-        """Message ``number`` of ``connection`` carries ``acks``. Those settled meanwhile are passed over."""
+    def sent(self, connection: Hashable, number: int, acks: list[Ack]) -> None:
+        """Message ``number`` of ``connection`` carries ``acks``, as `take` gave them; settled ones are passed over."""
+        carried = []
         for ack in acks:
-            place = _place(ack)
-            entry = self._entries.get(place)
-            if entry is not None:
-                self._detach(place, entry)
-                entry.connection, entry.number = connection, number
-                self._sent.setdefault(connection, {})[place] = entry
+            entry = self._entries.get(ack[:4])
+            if entry is not None and entry.connection is None:
+                self._no_longer_pending(ack[:4])
+                entry.connection = connection
+                carried.append(entry)
+        if carried:
+            messages = self._sent.get(connection)
+            if messages is None:
+                messages = self._sent[connection] = deque()
+            messages.append((number, carried))
 
     def answered(self, connection: Hashable, number: int) -> int:
         """An answer to message ``number`` arrived: what it and earlier messages carried is confirmed. How many."""
-        confirmed = [
-            place
-            for place, entry in takewhile(lambda item: item[1].number <= number, self._sent.get(connection, {}).items())
-        ]
-        for place in confirmed:
-            self._forget(place)
-            self._patience.pop(place[0], None)
-        return len(confirmed)
+        messages = self._sent.get(connection)
+        if messages is None:
+            return 0
+        confirmed = 0
+        while messages and messages[0][0] <= number:
+            _, carried = messages.popleft()
+            for entry in carried:
+                if self._entries.get(entry.ack[:4]) is entry:
+                    del self._entries[entry.ack[:4]]
+                    confirmed += 1
+            if self._patience:
+                self._patience.pop(carried[0].ack.ring, None)
+        if not messages:
+            del self._sent[connection]
+        return confirmed
 
     def lost(self, connection: Hashable, now: float) -> int:
         """The connection is gone: what it carried unconfirmed is pending again. How many.
 
         Also for a connection that was closed in good order but without a last answer.
         """
-        entries = self._sent.pop(connection, {})
+        returned = 0
         by_ring: dict[str, dict[_Place, _Entry]] = {}
-        for place, entry in entries.items():
-            entry.connection, entry.number, entry.via = None, 0, None
-            by_ring.setdefault(place[0], {})[place] = entry
-        for ring, returned in by_ring.items():
-            merged = [*returned.items(), *self._pending.get(ring, {}).items()]
+        for _, carried in self._sent.pop(connection, ()):
+            for entry in carried:
+                place = entry.ack[:4]
+                if self._entries.get(place) is entry:
+                    entry.connection = entry.via = None
+                    by_ring.setdefault(place[0], {})[place] = entry
+                    returned += 1
+        for ring, entries in by_ring.items():
+            merged = [*entries.items(), *self._pending.get(ring, {}).items()]
             self._pending[ring] = dict(sorted(merged, key=lambda item: item[1].order))
             self.unreachable(ring, now)
-        return len(entries)
+        self._pending_count += returned
+        return returned
 
     def unreachable(self, ring: str, now: float) -> None:
         """Nothing could be sent to ``ring``: it is due again after a pause that doubles up to ``ack_timeout_s``."""
@@ -217,17 +245,19 @@ class AckLedger:
         patience = self._patience.get(ring)
         return max(oldest.added_at + self._delay_s, patience.until if patience else float("-inf"))
 
-    # --- keeping the three collections in step -------------------------------------------------
+    # --- keeping the collections in step -----------------------------------------------------------
     def _forget(self, place: _Place) -> None:
-        self._detach(place, self._entries.pop(place))
-        if place[0] not in self._pending:
+        if self._entries.pop(place).connection is None:
+            self._no_longer_pending(place)
+        if self._patience and place[0] not in self._pending:
             self._patience.pop(place[0], None)
 
-    def _detach(self, place: _Place, entry: _Entry) -> None:
-        if entry.connection is None:
-            _remove(self._pending, place[0], place)
-        else:
-            _remove(self._sent, entry.connection, place)
+    def _no_longer_pending(self, place: _Place) -> None:
+        pending = self._pending[place[0]]
+        del pending[place]
+        self._pending_count -= 1
+        if not pending:
+            del self._pending[place[0]]
 
     def validate(self) -> None:
         """Assert every invariant."""
@@ -239,21 +269,17 @@ class AckLedger:
             assert orders, f"{ring} has no pending entry"
             assert orders == sorted(orders), f"pending entries of {ring} are out of order"
             assert all(place[0] == ring and entry.connection is None for place, entry in pending.items())
-        for connection, sent in self._sent.items():
-            numbers = [entry.number for entry in sent.values()]
+        carried = {}
+        for connection, messages in self._sent.items():
+            numbers = [number for number, _ in messages]
             assert numbers, f"{connection!r} carries nothing"
             assert numbers == sorted(numbers), f"message numbers of {connection!r} fall"
-            assert all(entry.connection == connection for entry in sent.values())
-        places = [place for group in (*self._pending.values(), *self._sent.values()) for place in group]
+            living = [
+                entry for _, entries in messages for entry in entries if self._entries.get(entry.ack[:4]) is entry
+            ]
+            assert all(entry.connection == connection for entry in living)
+            carried[connection] = [entry.ack[:4] for entry in living]
+        assert self._pending_count == sum(map(len, self._pending.values())), "pending entries are miscounted"
+        places = [place for group in (*self._pending.values(), *carried.values()) for place in group]
         assert sorted(places) == sorted(self._entries), "an entry is in no collection, or in two"
         assert self._patience.keys() <= {place[0] for place in self._entries}, "patience with a ring without entries"
-
-
-def _place(ack: Ack) -> _Place:
-    return ack.ring, ack.slot, ack.generation, ack.rank
-
-
-def _remove(groups: dict[_Group, dict[_Place, _Entry]], group: _Group, place: _Place) -> None:
-    del groups[group][place]
-    if not groups[group]:
-        del groups[group]

@@ -288,9 +288,12 @@ class UCXXClient:
     def _received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
         self._count_read(wire, ticket.size)
         make = DevicePayload if type(data) is Target else ReceivedPayload
-        payload = make(ticket, rank, wire, data, self._schema(ticket), lambda: self._acknowledge(ticket, rank, via))
-        if self._ack == "on_arrival":
-            payload.ack()
+        schema = self._schema(ticket)
+        if self._ack != "on_arrival":
+            return make(ticket, rank, wire, data, schema, lambda: self._acknowledge(ticket, rank, via))
+        self._links.acknowledge(Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key), via)
+        payload = make(ticket, rank, wire, data, schema, _acknowledged)
+        payload.acknowledged = True
         return payload
 
     async def _read_batch(
@@ -405,6 +408,10 @@ class UCXXClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _acknowledged() -> bool:
+    return False
 
 
 def _bare(error: TransportError) -> TransportError:

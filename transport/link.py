@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transport import _native, authentication, errors, wire
+from transport.acks import Ack
 from transport.errors import (
     AuthenticationError,
     ChecksumError,
@@ -130,14 +132,14 @@ class Link:
         return self._endpoint.transports()
 
     # --- requests -----------------------------------------------------------------------------------
-    def tell(self, records: list[Record]) -> int:
+    def tell(self, records: Sequence[Record | Ack]) -> int:
         """Send records that have no answer (ACK, DISCARD); the message number. Does not wait."""
         self._ready()
         number = self.native.tell(records)
         self._endpoint.worker.kick()
         return number
 
-    def read(self, wants: list[Want], acks: list[Record]) -> tuple[int, asyncio.Future[Any]]:
+    def read(self, wants: list[Want], acks: Sequence[Record | Ack]) -> tuple[int, asyncio.Future[Any]]:
         """Ask for payloads by one message, ``acks`` riding with it: its number, and a future. They arrive in place.
 
         `outcomes` explains what the future gets. Who stops waiting for it aborts the link.
@@ -145,14 +147,7 @@ class Link:
         self._ready()
         worker = self._endpoint.worker
         future = worker.loop.create_future()
-        number = self.native.read(
-            future,
-            [
-                (ticket.slot, ticket.generation, rank, ticket.key, ticket.size, checksum, destination)
-                for ticket, rank, destination, checksum in wants
-            ],
-            acks,
-        )
+        number = self.native.read(future, wants, acks)
         worker.kick()
         return number, future
 
@@ -175,7 +170,7 @@ class Link:
             )
         return refusal(code, f"payload {ticket.name}")
 
-    def ask(self, record: Record, acks: list[Record]) -> tuple[int, asyncio.Future[Any]]:
+    def ask(self, record: Record, acks: Sequence[Record | Ack]) -> tuple[int, asyncio.Future[Any]]:
         """Send one record that is answered without payload (STATE, BYE), after ``acks``. See `answer`."""
         self._ready()
         worker = self._endpoint.worker

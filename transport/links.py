@@ -177,7 +177,7 @@ class Links:
     def request(self, link: Link, wants: list[Want]) -> tuple[int, asyncio.Future[Any]]:
         """Send wants with the acknowledgements that are waiting for this ring: the message number, and its outcome."""
         acks = self.ledger.take(link.ring, self._settings.records_per_message - len(wants), link.port)
-        number, answer = link.read(wants, [_record(ack) for ack in acks])
+        number, answer = link.read(wants, acks)
         if acks:  # with no await since `take`, so that no acknowledgement rides twice
             self.ledger.sent(link, number, acks)
         return number, answer
@@ -374,7 +374,7 @@ class Links:
             return
         try:
             while acks := self.ledger.take(ring, self._settings.records_per_message, port):
-                self.ledger.sent(link, link.tell([_record(ack) for ack in acks]), acks)
+                self.ledger.sent(link, link.tell(acks), acks)
         except TransportError:
             self.break_off(link)
             return
@@ -385,7 +385,7 @@ class Links:
         try:
             acks = self.ledger.take(link.ring, self._settings.records_per_message - 1, link.port)
             async with asyncio.timeout(_BYE_TIMEOUT_S):
-                number, asking = link.ask(Record(Kind.BYE), [_record(ack) for ack in acks])
+                number, asking = link.ask(Record(Kind.BYE), acks)
                 self.ledger.sent(link, number, acks)
                 link.answer(await asking)
             self.ledger.answered(link, number)
@@ -420,8 +420,3 @@ class Links:
         await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))
         if self._worker is not None:
             self._worker.close()
-
-
-def _record(ack: Ack) -> Record:
-    _, slot, generation, rank, key = ack
-    return Record(Kind.ACK, slot, generation, rank, key)

@@ -51,7 +51,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     staging_bytes: int = 512 << 20
 
-    inline_limit: int = 8192
+    inline_limit: int = 65536
     records_per_message: int = 63
 
     def read_timeout(self, size: int) -> float:

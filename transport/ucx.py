@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SPIN_S = (
-    float(os.environ.get("SPINX", "100")) * 1e-6
+    float(os.environ.get("SPINX", "200")) * 1e-6
 )  # the longest wait for an answer that is due; a longer one costs the neighbour its core (measured)
 
 

@@ -18,20 +18,21 @@ Number number_at(const nb::tuple& row, std::size_t at) {
   return nb::cast<Number>(row[at]);
 }
 
-// (slot, generation, rank, key, size, checksum or None, destination)
+// (ticket, rank, destination, checksum or None), as link.Want
 Want want_of(nb::handle object) {
   const auto row = nb::cast<nb::tuple>(object);
-  if (row.size() != 7) throw nb::value_error("a want has seven fields");
+  if (row.size() != 4) throw nb::value_error("a want has four fields");
+  const nb::handle ticket = row[0];
   Want want{};
-  want.slot = number_at<std::uint32_t>(row, 0);
-  want.generation = number_at<std::uint32_t>(row, 1);
-  want.rank = number_at<std::uint8_t>(row, 2);
-  want.key = number_at<std::uint64_t>(row, 3);
-  want.size = number_at<std::uint64_t>(row, 4);
-  const nb::handle expected = row[5];
+  want.slot = nb::cast<std::uint32_t>(ticket.attr("slot"));
+  want.generation = nb::cast<std::uint32_t>(ticket.attr("generation"));
+  want.key = nb::cast<std::uint64_t>(ticket.attr("key"));
+  want.size = nb::cast<std::uint64_t>(ticket.attr("size"));
+  want.rank = number_at<std::uint8_t>(row, 1);
+  const nb::object expected = row[3];
   want.verify = !expected.is_none();
   if (want.verify) want.checksum = nb::cast<std::uint64_t>(expected);
-  Place place = Place::of(row[6], true);
+  Place place = Place::of(row[2], true);
   if (place.size != want.size) throw nb::value_error("a destination has exactly its payload's size");
   want.data = place.data;
   want.memory = place.memory;
@@ -39,17 +40,18 @@ Want want_of(nb::handle object) {
   return want;
 }
 
-// (kind, slot, generation, rank, key, length), as wire.Record
+// (kind, slot, generation, rank, key, length), as wire.Record, or (ring, slot, generation, rank, key), as acks.Ack
 Record record_of(nb::handle object) {
   const auto row = nb::cast<nb::tuple>(object);
-  if (row.size() != 6) throw nb::value_error("a record has six fields");
+  const bool ack = row.size() == 5;
+  if (!ack && row.size() != 6) throw nb::value_error("a record has six fields, an acknowledgement five");
   Record record{};
-  record.kind = number_at<std::uint8_t>(row, 0);
+  record.kind = ack ? static_cast<std::uint8_t>(Kind::ack) : number_at<std::uint8_t>(row, 0);
   record.slot = number_at<std::uint32_t>(row, 1);
   record.generation = number_at<std::uint32_t>(row, 2);
   record.rank = number_at<std::uint8_t>(row, 3);
   record.key = number_at<std::uint64_t>(row, 4);
-  record.length = number_at<std::uint64_t>(row, 5);
+  if (!ack) record.length = number_at<std::uint64_t>(row, 5);
   return record;
 }
 

@@ -13,16 +13,16 @@ from transport.bench.reader import ON_DEVICE, Look, Portion, Reading, Timed
 from transport.bench.result import OURS, Case, Sample
 from transport.bench.writer import Batch, Writing
 
-MOST_SLOTS = 64
+MOST_SLOTS = 1024
 _FEWEST_SLOTS = 4
-_RING_BYTES = 256 << 20
+_RING_BYTES = 128 << 20
 _SMALL_BATCH = 1000
 _SMALL_BYTES = 4 << 10
 MANY_SMALL = f"read_many_{_SMALL_BATCH}"
 
 
 def slots_for(size: int) -> int:
-    """Payloads at once: at most 64, and no more than 256 MiB of them."""
+    """Payloads of a batch: enough that its begin does not count, and no more than 128 MiB of them."""
     return max(_FEWEST_SLOTS, min(MOST_SLOTS, _RING_BYTES // size))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from transport.errors import MissingDependencyError, UsageError
 _DASHES: dict[str, Any] = {"mapped": "-", "tcp": "-", "shm": (0, (5, 2)), "rdma": "-.", "memory": (0, (1, 1.5))}
 _MARKERS = {"mapped": "D", "tcp": "o", "shm": "s", "rdma": "^", "memory": "."}
 _OUR_COLOURS = {"mapped": "#1a9850", "shm": "#d73027", "tcp": "#08519c", "rdma": "#762a83"}
+# Far from ours and from the floors', and from one another.
+_PEER_COLOURS = ("#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#9a9b00", "#17becf", "#e6b800", "#000000")
 _FLOOR_COLOUR = "#555555"
 
 
@@ -113,15 +116,15 @@ def _group(line: Line) -> int:
     return 2 if PEERS[line.peer].floor else 1
 
 
-def _colours(rows: Sequence[Row]) -> dict[str, Any]:
-    """A colour for each peer: the same in both panels, and for all of its wires."""
-    from matplotlib import colormaps
+def _colours(rows: Sequence[Row]) -> dict[str, str]:
+    """A colour for each peer, the same in both panels; a program that is measured over two wires has one."""
+    peers = [PEERS[name] for name in sorted({row.peer for row in rows if row.peer != OURS})]
+    scripts = list(dict.fromkeys(peer.script for peer in peers if not peer.floor))
+    by_script = dict(zip(scripts, cycle(_PEER_COLOURS), strict=False))
+    return {peer.name: by_script[peer.script] for peer in peers if not peer.floor}
 
-    names = sorted({row.peer for row in rows if row.peer != OURS and not PEERS[row.peer].floor})
-    return {name: colormaps["tab10"](at % 10) for at, name in enumerate(names)}
 
-
-def _panel(axes: Any, rows: Sequence[Row], figure: str, colours: dict[str, Any], handles: dict[Line, Any]) -> None:
+def _panel(axes: Any, rows: Sequence[Row], figure: str, colours: dict[str, str], handles: dict[Line, Any]) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     lines: dict[Line, list[Row]] = {}
@@ -153,7 +156,7 @@ def _line(row: Row) -> Line:
     return Line(row.peer, row.case if row.peer == OURS else "", row.wire, row.checksum)
 
 
-def _style(line: Line, colours: dict[str, Any]) -> dict[str, Any]:
+def _style(line: Line, colours: dict[str, str]) -> dict[str, Any]:
     style: dict[str, Any] = {"linestyle": _DASHES[line.wire], "marker": _MARKERS[line.wire]}
     if line.peer == OURS:
         many = line.case == "read_many"
