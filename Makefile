@@ -66,11 +66,11 @@ pytest: $(VENV)/installed
 # With GPU_PYTHON=… that interpreter and its packages are used, and nothing is fetched.
 ifdef GPU_PYTHON
 gpu: ## with a CUDA device: build, check and time everything in one go; a table last
-	@$(GPU_PYTHON) benchmarks/gpu.py
+	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
 else
 gpu: $(VENV)/installed
 	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CUPY)
-	@$(BIN)/python benchmarks/gpu.py
+	@$(BIN)/python benchmarks/gpu.py $(GPU_OPTIONS)
 endif
 
 lint: $(VENV)/installed ## ruff and mypy
