@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from support import Child, eventually, listener_pids, noise, segment_file
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
+from transport.addresses import LOOPBACK, advertised
 from transport.errors import BusyPortError, ConfigurationError, TransportError, UsageError
 from transport.settings import DEFAULTS
 from transport.testing import run
@@ -183,3 +185,23 @@ for mode in ("thread", "process"):
             assert "MissingDependencyError ucxx is not installed" in child.line()
         assert child.wait() == 0
     assert segment_file(ring).exists()
+
+
+@both_modes
+def test_a_server_bound_to_an_address_is_reached_there_and_only_there(ring: SharedRingBuffer, mode: Any) -> None:
+    own = advertised()[0]
+    if own == LOOPBACK:
+        pytest.skip("this host has no address but loopback")
+    with UCXXServer(ring, bind=own, mode=mode) as server:
+        ticket = ring.write_raw(noise(100_000))
+        assert ticket.addresses == (own,)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.ports[0]), timeout=5)
+        assert read(ticket) == noise(100_000).tobytes()
+
+
+@both_modes
+@pytest.mark.parametrize("bind", ["192.0.2.1", "not an address"])
+def test_an_address_that_is_not_of_this_host_is_named(ring: SharedRingBuffer, mode: Any, bind: str) -> None:
+    with pytest.raises(TransportError, match=re.escape(bind)), UCXXServer(ring, bind=bind, mode=mode):
+        pass

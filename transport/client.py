@@ -302,17 +302,25 @@ class UCXXClient:
         """Small payloads of one ring by one message: (outcomes, tickets to be read singly)."""
         outcomes: list[ReadOutcome] = []
         wants: list[Want] = []
+        take, want_of = self._buffers.take, self._remote.want
         for ticket in group:
             try:
                 self._check(ticket, rank)
-                wants.append(self._remote.want(ticket, rank, self._buffers.take(ticket.size)))
+                wants.append(want_of(ticket, rank, take(ticket.size)))
             except TransportError as error:
                 outcomes.append(ReadOutcome(ticket, None, _bare(error)))
         if not wants:
             return outcomes, []
-        wire, port, errors = await self._remote.read_batch(wants, deadline)
+        wire, port, failures = await self._remote.read_batch(wants, deadline)
+        if failures is None:
+            received = self._received
+            outcomes += [
+                ReadOutcome(ticket, received(ticket, rank, wire, port, destination), None)
+                for ticket, _, destination, _ in wants
+            ]
+            return outcomes, []
         left: list[Ticket] = []
-        for want, failure in zip(wants, errors, strict=True):
+        for want, failure in zip(wants, failures, strict=True):
             if failure is None:
                 data = self._landing.from_host(want.destination) if self._landing.always else want.destination
                 payload = self._received(want.ticket, rank, wire, port, data)

@@ -36,6 +36,7 @@ class Listener:
         ring: attached with role "listener", or the writer's own object (in-process mode).
         secret: shared secret that clients must prove to have; None: none is asked.
         wires: the wires UCX may use; None: whatever is best.
+        bind: local IPv4 address to listen on; "": all of them.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Listener:
         settings: Settings = DEFAULTS,
         secret: bytes | None = None,
         wires: frozenset[Wire] | None = None,
+        bind: str = "",
     ) -> None:
         self.ring = ring
         self.settings = settings
         self.secret = secret
         self._wires = wires
+        self._bind = bind
         self._worker: Worker | None = None
         self._listening: Listening | None = None
         self._connections: dict[Connection, asyncio.Task[None]] = {}
@@ -94,7 +97,7 @@ class Listener:
                 most_unsent=_MOST_UNSENT,
                 numbers=wire.MESSAGE_NUMBERS,
             )
-            self._listening = self._worker.listen(port, self._accept)
+            self._listening = self._worker.listen(port, self._accept, self._bind)
         except BaseException:
             self._worker.close()
             raise

@@ -39,6 +39,7 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     settings: Settings
     secret: bytes | None = None
     wires: frozenset[Wire] | None = None
+    bind: str = ""
     log_level: str = "WARNING"
 
 
@@ -90,7 +91,7 @@ async def _serve(config: ListenerConfig) -> int:
         answer(ListenerReport(error=type(error).__name__, message=str(error)))
         return 1
     with ring:
-        listener = Listener(ring, settings=config.settings, secret=config.secret, wires=config.wires)
+        listener = Listener(ring, settings=config.settings, secret=config.secret, wires=config.wires, bind=config.bind)
         try:
             port = listener.start(config.port)
         except TransportError as error:

@@ -265,8 +265,10 @@ class RemoteReads:
     # --- many small ones ------------------------------------------------------------------------------
     async def read_batch(
         self, wants: list[Want], deadline: Deadline
-    ) -> tuple[Wire, PortKey, list[TransportError | None]]:
+    ) -> tuple[Wire, PortKey, list[TransportError | None] | None]:
         """Small payloads of one ring by one message, one attempt: wire, port, and what became of each.
+
+        None in place of a list: all of them are here.
 
         Raises a LinkError when the message itself failed.
         """
@@ -278,9 +280,8 @@ class RemoteReads:
         except TransportError as error:
             self._links.failed(ring, port, error)
             raise
-        if failures is None:
-            return link.wire, port, [None] * len(wants)
-        self.checksum_failures += sum(isinstance(failure, ChecksumError) for failure in failures)
+        if failures is not None:
+            self.checksum_failures += sum(isinstance(failure, ChecksumError) for failure in failures)
         return link.wire, port, failures
 
     def close(self) -> None:

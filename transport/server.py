@@ -49,6 +49,8 @@ class UCXXServer:
         ring: the writer's ring.
         ports: one listener each; 0 is assigned by the system. `ports` reports the actual ones after `start`.
         addresses: what tickets advertise, best first; default: an RDMA interface if there is one, else the way out.
+        bind: local IPv4 address the listeners listen on, and which tickets then advertise unless ``addresses`` says
+            otherwise; "": all addresses of this host.
         secret: shared secret that clients must prove to have.
         wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: whatever is best.
         mode: "process" or "thread", see above.
@@ -61,6 +63,7 @@ class UCXXServer:
         ports: Sequence[int] = (0,),
         *,
         addresses: Sequence[str] | None = None,
+        bind: str = "",
         settings: Settings = DEFAULTS,
         secret: bytes | None = None,
         wires: frozenset[Wire] | None = None,
@@ -81,7 +84,9 @@ class UCXXServer:
             settings = msgspec.structs.replace(settings, linger_s=linger_s)
         self._ring = ring
         self._wanted = tuple(ports)
-        self._addresses = tuple(addresses) if addresses is not None else advertised()
+        if addresses is None:
+            addresses = (bind,) if bind else advertised()
+        self._addresses = tuple(addresses)
         self._mode = mode
         self._config = ListenerConfig(
             segment=ring.name,
@@ -89,6 +94,7 @@ class UCXXServer:
             settings=settings.validate(),
             secret=secret,
             wires=wires,
+            bind=bind,
             log_level=log_level,
         )
         self._run: _Processes | _Thread | None = None
@@ -296,7 +302,9 @@ class _Thread:
     async def _start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
         config = self._config
         for port in ports:
-            listener = Listener(self._ring, settings=config.settings, secret=config.secret, wires=config.wires)
+            listener = Listener(
+                self._ring, settings=config.settings, secret=config.secret, wires=config.wires, bind=config.bind
+            )
             listener.start(port)
             self._listeners.append(listener)
         return tuple(listener.port for listener in self._listeners)

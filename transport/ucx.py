@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SPIN_S = (
-    float(os.environ.get("SPINX", "200")) * 1e-6
-)  # the longest wait for an answer that is due; a longer one costs the neighbour its core (measured)
+SPIN_S = 200e-6  # at most, for an answer that is due; the engine spins less where answers come later (measured)
 
 
 # --- the import ---------------------------------------------------------------------------------
