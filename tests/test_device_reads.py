@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from typing import Any
 
 import ml_dtypes
@@ -11,10 +12,19 @@ import numpy as np
 import pytest
 from support import asynchronous, every_wire, free, noise, over_ucx, serving, settings_with, states, until
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient
-from transport.errors import BufferUnsuitableError, ChecksumError, MissingDependencyError, UsageError
+from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, _native
+from transport.errors import (
+    BufferUnsuitableError,
+    ChecksumError,
+    MissingDependencyError,
+    RetriesExhaustedError,
+    UsageError,
+)
 from transport.landing import DevicePayload
 from transport.libraries import parse_device
+from transport.link import Want
+from transport.retry import Deadline
+from transport.streams import address_of
 
 PAIR = Schema.of(a=("float32", 4, 3), b=("bfloat16", 5))
 VALUES = {"a": np.arange(12, dtype=np.float32).reshape(4, 3), "b": np.arange(5).astype(ml_dtypes.bfloat16)}
@@ -302,3 +312,55 @@ async def test_a_client_of_host_memory_asks_no_device_for_anything(cupy: Any) ->
             await client.read(ring.write({"x": noise(100)}))
     fake = cupy.fake
     assert (fake.questions, fake.waits, fake.copies, fake.registered) == (0, 0, [], {})
+
+
+# --- memory that only UCX touches: here the host's, named by its address ------------------------------
+class Keeper:
+    """What stands for the memory: it hashes it, or something else."""
+
+    def __init__(self, memory: np.ndarray, *, wrong: bool = False) -> None:
+        self.memory = memory
+        self.hashed = 0
+        self._wrong = wrong
+
+    async def checksum(self) -> int:
+        self.hashed += 1
+        return _native.checksum(self.memory) ^ self._wrong
+
+    def place(self) -> tuple[int, int, Keeper]:
+        return address_of(self.memory), self.memory.nbytes, self
+
+
+@pytest.mark.ucx
+@over_ucx
+@asynchronous
+async def test_memory_named_by_its_address_is_received_into_and_verified_by_its_keeper(wire: Any) -> None:
+    with serving(slots=2, slot_bytes=1 << 20) as (ring, _):
+        async with UCXXClient(wire={wire}) as client:
+            ticket = ring.write({"x": noise(300_000)})
+            deadline = Deadline.after(10, time.monotonic())
+            for keeper in (Keeper(np.zeros(300_000, np.uint8), wrong=True), Keeper(np.zeros(300_000, np.uint8))):
+                want = client._remote.want(ticket, 0, keeper.place())
+                if keeper._wrong:
+                    with pytest.raises(RetriesExhaustedError, match="checksum"):
+                        await client._remote.read(want, deadline, spent=False)
+                    assert keeper.hashed > 1 and client.statistics().checksum_failures == keeper.hashed
+                else:
+                    await client._remote.read(want, deadline, spent=False)
+                    assert keeper.hashed == 1 and keeper.memory.tobytes() == noise(300_000).tobytes()
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_the_engine_refuses_memory_that_it_would_have_to_touch(cupy: Any) -> None:
+    with serving(slots=2, slot_bytes=1 << 20) as (ring, _):
+        async with UCXXClient(wire={"tcp"}) as client:
+            tickets = {size: ring.write({"x": noise(size)}) for size in (100, 300_000)}
+            await client.read(tickets[100])
+            link = client._links.try_checkout(client._links.ports(tickets[100])[0], tickets[100].ring)
+            assert link is not None
+            for size, checksum in ((100, None), (300_000, 7)):
+                keeper = Keeper(np.zeros(size, np.uint8))
+                with pytest.raises(ValueError, match="for large payloads, verified elsewhere"):
+                    link.read([Want(tickets[size], 0, keeper.place(), checksum)], [])
+            client._links.checkin(link)
