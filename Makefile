@@ -9,10 +9,11 @@ BIN := $(VENV)/bin
 CUDA := $(shell nvidia-smi 2>/dev/null | grep -oE 'CUDA Version: [0-9]+' | grep -oE '[0-9]+$$')
 UCXX := $(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA)),cu13,cu12)
 EXTRAS := $(UCXX),demo,bench,test,lint
+CUPY := $(if $(filter cu13,$(UCXX)),cupy-cuda13x,cupy-cuda12x)
 NATIVE := $(wildcard native/*.cpp native/*.hpp native/vendor/*.h native/CMakeLists.txt)
 NATIVE_TESTS := $(wildcard native/tests/*)
 
-.PHONY: help install demo test pytest native-test model lint bench docs clean
+.PHONY: help install demo test pytest gpu native-test model lint bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +62,16 @@ test: lint native-test model pytest ## the whole suite: lint, native tests under
 
 pytest: $(VENV)/installed
 	@$(BIN)/python -m pytest
+
+# With GPU_PYTHON=… that interpreter and its packages are used, and nothing is fetched.
+ifdef GPU_PYTHON
+gpu: ## with a CUDA device: build, check and time everything in one go; a table last
+	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
+else
+gpu: $(VENV)/installed
+	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CUPY)
+	@$(BIN)/python benchmarks/gpu.py $(GPU_OPTIONS)
+endif
 
 lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff check .

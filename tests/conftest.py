@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from typing import Any
 
 import pytest
+from fake_cupy import fake_cupy
 from hypothesis import HealthCheck, settings
 
 from transport.testing import ResourceSnapshot, mark_descendants, run
@@ -30,6 +33,14 @@ def warm_up() -> Iterator[None]:
     gc.freeze()  # keeps the searches of the leak check among what tests make
     yield
     gc.unfreeze()
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A stand-in for CuPy and its device; `cupy.fake` says what was asked of it."""
+    module = fake_cupy()
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
 
 
 @pytest.fixture(scope="session")

@@ -190,13 +190,14 @@ class Child:
     ) -> None:
         # what importing ucxx did to this process's environment is not meant for others
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
-            env={**inherited, "PYTHONPATH": str(Path(__file__).parent), **(env or {})},
+            env={**inherited, "PYTHONPATH": path, **(env or {})},
         )
 
     def line(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from fake_cupy import fake_cupy
 from support import OnlyDLPack
 
 from transport.devices import kind_of, require_cupy, to_host
@@ -20,6 +21,7 @@ from transport.payload import (
     check_destination,
 )
 from transport.schema import DTYPES
+from transport.streams import require_device
 
 
 # --- destinations: UCX writes into whatever it is given -----------------------------------------
@@ -169,3 +171,31 @@ def test_unsuitable_torch_destination_is_refused(torch: Any) -> None:
     for message, tensor in cases.items():
         with pytest.raises(BufferUnsuitableError, match=message):
             check_destination(tensor, 16)
+
+
+# --- the real CuPy, here without a driver ---------------------------------------------------------
+def test_cupy_imports_without_a_driver_and_the_lack_of_a_device_is_named() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError:
+        count = 0
+    if count:
+        assert require_device() == count
+        return
+    with pytest.raises(MissingDependencyError, match="no CUDA device"):
+        require_device()
+    with pytest.raises(BufferUnsuitableError, match=r"bytes of device memory"):  # looked at, and not touched
+        check_destination(device_array(), 101)
+
+
+def test_the_real_cupy_has_what_the_transport_asks_of_it() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    stand_in = fake_cupy()
+    for name in vars(stand_in.cuda):
+        assert hasattr(cupy.cuda, name), name
+    for name in vars(stand_in.cuda.runtime):
+        assert hasattr(cupy.cuda.runtime, name), name
+    for name in ("ndarray", "empty", "zeros", "asarray", "asnumpy", "RawKernel", "from_dlpack"):
+        assert hasattr(cupy, name), name
+    assert hasattr(cupy.cuda.Stream, "from_external") or hasattr(cupy.cuda, "ExternalStream")

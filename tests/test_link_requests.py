@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scripted_listener import (
     INLINE,
-    UNTOUCHED,
     ScriptedListener,
     Side,
     ack,
@@ -37,7 +36,7 @@ from transport.errors import (
     VersionMismatchError,
     WrongKeyError,
 )
-from transport.link import Link, Want
+from transport.link import Want
 from transport.wire import Answer, Kind, Record, SlotFate
 
 pytestmark = pytest.mark.ucx
@@ -335,17 +334,13 @@ async def test_a_wrong_checksum_is_that_payloads_matter_only() -> None:
     async with ScriptedListener() as listener:
         link, side = await listener.linked()
         pairs = [verified(10), verified(20, False), verified(300), verified(400, False), verified(30)]
-        unverified = want(40, checksum=1)._replace(checksum=None)
-        reading = asyncio.ensure_future(read(link, *(wanted for wanted, _ in pairs), unverified))
-        await answer(
-            side,
-            *(
-                joined(at, data) if len(data) <= INLINE else Answer(0, at, len(data))
-                for at, (_, data) in enumerate(pairs)
-            ),
-            joined(5, bytes(40)),
-            payloads={at: data for at, (_, data) in enumerate(pairs) if len(data) > INLINE},
-        )
+        data = [*(arrived for _, arrived in pairs), bytes(40)]
+        wants = [*(wanted for wanted, _ in pairs), want(40, checksum=1)._replace(checksum=None)]
+        reading = asyncio.ensure_future(read(link, *wants))
+        answers = [
+            joined(at, each) if len(each) <= INLINE else Answer(0, at, len(each)) for at, each in enumerate(data)
+        ]
+        await answer(side, *answers, payloads={at: each for at, each in enumerate(data) if len(each) > INLINE})
         failures = await reading
         assert [type(each) for each in failures] == [ChecksumError if at in (1, 3) else type(None) for at in range(6)]
         await in_order(link, side)
@@ -420,17 +415,8 @@ async def test_a_link_is_retired_before_its_message_numbers_run_out() -> None:
                 late()
         for late in (
             lambda: link.native.tell([ack()]),
-            lambda: link.native.read(None, [small], []),
-            lambda: link.native.ask(None, Record(Kind.BYE), []),
+            lambda: link.native.read(object(), [small], []),
+            lambda: link.native.ask(object(), Record(Kind.BYE), []),
         ):
             with pytest.raises(ValueError, match="message numbers"):
                 late()
-
-
-def test_untouched_means_that_nothing_was_written() -> None:
-    assert untouched(want(3))
-    assert bytes(want(2).destination) == bytes([UNTOUCHED] * 2)
-
-
-def test_links_are_made_by_opening_them() -> None:
-    assert Link.open.__doc__

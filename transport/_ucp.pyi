@@ -5,7 +5,8 @@ return pairs (token, outcome), where an outcome is a number, a list of numbers, 
 negative UCX status; a `Listener`'s pairs are (its callback, Endpoint).
 
 ``memory`` is anything with the buffer protocol, writable for a receive, or a tuple (address, bytes, object that keeps
-it) for memory of any kind. It stays exported until UCX has completed the request.
+it) for memory of any kind; of a kind that is not the host's only for reads that are not small, without a checksum.
+It stays exported until UCX has completed the request.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ ERR_CANCELED: int
 ERR_CONNECTION_RESET: int
 
 def status_text(status: int) -> str: ...
+def knows_cuda_memory(context: int) -> bool:
+    """Whether the context (a ucp_context_h) tells CUDA memory from the host's."""
 
 # outcomes of a read beside 0 and the listener's refusals (1 to 255)
 WRONG_CHECKSUM: int

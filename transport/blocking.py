@@ -8,6 +8,7 @@ from typing import Any, Self, TypeVar
 
 from transport.background import LoopThread
 from transport.client import UCXXClient
+from transport.landing import target_of
 from transport.received import ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.ticket import Ticket
 from transport.wire import SlotFate
@@ -28,7 +29,9 @@ class BlockingClient:
         return f"<BlockingClient {self._client!r}>"
 
     def read(self, ticket: Ticket, out: Any = None, rank: int = 0, timeout: float | None = None) -> ReceivedPayload:
-        """See `UCXXClient.read`."""
+        """See `UCXXClient.read`. For `out` in device memory the stream counts that is current in this thread."""
+        if out is not None and (target := target_of(out, ticket.size)) is not None:
+            out = target
         return self._thread.run(self._client.read(ticket, out, rank, timeout))
 
     def read_many(

@@ -20,12 +20,12 @@ from typing import Any, Literal, Self
 from transport.acks import Ack
 from transport.buffers import BufferPool
 from transport.errors import (
-    BufferUnsuitableError,
     ClosedError,
     StaleSlotError,
     TransportError,
     UsageError,
 )
+from transport.landing import DevicePayload, DeviceReceive, Landing, Target
 from transport.link import Want
 from transport.links import Links
 from transport.mapped import MappedRings
@@ -58,6 +58,11 @@ class UCXXClient:
             `payload.ack()`. A mapped payload is acknowledged by `ack` or at the end of its ``with``.
         secret: shared secret to prove to listeners.
         verify: compare the checksum of what arrives with the ticket's.
+        device: "cupy" or "torch" (":1" for the second device): reads without `out` go to new memory there, and their
+            arrays are that library's. None: host memory.
+        device_receive: how a payload over a wire gets into device memory. "staged": into pinned host memory, verified
+            there, copied on the stream; "direct": UCX writes large ones into it, where its context knows device memory
+            (for RDMA; over shm and tcp staging is as fast or faster, docs/GPU.md).
     """
 
     def __init__(
@@ -68,10 +73,14 @@ class UCXXClient:
         ack: AckMode = "on_arrival",
         secret: bytes | None = None,
         verify: bool = True,
+        device: str | None = None,
+        device_receive: DeviceReceive = "staged",
         settings: Settings = DEFAULTS,
     ) -> None:
         if ack not in ("on_arrival", "on_consumed", "manual"):
             raise UsageError(f"ack={ack!r}; choose 'on_arrival', 'on_consumed' or 'manual'")
+        if device_receive not in ("staged", "direct"):
+            raise UsageError(f"device_receive={device_receive!r}; choose 'staged' or 'direct'")
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._wires: frozenset[Wire] | None = None if wire == "auto" else _wires(wire)
@@ -79,7 +88,10 @@ class UCXXClient:
         self._ack: AckMode = ack
         self._settings = settings.validate()
         self._mapped = MappedRings()
-        self._links = Links(self._settings, self._wires, secret, self._mapped.detach_finished)
+        self._landing = Landing(device, device_receive, settings.staging_bytes)
+        self._links = Links(
+            self._settings, self._wires, secret, self._mapped.detach_finished, device_memory=device_receive == "direct"
+        )
         self._remote = RemoteReads(self._links, self._settings, self._wires, verify)
         self._buffers = BufferPool()
         self._bytes_by_wire: dict[str, int] = {}
@@ -98,7 +110,8 @@ class UCXXClient:
         Args:
             ticket: names it.
             out: where to put the bytes: numpy, pinned, torch or CuPy memory, writable, contiguous, large enough;
-                None: a mapped view, or a pooled buffer.
+                None: a mapped view, or a pooled buffer. Into device memory they come on the stream that is current
+                when the read is called; work on that stream may be queued as soon as the read returns.
             rank: which of the ticket's readers this is.
             timeout: seconds for all attempts together; default the settings' batch deadline.
 
@@ -108,6 +121,7 @@ class UCXXClient:
             PayloadLostError: every port answers that it serves another ring.
             WireNotAllowedError: only wires that the policy excludes lead there.
             BufferUnsuitableError, RankError: nothing was sent.
+            MissingDependencyError: `out` is in device memory, and CuPy is not installed.
         """
         return await self._read(ticket, out, rank, self._deadline(timeout))
 
@@ -116,13 +130,13 @@ class UCXXClient:
     ) -> ReceivedPayload:
         """`read` with a deadline. ``spent``: one attempt was made already, as part of a batch."""
         self._check(ticket, rank)
-        destination = None if out is None else check_destination(out, ticket.size)
-        if destination is not None and not isinstance(destination, memoryview):
-            raise BufferUnsuitableError(
-                f"this {type(out).__name__} is in device memory, which reads do not reach yet: read into host memory "
-                "and copy, e.g. cupy.asarray(payload[name])"
-            )
+        target = destination = None
+        if out is not None or self._landing.always:
+            target = self._landing.target(out, ticket.size)
+            destination = check_destination(out, ticket.size) if target is None else None
         try:
+            if target is not None:
+                return await self._read_to_device(ticket, rank, target, deadline, spent)
             payload = self._read_mapped(ticket, rank, out, destination)
             if payload is None:
                 payload = await self._read_remote(ticket, rank, out, destination, deadline, spent)
@@ -242,6 +256,27 @@ class UCXXClient:
         self._counts["reads"] += 1
         self._bytes_by_wire[wire] = self._bytes_by_wire.get(wire, 0) + size
 
+    # --- into device memory -------------------------------------------------------------------------
+    async def _read_to_device(
+        self, ticket: Ticket, rank: int, target: Target, deadline: Deadline, spent: bool
+    ) -> ReceivedPayload:
+        ring = self._mapped.find(ticket) if self._allows("mapped") else None
+        if ring is None:
+            direct = self._landing.receive == "direct" and self._links.device_memory()
+            wire, port = await self._landing.over_wire(
+                target,
+                direct,
+                lambda buffer: self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent),
+            )
+            return self._received(ticket, rank, wire, port, target)
+        self._landing.from_ring(ring, ticket, rank, target)
+        self._count_read("mapped", ticket.size)
+        acknowledge = partial(ring.acknowledge, ticket, rank)
+        payload = DevicePayload(ticket, rank, "mapped", target, self._schema(ticket), acknowledge)
+        if self._ack == "on_arrival":
+            payload.ack()
+        return payload
+
     # --- over a wire --------------------------------------------------------------------------------
     async def _read_remote(
         self, ticket: Ticket, rank: int, out: Any, destination: Any, deadline: Deadline, spent: bool
@@ -252,11 +287,12 @@ class UCXXClient:
 
     def _received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
         self._count_read(wire, ticket.size)
+        make = DevicePayload if type(data) is Target else ReceivedPayload
         schema = self._schema(ticket)
         if self._ack != "on_arrival":
-            return ReceivedPayload(ticket, rank, wire, data, schema, lambda: self._acknowledge(ticket, rank, via))
+            return make(ticket, rank, wire, data, schema, lambda: self._acknowledge(ticket, rank, via))
         self._links.acknowledge(Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key), via)
-        payload = ReceivedPayload(ticket, rank, wire, data, schema, _acknowledged)
+        payload = make(ticket, rank, wire, data, schema, _acknowledged)
         payload.acknowledged = True
         return payload
 
@@ -286,7 +322,8 @@ class UCXXClient:
         left: list[Ticket] = []
         for want, failure in zip(wants, failures, strict=True):
             if failure is None:
-                payload = self._received(want.ticket, rank, wire, port, want.destination)
+                data = self._landing.from_host(want.destination) if self._landing.always else want.destination
+                payload = self._received(want.ticket, rank, wire, port, data)
                 outcomes.append(ReadOutcome(want.ticket, payload, None))
             elif failure.retryable:
                 left.append(want.ticket)
@@ -369,6 +406,7 @@ class UCXXClient:
             return
         self._closed = True
         await self._links.close()
+        self._landing.close()
         self._remote.close()
         self._mapped.close()
         self._buffers.clear()

@@ -1,7 +1,7 @@
-"""Where a value's memory is, and how it comes to the host.
+"""Where a value's memory is, how it is described, and how it comes to the host.
 
 Neither torch nor CuPy is imported to look at a value: a value of theirs exists only where its package was imported
-already. CuPy is imported only to copy device memory that is not torch's.
+already. Nothing here asks a device for anything unless the value is in its memory.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from types import ModuleType
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
@@ -29,6 +29,22 @@ class DeviceArray(Protocol):
     def __cuda_array_interface__(self) -> dict[str, Any]: ...
 
 
+class DeviceTensor(NamedTuple):
+    """A tensor in device memory, described without a look into it. It keeps the memory alive."""
+
+    value: Any  # the library's own array, of which this is the description
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    address: int
+    contiguous: bool  # in C order
+    device: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
 def kind_of(value: object) -> Literal["host", "cuda"]:
     """Whether the value's memory is the host's or a CUDA device's. What has no memory of its own is the host's.
 
@@ -36,6 +52,9 @@ def kind_of(value: object) -> Literal["host", "cuda"]:
     """
     if isinstance(value, np.ndarray):
         return "host"
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(value, cupy.ndarray):
+        return "cuda"  # CuPy asks the driver where an array's memory is
     # Asked before the CUDA array interface, which torch refuses to tensors that require gradients.
     locate = getattr(value, "__dlpack_device__", None)
     if locate is None:
@@ -59,11 +78,14 @@ def is_torch(value: object) -> TypeGuard[Any]:
 
 def require_cupy() -> ModuleType:
     """The cupy module. MissingDependencyError, naming the command that installs it, where it cannot be imported."""
+    module = sys.modules.get("cupy")
+    if module is not None:
+        return module
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
         raise MissingDependencyError(
-            f"this value is in device memory, which needs CuPy ({error}): pip install 'payload-transport[gpu]'"
+            f"device memory needs CuPy ({error}): pip install 'payload-transport[gpu]' (CUDA 13: gpu13)"
         ) from error
 
 

@@ -58,6 +58,11 @@ class WriteLease:
         return f"<WriteLease slot {self._slot} generation {self._generation} {state}>"
 
     @property
+    def slot(self) -> int:
+        """The slot's number."""
+        return self._slot
+
+    @property
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """The slot's memory as writable arrays by name. Not to be used after publishing."""
         if self._arrays is None:

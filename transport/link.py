@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 
 class Want(NamedTuple):
-    """One payload to read, and flat writable memory of exactly its size; ``checksum``: what is verified on arrival."""
+    """One payload to read, and flat writable memory of exactly its size; ``checksum``: what is verified on arrival.
+
+    ``destination`` is a buffer, or a tuple (address, bytes, what keeps and hashes it) of device memory.
+    """
 
     ticket: Ticket
     rank: int
@@ -67,9 +70,9 @@ _EXPLAINED: dict[type[TransportError], str] = {
 }
 
 
-def wrong_checksum(want: Want) -> ChecksumError:
+def wrong_checksum(want: Want, actual: int) -> ChecksumError:
     """The error for a payload whose bytes are not those that were written."""
-    actual, expected = _native.checksum(want.destination), want.ticket.checksum or 0
+    expected = want.ticket.checksum or 0
     return ChecksumError(f"payload {want.ticket.name} arrived with checksum {actual:016x}, due is {expected:016x}")
 
 
@@ -160,7 +163,7 @@ class Link:
     def _error(self, code: int, want: Want) -> TransportError:
         ticket = want.ticket
         if code == self._codes.WRONG_CHECKSUM:
-            return wrong_checksum(want)
+            return wrong_checksum(want, _native.checksum(want.destination))
         if code == self._codes.WRONG_LENGTH:
             return LengthMismatchError(
                 f"payload {ticket.name}: its slot holds another number of bytes than {ticket.size}"

@@ -65,6 +65,7 @@ class Links:
     Args:
         wires: the wires a link may use; None: any.
         secret: shared secret to prove to listeners.
+        device_memory: UCX shall know it, whatever the wires.
         tick: called now and then, at least every half minute, for what else grows old.
     """
 
@@ -74,11 +75,14 @@ class Links:
         wires: frozenset[Wire] | None,
         secret: bytes | None,
         tick: Callable[[], object],
+        *,
+        device_memory: bool = False,
     ) -> None:
         self._settings = settings
         self._wires = wires
         self._secret = secret
         self._tick = tick
+        self._for_device_memory = device_memory
         self._worker: Worker | None = None
         self._pool: EndpointPool[Link] = EndpointPool(settings)
         self._waiting: dict[PortKey, deque[asyncio.Future[None]]] = {}  # for a link, or a place for one
@@ -218,16 +222,27 @@ class Links:
             if not waiting and self._waiting.get(port) is waiting:
                 del self._waiting[port]
 
-    async def _open(self, port: PortKey, ring: str) -> Link:
+    def _get_worker(self) -> Worker:
         if self._worker is None:
-            self._worker = Worker(settings_for(self._wires))
+            wires = self._wires
+            if self._for_device_memory and wires is not None:
+                wires |= {"cuda"}
+            self._worker = Worker(settings_for(wires))
+        return self._worker
+
+    def device_memory(self) -> bool:
+        """Whether UCX knows device memory here, so that it may be received into."""
+        return self._get_worker().device_memory
+
+    async def _open(self, port: PortKey, ring: str) -> Link:
+        worker = self._get_worker()
         self.quarantine.begin(port, time.monotonic())
         self._pool.begin_open(port)
         base = new_tag_base(self._opening_bases | set(self._tag_bases.values()))
         self._opening_bases.add(base)
         try:
             link = await Link.open(
-                self._worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
+                worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
             )
         except BaseException:
             self._pool.open_failed(port)

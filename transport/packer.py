@@ -76,6 +76,7 @@ class UCXXDataPackerMixin:
         secret: bytes | None = None,
         settings: Settings = DEFAULTS,
         consumed: ConsumedRecord | None = None,
+        device: str | None = None,
         progress: Progress | Literal["bar"] | None = None,
     ) -> None:
         """Start the background loop and the client. Called again, it cleans up first.
@@ -88,13 +89,16 @@ class UCXXDataPackerMixin:
             ack: "on_consumed" (see above); "on_arrival" acknowledges what is collected, so what a dying trainer had
                 in memory is lost, and reported by the queue.
             consumed: record from a checkpoint, so that a restarted trainer drops what it had trained on.
+            device: "cupy" or "torch" (":1" for the second device): payloads are put into its memory while the trainer
+                computes, and their arrays are that library's. What the trainer's stream does with an array that it
+                looked up comes after its arrival.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws that on the terminal.
         """
         self.cleanup_ucxx_packer()
         thread = LoopThread("transport data packer")
         try:
-            client = thread.run(make_client(schemas, wire, secret, settings))
+            client = thread.run(make_client(schemas, wire, secret, settings, device))
         except BaseException:
             thread.close()
             raise

@@ -124,10 +124,10 @@ class PackerSession:
 
 
 async def make_client(
-    schemas: Sequence[Schema], wire: WirePolicy, secret: bytes | None, settings: Settings
+    schemas: Sequence[Schema], wire: WirePolicy, secret: bytes | None, settings: Settings, device: str | None
 ) -> UCXXClient:
     """The session's client. "manual" with either ack mode of the packer: the queue hears of a payload first."""
-    return UCXXClient(schemas=schemas, wire=wire, ack="manual", secret=secret, settings=settings)
+    return UCXXClient(schemas=schemas, wire=wire, ack="manual", secret=secret, settings=settings, device=device)
 
 
 async def _statistics(client: UCXXClient) -> ClientStatistics:

@@ -1,6 +1,6 @@
 """From the caller's values to packed bytes, and from packed bytes to arrays. Nothing is pickled on either way.
 
-arrays, lengths = describe(schema, mapping)          # validated; nothing is copied yet
+arrays, lengths = describe(schema, mapping)          # validated; host memory is not copied yet, nor a device's
 layout = schema.layout(lengths)
 checksum = pack_into(layout, arrays, slot, checksum=True)
 views(layout, slot, writable=False)                  # the same arrays, in the slot's own memory
@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import cmath
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
 from transport import _native
 from transport._native import Block, PayloadView
-from transport.devices import DeviceArray, is_torch, kind_of, to_host, writable_bytes
+from transport.device_copies import DeviceCopies
+from transport.devices import DeviceArray, DeviceTensor, is_torch, kind_of, to_host, writable_bytes
 from transport.errors import BufferUnsuitableError, SchemaError
+from transport.libraries import library_of
 from transport.schema import ALIGNMENT, DTYPES, Layout, Placement, Schema, TensorSpec
+from transport.streams import address_of
 
+Array: TypeAlias = np.ndarray | DeviceTensor
 Casting = Literal["safe", "same_kind", "unsafe"]
 
 _ZEROS: Final = bytes(ALIGNMENT)  # longer than any gap between two tensors
-_NATIVE_DTYPES: Final = frozenset(DTYPES.values())
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}  # numpy makes a name anew each time, which is slow
 
 
 # --- in: values to arrays ------------------------------------------------------------------------
@@ -35,6 +39,12 @@ def as_host_array(value: object, name: str) -> np.ndarray:
     SchemaError, naming the tensor, for anything else: lists, strings, masked arrays, and any dtype that is not in
     `DTYPES`, above all `object`.
     """
+    array = as_array(value, name)
+    return array if isinstance(array, np.ndarray) else to_host(array.value)
+
+
+def as_array(value: object, name: str) -> Array:
+    """`as_host_array`, but what is in device memory stays there and is only described."""
     try:
         array = _to_array(value)
     except (TypeError, ValueError, RuntimeError, BufferError, NotImplementedError) as error:
@@ -43,20 +53,21 @@ def as_host_array(value: object, name: str) -> np.ndarray:
         raise SchemaError(
             f"{name}: expected an array, a buffer or a number, got {type(value).__name__}; numpy.asarray may convert it"
         )
-    # By name as well, for the other byte order; numpy makes the name anew each time, which is slow.
-    if array.dtype not in _NATIVE_DTYPES and array.dtype.name not in DTYPES:
+    if array.dtype not in _NAMES and array.dtype.name not in DTYPES:  # by name as well, for the other byte order
         raise SchemaError(f"{name}: dtype {array.dtype} is not one that a payload can have: {', '.join(DTYPES)}")
     return array
 
 
-def _to_array(value: object) -> np.ndarray | None:
+def _to_array(value: object) -> Array | None:
     if type(value) is np.ndarray:
         return value
     if isinstance(value, np.ma.MaskedArray):
         return None  # its mask would be lost
     if isinstance(value, np.ndarray | np.generic | bool | int | float | complex):
         return np.asarray(value)
-    if is_torch(value) or kind_of(value) == "cuda":
+    if kind_of(value) == "cuda":
+        return library_of(value).describe(value)
+    if is_torch(value):
         return to_host(value)
     view = _memoryview(value)
     if view is not None:
@@ -73,21 +84,25 @@ def _memoryview(value: Any) -> memoryview | None:
         return None
 
 
-def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[np.ndarray]]:
-    """For a payload without a schema: the schema of exactly these values, nothing ragged, and the host arrays.
+def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[Array]]:
+    """For a payload without a schema: the schema of exactly these values, nothing ragged, and the arrays.
 
     Takes what `as_host_array` takes; a Python number becomes bool, int64, float64 or complex128. SchemaError as there.
     """
-    arrays = {name: as_host_array(value, name) for name, value in mapping.items()}
-    return Schema.from_arrays(arrays), list(arrays.values())
+    arrays = {name: as_array(value, name) for name, value in mapping.items()}
+    specs = [
+        TensorSpec(name, _NAMES.get(array.dtype) or array.dtype.name, array.shape) for name, array in arrays.items()
+    ]
+    schema = Schema(tuple(specs))
+    return schema, list(arrays.values())
 
 
 def describe(
     schema: Schema, mapping: Mapping[str, object], casting: Casting = "safe"
-) -> tuple[list[np.ndarray], tuple[int, ...]]:
-    """The mapping's values as host arrays in the schema's order, and the lengths of the ragged ones.
+) -> tuple[list[Array], tuple[int, ...]]:
+    """The mapping's values as arrays in the schema's order, and the lengths of the ragged ones.
 
-    The arrays keep their own dtype and strides; `pack_into` converts while it copies. A dtype may differ from the
+    The arrays keep their memory, dtype and strides; `pack_into` converts while it copies. A dtype may differ from the
     schema's where numpy's rule `casting` allows it: "safe" only widens, "same_kind" also narrows (float64 to float32),
     "unsafe" is anything. A Python number has no dtype of its own: it takes the schema's, if its kind fits and it is in
     range. SchemaError, naming tensor, expectation and finding, for names that are missing or too many, a dtype, a
@@ -110,19 +125,21 @@ def describe(
     return arrays, tuple(lengths)
 
 
-def _fitted(spec: TensorSpec, value: object, casting: Casting) -> np.ndarray:
+def _fitted(spec: TensorSpec, value: object, casting: Casting) -> Array:
     dtype = DTYPES[spec.dtype]
+    array: Array
     if type(value) in _PYTHON_KINDS and casting != "unsafe":
         array = _number(spec, value, dtype)
     else:
-        array = as_host_array(value, spec.name)
+        array = as_array(value, spec.name)
         if array.dtype != dtype and not np.can_cast(array.dtype, dtype, casting):
             raise SchemaError(
                 f"{spec.name}: expected {spec.dtype}, got {array.dtype.name}, which numpy does not cast to it under "
                 f'casting="{casting}"'
             )
     if spec.ragged:
-        fits = array.ndim == len(spec.shape) and array.shape[1:] == spec.shape[1:] and len(array) <= spec.shape[0]
+        shape = array.shape
+        fits = len(shape) == len(spec.shape) and shape[1:] == spec.shape[1:] and shape[0] <= spec.shape[0]
     else:
         fits = array.shape == spec.shape
     if not fits:
@@ -148,23 +165,52 @@ def _number(spec: TensorSpec, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 # --- packing -------------------------------------------------------------------------------------
-def pack_into(layout: Layout, arrays: Sequence[np.ndarray], destination: memoryview, checksum: bool) -> int | None:
+def pack_into(layout: Layout, arrays: Sequence[Array], destination: memoryview, checksum: bool) -> int | None:
     """Copy each array to its place; gaps become zeros, so equal payloads are equal bytes.
 
     layout, arrays: as `describe` gave them, shapes equal; a dtype that differs is converted, unchecked.
     destination: writable flat bytes, at least `layout.total` of them. What stands behind those is left alone.
+    Device memory is copied on its library's current stream, and is in the destination on return.
     Returns XXH3 (64 bits) of the `layout.total` bytes, hashed while copying, or None without `checksum`.
     BufferUnsuitableError for a destination that does not fit.
     """
     target = _writable(destination, layout.total)
+    if not any(isinstance(array, DeviceTensor) for array in arrays):
+        return _pack(layout, arrays, target, checksum, None)
+    plain = [_plain(array, placement) for array, placement in zip(arrays, layout.placements, strict=True)]
+    copies = DeviceCopies(layout, plain, address_of(target))
+    try:
+        copies.start()
+        return _pack(layout, plain, target, checksum, copies)
+    finally:
+        copies.finish()
+
+
+def _plain(array: Array, placement: Placement) -> Array:
+    """A device tensor contiguous and of the placement's dtype; on the host where its library has no such dtype."""
+    if not isinstance(array, DeviceTensor) or (array.contiguous and array.dtype == placement.dtype):
+        return array
+    converted = library_of(array.value).converted(array, placement.dtype)
+    return to_host(array.value) if converted is None else converted
+
+
+def _pack(
+    layout: Layout, arrays: Sequence[Array], target: memoryview, checksum: bool, copies: DeviceCopies | None
+) -> int | None:
     hasher = _native.Checksum() if checksum else None
-    for (start, end), placement, array in zip(_gaps(layout), layout.placements, arrays, strict=True):
+    for number, ((start, end), placement, array) in enumerate(
+        zip(_gaps(layout), layout.placements, arrays, strict=True)
+    ):
         if start != end:
             target[start:end] = _ZEROS[: end - start]
             if hasher:
                 hasher.update(target[start:end])
         place = target[end : end + placement.nbytes]
-        if array.dtype == placement.dtype and array.flags.c_contiguous and array.shape == placement.shape:
+        if isinstance(array, DeviceTensor):
+            for part in copies.arrived(number) if copies else ():
+                if hasher:
+                    hasher.update(target[slice(*part)])
+        elif array.dtype == placement.dtype and array.flags.c_contiguous and array.shape == placement.shape:
             source: Any = array  # exports its bytes, which is all that a copy asks for
             if hasher:
                 hasher.copy(place, source)  # one pass over memory for both

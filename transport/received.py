@@ -13,7 +13,7 @@ from transport._native import PayloadView, RingFault
 from transport.buffers import Block
 from transport.errors import ClosedError, SchemaError, TransportError
 from transport.payload import views
-from transport.schema import Schema
+from transport.schema import Layout, Schema
 from transport.slots import named
 from transport.ticket import Ticket
 from transport.wires import Wire
@@ -25,7 +25,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
     """One payload in this process's memory; a mapping from tensor names to read-only arrays.
 
     The arrays own their memory: a pooled buffer goes back, and a mapped slot is unpinned, when the last of them is
-    gone. `release` only drops this object's own references.
+    gone. `release` only drops this object's own references. A payload in device memory is a `landing.DevicePayload`.
 
     Attributes:
         ticket: what was asked for; its metadata are the writer's small values.
@@ -95,15 +95,20 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         arrays = self._arrays
         if arrays is not None:
             return arrays
+        layout = self.layout()
+        if self._data is None:
+            raise ClosedError(f"payload {self.ticket.name} was released")
+        arrays = self._arrays = views(layout, self._data, writable=False)
+        return arrays
+
+    def layout(self) -> Layout:
+        """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
         if self._schema is None:
             raise SchemaError(
                 f"payload {self.ticket.name} is of schema {self.ticket.schema_fingerprint}, which this client does not "
                 "have; pass it: UCXXClient(schemas=[schema])"
             )
-        if self._data is None:
-            raise ClosedError(f"payload {self.ticket.name} was released")
-        arrays = self._arrays = views(self.ticket.layout(self._schema), self._data, writable=False)
-        return arrays
+        return self.ticket.layout(self._schema)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.arrays[name]

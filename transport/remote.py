@@ -186,8 +186,9 @@ class RemoteReads:
     async def _finish(self, request: _Request) -> None:
         """Wait for the outcome of a request for one payload, verify it, give the link back. Raises what failed."""
         failures = await self._outcomes(request)
-        if failures is None and request.wants[0].ticket.size >= _CHECKSUM_IN_THREAD:
-            failures = [await self._verify(request.wants[0])]
+        want = request.wants[0]
+        if failures is None and (want.ticket.size >= _CHECKSUM_IN_THREAD or type(want.destination) is tuple):
+            failures = [await self._verify(want)]
         if failures is not None and (failure := failures[0]) is not None:
             raise failure
 
@@ -209,17 +210,23 @@ class RemoteReads:
         return failures
 
     def want(self, ticket: Ticket, rank: int, destination: Any) -> Want:
-        """With the checksum that is verified as soon as the payload is here; not one that takes long to compute."""
-        verify = self._verify_checksums and ticket.size < _CHECKSUM_IN_THREAD
+        """With the checksum that is verified as soon as the payload is here; not one that takes long to compute.
+
+        destination: host memory, or `Arriving.memory()`.
+        """
+        verify = self._verify_checksums and ticket.size < _CHECKSUM_IN_THREAD and type(destination) is not tuple
         return Want(ticket, rank, destination, ticket.checksum if verify else None)
 
     async def _verify(self, want: Want) -> ChecksumError | None:
-        """The checksum of a large payload, which takes longer than a hop to a thread."""
+        """The checksum of a large payload, which takes longer than a hop to a thread, or of one in device memory."""
         expected = want.ticket.checksum
         if not self._verify_checksums or expected is None:
             return None
-        actual = await asyncio.to_thread(_native.checksum, want.destination)
-        return None if actual == expected else wrong_checksum(want)
+        if type(want.destination) is tuple:
+            actual = await want.destination[2].checksum()
+        else:
+            actual = await asyncio.to_thread(_native.checksum, want.destination)
+        return None if actual == expected else wrong_checksum(want, actual)
 
     async def _ask(
         self, port: PortKey, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline

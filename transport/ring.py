@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 import numpy as np
 
 from transport import _native
+from transport.devices import DeviceTensor
 from transport.errors import (
     InternalError,
     LengthMismatchError,
@@ -36,6 +37,7 @@ from transport.overflow import Overflow, Overflowing
 from transport.payload import describe, describe_exact, pack_into
 from transport.schema import Schema
 from transport.slots import COUNTERS, RingStatistics, SlotState, named
+from transport.streams import RegisteredPages
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -56,7 +58,9 @@ class SharedRingBuffer:
         schema: what payloads look like, or None: any mapping of arrays, described by its ticket.
     """
 
-    def __init__(self, native: _native.Ring, schema: Schema | None, overflow: Overflow) -> None:
+    def __init__(
+        self, native: _native.Ring, schema: Schema | None, overflow: Overflow, *, writable: bool = True
+    ) -> None:
         self.native = native
         self.schema = schema
         self._overflowing = Overflowing(native, overflow)
@@ -65,6 +69,7 @@ class SharedRingBuffer:
         self.slot_count = native.slot_count
         self.slot_capacity = native.slot_capacity
         self._secret = native.secret
+        self._pages = RegisteredPages(read_only=not writable)
         self._made_here = False
         self._forgotten: weakref.finalize[..., SharedRingBuffer] | None = None
 
@@ -137,7 +142,7 @@ class SharedRingBuffer:
         ring = cls(native, schema, overflow)
         ring._made_here = True
         if name is None:  # one with a name may be meant for whoever takes it over
-            ring._forgotten = weakref.finalize(ring, _leave, native)
+            ring._forgotten = weakref.finalize(ring, _leave, native, ring._pages)
         return ring
 
     @classmethod
@@ -168,8 +173,8 @@ class SharedRingBuffer:
                 f"ring {name} was made for schema {native.fingerprint.hex()}, not for {schema.fingerprint.hex()}: "
                 "both sides must use the same tensors, dtypes and shapes"
             )
-        ring = cls(native, schema, "block")
-        ring._forgotten = weakref.finalize(ring, _leave, native, only_empty=True)
+        ring = cls(native, schema, "block", writable=role == "writer")
+        ring._forgotten = weakref.finalize(ring, _leave, native, ring._pages, only_empty=True)
         return ring
 
     def close(self) -> None:
@@ -182,6 +187,7 @@ class SharedRingBuffer:
             return
         if self._forgotten is not None:
             self._forgotten.detach()
+        self._pages.release()
         if self._made_here:
             self._give_up_unread()
         _, _, ready, reading = self.native.state_counts()
@@ -219,7 +225,8 @@ class SharedRingBuffer:
         """Copy named arrays into a slot (one pass over memory, checksum included) and publish it.
 
         Args:
-            values: numpy, torch, CuPy, DLPack, buffers or scalars, by tensor name.
+            values: numpy, torch, CuPy, DLPack, buffers or scalars, by tensor name. What is in device memory is
+                copied on the stream that is current in this thread, after what made it.
             readers: how many ranks (1 to 16) read the payload once each.
             metadata: small values of the caller's own that travel in the ticket.
             deadline_s: seconds from now after which the payload may be discarded unread.
@@ -229,11 +236,15 @@ class SharedRingBuffer:
             SchemaError: the values do not fit the schema.
             PayloadTooLargeError: a payload without a schema that is larger than a slot.
             RingFullError: no slot became free in time.
+            MissingDependencyError: a value is in device memory, and CuPy is not installed.
         """
         arrays, lengths, schema = self._describe(values, casting)
         with self._reserve(schema, lengths, None, readers, metadata, deadline_s, timeout_s) as lease:
             if lease.layout is None:
                 raise InternalError("a lease by schema has a layout")
+            on_device = next((array for array in arrays if isinstance(array, DeviceTensor)), None)
+            if on_device is not None:
+                self.register(lease.slot, on_device.device)
             lease.checksum = pack_into(lease.layout, arrays, lease.memory, checksum=True)
         return lease.ticket
 
@@ -277,6 +288,13 @@ class SharedRingBuffer:
         if self.schema is None:
             raise SchemaError("a ring without a schema needs reserve(Schema(...)), the description of this payload")
         return self._reserve(self.schema, None, lengths or {}, readers, metadata, deadline_s, timeout_s)
+
+    def register(self, slot: int, device: int) -> bool:
+        """Register a slot's pages with CUDA, once, so that copies between them and a device run at the bus's speed.
+
+        False where CUDA refuses; copies work all the same.
+        """
+        return self._pages.ensure(slot, lambda: self.native.payload(slot), device)
 
     def _describe(self, values: Mapping[str, Any], casting: Any) -> tuple[Sequence[Any], tuple[int, ...], Schema]:
         if self.schema is not None:
@@ -433,8 +451,9 @@ class SharedRingBuffer:
         return changed
 
 
-def _leave(native: _native.Ring, *, only_empty: bool = False) -> None:
+def _leave(native: _native.Ring, pages: RegisteredPages, *, only_empty: bool = False) -> None:
     """For whoever ends without `close`: no segment stays behind, unless somebody lives that needs it."""
+    pages.release()
     with contextlib.suppress(_native.RingFault):  # a forked child's end is none of the ring's business
         if native.closed:
             return

@@ -49,6 +49,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     consumed_rings: int = 4096
 
+    staging_bytes: int = 512 << 20
+
     inline_limit: int = 65536
     records_per_message: int = 63
 

@@ -158,6 +158,8 @@ class Worker:
             context = low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM))
             worker = low.UCXWorker(context)
             self.engine: _ucp.Engine = native.Engine(worker.handle, (worker, context))
+        # UCXX's own answer is True for every context: it takes the number of the memory type for its bit.
+        self.device_memory: bool = native.knows_cuda_memory(context.handle)  # else UCX would crash in it
         self._endpoint_type = native.Endpoint
         self._descriptor: int = self.engine.descriptor
         self._scheduled = False

@@ -166,6 +166,12 @@ void bind_engine(nb::module_& module) {
       {"ERR_CONNECTION_RESET", UCS_ERR_CONNECTION_RESET},
   };
   for (const auto& [name, status] : statuses) module.attr(name) = static_cast<int>(status);
+  module.def("knows_cuda_memory", [](std::uintptr_t context) {
+    ucp_context_attr_t attributes{};
+    attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
+    const ucs_status_t status = ucp_context_query(reinterpret_cast<ucp_context_h>(context), &attributes);
+    return status == UCS_OK && (attributes.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0;
+  }, "context"_a);
   module.def("status_text", [](int status) { return std::string(ucs_status_string(static_cast<ucs_status_t>(status))); });
 
   nb::class_<Engine>(module, "_Engine");

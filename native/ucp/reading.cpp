@@ -237,6 +237,9 @@ std::shared_ptr<Operation> Link::begin(void* token, std::span<const Record> befo
 }
 
 std::uint32_t Link::read(void* token, std::span<Want> wants, std::span<const Record> acks) {
+  for (const Want& want : wants)
+    if (want.memory != UCS_MEMORY_TYPE_HOST && (small(want.size) || want.verify))
+      throw std::invalid_argument("memory that the host may not touch is for large payloads, verified elsewhere");
   const std::uint32_t number = next_number_;
   const auto operation = begin(token, acks, wants.size());
   for (Want& want : wants) operation->add(std::move(want));

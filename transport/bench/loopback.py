@@ -9,7 +9,7 @@ import msgspec
 
 from transport.bench.peers.harness import Tally
 from transport.bench.processes import Worker
-from transport.bench.reader import Look, Portion, Reading, Timed
+from transport.bench.reader import ON_DEVICE, Look, Portion, Reading, Timed
 from transport.bench.result import OURS, Case, Sample
 from transport.bench.writer import Batch, Writing
 
@@ -27,9 +27,17 @@ def slots_for(size: int) -> int:
 
 
 def cases(
-    sizes: Sequence[int], concurrencies: Sequence[int], wires: Iterable[str], checksums: Sequence[bool], readers: int
+    sizes: Sequence[int],
+    concurrencies: Sequence[int],
+    wires: Iterable[str],
+    checksums: Sequence[bool],
+    readers: int,
+    device: bool = False,
 ) -> list[Case]:
-    """What is measured of us: `read` into the caller's buffer, mapped views, `read_many`, and many small payloads."""
+    """What is measured of us: `read` into the caller's buffer, mapped views, `read_many`, and many small payloads.
+
+    device: only reads, from device memory to device memory.
+    """
     found = []
     for wire in wires:
         # A mapped payload crosses no wire, and nothing is verified on the way.
@@ -39,9 +47,9 @@ def cases(
                     slots = slots_for(size)
                     found += [
                         _case(what, wire, size, concurrency, checksum, readers, slots)
-                        for what in _ways(wire, concurrency)
+                        for what in ([ON_DEVICE] if device else _ways(wire, concurrency))
                     ]
-            if max(concurrencies) > 1:
+            if not device and max(concurrencies) > 1:
                 concurrency = max(concurrencies)
                 found.append(_case(MANY_SMALL, wire, _SMALL_BYTES, concurrency, checksum, readers, _SMALL_BATCH))
     return found
@@ -71,7 +79,13 @@ def measure(case: Case, seconds: float) -> Sample:
         LinkError: a process failed, or a payload was not what had been written.
     """
     listeners = 0 if case.wire == "mapped" else 1
-    writing = Writing(size_bytes=case.size_bytes, payloads=case.payloads, readers=case.readers, listeners=listeners)
+    writing = Writing(
+        size_bytes=case.size_bytes,
+        payloads=case.payloads,
+        readers=case.readers,
+        listeners=listeners,
+        device=case.case == ON_DEVICE,
+    )
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(Worker("transport.bench.writer", writing))
         readers = [
@@ -86,7 +100,8 @@ def measure(case: Case, seconds: float) -> Sample:
             times_s = [time_s for each in timed for time_s in each.times_s]
             tally.add(times_s, max(each.busy_s for each in timed), sum(each.bytes for each in timed))
         look = msgspec.convert(readers[0].ask(msgspec.structs.replace(portion, look=True)), Look)
-    return msgspec.convert({**tally.sample(), "verified": True, "transports": look.transports}, Sample)
+    note = "a time ends when the copy to the device is queued, the rate when all have arrived" if writing.device else ""
+    return msgspec.convert({**tally.sample(), "verified": True, "transports": look.transports, "note": note}, Sample)
 
 
 def _reading(case: Case, rank: int) -> Reading:

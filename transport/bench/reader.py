@@ -19,13 +19,16 @@ import uvloop
 from transport.bench.peers.harness import Content
 from transport.bench.probe import transports
 from transport.client import UCXXClient
+from transport.devices import require_cupy
 from transport.errors import ChecksumError, WireNotAllowedError
 from transport.ticket import Ticket
 from transport.wires import Wire
 
+ON_DEVICE = "read_device"  # written from device memory, read into it
+
 
 class Reading(msgspec.Struct, frozen=True, kw_only=True):
-    """How to read: ``way`` is read, view or read_many."""
+    """How to read: ``way`` is read, view, read_many or read_device."""
 
     way: str
     wire: str
@@ -76,7 +79,11 @@ class Reader:
         self._content = Content(job.size_bytes)
         self._clients: list[UCXXClient] = []
         # Memory of its own for every payload of a batch, so that all can be verified after the clock has stopped.
-        self._buffers = [np.ones(job.size_bytes, np.uint8) for _ in range(job.payloads)] if job.way == "read" else []
+        self._buffers: list[Any] = []
+        if job.way == "read":
+            self._buffers = [np.ones(job.size_bytes, np.uint8) for _ in range(job.payloads)]
+        elif job.way == ON_DEVICE:
+            self._buffers = [require_cupy().ones(job.size_bytes, np.uint8) for _ in range(job.payloads)]
         self._times_s: list[float] = []
 
     def have(self, clients: int) -> None:
@@ -86,7 +93,12 @@ class Reader:
 
     async def batch(self, tickets: list[Ticket], concurrency: int) -> Timed:
         """Read all of ``tickets``; verified when the clock has stopped, since comparing empties the caches."""
-        ways = {"read": self._into_buffers, "view": self._views, "read_many": self._many}
+        ways = {
+            "read": self._into_buffers,
+            "view": self._views,
+            "read_many": self._many,
+            ON_DEVICE: self._onto_device,
+        }
         self._times_s = []
         begun = time.perf_counter()
         arrived = await ways[self._job.way](tickets, concurrency)
@@ -95,7 +107,8 @@ class Reader:
             raise ChecksumError(f"{len(arrived)} payloads arrived of {len(tickets)}")
         for ticket, data in arrived:
             try:
-                self._content.verify(cast(int, ticket.metadata["number"]), data)
+                host = require_cupy().asnumpy(data) if self._job.way == ON_DEVICE else data
+                self._content.verify(cast(int, ticket.metadata["number"]), host)
             except ValueError as error:
                 raise ChecksumError(str(error)) from error
         self._check_wire()
@@ -111,6 +124,12 @@ class Reader:
 
         await self._share(tickets, concurrency, read)
         return list(zip(tickets, self._buffers, strict=True))
+
+    async def _onto_device(self, tickets: list[Ticket], concurrency: int) -> Arrived:
+        """`read` with ``out`` on the device; ends when all have arrived there."""
+        arrived = await self._into_buffers(tickets, concurrency)
+        require_cupy().cuda.get_current_stream().synchronize()
+        return arrived
 
     async def _views(self, tickets: list[Ticket], concurrency: int) -> Arrived:
         """`read` without ``out``: ends when arrays are there, of a mapped ring in its own memory."""

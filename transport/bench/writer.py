@@ -12,17 +12,22 @@ import msgspec
 
 from transport.addresses import LOOPBACK
 from transport.bench.peers.harness import Content
+from transport.devices import require_cupy
 from transport.ring import SharedRingBuffer
 from transport.server import UCXXServer
 
 
 class Writing(msgspec.Struct, frozen=True, kw_only=True):
-    """What to write: ``payloads`` at each request. ``listeners`` 0: for readers that map the ring."""
+    """What to write: ``payloads`` at each request. ``listeners`` 0: for readers that map the ring.
+
+    device: from device memory.
+    """
 
     size_bytes: int
     payloads: int
     readers: int = 1
     listeners: int = 1
+    device: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,9 +52,9 @@ def write(job: Writing) -> None:
             tickets = []
             for _ in range(job.payloads):
                 data = content.payload(number)
-                tickets.append(
-                    ring.write_raw(data, readers=job.readers, metadata={"number": number}, timeout_s=60.0).to_text()
-                )
+                values = {"data": require_cupy().asarray(data) if job.device else data}
+                ticket = ring.write(values, readers=job.readers, metadata={"number": number}, timeout_s=60.0)
+                tickets.append(ticket.to_text())
                 number += 1
             listeners = [owner.pid for owner in ring.native.owners() if owner.alive and owner.port]
             print(msgspec.json.encode(Batch(tickets=tickets, listeners=listeners)).decode(), flush=True)

@@ -44,6 +44,9 @@ def loopback(
         typer.Option(metavar="on|off", help="Verify the writer's checksum as part of a read; on,off: rows of both."),
     ] = "on",
     peers: Annotated[str | None, typer.Option(metavar="all|NAME,…", help="Others to measure beside.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda", help="From device memory to device memory instead; needs CuPy.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the rows.")] = None,
     repetitions: Annotated[int, typer.Option(min=1, help="In fresh processes; rows are their medians.")] = 5,
     json_target: JsonTarget = None,
@@ -59,6 +62,8 @@ def loopback(
     from transport.bench.registry import chosen
     from transport.bench.result import Report, table
 
+    if device is not None:
+        _check_device(device)
     sizes_bytes = _sizes(sizes)
     concurrencies = _counts("--concurrency", concurrency)
     wires = _wires(wire)
@@ -66,7 +71,7 @@ def loopback(
     if plot is not None:
         check(plot)
     work = [
-        *cases(sizes_bytes, concurrencies, wires, _checksums(checksum), readers),
+        *cases(sizes_bytes, concurrencies, wires, _checksums(checksum), readers, device is not None),
         *session.peer_cases(others, sizes_bytes, concurrencies, wires),
     ]
     about = machine()
@@ -119,6 +124,14 @@ def ring(json_target: JsonTarget = None) -> None:
         rows = measuring.measure(progress)
     report = Report(machine=about, settings={}, rows=rows)
     emit(report, "\n".join([_about(report), "", measuring.table(rows)]), json_target)
+
+
+def _check_device(name: str) -> None:
+    from transport.streams import require_device
+
+    if name != "cuda":
+        raise UsageError(f"--device {name}: the only kind is cuda")
+    require_device()
 
 
 def _sizes(texts: str) -> list[int]:

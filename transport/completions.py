@@ -1,0 +1,97 @@
+"""What is to be done once a stream has passed a mark: without waiting for it, and without a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+_FIRST_LOOK_S = 20e-6  # a copy of a few hundred KiB
+_LONGEST_PAUSE_S = 2e-3  # what a slot or a staging buffer may be held too long behind a busy stream
+
+
+class Passing(Protocol):
+    """A mark in a stream's queue."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the stream is beyond it."""
+
+    def wait(self) -> None:
+        """Wait for it in this thread."""
+
+
+class Completions:
+    """Actions that wait for marks. Belongs to one event loop; costs nothing while nothing waits.
+
+    CUDA cannot wake an event loop but through a thread of its driver that would need the interpreter lock, so the
+    marks are looked at: soon, then at growing intervals.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[Passing, Callable[[], object]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._pause_s = _FIRST_LOOK_S
+
+    def __repr__(self) -> str:
+        return f"<Completions {len(self._waiting)} waiting>"
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def after(self, mark: Passing, action: Callable[[], object]) -> None:
+        """Call ``action`` once ``mark`` has passed: now, or from the loop. It must not raise."""
+        if not self._waiting and _passed(mark):
+            action()
+            return
+        self._waiting.append((mark, action))
+        self._pause_s = _FIRST_LOOK_S
+        self._look_later()
+
+    async def passed(self, mark: Passing) -> None:
+        """Return once ``mark`` has passed."""
+        if not mark.passed:
+            future = asyncio.get_running_loop().create_future()
+            self.after(mark, lambda: None if future.done() else future.set_result(None))
+            await future
+
+    def _look_later(self) -> None:
+        if self._timer is None and self._waiting:
+            self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        waiting, self._waiting = self._waiting, []
+        for mark, action in waiting:
+            if _passed(mark):
+                self._pause_s = _FIRST_LOOK_S
+                action()
+            else:
+                self._waiting.append((mark, action))
+        self._pause_s = min(self._pause_s * 2, _LONGEST_PAUSE_S)
+        self._look_later()
+
+    def finish(self) -> None:
+        """Wait for every mark in place and do what waits for it; for teardown."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._waiting:
+            mark, action = self._waiting.pop(0)
+            try:
+                mark.wait()
+            except Exception as error:  # as in _passed
+                log.error("a copy has failed with its device: %s", error)
+            action()
+
+
+def _passed(mark: Passing) -> bool:
+    """A device that has failed copies nothing any more: what waits for it is let go."""
+    try:
+        return mark.passed
+    except Exception as error:  # CUDA's classes belong to CuPy, which is not imported here
+        log.error("a copy has failed with its device: %s", error)
+        return True

@@ -1,0 +1,252 @@
+"""Payloads into device memory: what a client does with `out` on a device, or with ``device=``.
+
+    mapped   slot (registered pages) ──copy on the caller's stream──► device; the slot stays pinned until that is done
+    staged   UCX ──► pinned block, verified ──copy on the caller's stream──► device; the block is lent until then
+    direct   UCX ──► device, once the caller's stream is done with what was there
+
+Queued is enough: whoever uses the memory on the same stream comes after the copy, and whoever uses it on another
+stream through `ReceivedPayload` is made to. Nothing waits for a device but `direct`, whose writes no stream orders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
+
+from transport import _native
+from transport.completions import Completions
+from transport.devices import kind_of
+from transport.errors import InternalError
+from transport.libraries import Library, library_of, parse_device
+from transport.payload import check_destination
+from transport.received import ReceivedPayload
+from transport.ring import SharedRingBuffer
+from transport.schema import Schema
+from transport.staging import StagingPool
+from transport.streams import Mark, address_of, copy_to_device, copy_to_host, own_stream, pinned_memory
+from transport.ticket import Ticket
+from transport.wires import Wire
+
+T = TypeVar("T")
+
+DeviceReceive = Literal["staged", "direct"]
+
+# Smaller ones are staged either way: that is faster, and those that ride in the answer come through the host anyhow.
+_DIRECT_BYTES: Final = 256 << 10
+
+
+class Target:
+    """Where one payload goes: ``size`` bytes at ``address`` of a device, and the stream that its arrival is queued on.
+
+    Made in the thread whose current stream counts.
+    """
+
+    def __init__(self, array: Any, library: Library, size: int, stream: int, *, own: bool) -> None:
+        described = library.describe(array)
+        self.array = array
+        self.size = size
+        self.address = described.address
+        self.device = described.device
+        self.stream = stream
+        self.library = library
+        self._own = own  # made here, on a stream that the caller does not know
+        self._mark: Mark | None = None
+        self._used_on: set[int] = set()
+
+    def arrives(self) -> Mark:
+        """The end of what has been queued for it."""
+        self._mark = Mark(self.stream, self.device)
+        return self._mark
+
+    def looked_at(self) -> None:
+        """Somebody uses the array now: on another stream than ``stream``, its work comes after the arrival."""
+        current = self.library.stream(self.device)
+        if current == self.stream or current in self._used_on:
+            return
+        self._used_on.add(current)
+        if self._mark is not None:
+            self._mark.hold(current)
+        if self._own:
+            self.library.keep(self.array, self.device, self.stream)
+
+
+class DevicePayload(ReceivedPayload):
+    """One payload in device memory: its arrays are those of the library whose memory it is, CuPy or torch.
+
+    What the current stream does after a look at them comes after the payload's arrival. They can be written to: a
+    device has no read-only memory.
+    """
+
+    __slots__ = ("_target",)
+
+    def __init__(
+        self, ticket: Ticket, rank: int, wire: Wire, target: Target, schema: Schema | None, ack: Callable[[], bool]
+    ) -> None:
+        super().__init__(ticket, rank, wire, target.array, schema, ack)
+        self._target = target
+
+    @property
+    def data(self) -> Any:
+        """The payload's bytes, or the caller's `out`. Raises ClosedError after release."""
+        data = super().data
+        self._target.looked_at()
+        return data
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Tensors by name, without a copy. Raises as for host memory; for a dtype that the library lacks, too."""
+        data = self.data
+        return {each.name: self._target.library.view(data, each) for each in self.layout().placements}
+
+    def __getitem__(self, name: str) -> Any:
+        for placement in self.layout().placements:
+            if placement.name == name:
+                return self._target.library.view(self.data, placement)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([placement.name for placement in self.layout().placements])
+
+    def __len__(self) -> int:
+        return len(self.layout().placements)
+
+    def release(self) -> None:
+        """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
+        super().release()
+        self._target.array = None
+
+
+class Arriving:
+    """Keeps device memory that UCX writes into; ``checksum`` brings it to the host to be hashed."""
+
+    def __init__(self, target: Target, checksum: Callable[[Target], Awaitable[int]]) -> None:
+        self._target = target
+        self._checksum = checksum
+
+    def memory(self) -> tuple[int, int, Arriving]:
+        """As the native engine takes it."""
+        return self._target.address, self._target.size, self
+
+    def checksum(self) -> Awaitable[int]:
+        """XXH3 of what has arrived."""
+        return self._checksum(self._target)
+
+
+class Landing:
+    """The device side of one client. Belongs to its loop; CUDA is not touched before the first payload for a device.
+
+    Args:
+        device: "cupy" or "torch", with ":1" for another device: reads without `out` go to new memory there.
+        receive: how payloads over a wire get there.
+        staging_bytes: bound of the pinned memory.
+    """
+
+    def __init__(self, device: str | None, receive: DeviceReceive, staging_bytes: int) -> None:
+        self._home: tuple[Library, int] | None = None if device is None else parse_device(device)
+        self.receive: DeviceReceive = receive
+        self._completions = Completions()
+        self._staging = StagingPool(staging_bytes, pinned_memory)
+
+    def __repr__(self) -> str:
+        return f"<Landing {self._staging!r} {self._completions!r}>"
+
+    @property
+    def always(self) -> bool:
+        """Whether every payload goes to a device."""
+        return self._home is not None
+
+    # --- where to -------------------------------------------------------------------------------------
+    def target(self, out: Any, size: int) -> Target | None:
+        """Where a payload of ``size`` bytes goes on a device; None: it stays on the host.
+
+        Raises what `check_destination` raises, and MissingDependencyError without CuPy.
+        """
+        if isinstance(out, Target):
+            return out
+        if out is not None:
+            return target_of(out, size)
+        return None if self._home is None else self._new(size, *self._home)
+
+    def _new(self, size: int, library: Library, device: int) -> Target:
+        stream = own_stream(device)
+        return Target(library.empty(size, device, stream), library, size, stream, own=True)
+
+    # --- how ------------------------------------------------------------------------------------------
+    def from_ring(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> None:
+        """Queue the copy out of the mapped slot. Raises what `SharedRingBuffer.read_raw` raises."""
+        lease = ring.read_raw(ticket, rank)
+        try:
+            if ticket.size:
+                ring.register(ticket.slot, target.device)
+                source = address_of(lease.view)
+                copy_to_device(target.address, source, ticket.size, target.device, target.stream)
+            mark = target.arrives()
+        except BaseException:
+            lease.release()
+            raise
+        ring.native.count("bytes_read", ticket.size)
+        self._completions.after(mark, lease.release)
+
+    def from_host(self, data: Any) -> Target:
+        """A small payload that has arrived on the host, in new device memory. The host's is free on return."""
+        if self._home is None:
+            raise InternalError("this client has no device of its own")
+        target = self._new(len(data), *self._home)
+        if len(data):
+            copy_to_device(target.address, address_of(data), len(data), target.device, target.stream)
+        target.arrives()
+        return target
+
+    async def over_wire(self, target: Target, direct: bool, read: Callable[[Any], Awaitable[T]]) -> T:
+        """Let ``read`` receive into a buffer that it is given, and see to it that the bytes get to the target.
+
+        read: when it raises or is cancelled, nobody writes into the buffer any more.
+        direct: UCX knows device memory.
+        """
+        if direct and target.size >= _DIRECT_BYTES:
+            await self._completions.passed(Mark(target.stream, target.device))
+            return await read(Arriving(target, self._checksum).memory())
+        block = await self._staging.take(target.size)
+        try:
+            result = await read(block[: target.size].data)
+            if target.size:
+                copy_to_device(target.address, address_of(block), target.size, target.device, target.stream)
+            mark = target.arrives()
+        except BaseException:
+            self._staging.give_back(block)
+            raise
+        self._completions.after(mark, partial(self._staging.give_back, block))
+        return result
+
+    async def _checksum(self, target: Target) -> int:
+        """XXH3 of what was received directly: it comes to the host for that, on this client's own stream."""
+        block = await self._staging.take(target.size)
+        stream = own_stream(target.device)
+        mark = None
+        try:
+            copy_to_host([(address_of(block), target.address, target.size)], target.device, stream)
+            mark = Mark(stream, target.device)
+            await self._completions.passed(mark)
+            return await asyncio.to_thread(_native.checksum, block[: target.size].data)
+        finally:
+            if mark is None:
+                self._staging.give_back(block)
+            else:
+                self._completions.after(mark, partial(self._staging.give_back, block))
+
+    def close(self) -> None:
+        """Wait for the copies that are queued, then let go of slots and pinned memory."""
+        self._completions.finish()
+        self._staging.clear()
+
+
+def target_of(out: Any, size: int) -> Target | None:
+    """`out` as a target, with the stream that is current in this thread; None: it is in host memory."""
+    if kind_of(out) != "cuda":
+        return None
+    check_destination(out, size)
+    library = library_of(out)
+    described = library.describe(out)
+    return Target(out, library, size, library.stream(described.device), own=False)
