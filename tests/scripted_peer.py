@@ -22,6 +22,7 @@ from transport.wires import settings_for
 
 SLOTS = 4
 SMALL = b"small payload" * 10  # is joined to the answer
+INLINE = 8192  # the limit of listeners here: payloads beyond it need not be huge
 LARGE = bytes(range(256)) * 100  # is not, and UCX keeps it under way until it is received: see RENDEZVOUS
 RENDEZVOUS = 16384
 NONCE = bytes(range(16))
@@ -69,7 +70,9 @@ class Stage:
     def __init__(
         self, ring: SharedRingBuffer, *, secret: bytes | None = None, rendezvous: int = RENDEZVOUS, **settings: Any
     ) -> None:
-        self.listener = Listener(ring, secret=secret, settings=Settings(**settings), wires=TCP)
+        self.listener = Listener(
+            ring, secret=secret, settings=Settings(**{"inline_limit": INLINE, **settings}), wires=TCP
+        )
         self._rendezvous = str(rendezvous)
         self.port = 0
 

@@ -128,7 +128,7 @@ def test_columns_are_aligned() -> None:
 
 
 def test_slots_are_bounded_in_number_and_bytes() -> None:
-    assert [loopback.slots_for(size) for size in (1, 1 << 20, 16 << 20, 1 << 30)] == [64, 64, 16, 4]
+    assert [loopback.slots_for(size) for size in (1, 1 << 20, 16 << 20, 1 << 30)] == [1024, 128, 8, 4]
 
 
 def test_our_cases_have_views_where_mapped_and_batches_where_several_are_under_way() -> None:
@@ -141,8 +141,8 @@ def test_our_cases_have_views_where_mapped_and_batches_where_several_are_under_w
     ]
     several = loopback.cases([65536], [8], ["shm"], [False], 1)
     assert [(each.case, each.size_bytes, each.payloads) for each in several] == [
-        ("read", 65536, 64),
-        ("read_many", 65536, 64),
+        ("read", 65536, 1024),
+        ("read_many", 65536, 1024),
         ("read_many_1000", 4096, 1000),
     ]
 

@@ -80,7 +80,7 @@ def test_read_many_yields_every_outcome(ring: SharedRingBuffer, client: Blocking
 
 
 def test_leaving_read_many_early_ends_what_is_under_way(ring: SharedRingBuffer, client: BlockingClient) -> None:
-    tickets = [ring.write_raw(noise(30_000, seed)) for seed in range(20)]
+    tickets = [ring.write_raw(noise(70_000, seed)) for seed in range(20)]
     outcomes = client.read_many(tickets)
     assert next(outcomes).payload is not None
     outcomes.close()
@@ -89,12 +89,12 @@ def test_leaving_read_many_early_ends_what_is_under_way(ring: SharedRingBuffer, 
 
 
 def test_threads_share_a_client(ring: SharedRingBuffer, client: BlockingClient) -> None:
-    tickets = [ring.write_raw(noise(30_000, seed)) for seed in range(32)]
+    tickets = [ring.write_raw(noise(70_000, seed)) for seed in range(32)]
     together = threading.Barrier(4)
 
     def read(start: int) -> list[bool]:
         together.wait()
-        return [np.array_equal(client.read(tickets[seed])["data"], noise(30_000, seed)) for seed in range(start, 32, 4)]
+        return [np.array_equal(client.read(tickets[seed])["data"], noise(70_000, seed)) for seed in range(start, 32, 4)]
 
     with ThreadPoolExecutor(4) as pool:
         assert all(all(found) for found in pool.map(read, range(4)))

@@ -332,8 +332,8 @@ async def test_read_many_gives_each_ticket_its_payload_or_its_error(wire: Any) -
 @every_wire
 @asynchronous
 async def test_leaving_read_many_early_ends_what_is_under_way_and_loses_nothing(wire: Any) -> None:
-    with serving(slots=30, slot_bytes=50_000) as (ring, _):
-        tickets = [ring.write_raw(noise(40_000, number)) for number in range(30)]
+    with serving(slots=30, slot_bytes=70_000) as (ring, _):  # beyond what shares a message
+        tickets = [ring.write_raw(noise(70_000, number)) for number in range(30)]
         async with UCXXClient(wire={wire}, ack="manual") as client:
             async with contextlib.aclosing(client.read_many(tickets, concurrency=4)) as outcomes:
                 async for outcome in outcomes:

@@ -232,6 +232,8 @@ class Worker:
             BusyPortError: another program has the port.
             UsageError: the address is not one of this host.
         """
+        if self._closed:
+            raise ClosedError("the worker was closed")
         return Listening(self, address, port, accept)
 
     def close(self) -> None:
@@ -245,12 +247,24 @@ class Worker:
         self._tell(self.engine.close())
 
 
+def _check_local(address: str, port: int) -> None:
+    """UsageError unless ``address`` is an IPv4 address of this host: UCX says no more than input/output error."""
+    try:
+        socket.inet_pton(socket.AF_INET, address)
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise UsageError(f"listening on {address}:{port}: not an IPv4 address of this host ({error})") from error
+
+
 class Listening:
     """A listening port of a worker."""
 
     def __init__(self, worker: Worker, address: str, port: int, accept: Callable[[Endpoint], None]) -> None:
         self._worker = worker
         self._accept: Callable[[Endpoint], None] | None = accept
+        if address:
+            _check_local(address, port)
         with translated(f"listening on {address or '*'}:{port}"):
             self._native = engine().Listener(worker.engine, address, port, self._arrived)
         self.port: int = self._native.port

@@ -52,6 +52,7 @@ void nobody(void*, std::uint32_t, ucs_status_t, std::size_t) {}
 // --- endpoint: connecting and failing -----------------------------------------------------------------------
 std::shared_ptr<Endpoint> Endpoint::connect(Engine& engine, const std::string& address, std::uint16_t port) {
   const sockaddr_in to = address_of(address, port);
+  engine.require_open();
   std::shared_ptr<Endpoint> endpoint(new Endpoint(engine, address + ":" + std::to_string(port)));
   ucp_ep_params_t params{};
   params.field_mask = UCP_EP_PARAM_FIELD_FLAGS | UCP_EP_PARAM_FIELD_SOCK_ADDR;
@@ -286,6 +287,7 @@ void Endpoint::cancel(Request& request) {
 Listener::Listener(Engine& engine, const std::string& address, std::uint16_t port, void* token)
     : engine_(engine), token_(token) {
   const sockaddr_in at = address_of(address, port);
+  engine.require_open();
   ucp_listener_params_t params{};
   params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
   params.sockaddr.addr = reinterpret_cast<const sockaddr*>(&at);

@@ -190,6 +190,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Abort every endpoint and close the listeners. What UCX never completed is given up with its memory afterwards.
   void close();
   bool closed() const { return worker_ == nullptr; }
+  void require_open() const {
+    if (closed()) throw UcxFault(UCS_ERR_CANCELED, "the engine was closed");
+  }
 
   // Deferred work, now; not from inside of it.
   void settle();
