@@ -20,7 +20,7 @@ pytestmark = pytest.mark.ucx
 
 @pytest.fixture
 def served() -> Iterator[tuple[SharedRingBuffer, UCXXServer]]:
-    with serving(slots=32, slot_bytes=50_000) as both:
+    with serving(slots=32, slot_bytes=70_000) as both:
         yield both
 
 
