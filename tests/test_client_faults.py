@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -357,3 +359,25 @@ async def test_a_port_that_serves_another_ring_is_not_asked_again(first: int, kn
                 await until(lambda: free(ring))
             assert client.statistics().retries <= 1
             assert client.statistics().quarantined_ports == ()
+
+
+@asynchronous
+async def test_listeners_killed_while_they_write_into_shared_memory_cost_no_payload_and_no_patience() -> None:
+    """UCX waits for ever at the gap that a killed writer leaves in the queue of the client's worker."""
+    size = 1000 << 10
+    with (
+        SharedRingBuffer.create(slots=4, slot_bytes=size) as ring,
+        UCXXServer(ring, (0, 0), addresses=("127.0.0.1",), log_level="ERROR"),
+    ):
+        async with UCXXClient(wire={"shm"}, settings=settings_with(attempts_per_read=8)) as client:
+            for seed in range(12):
+                out = np.zeros(size, np.uint8)
+                ticket = ring.write_raw(noise(size, seed) | 1, timeout_s=30)
+                reading = asyncio.create_task(client.read(ticket, out=out))
+                await until(out.any, "the first bytes arrive")
+                pins = ring.native.info(ticket.slot).pins
+                for owner in ring.native.owners():
+                    if pins >> owner.index & 1:
+                        os.kill(owner.pid, signal.SIGKILL)
+                assert np.array_equal((await reading).data, noise(size, seed) | 1)
+            assert client.statistics().failed_reads == 0

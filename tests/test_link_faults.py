@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import struct
 from collections.abc import Callable
@@ -59,7 +60,7 @@ MISFITS: dict[str, bytes] = {
     "less than a header": header(2, 0)[:15],
     "no answers": header(2, 0),
     "answers cut off": (header(2, 0, 3) + SMALL_ONE + LARGE_ONE)[:-1],
-    "garbage": b"garbage that is no status message and long enough to hold the header and two answers............",
+    "garbage": b"garbage that is no status message, but as long as one of two answers is".ljust(83, b"."),
     "another version": header(2, 0, 3, version=2) + SMALL_ONE + LARGE_ONE + b"abc",
     "another kind": header(2, 0, 3, kind=Kind.CONTROL) + SMALL_ONE + LARGE_ONE + b"abc",
     "fewer answers": header(1, 0, 3) + SMALL_ONE + LARGE_ONE + b"abc",
@@ -308,9 +309,9 @@ async def test_native_code_believes_no_answer_that_wire_does_not(seed: int) -> N
                     await arriving
                 continue
             outcome = await arriving
-            if answers is None:
-                with pytest.raises(ProtocolError):
-                    link.outcomes(wants, outcome)
+            if answers is None:  # then something is wrong with it for native code, too
+                with contextlib.suppress(ProtocolError):
+                    assert any(isinstance(each, LengthMismatchError) for each in link.outcomes(wants, outcome))
                 continue
             believed += 1
             for each, wanted, failure in zip(answers, wants, link.outcomes(wants, outcome), strict=True):
@@ -398,47 +399,62 @@ async def test_a_listener_that_goes_between_two_messages_fails_the_next(wire: An
         link.abort()
 
 
+# many, so that shared memory cannot take all of them at once
+MIDDLES = pytest.mark.parametrize(
+    ("count", "size", "threshold"),
+    [(1, 32 << 20, "1m"), (32, (1 << 20) - 1, "1m"), (1, 32 << 20, "inf")],
+    ids=["rendezvous", "eager", "eager and large"],
+)
+
+
+async def in_the_middle(
+    listener: ScriptedListener, count: int, size: int
+) -> tuple[Link, Side, list[Want], asyncio.Future[Any], list[asyncio.Task[None]]]:
+    """A read of which some bytes have arrived and others have not, and what its listener is sending."""
+    link, side = await listener.linked()
+    wants = [want(size) for _ in range(count)]
+    _, arriving = link.read(wants, [])
+    await side.asked()
+    await side.status(0, *(Answer(0, at, size) for at in range(count)))
+    sending = [asyncio.ensure_future(side.payload(0, at, noise(size, at) & 0x7F)) for at in range(count)]
+    first, last = wants[count // 4].destination, wants[-1].destination
+    await until(lambda: first[0] != UNTOUCHED, "the first bytes arrive")
+    assert last[-1] == UNTOUCHED
+    assert not arriving.done()
+    return link, side, wants, arriving, sending
+
+
 @over_ucx
-@pytest.mark.parametrize("threshold", ["1m", "inf"], ids=["rendezvous", "eager"])
+@MIDDLES
 @asynchronous
-async def test_a_read_given_up_in_the_middle_of_its_payload_leaves_the_buffer_alone(wire: Any, threshold: str) -> None:
-    size = 32 << 20
+async def test_a_read_given_up_in_the_middle_of_its_payload_leaves_the_buffer_alone(
+    wire: Any, count: int, size: int, threshold: str
+) -> None:
     async with ScriptedListener(wire, RNDV_THRESH=threshold) as listener:
-        link, side = await listener.linked()
-        wanted = want(size)
-        _, arriving = link.read([wanted], [])
-        await side.asked()
-        await side.status(0, Answer(0, 0, size))
-        sending = asyncio.ensure_future(side.payload(0, 0, noise(size) & 0x7F))
-        look = np.frombuffer(wanted.destination, np.uint8)
-        await until(lambda: look[0] != UNTOUCHED, "the first bytes arrive")
+        link, side, wants, arriving, sending = await in_the_middle(listener, count, size)
         arriving.cancel()
         link.abort()
-        await left_alone([wanted], listener)
-        side.endpoint.abort()
-        await asyncio.gather(sending, return_exceptions=True)
-        assert untouched(wanted)
+        try:
+            await left_alone(wants, listener)
+            await until(lambda: not side.endpoint.alive)
+        finally:
+            side.endpoint.abort()
+            await asyncio.gather(*sending, return_exceptions=True)
+        assert untouched(*wants)
 
 
 @over_ucx
-@pytest.mark.parametrize("threshold", ["1m", "inf"], ids=["rendezvous", "eager"])
+@MIDDLES
 @asynchronous
-async def test_a_listener_that_goes_in_the_middle_of_a_payload_is_lost(wire: Any, threshold: str) -> None:
-    size = 32 << 20
+async def test_a_listener_that_goes_in_the_middle_of_a_payload_is_lost(
+    wire: Any, count: int, size: int, threshold: str
+) -> None:
     async with ScriptedListener(wire, RNDV_THRESH=threshold) as listener:
-        link, side = await listener.linked()
-        wanted = want(size)
-        _, arriving = link.read([wanted], [])
-        await side.asked()
-        await side.status(0, Answer(0, 0, size))
-        sending = asyncio.ensure_future(side.payload(0, 0, noise(size) & 0x7F))
-        look = np.frombuffer(wanted.destination, np.uint8)
-        await until(lambda: look[0] != UNTOUCHED, "the first bytes arrive")
-        assert not arriving.done()
+        link, side, wants, arriving, sending = await in_the_middle(listener, count, size)
         side.endpoint.abort()
-        await asyncio.gather(sending, return_exceptions=True)
+        await asyncio.gather(*sending, return_exceptions=True)
         await until(lambda: not link.usable)
-        await broken(link, [wanted], arriving, listener)
+        await broken(link, wants, arriving, listener)
 
 
 @asynchronous

@@ -84,6 +84,7 @@ class Link:
         self.port = port  # (host, port), as asked for
         self._codes = engine()
         self.native: _ucp.Link = self._codes.Link(endpoint.native, tag_base, welcome.tag_base, welcome.inline_limit)
+        self.given_up = False  # for what happened to another link
         self.ring = welcome.ring
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
@@ -126,6 +127,16 @@ class Link:
     def usable(self) -> bool:
         """Alive, and with message numbers left for a request and a farewell."""
         return self.native.usable
+
+    @property
+    def worker(self) -> Worker:
+        """The UCX worker it belongs to."""
+        return self._endpoint.worker
+
+    @property
+    def peer_died(self) -> bool:
+        """Whether the other side went away, as UCX has seen it, before this side closed."""
+        return self._endpoint.native.open and not self._endpoint.native.alive
 
     def transports(self) -> list[tuple[str, str]]:
         """Transports and devices, as UCX reports them."""

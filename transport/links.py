@@ -283,14 +283,35 @@ class Links:
                 turn.set_result(None)
                 return
 
-    def break_off(self, link: Link) -> None:
-        """Abort a link; what it carried unconfirmed is acknowledged again through another one."""
+    def break_off(self, link: Link, *, silent: bool = False) -> None:
+        """Abort a link; what it carried unconfirmed is acknowledged again through another one.
+
+        ``silent``: nothing came through it in the time that one attempt has.
+        """
+        blocked = link.wire == "shm" and (silent or link.peer_died) and link.worker is self._worker
         link.abort()
         self._pool.drop(link)
         self._tag_bases.pop(link, None)
         self.ledger.lost(link, time.monotonic())
         self._wake.set()
         self._notify(link.port)
+        if blocked:
+            self._replace_worker()
+
+    def _replace_worker(self) -> None:
+        """Begin anew after a peer over shared memory has died, or nothing came in time.
+
+        All of them write into one queue of this worker. One that is killed while it writes leaves a gap there that UCX
+        waits at for ever: nothing would arrive over shared memory any more, from anybody.
+        """
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        log.info("a peer over shared memory died or is silent; connections are made anew")
+        for link in [link for link in self._tag_bases if link.worker is worker]:
+            link.given_up = True
+        self._break_off_all([link for link in self._pool.idle() if link.worker is worker])
+        worker.close()  # reads that are under way fail, and are tried again
 
     def _break_off_all(self, links: Iterable[Link]) -> None:
         for link in links:

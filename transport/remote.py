@@ -14,8 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from transport import _native
 from transport.errors import (
+    BusyError,
     ChecksumError,
     DeadlineExceededError,
+    LinkError,
     PayloadLostError,
     ReadTimeoutError,
     TransportError,
@@ -200,9 +202,15 @@ class RemoteReads:
             failures = None if outcome == 0 else link.outcomes(request.wants, outcome)
         except BaseException as error:
             self._watch.remove(request.answer)
-            self._links.break_off(link)
             if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
-                raise _late(link, request.limit_s, request.left_s) from error
+                late = _late(link, request.limit_s, request.left_s)
+                self._links.break_off(link, silent=isinstance(late, ReadTimeoutError))
+                raise late from error
+            self._links.break_off(link)
+            if link.given_up and isinstance(error, LinkError):
+                raise BusyError(
+                    f"{link.port[0]}:{link.port[1]}: connections are made anew after a peer's death"
+                ) from error
             raise
         self._watch.remove(request.answer)
         self._links.ledger.answered(link, request.number)

@@ -94,15 +94,25 @@ void Endpoint::failed(void* self, ucp_ep_h, ucs_status_t status) {
   endpoint.engine_->lost_.push_back(&endpoint);
 }
 
-// UCX ends the sends of a failed endpoint. Its receives belong to the worker and would wait for ever.
+// UCX ends the sends of a failed endpoint. Its receives belong to the worker and would wait for ever: those that no
+// message has matched can be cancelled, the others may be missing fragments that will not come. So whoever waits is
+// told now, and `abort` sees to the memory.
 void Endpoint::lost() {
   const auto keep = shared_from_this();  // whoever is told may let go of it
+  cancel_receives();
+  std::vector<Request*> matched;
+  for (Request* each = first_; each != nullptr; each = each->next)
+    if (each->receives) matched.push_back(each);
+  for (Request* each : matched) std::exchange(each->done, &nobody)(each->self, each->index, failure_, 0);
+  if (on_lost) std::exchange(on_lost, nullptr)(failure_);
+}
+
+void Endpoint::cancel_receives() {
   for (Request* each = first_; each != nullptr;) {
     Request* const next = each->next;
     if (each->receives && each->handle != nullptr) ucp_request_cancel(engine_->worker_, each->handle);
     each = next;
   }
-  if (on_lost) std::exchange(on_lost, nullptr)(failure_);
 }
 
 void Endpoint::abort() {
@@ -112,11 +122,7 @@ void Endpoint::abort() {
   on_lost = nullptr;
   engine_->endpoints_.erase(this);
   std::erase(engine_->lost_, this);
-  for (Request* each = first_; each != nullptr;) {
-    Request* const next = each->next;
-    if (each->receives && each->handle != nullptr) ucp_request_cancel(engine_->worker_, each->handle);
-    each = next;
-  }
+  cancel_receives();
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_EP_CLOSE_FLAG_FORCE;

@@ -135,6 +135,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   static void failed(void* self, ucp_ep_h, ucs_status_t status);
   void create(ucp_ep_params_t& params);
   void lost();
+  void cancel_receives();
   template <typename Start>
   Request* start(bool receives, Waiter waiter, std::shared_ptr<void> keep, ucp_request_param_t& param, Start start);
 
