@@ -10,6 +10,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
+from support import Child
 
 from transport.background import LoopThread
 from transport.errors import ClosedError, UsageError
@@ -336,3 +337,70 @@ def test_a_submit_that_races_with_close_is_refused_or_ends(loop_thread: LoopThre
     loop_thread.close()
     thread.join()
     assert ends[-1] == "refused"
+
+
+# --- the end of the process --------------------------------------------------------------------------
+def test_the_processes_exit_ends_the_loop_and_what_runs_on_it() -> None:
+    code = """
+import asyncio, threading
+from transport.background import LoopThread
+started = threading.Event()
+async def forever():
+    started.set()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("ended", flush=True)
+loop_thread = LoopThread("test loop")
+loop_thread.submit(forever())
+started.wait()
+"""
+    with Child(code) as child:
+        assert child.line() == "ended"
+        assert child.wait() == 0
+
+
+def test_a_forked_child_has_no_loop_and_its_exit_waits_for_none() -> None:
+    code = """
+import asyncio, os, sys
+from transport.background import LoopThread
+from transport.errors import ClosedError
+loop_thread = LoopThread("test loop")
+with loop_thread._ending:  # as another thread may hold it at the fork
+    pid = os.fork()
+if pid == 0:
+    loop_thread.close()
+    try:
+        loop_thread.run(asyncio.sleep(0))
+    except ClosedError:
+        sys.exit(7 if loop_thread.closed else 1)
+    sys.exit(2)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), loop_thread.run(asyncio.sleep(0, "runs")), flush=True)
+"""
+    with Child(code) as child:
+        assert child.line() == "7 runs"
+        assert child.wait() == 0
+
+
+def test_what_is_called_at_exit_is_not_kept_alive_nor_called_after_it_was_cancelled() -> None:
+    code = """
+import atexit
+from transport.background import AtExit
+class Named:
+    def __init__(self, name):
+        self.name = name
+    def tell(self):
+        print(self.name, flush=True)
+kept, let_go, cancelled = Named("kept"), Named("let go"), Named("cancelled")
+for each in (kept, let_go):
+    AtExit(each.tell)
+AtExit(cancelled.tell).cancel()
+del let_go, each
+atexit.register(print, "first", flush=True)
+"""
+    with Child(code) as child:
+        assert child.line() == "first"
+        assert child.line() == "kept"
+        assert child.wait() == 0
+        assert child.process.stdout is not None
+        assert child.process.stdout.read() == ""

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from support import eventually, noise, serving
+from support import Child, eventually, free, noise, serving
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.blocking import BlockingClient
@@ -124,3 +124,73 @@ def test_arguments_that_the_client_refuses_leave_no_thread() -> None:
     with pytest.raises(UsageError):
         BlockingClient(wire={"pigeon"})
     assert threading.active_count() == before
+
+
+# --- the end of the process --------------------------------------------------------------------------
+LEFT_OPEN = """
+import os, sys, threading
+from transport import Ticket
+from transport.blocking import BlockingClient
+from transport.errors import ClosedError
+ticket, how = Ticket.parse(sys.argv[1]), sys.argv[2]
+client = BlockingClient(wire={"tcp"}, ack="manual")
+client.read(ticket)
+reading = threading.Semaphore(0)
+def read_on():
+    try:
+        while True:
+            client.read(ticket)
+            reading.release()
+    except ClosedError:
+        pass
+"""
+
+
+def test_a_client_left_open_does_not_disturb_the_processes_exit(ring: SharedRingBuffer) -> None:
+    code = f"""{LEFT_OPEN}
+for _ in range(2):
+    threading.Thread(target=read_on, daemon=True).start()
+for _ in range(20):
+    reading.acquire()
+print("main done", flush=True)
+"""
+    ticket = ring.write_raw(noise(1000))
+    for _ in range(3):
+        with Child(code, ticket.to_text(), "") as child:
+            assert child.line() == "main done"
+            assert child.wait() == 0
+
+
+def test_an_acknowledgement_of_a_client_left_open_is_sent_at_the_processes_exit(ring: SharedRingBuffer) -> None:
+    code = f"""{LEFT_OPEN}
+client.ack(ticket)
+print("main done", flush=True)
+"""
+    ticket = ring.write_raw(noise(1000))
+    with Child(code, ticket.to_text(), "") as child:
+        assert child.line() == "main done"
+        assert child.wait() == 0
+    eventually(lambda: free(ring))
+
+
+@pytest.mark.parametrize("how", ["close", "read", "exit", "del"])
+def test_a_forked_child_has_no_client_and_leaves_its_parents_alone(ring: SharedRingBuffer, how: str) -> None:
+    code = f"""{LEFT_OPEN}
+pid = os.fork()
+if pid == 0:
+    if how == "close":
+        client.close()
+    elif how == "read":
+        try:
+            client.read(ticket)
+        except ClosedError:
+            pass
+    elif how == "del":
+        del client
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), len(client.read(ticket, timeout=10.0).data), flush=True)
+"""
+    ticket = ring.write_raw(noise(1000))
+    with Child(code, ticket.to_text(), how) as child:
+        assert child.line() == "7 1000"
+        assert child.wait() == 0

@@ -236,8 +236,24 @@ async def test_a_refusal_in_the_handshake_has_its_class_and_reason(code: int) ->
         (b"\x01\x04\0\0\0\0\0\0", ProtocolError),
         (b"\x01\x04\0\0\xff\xff\xff\xff", ProtocolError),
         (b"GET / HTTP/1.1\r\n", VersionMismatchError),
+        (wire.encode_handshake(welcome(version=2)), VersionMismatchError),
+        (wire.encode_handshake(welcome(version=0)), VersionMismatchError),
+        (wire.encode_handshake(welcome(ports=(5, 70000))), ProtocolError),
+        (wire.encode_handshake(welcome(inline_limit=1 << 40)), ProtocolError),
     ],
-    ids=["proof", "hello", "other version", "garbage body", "empty body", "too long", "another protocol"],
+    ids=[
+        "proof",
+        "hello",
+        "other version",
+        "garbage body",
+        "empty body",
+        "too long",
+        "another protocol",
+        "a version not offered",
+        "a version before all",
+        "no port",
+        "inline limit",
+    ],
 )
 @scenario
 async def test_a_handshake_that_makes_no_sense_is_refused(answer: bytes, error: type[TransportError]) -> None:

@@ -205,3 +205,57 @@ def test_a_server_bound_to_an_address_is_reached_there_and_only_there(ring: Shar
 def test_an_address_that_is_not_of_this_host_is_named(ring: SharedRingBuffer, mode: Any, bind: str) -> None:
     with pytest.raises(TransportError, match=re.escape(bind)), UCXXServer(ring, bind=bind, mode=mode):
         pass
+
+
+# --- the end of the process --------------------------------------------------------------------------
+IN_A_THREAD = """
+import os, sys
+from transport import SharedRingBuffer, UCXXServer
+from transport.blocking import BlockingClient
+from transport.errors import ClosedError
+ring = SharedRingBuffer.create(slots=2, slot_bytes=1000)
+server = UCXXServer(ring, addresses=("127.0.0.1",), mode="thread")
+ticket = ring.write_raw(b"x")
+"""
+
+
+@pytest.mark.parametrize("how", ["left open", "suspended"])
+def test_listeners_in_a_thread_do_not_disturb_the_processes_exit(how: str) -> None:
+    code = f"""{IN_A_THREAD}
+def running():
+    with server:
+        yield
+if sys.argv[1] == "suspended":
+    suspended = running()  # its block is left when the interpreter finalises
+    next(suspended)
+else:
+    server.start()
+client = BlockingClient(wire={{"tcp"}}, ack="manual")
+client.read(ring.write_raw(b"x"))
+print("main done", flush=True)
+"""
+    with Child(code, how) as child:
+        assert child.line() == "main done"
+        assert child.wait() == 0
+
+
+def test_a_forked_child_cannot_close_the_listeners_of_its_parent() -> None:
+    code = f"""{IN_A_THREAD}
+server.start()
+ports = server.ports
+pid = os.fork()
+if pid == 0:
+    try:
+        server.close()
+    except ClosedError:
+        sys.exit(7)
+    sys.exit(1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), server.ports == ports, flush=True)
+with BlockingClient(wire={{"tcp"}}, ack="manual") as client:
+    print(len(client.read(ring.write_raw(b"xyz"), timeout=10.0).data), flush=True)
+server.close()
+"""
+    with Child(code) as child:
+        assert child.line() == "7 True"
+        assert child.line() == "3"
+        assert child.wait() == 0

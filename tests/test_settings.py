@@ -49,6 +49,7 @@ def test_the_read_timeout_grows_with_the_payload() -> None:
         ({"heartbeat_s": 4.0}, "heartbeat_s * 3 <= watchdog_s"),
         ({"backoff_first_s": 5.0}, "backoff_first_s <= backoff_most_s"),
         ({"records_per_message": 64}, "1 <= records_per_message <= 63"),
+        ({"inline_limit": (1 << 32) // 63 + 1}, "inline_limit * 63 < 2**32"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_by_the_rule(change: dict[str, Any], rule: str) -> None:

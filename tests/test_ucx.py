@@ -255,6 +255,26 @@ async def test_a_closed_port_takes_nobody_and_leaves_its_connections_alone() -> 
 
 
 @asynchronous
+async def test_a_callback_that_fails_takes_no_outcome_from_others(caplog: pytest.LogCaptureFixture) -> None:
+    settings = settings_for(frozenset({"tcp"}))
+    ours, theirs = Worker(settings), Worker(settings)
+    accepted: asyncio.Queue[Endpoint] = asyncio.Queue()
+    listening = theirs.listen(0, accepted.put_nowait)
+    client = await ours.connect("127.0.0.1", listening.port)
+    outcome = ours.loop.create_future()
+
+    def fail(endpoint: Any) -> None:
+        raise KeyError("a fault of the callback's")
+
+    ours._tell([(fail, client.native), (outcome, 5)])
+    assert await outcome == 5
+    assert "a fault of the callback's" in caplog.text
+    listening.close()
+    ours.close()
+    theirs.close()
+
+
+@asynchronous
 async def test_a_closed_worker_listens_no_more() -> None:
     worker = Worker(settings_for(frozenset({"tcp"})))
     listening = worker.listen(0, lambda endpoint: None)

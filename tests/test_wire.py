@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from transport import wire
 from transport.errors import ProtocolError, VersionMismatchError
+from transport.settings import DEFAULTS
 from transport.wire import Answer, Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
 
 NONCE = bytes(range(16))
@@ -220,7 +221,7 @@ handshakes = st.one_of(
         ring=words,
         tag_base=u32,
         ports=st.lists(st.integers(1, 65535), max_size=16).map(tuple),
-        inline_limit=u32,
+        inline_limit=st.integers(0, wire.MOST_INLINE),
         features=features,
         code=st.integers(0, 255),
         reason=words,
@@ -313,6 +314,30 @@ def test_tag_base_of_a_welcome_must_fit_a_tag() -> None:
     body = msgspec.msgpack.encode({"version": 1, "ring": "ab", "tag_base": 1 << 32})
     with pytest.raises(ProtocolError, match="malformed Welcome"):
         wire.decode_handshake(Welcome, body)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"ports": [70000]},
+        {"ports": [0]},
+        {"ports": [5, -5]},
+        {"ports": list(range(1, 18))},
+        {"inline_limit": -1},
+        {"inline_limit": wire.MOST_INLINE + 1},
+        {"inline_limit": 1 << 63},
+    ],
+    ids=repr,
+)
+def test_a_welcome_that_cannot_be_meant_is_refused(wrong: dict[str, Any]) -> None:
+    body = msgspec.msgpack.encode({"version": 1, "ring": "ab", "tag_base": 7, **wrong})
+    with pytest.raises(ProtocolError, match="malformed Welcome"):
+        wire.decode_handshake(Welcome, body)
+
+
+def test_a_whole_message_of_the_largest_joined_payloads_can_be_counted() -> None:
+    assert wire.MAX_RECORDS * wire.MOST_INLINE < 1 << 32 <= wire.MAX_RECORDS * (wire.MOST_INLINE + 1)
+    msgspec.structs.replace(DEFAULTS, inline_limit=wire.MOST_INLINE).validate()
 
 
 def hello(oldest: int, newest: int) -> Hello:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
+import sys
 import threading
-from collections.abc import Coroutine
+import weakref
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -13,6 +17,39 @@ import uvloop
 from transport.errors import ClosedError, UsageError
 
 T = TypeVar("T")
+
+_EXIT_WAIT_S = 10.0  # for a thread that somebody else is ending when the process exits
+
+
+def gone(pid: int) -> bool:
+    """Whether the threads that process ``pid`` started cannot be waited for here.
+
+    A forked child has none of them; and when the interpreter finalises, a thread that wants to run is ended or stopped
+    for ever.
+    """
+    return os.getpid() != pid or sys.is_finalizing()
+
+
+class AtExit:
+    """Calls a method when the process exits, while threads still run, if its object still lives by then.
+
+    A thread that comes back from native code while the interpreter finalises is torn out of it, and the process
+    aborts: whoever has such a thread ends it here. A forked child has no part in it.
+    """
+
+    def __init__(self, method: Callable[[], object]) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._pid = os.getpid()
+        atexit.register(self)
+
+    def __call__(self) -> None:
+        method = self._method()
+        if method is not None and not gone(self._pid):
+            method()
+
+    def cancel(self) -> None:
+        """What the method does has been done. Idempotent."""
+        atexit.unregister(self)
 
 
 class Job(Future[T]):
@@ -61,14 +98,19 @@ class Job(Future[T]):
 
 
 class LoopThread:
-    """One loop, one thread, from construction until `close`. Any other thread may submit."""
+    """One loop, one thread, from construction until `close` or the process's exit. Any other thread may submit.
+
+    In a forked child, which has not got the thread, it is closed.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
         self._ending = threading.RLock()  # nothing is submitted behind what ends everything
+        self._pid = os.getpid()
         self._thread.start()
+        self._at_exit = AtExit(self._end)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -76,16 +118,17 @@ class LoopThread:
 
     @property
     def closed(self) -> bool:
-        """After `close`."""
-        return self._closed
+        """After `close`, and where the thread does not run: in a forked child, and while the interpreter finalises."""
+        return self._closed or gone(self._pid)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
         """Start ``coroutine`` on the loop. Raises ClosedError after close."""
-        with self._ending:
-            if not self._closed:
-                job: Job[T] = Job(self._loop)
-                self._loop.call_soon_threadsafe(job.start, coroutine)
-                return job
+        if not gone(self._pid):  # asked before the lock, which another thread may have held at the fork
+            with self._ending:
+                if not self._closed:
+                    job: Job[T] = Job(self._loop)
+                    self._loop.call_soon_threadsafe(job.start, coroutine)
+                    return job
         coroutine.close()
         raise ClosedError("the background loop is closed")
 
@@ -105,7 +148,9 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, wait for it, end the thread. Idempotent."""
+        """Cancel what still runs, wait for it, end the thread. Idempotent; nothing where the thread does not run."""
+        if gone(self._pid):
+            return
         with self._ending:
             if self._closed:
                 return
@@ -115,6 +160,11 @@ class LoopThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._at_exit.cancel()
+
+    def _end(self) -> None:
+        self.close()
+        self._thread.join(_EXIT_WAIT_S)  # another thread may be in the middle of closing it
 
 
 async def _cancel_all() -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, TypeVar
 
-from transport.background import LoopThread
+from transport.background import AtExit, LoopThread
 from transport.client import UCXXClient
 from transport.landing import target_of
 from transport.received import ClientStatistics, ReadOutcome, ReceivedPayload
@@ -24,6 +24,7 @@ class BlockingClient:
         except BaseException:
             self._thread.close()
             raise
+        self._at_exit = AtExit(self.close)  # runs before that of the thread, which was registered before
 
     def __repr__(self) -> str:
         return f"<BlockingClient {self._client!r}>"
@@ -66,9 +67,13 @@ class BlockingClient:
         return self._thread.run(_call(self._client.statistics))
 
     def close(self) -> None:
-        """Close the client and end its thread. Idempotent."""
+        """Close the client and end its thread; at the process's exit at the latest. Idempotent.
+
+        Nothing in a forked child: the client is its parent's.
+        """
         if not self._thread.closed:
             with contextlib.ExitStack() as stack:
+                stack.callback(self._at_exit.cancel)
                 stack.callback(self._thread.close)
                 self._thread.run(self._client.close())
 

@@ -334,7 +334,11 @@ class UCXXClient:
 
     # --- acknowledgements and what else can be said about a payload ------------------------------------
     def ack(self, ticket: Ticket, rank: int = 0) -> bool:
-        """Acknowledge a payload; it goes with the next request to its ring, or alone after ``ack_delay_s``."""
+        """Acknowledge a payload; it goes with the next request to its ring, or alone after ``ack_delay_s``.
+
+        Raises RankError for a rank that is not one of the ticket's readers.
+        """
+        ticket.check_rank(rank)  # one that no record can hold would come back at every message to its ring
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
         if ring is not None:
             return ring.acknowledge(ticket, rank)

@@ -23,6 +23,7 @@ from transport.errors import (
     ProtocolError,
     RefusedError,
     TransportError,
+    VersionMismatchError,
 )
 from transport.settings import Settings
 from transport.ticket import Ticket
@@ -239,6 +240,11 @@ async def _shake_hands(endpoint: Endpoint, ring: str, tag_base: int, secret: byt
     if welcome.code:
         kind_of_error = _BY_STATUS.get(welcome.code, RefusedError)
         raise kind_of_error(f"{endpoint.name}: {welcome.reason}")
+    if not wire.OLDEST_VERSION <= welcome.version <= wire.VERSION:
+        raise VersionMismatchError(
+            f"{endpoint.name} chose version {welcome.version}; this side offered {wire.OLDEST_VERSION} to "
+            f"{wire.VERSION}"
+        )
     return welcome
 
 

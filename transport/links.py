@@ -85,7 +85,8 @@ class Links:
         self._for_device_memory = device_memory
         self._worker: Worker | None = None
         self._pool: EndpointPool[Link] = EndpointPool(settings)
-        self._waiting: dict[PortKey, deque[asyncio.Future[None]]] = {}  # for a link, or a place for one
+        # who waits for a link of a port: given one that came back, or None: a place, which is taken in the pool already
+        self._waiting: dict[PortKey, deque[asyncio.Future[Link | None]]] = {}
         self._tag_bases: dict[Link, int] = {}
         self._opening_bases: set[int] = set()
         self._routes: dict[str, _Route] = {}
@@ -124,14 +125,15 @@ class Links:
             wrong = route.wrong if route else set()
             self._routes[ticket.ring] = _Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, wrong)
             if len(self._routes) > _MOST_ROUTES:
-                busy = set(self.ledger.pending_rings())
-                self._routes.pop(next(ring for ring in self._routes if ring not in busy))
+                kept = {ticket.ring, *self.ledger.pending_rings()}
+                self._routes.pop(next((ring for ring in self._routes if ring not in kept), ""), None)
         return pairs
 
     def next_port(self, ring: str, ports: list[PortKey]) -> PortKey:
         """The healthiest port; the next one each time, so that load is spread. Addresses are tried in their order."""
         self._rotation += 1
-        wrong = self._routes[ring].wrong
+        route = self._routes.get(ring)  # None: forgotten, for many others have been read since
+        wrong = route.wrong if route is not None else frozenset()
         if not wrong and not self.quarantine:
             if len(ports) == 1:
                 return ports[0]
@@ -202,25 +204,45 @@ class Links:
                 return link
             self._break_off_all(self._pool.expired(time.monotonic()))
             if self._pool.may_open(port):
+                self._pool.begin_open(port)
                 return await self._open(port, ring)
-            await self._change(port)
+            link = await self._turn(port)
+            if link is None:
+                return await self._open(port, ring)
+            if self._closed:
+                self.break_off(link)
+                continue  # to the error
+            if link.usable and link.ring == ring:
+                return link
+            self._pool.drop(link)
+            self._pool.begin_open(port)  # before its place is announced: this turn is worth a link
+            self.break_off(link)
+            return await self._open(port, ring)
 
-    async def _change(self, port: PortKey) -> None:
-        """Until a link of the port came back or a place became free, for the one that has waited longest."""
+    async def _turn(self, port: PortKey) -> Link | None:
+        """Wait behind all others for a link of the port that came back, or for a place: None, and `_open` fills it."""
         waiting = self._waiting.setdefault(port, deque())
-        turn = asyncio.get_running_loop().create_future()
+        turn: asyncio.Future[Link | None] = asyncio.get_running_loop().create_future()
         waiting.append(turn)
         try:
-            await turn
+            return await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self._notify(port)  # its turn came, and is the next one's now
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self._pass_on(port, turn.result())
             raise
         finally:
             if turn in waiting:
                 waiting.remove(turn)
             if not waiting and self._waiting.get(port) is waiting:
                 del self._waiting[port]
+
+    def _pass_on(self, port: PortKey, given: Link | None) -> None:
+        """What somebody was given who went away meanwhile is the next one's."""
+        if given is not None:
+            self.checkin(given)
+        else:
+            self._pool.open_failed(port)
+            self._announce_place(port)
 
     def _get_worker(self) -> Worker:
         if self._worker is None:
@@ -235,18 +257,20 @@ class Links:
         return self._get_worker().device_memory
 
     async def _open(self, port: PortKey, ring: str) -> Link:
-        worker = self._get_worker()
-        self.quarantine.begin(port, time.monotonic())
-        self._pool.begin_open(port)
+        """A new link in the place that the caller has taken in the pool."""
         base = new_tag_base(self._opening_bases | set(self._tag_bases.values()))
         self._opening_bases.add(base)
         try:
+            if self._closed:  # a turn that came just before
+                raise ClosedError("this client is closed")
+            worker = self._get_worker()
+            self.quarantine.begin(port, time.monotonic())
             link = await Link.open(
                 worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
             )
         except BaseException:
             self._pool.open_failed(port)
-            self._notify(port)
+            self._announce_place(port)
             raise
         finally:
             self._opening_bases.discard(base)
@@ -254,8 +278,10 @@ class Links:
         self._tag_bases[link] = base
         self.opened += 1
         if self._wires is not None and link.wire not in self._wires:
-            chosen = ", ".join("/".join(each) for each in link.transports())
-            self.break_off(link)
+            try:
+                chosen = ", ".join("/".join(each) for each in link.transports())
+            finally:
+                self.break_off(link)
             raise WireNotAllowedError(
                 f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires or ())}"
             )
@@ -270,18 +296,25 @@ class Links:
         if not link.usable:
             self.break_off(link)
             return
-        if surplus := self._pool.checkin(link, time.monotonic()):
+        if self._waiting and (turn := self._next_turn(link.port)) is not None:
+            turn.set_result(link)  # never idle, so that whoever checked it in cannot be first again
+        elif surplus := self._pool.checkin(link, time.monotonic()):
             self._break_off_all(surplus)
-        if self._waiting:
-            self._notify(link.port)
 
-    def _notify(self, port: PortKey) -> None:
+    def _next_turn(self, port: PortKey) -> asyncio.Future[Link | None] | None:
+        """Of the one that has waited longest for the port."""
         waiting = self._waiting.get(port)
         while waiting:
             turn = waiting.popleft()
             if not turn.done():
-                turn.set_result(None)
-                return
+                return turn
+        return None
+
+    def _announce_place(self, port: PortKey) -> None:
+        """Take a place that became free for the one that has waited longest."""
+        if self._pool.may_open(port) and (turn := self._next_turn(port)) is not None:
+            self._pool.begin_open(port)
+            turn.set_result(None)
 
     def break_off(self, link: Link, *, silent: bool = False) -> None:
         """Abort a link; what it carried unconfirmed is acknowledged again through another one.
@@ -290,11 +323,14 @@ class Links:
         """
         blocked = link.wire == "shm" and (silent or link.peer_died) and link.worker is self._worker
         link.abort()
+        if link.worker is self._worker and link.worker.engine.abandoned:
+            blocked = True  # a peer may still be sending fragments into memory that goes back to its owner now
         self._pool.drop(link)
         self._tag_bases.pop(link, None)
         self.ledger.lost(link, time.monotonic())
         self._wake.set()
-        self._notify(link.port)
+        if self._waiting:
+            self._announce_place(link.port)
         if blocked:
             self._replace_worker()
 
@@ -396,9 +432,11 @@ class Links:
         try:
             while acks := self.ledger.take(ring, self._settings.records_per_message, port):
                 self.ledger.sent(link, link.tell(acks), acks)
-        except TransportError:
+        except BaseException as error:
             self.break_off(link)
-            return
+            if isinstance(error, TransportError):
+                return
+            raise
         self.checkin(link)
 
     async def _farewell(self, link: Link) -> None:
@@ -435,9 +473,12 @@ class Links:
                 flush.cancel()
             await asyncio.gather(*late, return_exceptions=True)
         self._closed = True
-        for port, waiting in list(self._waiting.items()):
-            while waiting:
-                self._notify(port)
-        await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))
-        if self._worker is not None:
-            self._worker.close()
+        for port in list(self._waiting):
+            while (turn := self._next_turn(port)) is not None:
+                turn.set_exception(ClosedError("this client is closed"))
+                turn.exception()  # who was cancelled meanwhile does not look at it
+        try:
+            await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))
+        finally:
+            if self._worker is not None:
+                self._worker.close()

@@ -104,8 +104,12 @@ class Listener:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="transport listener sweep")
         return self._listening.port
 
-    async def stop(self, drain_s: float = 0.0) -> None:
-        """Accept no more, let reads under way be acknowledged for up to ``drain_s``, then close everything."""
+    async def stop(self, drain_s: float = 0.0, *, exiting: bool = False) -> None:
+        """Accept no more, let reads under way be acknowledged for up to ``drain_s``, then close everything.
+
+        ``exiting``: the process ends now, and with it the worker and its port. UCX is not safe from clients that are
+        connecting while a listener is destroyed; the kernel is.
+        """
         self.draining = True
         if self._listening is not None:
             self._listening.close()
@@ -119,7 +123,7 @@ class Listener:
         for connection in list(self._connections):
             connection.close()
         await asyncio.gather(*tasks, *([self._sweeper] if self._sweeper else []), return_exceptions=True)
-        if self._worker is not None:
+        if self._worker is not None and not exiting:
             self._worker.close()
             self._worker = self._service = None
 
@@ -173,7 +177,9 @@ class Listener:
             self._worker.kick()  # ends that native code has to tell
 
 
-async def serve_until(listener: Listener, stop: asyncio.Event, drain_s: float, ready: Callable[[int], None]) -> None:
+async def serve_until(
+    listener: Listener, stop: asyncio.Event, drain_s: float, ready: Callable[[int], None], *, exiting: bool = False
+) -> None:
     """Report the port of a started listener, serve until ``stop``, then drain."""
     if not listener.port:
         raise ClosedError("the listener has not been started")
@@ -181,4 +187,4 @@ async def serve_until(listener: Listener, stop: asyncio.Event, drain_s: float, r
     try:
         await stop.wait()
     finally:
-        await listener.stop(drain_s)
+        await listener.stop(drain_s, exiting=exiting)

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from typing import NoReturn
 
 import msgspec
 import uvloop
@@ -28,6 +29,7 @@ from transport.wires import Wire
 log = logging.getLogger(__name__)
 
 _answers = 1  # descriptor
+_left_open: list[Listener] = []  # nothing of UCX is destroyed before the process ends
 DRAIN_S = 5.0  # longest wait for acknowledgements after SIGTERM
 
 
@@ -100,7 +102,8 @@ async def _serve(config: ListenerConfig) -> int:
         ring.native.set_own_port(port)
         orphaned = loop.create_task(_stop_when_orphaned(ring, config.settings, stop))
         try:
-            await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)))
+            _left_open.append(listener)
+            await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)), exiting=True)
         finally:
             orphaned.cancel()  # does nothing to one that has come to its end
         if orphaned.done() and not orphaned.cancelled():
@@ -108,13 +111,15 @@ async def _serve(config: ListenerConfig) -> int:
     return 0
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Entry point. Exit status 0 after an orderly stop, 1 when it could not start."""
     keep_stdout_for_the_answer()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
     logging.basicConfig(level=config.log_level, format="%(asctime)s listener %(process)d %(levelname)s %(message)s")
-    return uvloop.run(_serve(config))
+    status = uvloop.run(_serve(config))
+    logging.shutdown()
+    os._exit(status)  # the kernel ends UCX: see Listener.stop
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

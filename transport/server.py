@@ -24,6 +24,7 @@ import uvloop
 
 from transport import errors
 from transport.addresses import advertised
+from transport.background import AtExit, gone
 from transport.errors import ClosedError, InternalError, TransportError, UsageError
 from transport.listener import Listener
 from transport.listener_process import DRAIN_S, ListenerConfig
@@ -287,12 +288,16 @@ class _Thread:
         self._listeners: list[Listener] = []
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="transport listeners", daemon=True)
+        self._stopping = threading.Lock()  # Invariant: whoever has got it has seen the thread end, or ends it
+        self._pid = os.getpid()
+        self._at_exit: AtExit | None = None
 
     def _call(self, coroutine: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_START_TIMEOUT_S)
 
     def start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
         self._thread.start()
+        self._at_exit = AtExit(self.stop)
         try:
             return self._call(self._start(ports))
         except BaseException:
@@ -315,10 +320,20 @@ class _Thread:
         return ()
 
     def stop(self) -> None:
-        """Close the listeners on their own loop, then end the thread."""
-        if self._loop.is_closed():
-            raise ClosedError("the listeners' loop is closed")
-        self._call(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Close the listeners on their own loop, then end the thread. Idempotent; the process's exit does it, too.
+
+        Raises ClosedError in a forked child: the listeners are its parent's, which goes on serving.
+        """
+        if os.getpid() != self._pid:
+            raise ClosedError("this server belongs to the process that forked this one")
+        if gone(self._pid):
+            return
+        with self._stopping:
+            if self._loop.is_closed():
+                return
+            self._call(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        if self._at_exit is not None:
+            self._at_exit.cancel()

@@ -193,15 +193,18 @@ class Worker:
     def _tell(self, events: list[tuple[Any, Any]]) -> None:
         """Hand outcomes to whoever waits: a future, or the callback of a listening port."""
         for token, outcome in events:
-            if isinstance(outcome, self._endpoint_type):
-                token(outcome)
-            elif token.done():
-                pass
-            elif isinstance(outcome, tuple):
-                token.set_exception(failure(*outcome))
-                token.exception()  # an outcome nobody awaits any more is not worth a warning
-            else:
-                token.set_result(outcome)
+            try:
+                if isinstance(outcome, self._endpoint_type):
+                    token(outcome)
+                elif token.done():
+                    pass
+                elif isinstance(outcome, tuple):
+                    token.set_exception(failure(*outcome))
+                    token.exception()  # an outcome nobody awaits any more is not worth a warning
+                else:
+                    token.set_result(outcome)
+            except Exception:  # of one of them; the others have nobody else to tell them
+                log.exception("handing on an outcome failed; going on")
 
     def settle(self) -> None:
         """Hand out what has come to an end, now."""
@@ -276,7 +279,7 @@ class Listening:
             self._accept(Endpoint(self._worker, native, native.peer))
 
     def close(self) -> None:
-        """Accept no more; endpoints that exist go on."""
+        """Accept no more; endpoints that exist go on. The port itself is given up when the worker is closed."""
         self._accept = None
         self._native.close()
 

@@ -74,7 +74,12 @@ _JOINED = 0x01
 _CHECKED = 0x02
 
 
+# What a peer says is checked when it is decoded, before anything is computed with it.
 TagBase = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # anything else would not fit a tag
+Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+Ports = Annotated[tuple[Port, ...], msgspec.Meta(max_length=16)]  # a ring has as many owners
+MOST_INLINE = ((1 << 32) - 1) // MAX_RECORDS  # one message of such payloads still has its joined bytes in 32 bits
+InlineLimit = Annotated[int, msgspec.Meta(ge=0, le=MOST_INLINE)]
 
 
 # --- handshake ---------------------------------------------------------------------------------
@@ -108,8 +113,8 @@ class Welcome(msgspec.Struct, frozen=True):
     version: int
     ring: str
     tag_base: TagBase
-    ports: tuple[int, ...] = ()
-    inline_limit: int = 0
+    ports: Ports = ()
+    inline_limit: InlineLimit = 0
     features: tuple[str, ...] = ()
     code: int = 0
     reason: str = ""

@@ -33,6 +33,7 @@ class PyEngine final : public Engine {
       : Engine(reinterpret_cast<ucp_worker_h>(worker)), owner_(std::move(owner)) {}
   ~PyEngine() override {
     close();
+    let_go();
     hand_over();
   }
 
@@ -55,7 +56,13 @@ class PyEngine final : public Engine {
     return handed;
   }
 
-  void let_go() { owner_.reset(); }
+  // In a forked child the worker is left to the end of the process: destroying it would reach into the parent's.
+  void let_go() {
+    if (foreign())
+      owner_.release();
+    else
+      owner_.reset();
+  }
 
  private:
   nb::object owner_;

@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -12,6 +13,8 @@ namespace transport::ucp {
 namespace {
 
 constexpr std::int64_t kLongestTurnNs = 2'000'000;  // then the loop's other work has its turn
+constexpr std::int64_t kConnectingNs = 1'000'000'000;  // by then a connection is made, or has failed
+constexpr std::int64_t kQuietNs = 5'000'000;
 constexpr std::int64_t kShortestSpinNs = 5'000;
 constexpr std::int64_t kGatherNs = 20'000;  // what comes with an event is handed over with it
 
@@ -47,6 +50,13 @@ std::string text_of(const sockaddr_storage& address) {
 
 void nobody(void*, std::uint32_t, ucs_status_t, std::size_t) {}
 
+ucs_status_ptr_t force_close(ucp_ep_h handle) {
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+  param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  return ucp_ep_close_nbx(handle, &param);
+}
+
 }  // namespace
 
 // --- endpoint: connecting and failing -----------------------------------------------------------------------
@@ -71,6 +81,7 @@ std::shared_ptr<Endpoint> Endpoint::accept(Engine& engine, ucp_conn_request_h re
   ucp_ep_params_t params{};
   params.field_mask = UCP_EP_PARAM_FIELD_CONN_REQUEST;
   params.conn_request = request;
+  endpoint->accepted_ = true;
   endpoint->create(params);
   return endpoint;
 }
@@ -80,15 +91,18 @@ Endpoint::Endpoint(Engine& engine, std::string peer) : engine_(engine.shared_fro
 void Endpoint::create(ucp_ep_params_t& params) {
   params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  params.err_handler = {&Endpoint::failed, this};
+  tie_ = std::make_unique<Tie>(this);
+  params.err_handler = {&Endpoint::failed, tie_.get()};
   check(ucp_ep_create(engine_->worker_, &params, &handle_), "making an endpoint");
+  made_ns_ = now_ns();
   engine_->endpoints_.insert(this);
 }
 
 Endpoint::~Endpoint() { abort(); }
 
 void Endpoint::failed(void* self, ucp_ep_h, ucs_status_t status) {
-  auto& endpoint = *static_cast<Endpoint*>(self);
+  if (static_cast<Tie*>(self)->owner == nullptr) return;
+  auto& endpoint = *static_cast<Tie*>(self)->owner;
   if (endpoint.failure_ != UCS_OK) return;
   endpoint.failure_ = status == UCS_OK ? UCS_ERR_CONNECTION_RESET : status;
   endpoint.engine_->lost_.push_back(&endpoint);
@@ -107,11 +121,15 @@ void Endpoint::lost() {
   if (on_lost) std::exchange(on_lost, nullptr)(failure_);
 }
 
+// UCX tells whoever waits from inside of a cancellation, and they may cancel others: from the begin after each.
 void Endpoint::cancel_receives() {
   for (Request* each = first_; each != nullptr;) {
-    Request* const next = each->next;
-    if (each->receives && each->handle != nullptr) ucp_request_cancel(engine_->worker_, each->handle);
-    each = next;
+    if (each->receives && each->handle != nullptr && !each->cancelled) {
+      cancel(*each);
+      each = first_;
+    } else {
+      each = each->next;
+    }
   }
 }
 
@@ -122,18 +140,27 @@ void Endpoint::abort() {
   on_lost = nullptr;
   engine_->endpoints_.erase(this);
   std::erase(engine_->lost_, this);
+  if (engine_->foreign()) return;
   cancel_receives();
-  ucp_request_param_t param{};
-  param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
-  param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-  const ucs_status_ptr_t closing = ucp_ep_close_nbx(handle, &param);
+  if (accepted_ && !heard_ && !engine_->closing_ && now_ns() - made_ns_ < kConnectingNs) {
+    tie_->owner = nullptr;
+    engine_->postponed_.push_back({handle, std::move(tie_), made_ns_ + kConnectingNs});
+    forget_requests();
+    return;
+  }
+  const ucs_status_ptr_t closing = force_close(handle);
   bool closed = !UCS_PTR_IS_PTR(closing);
   engine_->progress_until([&] {
     if (!closed) closed = ucp_request_check_status(closing) != UCS_INPROGRESS;
     return closed && first_ == nullptr;
   });
   if (UCS_PTR_IS_PTR(closing)) ucp_request_free(closing);
-  while (first_ != nullptr) {  // fragments of its message will never come; its waiter is told, its memory stays
+  forget_requests();
+}
+
+// Fragments of their messages will never come, or UCX is to be left alone: waiters are told, memory stays.
+void Endpoint::forget_requests() {
+  while (first_ != nullptr) {
     Request& stuck = *first_;
     const auto done = std::exchange(stuck.done, &nobody);
     first_ = stuck.next;
@@ -178,6 +205,7 @@ Request* Endpoint::start(bool receives, Waiter waiter, std::shared_ptr<void> kee
   request.self = waiter.self;
   request.index = waiter.index;
   request.receives = receives;
+  request.cancelled = false;
   request.keep = std::move(keep);
   request.previous = nullptr;
   request.next = first_;
@@ -286,7 +314,9 @@ Request* Endpoint::receive_stream(void* data, std::size_t size, Waiter waiter, s
 }
 
 void Endpoint::cancel(Request& request) {
-  if (request.endpoint == this && request.handle != nullptr) ucp_request_cancel(engine_->worker_, request.handle);
+  if (request.endpoint != this || request.handle == nullptr || request.cancelled) return;
+  request.cancelled = true;
+  ucp_request_cancel(engine_->worker_, request.handle);
 }
 
 // --- listener -----------------------------------------------------------------------------------------------
@@ -294,37 +324,52 @@ Listener::Listener(Engine& engine, const std::string& address, std::uint16_t por
     : engine_(engine), token_(token) {
   const sockaddr_in at = address_of(address, port);
   engine.require_open();
+  auto door = std::make_unique<Door>(engine, this);
   ucp_listener_params_t params{};
   params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
   params.sockaddr.addr = reinterpret_cast<const sockaddr*>(&at);
   params.sockaddr.addrlen = sizeof at;
-  params.conn_handler = {&Listener::arrived, this};
-  check(ucp_listener_create(engine.worker_, &params, &handle_), "listening");
+  params.conn_handler = {&Listener::arrived, door.get()};
+  check(ucp_listener_create(engine.worker_, &params, &door->handle), "listening");
+  door_ = engine.doors_.emplace_back(std::move(door)).get();
+  engine.listeners_.insert(this);
   ucp_listener_attr_t attributes{};
   attributes.field_mask = UCP_LISTENER_ATTR_FIELD_SOCKADDR;
-  const ucs_status_t status = ucp_listener_query(handle_, &attributes);
+  const ucs_status_t status = ucp_listener_query(door_->handle, &attributes);
   if (status != UCS_OK) {
-    ucp_listener_destroy(handle_);
+    close();
     throw UcxFault(status, "asking for the port");
   }
   port_ = ntohs(reinterpret_cast<const sockaddr_in&>(attributes.sockaddr).sin_port);
-  engine.listeners_.insert(this);
 }
 
+Listener::~Listener() { close(); }
+
 void Listener::arrived(ucp_conn_request_h request, void* self) {
-  static_cast<Listener*>(self)->waiting_.push_back(request);
+  const auto& door = *static_cast<const Door*>(self);
+  if (door.owner != nullptr) {
+    door.owner->waiting_.push_back(request);
+    return;
+  }
+  ++door.engine.turned_away_;
+  ucp_listener_reject(door.handle, request);
 }
 
 void Listener::close() {
-  if (handle_ == nullptr) return;
-  for (const ucp_conn_request_h request : std::exchange(waiting_, {})) ucp_listener_reject(handle_, request);
+  if (door_ == nullptr) return;
+  Door& door = *std::exchange(door_, nullptr);
+  door.owner = nullptr;
   engine_.listeners_.erase(this);
+  if (!engine_.foreign())
+    for (const ucp_conn_request_h request : waiting_) ucp_listener_reject(door.handle, request);
+  waiting_.clear();
   std::erase_if(engine_.events_, [this](const Event& event) { return event.token == token_; });
-  ucp_listener_destroy(std::exchange(handle_, nullptr));
 }
 
 // --- engine -------------------------------------------------------------------------------------------------
-Engine::Engine(ucp_worker_h worker) : worker_(worker) {
+bool Engine::foreign() const { return getpid() != pid_; }
+
+Engine::Engine(ucp_worker_h worker) : worker_(worker), pid_(getpid()) {
   check(ucp_worker_get_efd(worker, &descriptor_), "asking for the worker's descriptor");
   active_ns_ = now_ns();
 }
@@ -364,11 +409,13 @@ void Engine::sent(void*, ucs_status_t status, void* request) {
 
 void Engine::received(void*, ucs_status_t status, const ucp_tag_recv_info_t* info, void* request) {
   auto& found = *static_cast<Request*>(request);
+  if (status == UCS_OK && found.endpoint != nullptr) found.endpoint->heard_ = true;
   found.engine->finish(found, status, status == UCS_OK ? info->length : 0);
 }
 
 void Engine::received_stream(void*, ucs_status_t status, std::size_t length, void* request) {
   auto& found = *static_cast<Request*>(request);
+  if (status == UCS_OK && found.endpoint != nullptr) found.endpoint->heard_ = true;
   found.engine->finish(found, status, length);
 }
 
@@ -424,8 +471,9 @@ unsigned Engine::progress() {
 void Engine::expect_soon() { active_ns_ = now_ns(); }
 
 bool Engine::drive(std::int64_t spin_most_ns) {
-  if (worker_ == nullptr) return true;
+  if (worker_ == nullptr || foreign()) return true;
   const std::int64_t entered = now_ns();
+  if (!postponed_.empty()) close_postponed(entered);
   std::int64_t now = entered;
   for (unsigned busy = 0;;) {
     const unsigned did = progress();
@@ -470,10 +518,47 @@ bool Engine::progress_until(const std::function<bool()>& finished, unsigned roun
 
 void Engine::close() {
   if (worker_ == nullptr) return;
-  for (Listener* listener : std::vector<Listener*>(listeners_.begin(), listeners_.end())) listener->close();
+  closing_ = true;
+  while (!listeners_.empty()) (*listeners_.begin())->close();
   while (!endpoints_.empty()) (*endpoints_.begin())->abort();
   settle();
+  if (!foreign()) {
+    close_postponed(INT64_MAX);
+    wait_for_quiet();
+    for (const auto& door : doors_) ucp_listener_destroy(door->handle);
+    // ucxx receives what nobody has asked for before it destroys a worker, and would wait for ever for a payload whose
+    // sender is gone.
+    ucp_tag_recv_info_t info;
+    while (ucp_tag_probe_nb(worker_, 0, 0, 1, &info) != nullptr) {
+    }
+  }
+  doors_.clear();
   worker_ = nullptr;
+}
+
+// Until nobody has tried to connect for a moment: connections that the kernel has taken and UCX has not yet heard of
+// would call a listener that is gone. Somebody who never stops trying can still be met.
+void Engine::wait_for_quiet() {
+  if (doors_.empty()) return;
+  const std::int64_t begun = now_ns();
+  std::int64_t quiet_since = begun;
+  for (std::int64_t now = begun; now - quiet_since < kQuietNs && now - begun < 40 * kQuietNs; now = now_ns()) {
+    const std::size_t before = turned_away_;
+    ucp_worker_progress(worker_);
+    if (turned_away_ != before) quiet_since = now;
+  }
+}
+
+void Engine::close_postponed(std::int64_t now) {
+  std::erase_if(postponed_, [&](const Postponed& each) {
+    if (each.due_ns > now) return false;
+    const ucs_status_ptr_t closing = force_close(each.handle);
+    if (UCS_PTR_IS_PTR(closing)) {
+      progress_until([&] { return ucp_request_check_status(closing) != UCS_INPROGRESS; });
+      ucp_request_free(closing);
+    }
+    return true;
+  });
 }
 
 }  // namespace transport::ucp

@@ -57,6 +57,7 @@ struct Request {
   void* self = nullptr;
   std::uint32_t index = 0;
   bool receives = false;
+  bool cancelled = false;
   std::shared_ptr<void> keep;
   Request* previous = nullptr;  // among those of the endpoint
   Request* next = nullptr;
@@ -74,6 +75,7 @@ class Deferred {
  public:
   virtual ~Deferred() = default;
   virtual void run() = 0;
+  bool queued() const { return queued_; }
 
  private:
   friend class Engine;
@@ -132,9 +134,14 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
  private:
   friend class Engine;
   Endpoint(Engine& engine, std::string peer);
-  static void failed(void* self, ucp_ep_h, ucs_status_t status);
+  // What UCX's error handler is given; stays when this side has given the connection up.
+  struct Tie {
+    Endpoint* owner;
+  };
+  static void failed(void* tie, ucp_ep_h, ucs_status_t status);
   void create(ucp_ep_params_t& params);
   void lost();
+  void forget_requests();
   void cancel_receives();
   template <typename Start>
   Request* start(bool receives, Waiter waiter, std::shared_ptr<void> keep, ucp_request_param_t& param, Start start);
@@ -142,7 +149,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   const std::shared_ptr<Engine> engine_;
   const std::string peer_;
   ucp_ep_h handle_ = nullptr;
+  std::unique_ptr<Tie> tie_;
   ucs_status_t failure_ = UCS_OK;
+  bool accepted_ = false, heard_ = false;  // by a listener of ours; something has arrived from the peer
+  std::int64_t made_ns_ = 0;
   Request* first_ = nullptr;  // Invariant: all requests of this endpoint that UCX has not completed
   std::size_t under_way_ = 0;
 };
@@ -151,19 +161,27 @@ class Listener {
  public:
   // `address` "" is all of IPv4; `port` 0 is assigned. Each new endpoint becomes an event with `token`.
   Listener(Engine& engine, const std::string& address, std::uint16_t port, void* token);
-  ~Listener() { close(); }
+  ~Listener();
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
 
   std::uint16_t port() const { return port_; }
+  // Takes nobody any more. The port itself goes with the engine: UCX holds on to connections that are being made when
+  // a listener is destroyed, and would call it while it makes progress.
   void close();
 
  private:
   friend class Engine;
-  static void arrived(ucp_conn_request_h request, void* self);
+  // What UCX knows of it; lives as long as the engine.
+  struct Door {
+    Engine& engine;
+    Listener* owner;  // null: nobody is taken any more
+    ucp_listener_h handle = nullptr;
+  };
+  static void arrived(ucp_conn_request_h request, void* door);
   Engine& engine_;
   void* token_;  // borrowed from the binding
-  ucp_listener_h handle_ = nullptr;
+  Door* door_ = nullptr;
   std::uint16_t port_ = 0;
   std::vector<ucp_conn_request_h> waiting_;
 };
@@ -188,8 +206,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Runs no deferred work, so that deferred work may call it.
   bool progress_until(const std::function<bool()>& finished, unsigned rounds = 10'000);
 
-  // Abort every endpoint and close the listeners. What UCX never completed is given up with its memory afterwards.
+  // Abort every endpoint, then destroy the listeners; no progress is made afterwards, and the worker should be destroyed
+  // at once. What UCX never completed is given up with its memory. In a forked child UCX is left alone: its
+  // descriptors are the parent's.
   void close();
+  bool foreign() const;
   bool closed() const { return worker_ == nullptr; }
   void require_open() const {
     if (closed()) throw UcxFault(UCS_ERR_CANCELED, "the engine was closed");
@@ -230,7 +251,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static void received(void* handle, ucs_status_t status, const ucp_tag_recv_info_t* info, void* request);
   static void received_stream(void* handle, ucs_status_t status, std::size_t length, void* request);
 
+  // A connection that this side gave up while it was being made: UCX would call what a forced close has freed.
+  struct Postponed {
+    ucp_ep_h handle;
+    std::unique_ptr<Endpoint::Tie> tie;
+    std::int64_t due_ns;
+  };
+  void close_postponed(std::int64_t now);
+  void wait_for_quiet();
+
   ucp_worker_h worker_;
+  const int pid_;
+  std::vector<Postponed> postponed_;
+  std::vector<std::unique_ptr<Listener::Door>> doors_;
   int descriptor_ = -1;
   std::unordered_set<Endpoint*> endpoints_;
   std::unordered_set<Listener*> listeners_;
@@ -245,6 +278,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::int64_t spin_ns_ = 20'000;
   std::int64_t active_ns_ = 0;  // when something last happened, or was asked for
   bool asleep_ = false;
+  bool closing_ = false;
+  std::size_t turned_away_ = 0;
 };
 
 }  // namespace transport::ucp

@@ -10,7 +10,10 @@ namespace transport::ucp {
 class Operation final : public Deferred, public std::enable_shared_from_this<Operation> {
  public:
   explicit Operation(Engine& engine) : engine_(engine) {}
-  ~Operation() override { engine_.forget(*this); }
+  // It may die on any thread, and is queued only on its own.
+  ~Operation() override {
+    if (queued()) engine_.forget(*this);
+  }
 
   // --- starting -----------------------------------------------------------------------------------
   void open(std::shared_ptr<Link> link, void* token, std::uint32_t number, std::size_t before, std::size_t asked) {
@@ -126,7 +129,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     for (std::size_t at = 0; at < asked_; ++at) {
       const auto answer = load<Answer>(status_.data() + sizeof(Header) + at * sizeof(Answer));
       if (answer.position != before_ + at) return;
-      outcomes_[at] = answer.code;
+      if (outcomes_[at] == 0) outcomes_[at] = answer.code;  // else its payload was here first, and too short
       if (wants_.empty()) {  // of `ask`
         value_ = static_cast<long>(answer.value);
         continue;

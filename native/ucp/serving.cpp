@@ -14,6 +14,22 @@ namespace {
 
 constexpr std::size_t kRepliesKept = 64;
 
+// How a send ends whose client went away.
+bool is_of_the_peer(ucs_status_t status) {
+  switch (status) {
+    case UCS_ERR_CANCELED:
+    case UCS_ERR_CONNECTION_RESET:
+    case UCS_ERR_ENDPOINT_TIMEOUT:
+    case UCS_ERR_NOT_CONNECTED:
+    case UCS_ERR_REJECTED:
+    case UCS_ERR_UNREACHABLE:
+    case UCS_ERR_IO_ERROR:
+      return true;
+    default:
+      return false;
+  }
+}
+
 double now_s() { return static_cast<double>(monotonic_ns()) * 1e-9; }
 
 Record record_at(const std::byte* message, std::size_t index) {
@@ -341,7 +357,11 @@ void Connection::payload_sent(void* self, std::uint32_t, ucs_status_t status, st
 void Connection::sent(ucs_status_t status) {
   --unsent_;
   if (over_) return;
-  if (status != UCS_OK && endpoint_->alive()) return end(End::internal, "UCX refused to send");
+  if (status != UCS_OK && endpoint_->alive()) {
+    // A client that aborted is often seen by its sends first, a moment before UCX says that it is gone.
+    if (is_of_the_peer(status)) return end(End::gone, "the peer is gone");
+    return end(End::internal, "UCX refused to send");
+  }
   if (has_work()) service_->engine().defer(*this);  // it may have been held up
 }
 
