@@ -11,13 +11,12 @@ import signal
 import socket
 import weakref
 from collections.abc import AsyncIterator
-from subprocess import TimeoutExpired
 from typing import Any
 
 import numpy as np
 import pytest
 from scripted_listener import connected, exchange
-from support import Child, asynchronous, noise, over_ucx, until
+from support import PATIENCE_S, Child, asynchronous, noise, over_ucx, until
 
 from transport.errors import ClosedError, ConnectionLostError, LinkError, TransportError
 from transport.testing import run
@@ -310,7 +309,7 @@ async def test_memory_of_a_message_whose_rest_will_never_come_lives_as_long_as_i
         with pytest.raises(BufferError):
             memory.clear()  # UCX may still write here
         another = await sending.start()
-        await another.receive(bytearray(SIZE), 0)
+        await asyncio.gather(*(another.receive(bytearray(SIZE), tag) for tag in range(MESSAGES)))
         another.abort()
         assert sending.worker.engine.abandoned == 1
         with pytest.raises(BufferError):
@@ -348,24 +347,26 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(
-    reason="ucxx's worker waits for ever, when it is destroyed, for the rest of a message",
-    strict=True,
-    raises=TimeoutExpired,
-)
 def test_a_worker_closes_though_half_a_message_that_nobody_received_is_there() -> None:
     with Child(HALF_A_MESSAGE) as child:
+        said = child.process.communicate(timeout=PATIENCE_S)[0]
         assert child.wait() == 0
-        assert child.line() == "closed"
+        assert "closed" in said.splitlines()  # UCX has its say, too
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    reason="over shared memory UCX goes on with a message that it has begun; over tcp its worker may not close",
-    run=False,
+@pytest.mark.parametrize(
+    "wire",
+    [
+        "tcp",
+        pytest.param(
+            "shm",
+            marks=pytest.mark.xfail(
+                reason="over shared memory UCX goes on with a message that it has begun to receive", strict=False
+            ),
+        ),
+    ],
 )
-@over_ucx
 @asynchronous
 async def test_a_peer_stopped_in_the_middle_of_a_message_does_not_write_after_the_abort(wire: Any) -> None:
     async with senders(wire) as sending:
