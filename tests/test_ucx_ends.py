@@ -373,8 +373,8 @@ async def test_a_peer_stopped_in_the_middle_of_a_message_does_not_write_after_th
         for _ in range(12):
             endpoint = await sending.start()
             arrays = [np.zeros(SIZE, np.uint8) for _ in range(MESSAGES)]
-            for tag, array in enumerate(arrays):
-                endpoint.receive(array, tag)
+            futures = [endpoint.receive(array, tag) for tag, array in enumerate(arrays)]
+            await futures[0]  # from here on the peer is told of the end; not while the connection is being made
             await until(arrays[random.randrange(MESSAGES - 8)].any, "some messages arrive")
             sending.stop()
             endpoint.abort()
