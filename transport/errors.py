@@ -6,6 +6,8 @@
     ├── LinkError           the path broke; another port or another try may work (retryable)
     ├── RingError           the ring cannot do it now, or is not the ring one thinks
     ├── QueueError          the ticket queue cannot do it now, or is not the queue one thinks
+    ├── StoreError          the store of shared records cannot do it now, or is not the store one thinks
+    ├── RunError            the run's life: weights, membership, cooldown
     └── InternalError       our own defect; please report it
 
 ``retryable`` says whether the same call may succeed when made again. ``unreadable`` says that nobody will ever read the
@@ -232,6 +234,32 @@ class QueueBusyError(QueueError):
 
 class QueueUnsuitableError(QueueError, UsageError):
     """The place cannot hold this queue: a network file system, another program's file, an unknown version."""
+
+
+# --- the store of shared records ----------------------------------------------------------------
+class StoreError(TransportError):
+    """The store failed; the message has what it said."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store cannot be reached or is busy; whether a write took place is unknown. Look before writing again."""
+
+    retryable = True
+
+
+class StoreFullError(StoreError):
+    """The store has no room. Nothing of the call was stored."""
+
+    retryable = True
+
+
+class StoreUnsuitableError(StoreError, UsageError):
+    """The place cannot hold this store: a network file system, another program's file, an unknown version."""
+
+
+# --- the run's life ----------------------------------------------------------------------------
+class RunError(TransportError):
+    """What concerns the whole run failed; weights, membership and cooldown have kinds of their own."""
 
 
 # --- our own defects ---------------------------------------------------------------------------

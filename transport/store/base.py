@@ -1,0 +1,145 @@
+"""Store: the contract that every store keeps. Small records under text keys, each with a version and perhaps a lease.
+
+* Every successful write gives its record a *version*, a number that the store never gives twice, not even after the
+  record was deleted and made anew. So "compare and set" with a version cannot be fooled by a record that came back.
+* A record with a lease vanishes when its lease ends unless it was renewed before. The store's own clock measures, so
+  members need no common time.
+* A read of many records is one consistent snapshot: no write is seen in one of them and missed in another.
+* Truth is in the records. A watcher learns of a change soon, of a lost wake-up within ``RECHECK_S``, and of the loss of
+  the store itself by StoreUnavailableError at its next look.
+
+Keys are text of printable ASCII without blanks, parts divided by "/", at most ``MOST_KEY_BYTES`` long; values are bytes,
+at most ``MOST_VALUE_BYTES``.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from transport.errors import UsageError
+
+MOST_KEY_BYTES = 512
+MOST_VALUE_BYTES = 16 << 20
+RECHECK_S = 1.0  # how often a watcher looks without having been woken
+
+ABSENT = 0  # the version of a record that does not exist
+
+
+class Entry(NamedTuple):
+    """A record as it was at one moment."""
+
+    value: bytes
+    version: int  # > 0
+
+
+class Change(NamedTuple):
+    """One write of ``put_many``. ``value`` None deletes; ``expected`` None: whatever is there, ABSENT: nothing may be."""
+
+    key: str
+    value: bytes | None
+    expected: int | None = None
+    lease_s: float | None = None
+
+
+class Store(abc.ABC):
+    """Records for the members of a run. All methods are thread-safe and block; call them from threads.
+
+    All raise StoreError or one of its kinds when the store fails (StoreUnavailableError when it cannot be reached;
+    that one is retryable, and whether the write took place is then unknown), UsageError for keys, values and leases out
+    of bounds, and ClosedError after `close`.
+    """
+
+    @abc.abstractmethod
+    def get(self, key: str) -> Entry | None:
+        """The record, or None."""
+
+    @abc.abstractmethod
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        """The records in the order of ``keys``, one consistent snapshot."""
+
+    @abc.abstractmethod
+    def list(self, prefix: str) -> Mapping[str, Entry]:
+        """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
+
+    def put(self, key: str, value: bytes, *, lease_s: float | None = None) -> int:
+        """Write whatever was there before; returns the new version. Without ``lease_s`` the record stays for good."""
+        versions = self.put_many([Change(key, value, None, lease_s)])
+        assert versions is not None  # nothing was expected
+        return versions[0]
+
+    def compare_and_set(
+        self, key: str, value: bytes | None, expected: int, *, lease_s: float | None = None
+    ) -> int | None:
+        """Write if the record has the version ``expected`` (ABSENT: if there is none).
+
+        ``value`` None deletes, and returns ABSENT. Returns the new version; None when another version is there.
+        """
+        versions = self.put_many([Change(key, value, expected, lease_s)])
+        return None if versions is None else versions[0]
+
+    def delete(self, key: str) -> None:
+        """Remove the record if it is there."""
+        self.put_many([Change(key, None)])
+
+    @abc.abstractmethod
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        """All writes or none: the new versions (ABSENT where deleted); None when one record is not as expected."""
+
+    @abc.abstractmethod
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a counter, which begins at 0; returns its new value. `get` gives it as decimal text.
+
+        Atomic, so that n members take n different numbers with n operations. Raises UsageError for other records.
+        """
+
+    @abc.abstractmethod
+    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        """Begin leases anew, versions unchanged; ``leases`` maps keys to versions.
+
+        Returns the keys that still had that version and a lease; the others were lost or replaced.
+        """
+
+    @abc.abstractmethod
+    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
+        """Wait until the record has another version than ``version`` (ABSENT: until it exists); the record as it is then.
+
+        Returns what is there when ``timeout_s`` is over as well: compare its version. None: there is no record.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release everything, and end waits in other threads with ClosedError. Idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_key(key: str) -> str:
+    """Return ``key``, or raise UsageError saying what is wrong with it."""
+    if not key or len(key) > MOST_KEY_BYTES or not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(
+            f"store key {key!r}: give 1 to {MOST_KEY_BYTES} printable ASCII characters without blanks"
+        )
+    return key
+
+
+def check_value(value: bytes) -> bytes:
+    """Return ``value``, or raise UsageError when it is too long."""
+    if len(value) > MOST_VALUE_BYTES:
+        raise UsageError(f"a store value of {len(value)} bytes; at most {MOST_VALUE_BYTES} are taken")
+    return value
+
+
+def check_lease(lease_s: float | None) -> float | None:
+    """Return ``lease_s``, or raise UsageError when no lease can last that long."""
+    if lease_s is not None and not 0 < lease_s <= 86_400 * 365:
+        raise UsageError(f"lease_s={lease_s}: give seconds above 0, at most a year; None for no lease")
+    return lease_s
