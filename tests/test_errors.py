@@ -14,6 +14,8 @@ FAMILIES = [
     errors.LinkError,
     errors.RingError,
     errors.QueueError,
+    errors.StoreError,
+    errors.RunError,
     errors.InternalError,
 ]
 ALONE = {TransportError, errors.ClosedError, errors.MissingDependencyError}

@@ -61,7 +61,7 @@ class Store(abc.ABC):
         """The records in the order of ``keys``, one consistent snapshot."""
 
     @abc.abstractmethod
-    def list(self, prefix: str) -> Mapping[str, Entry]:
+    def scan(self, prefix: str) -> Mapping[str, Entry]:
         """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
 
     def put(self, key: str, value: bytes, *, lease_s: float | None = None) -> int:
@@ -125,9 +125,7 @@ class Store(abc.ABC):
 def check_key(key: str) -> str:
     """Return ``key``, or raise UsageError saying what is wrong with it."""
     if not key or len(key) > MOST_KEY_BYTES or not key.isascii() or not key.isprintable() or " " in key:
-        raise UsageError(
-            f"store key {key!r}: give 1 to {MOST_KEY_BYTES} printable ASCII characters without blanks"
-        )
+        raise UsageError(f"store key {key!r}: give 1 to {MOST_KEY_BYTES} printable ASCII characters without blanks")
     return key
 
 
