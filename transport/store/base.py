@@ -8,8 +8,8 @@
 * Truth is in the records. A watcher learns of a change soon, of a lost wake-up within ``RECHECK_S``, and of the loss of
   the store itself by StoreUnavailableError at its next look.
 
-Keys are text of printable ASCII without blanks, parts divided by "/", at most ``MOST_KEY_BYTES`` long; values are bytes,
-at most ``MOST_VALUE_BYTES``.
+Keys are text of printable ASCII without blanks, parts divided by "/", at most ``MOST_KEY_BYTES`` long; values are
+bytes, at most ``MOST_VALUE_BYTES``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 class Change(NamedTuple):
-    """One write of ``put_many``. ``value`` None deletes; ``expected`` None: whatever is there, ABSENT: nothing may be."""
+    """One write of `put_many`. ``value`` None deletes; ``expected`` None: whatever is there; ABSENT: nothing may be."""
 
     key: str
     value: bytes | None
@@ -104,7 +104,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        """Wait until the record has another version than ``version`` (ABSENT: until it exists); the record as it is then.
+        """Wait until the record has another version than ``version`` (ABSENT: until it exists), and return it.
 
         Returns what is there when ``timeout_s`` is over as well: compare its version. None: there is no record.
         """
