@@ -60,8 +60,9 @@ bench: build/peers/stamp ## reads over every wire beside the peers, drawn in doc
 # --- checking ---------------------------------------------------------------------------------------------------------
 test: lint native-test model pytest ## the whole suite: lint, native tests under sanitizers, the model, pytest
 
+# Each worker has a /dev/shm of its own where that is allowed (tests/mounts.py), so that it sees only its own leaks.
 pytest: $(VENV)/installed
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # With GPU_PYTHON=… that interpreter and its packages are used, and nothing is fetched.
 ifdef GPU_PYTHON

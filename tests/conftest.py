@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -13,10 +14,14 @@ from typing import Any
 import pytest
 from fake_cupy import fake_cupy
 from hypothesis import HealthCheck, settings
+from mounts import own_shared_memory
 
 from transport.testing import ResourceSnapshot, mark_descendants, run
 
 pytest.register_assert_rewrite("queue_conformance", "queue_model")
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    own_shared_memory()  # so that one worker's segments are no leaks of the other's tests
 
 # Two shared cores: a slow example is no defect, and the watchdog of pytest-timeout ends a stuck one.
 settings.register_profile("transport", deadline=None, suppress_health_check=[HealthCheck.too_slow])

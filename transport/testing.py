@@ -153,9 +153,12 @@ def _processes() -> dict[int, str]:
 
 def _strangers_run(ours: Container[int]) -> bool:
     """Whether a process that is neither this one nor in ``ours`` uses this package or its segments."""
+    our_memory = _SHARED_MEMORY.stat().st_dev
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) != os.getpid() and int(process.name) not in ours:
             with contextlib.suppress(OSError):
+                if (process / f"root{_SHARED_MEMORY}").stat().st_dev != our_memory:
+                    continue  # in a container, whose segments are elsewhere
                 maps = (process / "maps").read_text(errors="replace")
                 if _CORE in maps or f"{_SHARED_MEMORY}/{SEGMENT_PREFIX}" in maps:
                     return True
