@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from transport.testing import ResourceSnapshot, mark_descendants, run
 
-pytest.register_assert_rewrite("queue_conformance", "queue_model")
+pytest.register_assert_rewrite("queue_conformance", "queue_model", "store_conformance", "store_model")
 
 # Two shared cores: a slow example is no defect, and the watchdog of pytest-timeout ends a stuck one.
 settings.register_profile("transport", deadline=None, suppress_health_check=[HealthCheck.too_slow])

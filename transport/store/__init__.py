@@ -1,5 +1,7 @@
-"""Small shared records with versions and leases: what rendezvous, the directory and cooldown stand on."""
+"""Small records with versions and leases: what rendezvous, the directory and cooldown stand on."""
 
-from transport.store.base import Change, Entry, Store
+from transport.store.base import ABSENT, Change, Entry, Store
+from transport.store.open import open_store
+from transport.store.sqlite import SQLiteStore
 
-__all__ = ["Change", "Entry", "Store"]
+__all__ = ["ABSENT", "Change", "Entry", "SQLiteStore", "Store", "open_store"]
