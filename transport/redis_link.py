@@ -260,7 +260,7 @@ class RedisLink:
         """In a thread: every message, every new subscription and every loss is a wake-up."""
         pause_s = _BACKOFF_FIRST_S
         while not room.ended.is_set():
-            bell = room.client.pubsub()
+            bell = room.client.pubsub()  # type: ignore[no-untyped-call]  # the package leaves it so
             try:
                 bell.subscribe(self._bell_channel())
                 while not room.ended.is_set():
