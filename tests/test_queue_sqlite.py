@@ -18,8 +18,9 @@ from hypothesis import settings
 from queue_conformance import LEASE_S, QueueConformance, ids, in_thread, ticket, tickets
 from queue_model import QueueMachine
 
+from transport import database
 from transport.errors import InternalError, QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError
-from transport.queue import DeliveryState, QueueDepth, QueuedTicket, SQLiteQueue, database, sqlite
+from transport.queue import DeliveryState, QueueDepth, QueuedTicket, SQLiteQueue, sqlite
 
 
 class SQLiteHarness:

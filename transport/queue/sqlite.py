@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from transport.errors import RankError, UsageError
+from transport.database import Database, Synchronous, Words
+from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError, RankError, UsageError
 from transport.queue.base import (
     KEEP_FINISHED,
     MAX_DELIVERIES,
@@ -26,15 +27,15 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
-from transport.queue.database import Database, Synchronous
-from transport.queue.wake import Bell
 from transport.settings import DEFAULTS
+from transport.wake import Bell
 
 Answer = TypeVar("Answer")
 
 APPLICATION_ID = 0x5452_5051  # "TRPQ"
 SCHEMA_VERSION = 1
 MAX_READERS = 16
+_WORDS = Words("queue", QueueError, QueueFullError, QueueBusyError, QueueUnsuitableError)
 
 RECHECK_S = 1.0  # a wake-up may be lost with the process that sends it, and nobody wakes for the end of a lease
 _PURGE_EVERY = 1000  # tickets published
@@ -137,11 +138,12 @@ class SQLiteQueue(TicketQueue):
             application_id=APPLICATION_ID,
             version=SCHEMA_VERSION,
             on_reboot=_ON_REBOOT,
+            words=_WORDS,
             synchronous=synchronous,
             max_bytes=max_bytes,
             busy_timeout_s=busy_timeout_s,
         )
-        self._bell = Bell(self.path.with_name(self.path.name + ".wake"))
+        self._bell = Bell(self.path.with_name(self.path.name + ".wake"), _WORDS)
 
     def __repr__(self) -> str:
         return f"<SQLiteQueue {self.path} {'closed' if self._database.closed else 'open'}>"

@@ -141,3 +141,21 @@ def check_lease(lease_s: float | None) -> float | None:
     if lease_s is not None and not 0 < lease_s <= 86_400 * 365:
         raise UsageError(f"lease_s={lease_s}: give seconds above 0, at most a year; None for no lease")
     return lease_s
+
+
+def check_prefix(prefix: str) -> str:
+    """Return ``prefix``, or raise UsageError; unlike a key it may be empty, for all records."""
+    return prefix and check_key(prefix)
+
+
+def check_changes(changes: Sequence[Change]) -> Sequence[Change]:
+    """Return ``changes``, or raise UsageError for the first that cannot be made, or a key that stands there twice."""
+    seen: set[str] = set()
+    for change in changes:
+        if check_key(change.key) in seen:
+            raise UsageError(f"store key {change.key!r} stands twice among the changes of one write")
+        seen.add(change.key)
+        if change.value is not None:
+            check_value(change.value)
+        check_lease(change.lease_s)
+    return changes

@@ -1,4 +1,4 @@
-"""One SQLite file: opening it safely, transactions, and its errors in our words. Knows nothing about tickets.
+"""One SQLite file: opening it safely, transactions, and its errors in its users' words. Knows nothing of its tables.
 
 What it takes care of, so that nobody above has to:
 
@@ -20,18 +20,22 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from transport.errors import (
-    ClosedError,
-    InternalError,
-    QueueBusyError,
-    QueueError,
-    QueueFullError,
-    QueueUnsuitableError,
-)
+from transport.errors import ClosedError, InternalError, TransportError
 
 Synchronous = Literal["NORMAL", "FULL"]
+
+
+class Words(NamedTuple):
+    """What the file is to its users, and the errors that they are told."""
+
+    what: str  # "queue"
+    failed: type[TransportError]
+    full: type[TransportError]
+    busy: type[TransportError]
+    unsuitable: type[TransportError]
+
 
 # 9p is not among them: where it cannot do what WAL needs (WSL's /mnt), SQLite says so by itself.
 _NETWORK_TYPES = frozenset(
@@ -79,23 +83,23 @@ def is_network_type(file_system: str) -> bool:
 
 
 @contextlib.contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def _translated(path: Path, words: Words) -> Iterator[None]:
     """SQLite's errors as ours."""
     try:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL:
-            raise QueueFullError(
-                f"no room for the queue {path}: {error}; free disk space, or raise max_bytes"
+            raise words.full(
+                f"no room for the {words.what} {path}: {error}; free disk space, or raise max_bytes"
             ) from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise QueueBusyError(f"another process holds the queue {path} for too long: {error}") from error
+            raise words.busy(f"another process holds the {words.what} {path} for too long: {error}") from error
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            raise QueueUnsuitableError(f"{path} is not an intact SQLite file: {error}; name another path") from error
+            raise words.unsuitable(f"{path} is not an intact SQLite file: {error}; name another path") from error
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
-            raise QueueUnsuitableError(f"the queue {path} cannot be written by this user: {error}") from error
-        raise QueueError(f"the queue {path} failed: {error}") from error
+            raise words.unsuitable(f"the {words.what} {path} cannot be written by this user: {error}") from error
+        raise words.failed(f"the {words.what} {path} failed: {error}") from error
 
 
 class Database:
@@ -112,6 +116,7 @@ class Database:
         application_id: int,
         version: int,
         on_reboot: str,
+        words: Words,
         synchronous: Synchronous = "NORMAL",
         max_bytes: int | None = None,
         busy_timeout_s: float = 10.0,
@@ -121,6 +126,7 @@ class Database:
         self._application_id = application_id
         self._version = version
         self._on_reboot = on_reboot
+        self._words = words
         self._synchronous = synchronous
         self._max_bytes = max_bytes
         self._busy_timeout_s = busy_timeout_s
@@ -136,13 +142,13 @@ class Database:
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """The connection, outside a transaction: each statement sees its own moment, and none waits for writers."""
-        with self._lock, _translated(self.path):
+        with self._lock, _translated(self.path, self._words):
             yield self._opened()
 
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """A write transaction: all or nothing, whatever interrupts it."""
-        with self._lock, _translated(self.path):
+        with self._lock, _translated(self.path, self._words):
             connection = self._opened()
             self._refuse_reentry(connection)
             try:
@@ -157,7 +163,9 @@ class Database:
     def _refuse_reentry(self, connection: sqlite3.Connection) -> None:
         # The lock admits its own thread again; a transaction inside another would end that one's.
         if connection.in_transaction:
-            raise InternalError(f"the queue {self.path} is used by a signal handler inside its own transaction")
+            raise InternalError(
+                f"the {self._words.what} {self.path} is used by a signal handler inside its own transaction"
+            )
 
     @property
     def closed(self) -> bool:
@@ -173,10 +181,10 @@ class Database:
     # --- opening -------------------------------------------------------------------------------
     def _opened(self) -> sqlite3.Connection:
         if self._closed:
-            raise ClosedError(f"the queue {self.path} was closed")
+            raise ClosedError(f"the {self._words.what} {self.path} was closed")
         if self._connection is None:
             self._make_file()
-            with _translated(self.path):
+            with _translated(self.path, self._words):
                 connection = sqlite3.connect(
                     self.path, timeout=self._busy_timeout_s, isolation_level=None, check_same_thread=False
                 )
@@ -195,19 +203,21 @@ class Database:
 
     def _make_file(self) -> None:
         if not self.path.parent.is_dir():
-            raise QueueUnsuitableError(f"there is no directory {self.path.parent} for the queue; make it first")
+            raise self._words.unsuitable(
+                f"there is no directory {self.path.parent} for the {self._words.what}; make it first"
+            )
         file_system = file_system_type(self.path.parent)
         if is_network_type(file_system):
-            raise QueueUnsuitableError(
+            raise self._words.unsuitable(
                 f"{self.path} is on a network file system ({file_system}), where SQLite loses data: "
-                "use a local path (every process of this queue must be on that host)"
+                "use a local path (every process of this {self._words.what} must be on that host)"
             )
         # An existing file is not opened here: closing any descriptor of it drops the locks of this whole process.
         with contextlib.suppress(FileExistsError):
             try:
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             except PermissionError as error:
-                raise QueueUnsuitableError(f"this user may not make files in {self.path.parent}: {error}") from error
+                raise self._words.unsuitable(f"this user may not make files in {self.path.parent}: {error}") from error
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         if self._is_new(connection):
@@ -249,7 +259,7 @@ class Database:
                 time.sleep(0.01)
                 continue
             if mode != "wal":
-                raise QueueUnsuitableError(
+                raise self._words.unsuitable(
                     f"SQLite cannot use WAL for {self.path}, it offers {mode}; name another path"
                 )
             return
@@ -257,12 +267,12 @@ class Database:
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application_id = _pragma(connection, "application_id")
         if application_id != self._application_id:
-            raise QueueUnsuitableError(
+            raise self._words.unsuitable(
                 f"{self.path} belongs to another program (application id {application_id:#x}); name another path"
             )
         version = _pragma(connection, "user_version")
         if version != self._version:
-            raise QueueUnsuitableError(
+            raise self._words.unsuitable(
                 f"{self.path} has version {version}, this program reads {self._version}: "
                 "finish the run with the program that made it, or name another path"
             )

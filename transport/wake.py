@@ -1,4 +1,4 @@
-"""Wake-ups between processes: waiters of a queue sleep until somebody changes it, without polling."""
+"""Wake-ups between processes: waiters of a shared file sleep until somebody changes it, without polling."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import threading
 from pathlib import Path
 
 from transport import _native
-from transport.errors import ClosedError, QueueUnsuitableError
+from transport.database import Words
+from transport.errors import ClosedError
 
 _CLOSE_PATIENCE_S = 5.0
 
@@ -19,8 +20,9 @@ class Bell:
     close the bell while others wait: they leave with ClosedError first. A forked child opens the file for itself.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, words: Words) -> None:
         self._path = path
+        self._words = words
         self._closed = False
         # By process id: a lock that another thread held at the fork would be held for ever in the child.
         self._rooms: dict[int, _Room] = {}
@@ -69,21 +71,21 @@ class Bell:
     def _room(self) -> _Room:
         room = self._rooms.get(os.getpid())
         if room is None:
-            room = self._rooms.setdefault(os.getpid(), _Room(self._path))
+            room = self._rooms.setdefault(os.getpid(), _Room(self._path, self._words))
         return room
 
     def _check(self) -> None:
         if self._closed:
-            raise ClosedError(f"the queue of {self._path} was closed")
+            raise ClosedError(f"the {self._words.what} of {self._path} was closed")
 
 
 class _Room:
     """What the threads of one process share."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, words: Words) -> None:
         try:
             self.event = _native.Event(str(path))
         except (_native.RingFault, OSError) as error:
-            raise QueueUnsuitableError(f"the wake-up file {path} cannot be used: {error}") from error
+            raise words.unsuitable(f"the wake-up file {path} cannot be used: {error}") from error
         self.condition = threading.Condition()
         self.waiters = 0  # Invariant: guarded by condition; threads inside event.wait

@@ -1,0 +1,59 @@
+"""Where a queue or a store is, as one line of text: ``sqlite:///path/of/file`` or ``redis://host:port/db?run=name``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qs, urlsplit, urlunsplit
+
+from transport.errors import ConfigurationError
+
+FORMS = "sqlite:///path/of/file or redis://host:port/db?run=name"
+
+_RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class SQLitePlace(NamedTuple):
+    """A file of this host."""
+
+    path: Path
+
+
+class RedisPlace(NamedTuple):
+    """A server, and the name that keeps its runs apart."""
+
+    url: str  # as the redis package takes it
+    run: str
+
+
+def parse_place(text: str) -> SQLitePlace | RedisPlace:
+    """``text`` taken apart. ConfigurationError says what is wrong with it, and never shows its password.
+
+    ``sqlite:file`` names a file relative to the working directory; ``rediss`` is Redis over TLS.
+    """
+    try:
+        parts = urlsplit(text)
+        _ = parts.port  # parsed only when asked for
+    except ValueError as error:
+        raise ConfigurationError(f"a place that is no URL ({error}): give {FORMS}") from None
+    if parts.scheme == "sqlite":
+        if parts.netloc or parts.query or parts.fragment or not parts.path.strip("/"):
+            raise ConfigurationError(f"{text!r} names no file: give sqlite:///path/of/file, with three slashes")
+        return SQLitePlace(Path(parts.path))
+    if parts.scheme not in ("redis", "rediss"):
+        raise ConfigurationError(f"a place of the kind {parts.scheme!r} is not known: give {FORMS}")
+    if not parts.hostname:
+        raise ConfigurationError(f"a {parts.scheme} place without a host: give {FORMS}")
+    if not re.fullmatch(r"/?|/[0-9]+", parts.path):
+        raise ConfigurationError(f"the database of a Redis place is a number, not {parts.path[1:]!r}: give {FORMS}")
+    options = parse_qs(parts.query, keep_blank_values=True)
+    runs = options.pop("run", [])
+    if options or parts.fragment:
+        unknown = ", ".join(sorted(options)) or "#" + parts.fragment
+        raise ConfigurationError(f"a Redis place with the unknown option {unknown}: only run=name is taken")
+    if len(runs) != 1 or not _RUN.fullmatch(runs[0]):
+        raise ConfigurationError(
+            "a Redis place needs run=name, which keeps the runs of one server apart: 1 to 64 letters, digits, . _ -"
+        )
+    return RedisPlace(urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), runs[0])

@@ -1,0 +1,216 @@
+"""Store in one SQLite file, for the processes of one host. See base.py for what a store promises.
+
+Every write is one transaction that first removes the records whose lease has ended, so that what it compares with never
+depends on whether somebody else looked before. Reads are single statements, which see one moment, and pass over ended
+records without waiting for writers. Survives the death of any process at any instruction; a power loss may cost the
+last writes unless ``synchronous="FULL"``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from transport.database import Database, Synchronous, Words
+from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
+from transport.store.base import (
+    ABSENT,
+    RECHECK_S,
+    Change,
+    Entry,
+    Store,
+    check_changes,
+    check_key,
+    check_lease,
+    check_prefix,
+)
+from transport.wake import Bell
+
+APPLICATION_ID = 0x5452_5053  # "TRPS"
+SCHEMA_VERSION = 1
+
+_WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
+_COUNTER = re.compile(rb"0|-?[1-9][0-9]{0,18}")
+_AFTER_ALL_KEYS = "\x7f"  # keys are of smaller characters
+
+_SCHEMA = """
+CREATE TABLE records (
+    key TEXT PRIMARY KEY, value BLOB NOT NULL, version INTEGER NOT NULL, lease_ends REAL) WITHOUT ROWID;
+CREATE INDEX records_leased ON records (lease_ends) WHERE lease_ends IS NOT NULL;
+CREATE TABLE revision (latest INTEGER NOT NULL);
+INSERT INTO revision VALUES (0);
+"""
+
+# After a reboot every member is gone, and times of the old boot mean nothing.
+_ON_REBOOT = "UPDATE records SET lease_ends = 0 WHERE lease_ends IS NOT NULL;"
+
+_END_LEASES = "DELETE FROM records WHERE lease_ends <= ?"
+_LIVING = "(lease_ends IS NULL OR lease_ends > ?)"
+_GET = f"SELECT value, version, lease_ends FROM records WHERE key = ? AND {_LIVING}"
+# The join is crossed so that SQLite goes through the keys that are asked for, not through all records.
+_GET_MANY = f"""
+SELECT records.key, records.value, version FROM json_each(?) AS wanted
+CROSS JOIN records ON records.key = wanted.value AND {_LIVING}"""
+_SCAN = f"SELECT key, value, version FROM records WHERE key >= ? AND key < ? AND {_LIVING} ORDER BY key"
+_VERSION = "SELECT version FROM records WHERE key = ?"
+_NEXT_REVISION = "UPDATE revision SET latest = latest + 1 RETURNING latest"
+_WRITE = "INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?)"
+_DELETE = "DELETE FROM records WHERE key = ?"
+_RENEW = "UPDATE records SET lease_ends = ? WHERE key = ? AND version = ? AND lease_ends IS NOT NULL"
+
+
+class SQLiteStore(Store):
+    """A store in the file ``path`` (with ``-wal``, ``-shm`` and ``.wake`` beside it), made where it does not exist.
+
+    Args:
+        path: on a local file system; its directory exists.
+        synchronous: "FULL" survives a power loss and costs a disk flush per write.
+        max_bytes: bound on the file; beyond it writes raise StoreFullError. None: the disk is the bound.
+        busy_timeout_s: how long to wait for other processes' transactions.
+        clock: seconds of a clock that all processes of the host share.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        synchronous: Synchronous = "NORMAL",
+        max_bytes: int | None = None,
+        busy_timeout_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._database = Database(
+            Path(path),
+            schema=_SCHEMA,
+            application_id=APPLICATION_ID,
+            version=SCHEMA_VERSION,
+            on_reboot=_ON_REBOOT,
+            words=_WORDS,
+            synchronous=synchronous,
+            max_bytes=max_bytes,
+            busy_timeout_s=busy_timeout_s,
+        )
+        self._bell = Bell(self.path.with_name(self.path.name + ".wake"), _WORDS)
+
+    def __repr__(self) -> str:
+        return f"<SQLiteStore {self.path} {'closed' if self._database.closed else 'open'}>"
+
+    @property
+    def path(self) -> Path:
+        """The file, as an absolute path."""
+        return self._database.path
+
+    def close(self) -> None:
+        """Close the file and end waits in other threads with ClosedError. The file and its records stay."""
+        self._bell.close()
+        self._database.close()
+
+    # --- reading -------------------------------------------------------------------------------
+    def get(self, key: str) -> Entry | None:
+        """The record, or None."""
+        return self._look(check_key(key))[0]
+
+    def _look(self, key: str) -> tuple[Entry | None, float | None]:
+        """The record, and when its lease ends."""
+        with self._database.reading() as connection:
+            row = connection.execute(_GET, (key, self._clock())).fetchone()
+        return (None, None) if row is None else (Entry(row[0], row[1]), row[2])
+
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        """The records in the order of ``keys``, one consistent snapshot."""
+        wanted = json.dumps([check_key(key) for key in keys])
+        with self._database.reading() as connection:
+            rows = connection.execute(_GET_MANY, (wanted, self._clock())).fetchall()
+        found = {key: Entry(value, version) for key, value, version in rows}
+        return [found.get(key) for key in keys]
+
+    def scan(self, prefix: str) -> Mapping[str, Entry]:
+        """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
+        check_prefix(prefix)
+        with self._database.reading() as connection:
+            rows = connection.execute(_SCAN, (prefix, prefix + _AFTER_ALL_KEYS, self._clock())).fetchall()
+        return {key: Entry(value, version) for key, value, version in rows}
+
+    # --- writing -------------------------------------------------------------------------------
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        """All writes or none: the new versions (ABSENT where deleted); None when one record is not as expected."""
+        check_changes(changes)
+        with self._database.transaction() as connection:
+            now = self._clock()
+            connection.execute(_END_LEASES, (now,))
+            if not all(self._as_expected(connection, change) for change in changes):
+                return None
+            versions = [self._write(connection, change, now) for change in changes]
+        self._bell.ring()
+        return versions
+
+    def _as_expected(self, connection: sqlite3.Connection, change: Change) -> bool:
+        if change.expected is None:
+            return True
+        (version,) = connection.execute(_VERSION, (change.key,)).fetchone() or (ABSENT,)
+        return bool(version == change.expected)
+
+    def _write(self, connection: sqlite3.Connection, change: Change, now: float) -> int:
+        if change.value is None:
+            connection.execute(_DELETE, (change.key,))
+            return ABSENT
+        version = _next_revision(connection)
+        lease_ends = None if change.lease_s is None else now + change.lease_s
+        connection.execute(_WRITE, (change.key, bytes(change.value), version, lease_ends))
+        return version
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a counter, which begins at 0; returns its new value. A lease that it has goes on."""
+        check_key(key)
+        with self._database.transaction() as connection:
+            now = self._clock()
+            connection.execute(_END_LEASES, (now,))
+            row = connection.execute(_GET, (key, now)).fetchone()
+            before, lease_ends = (b"0", None) if row is None else (row[0], row[2])
+            total = (int(before) if _COUNTER.fullmatch(before) else 1 << 64) + amount
+            if not -(1 << 63) <= total < 1 << 63:
+                raise UsageError(f"{key} is no counter, or would leave 64 bits")
+            version = _next_revision(connection)
+            connection.execute(_WRITE, (key, b"%d" % total, version, lease_ends))
+        self._bell.ring()
+        return total
+
+    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        """Begin leases anew, versions unchanged; returns the keys that still had their version and a lease."""
+        check_lease(lease_s)
+        for key in leases:
+            check_key(key)
+        with self._database.transaction() as connection:
+            now = self._clock()
+            connection.execute(_END_LEASES, (now,))
+            return {
+                key
+                for key, version in leases.items()
+                if connection.execute(_RENEW, (now + lease_s, key, version)).rowcount
+            }
+
+    # --- waiting -------------------------------------------------------------------------------
+    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
+        """Wait until the record has another version than ``version``; returns what is there, at the latest then."""
+        check_key(key)
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            seen = self._bell.seen()  # before looking, so that what changes in between ends the wait at once
+            entry, lease_ends = self._look(key)
+            remaining_s = give_up_at - time.monotonic()
+            if (entry.version if entry else ABSENT) != version or remaining_s <= 0:
+                return entry
+            until_ended_s = RECHECK_S if lease_ends is None else lease_ends - self._clock()  # nobody wakes for that
+            self._bell.wait(seen, min(remaining_s, RECHECK_S, max(0.001, until_ended_s)))
+
+
+def _next_revision(connection: sqlite3.Connection) -> int:
+    (revision,) = connection.execute(_NEXT_REVISION).fetchone()
+    assert isinstance(revision, int)
+    return revision
