@@ -31,7 +31,7 @@ from scripted_peer import (
     record,
     states,
 )
-from support import asynchronous, settings_with
+from support import asynchronous, settings_with, until
 
 from transport import wire
 from transport.authentication import proof
@@ -76,19 +76,48 @@ async def test_a_client_is_welcomed_with_what_it_needs(ring: SharedRingBuffer) -
 
 
 @asynchronous
-async def test_a_request_may_come_with_the_hello(ring: SharedRingBuffer) -> None:
+async def test_what_comes_before_the_handshake_is_over_is_dropped(ring: SharedRingBuffer) -> None:
     ticket = ring.write_raw(SMALL)
     async with Stage(ring) as stage:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("transport.listener.random_tag_base", lambda: 77)
+            patch.setattr("transport.listener.random_tag_base", lambda: 77)  # nobody can know it by then
             peer = await stage.peer()
+        engine = stage.listener._worker.engine  # type: ignore[union-attr]
         peer.welcome = Welcome(1, "", 77)
         peer.tell(read(ticket))
-        await asyncio.sleep(0.01)
+        await until(lambda: engine.dropped == 1)
+        assert (await peer.greet()).code == 0
         assert states(ring) == READY
-        await peer.greet()
-        [answer] = await peer.status(0, read(ticket))
-        assert answer.joined == SMALL
+        peer.number = 0
+        assert [answer.joined for answer in await peer.ask(read(ticket))] == [SMALL]
+
+
+@asynchronous
+async def test_requests_far_ahead_of_their_answers_are_answered_in_order(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        numbers = [peer.tell(Record(Kind.STATE)) for _ in range(300)]
+        assert [len(await peer.status(number)) for number in numbers] == [1] * 300
+        assert stage.listener._worker.engine.dropped == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("number", [10, 1000, (1 << 24) - 1])
+@asynchronous
+async def test_a_request_out_of_turn_ends_its_connection(ring: SharedRingBuffer, number: int) -> None:
+    async with Stage(ring) as stage:
+        peer, other = await stage.connected(), await stage.connected()
+        peer.send(wire.encode_control(number, [Record(Kind.STATE)]), number)  # receives stand for the next two
+        await peer.task
+        assert [answer.code for answer in await other.ask(Record(Kind.BYE))] == [0]
+
+
+@asynchronous
+async def test_bytes_that_go_on_after_the_handshake_end_the_connection(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        await peer.say(b"more")
+        await peer.task
+        assert peer.native.reason == "it goes on after the handshake"
 
 
 @asynchronous

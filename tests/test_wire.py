@@ -210,10 +210,10 @@ handshakes = st.one_of(
         newest=versions,
         ring=words,
         tag_base=u32,
-        nonce=st.binary(max_size=16),
+        nonce=st.binary(min_size=16, max_size=16),
         features=features,
     ),
-    st.builds(Challenge, nonce=st.binary(max_size=16), proof=st.binary(max_size=32)),
+    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=32)),
     st.builds(Proof, proof=st.binary(max_size=32)),
     st.builds(
         Welcome,

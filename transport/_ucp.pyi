@@ -53,9 +53,13 @@ class Engine:
     abandoned: int  # that UCX will never complete: their peer died in the middle of a message
     spin_s: float  # how long it waits for an answer at present before it sleeps
     closed: bool
+    dropped: int  # messages that nobody had asked for
+    turned_away: int  # clients beyond a listener's limit
 
     def __init__(self, worker: int, owner: object) -> None:
         """``worker`` is a ucp_worker_h, ``owner`` what keeps it."""
+    def drop_unexpected(self) -> None:
+        """From now on drop what no receive stands for. A `Service` sorts: what its clients ask ahead is kept."""
     def drive(self, spin_s: float) -> list[tuple[Any, Any]] | None:
         """Progress without the GIL. None: nothing to do, the descriptor is armed. A list: call again soon."""
     def collect(self) -> list[tuple[Any, Any]]:
@@ -83,7 +87,9 @@ class Endpoint:
 class Listener:
     port: int
 
-    def __init__(self, engine: Engine, address: str, port: int, arrived: Callable[[Endpoint], object]) -> None: ...
+    def __init__(
+        self, engine: Engine, address: str, port: int, most: int, arrived: Callable[[Endpoint], object]
+    ) -> None: ...
     def close(self) -> None: ...
 
 @final

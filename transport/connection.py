@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MOST_AFTER_REFUSAL = 4  # handshake messages of the largest size
+
 
 class Connection:
     """A client's connection: handshake, then one CONTROL message after the other until either side ends it."""
@@ -46,6 +48,11 @@ class Connection:
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._closed = False
         self.opened = False
+
+    @property
+    def host(self) -> str:
+        """Where the client is, as UCX says."""
+        return self._endpoint.name.rpartition(":")[0]
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self.opened else "handshake"
@@ -112,9 +119,13 @@ class Connection:
         return native
 
     async def _left_by_peer(self) -> None:
-        """Until the client has closed: if this side closed first, UCX would drop a refusal that is still on its way."""
+        """Until the client has closed: if this side closed first, UCX would drop a refusal that is still on its way.
+
+        What it may still have said is of no interest. One that does not stop talking is not waited for, since UCX keeps
+        what is not received.
+        """
         with contextlib.suppress(TransportError):
-            while True:  # what it may still have said is of no interest
+            for _ in range(_MOST_AFTER_REFUSAL):
                 await self._endpoint.receive_stream(bytearray(wire.MAX_HANDSHAKE_BYTES))
 
     async def _admit(self, hello: wire.Hello) -> None:

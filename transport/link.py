@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +25,7 @@ from transport.errors import (
     RefusedError,
     TransportError,
     VersionMismatchError,
+    WrongRingError,
 )
 from transport.settings import Settings
 from transport.ticket import Ticket
@@ -245,6 +247,8 @@ async def _shake_hands(endpoint: Endpoint, ring: str, tag_base: int, secret: byt
             f"{endpoint.name} chose version {welcome.version}; this side offered {wire.OLDEST_VERSION} to "
             f"{wire.VERSION}"
         )
+    if ring and welcome.ring != ring:
+        raise WrongRingError(f"{endpoint.name} serves ring {welcome.ring[:8]}, not {ring[:8]}")
     return welcome
 
 

@@ -250,6 +250,8 @@ class Links:
             if self._for_device_memory and wires is not None:
                 wires |= {"cuda"}
             self._worker = Worker(settings_for(wires))
+            # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
+            self._worker.engine.drop_unexpected()
         return self._worker
 
     def device_memory(self) -> bool:

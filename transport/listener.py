@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transport import wire
@@ -27,6 +29,14 @@ log = logging.getLogger(__name__)
 
 _MOST_ATTEMPTS = 4096  # per connection: a client that never acknowledges does not grow the listener
 _MOST_UNSENT = 1024  # per connection: answers and payloads that its client has not taken yet
+_MOST_REFUSED = 64  # beyond the limit on connections: so many at once are told so, more are turned away by UCX
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+def own_memory() -> int:
+    """Bytes of memory of this process that are in no file and in no segment."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * _PAGE_BYTES
 
 
 class Listener:
@@ -37,6 +47,9 @@ class Listener:
         secret: shared secret that clients must prove to have; None: none is asked.
         wires: the wires UCX may use; None: whatever is best.
         bind: local IPv4 address to listen on; "": all of them.
+        overgrown: called in a sweep that finds the process larger than ``listener_memory_bytes``, for a listener that
+            has a process of its own: UCX keeps what peers send in more ways than can be counted here, so that the last
+            resort is to begin anew.
     """
 
     def __init__(
@@ -47,12 +60,14 @@ class Listener:
         secret: bytes | None = None,
         wires: frozenset[Wire] | None = None,
         bind: str = "",
+        overgrown: Callable[[int], object] | None = None,
     ) -> None:
         self.ring = ring
         self.settings = settings
         self.secret = secret
         self._wires = wires
         self._bind = bind
+        self._overgrown = overgrown
         self._worker: Worker | None = None
         self._listening: Listening | None = None
         self._connections: dict[Connection, asyncio.Task[None]] = {}
@@ -97,7 +112,8 @@ class Listener:
                 most_unsent=_MOST_UNSENT,
                 numbers=wire.MESSAGE_NUMBERS,
             )
-            self._listening = self._worker.listen(port, self._accept, self._bind)
+            most = self.settings.connections_per_listener + _MOST_REFUSED
+            self._listening = self._worker.listen(port, self._accept, self._bind, most)
         except BaseException:
             self._worker.close()
             raise
@@ -141,6 +157,11 @@ class Listener:
     # --- connections --------------------------------------------------------------------------------
     def _accept(self, endpoint: Endpoint) -> None:
         connection = Connection(self, endpoint)
+        begun = sum(not each.opened and each.host == connection.host for each in self._connections)
+        if begun >= self.settings.handshakes_per_host:
+            log.info("%r: %d handshakes with its host are under way; it is turned away", connection, begun)
+            connection.close()
+            return
         task = asyncio.get_running_loop().create_task(connection.serve(), name=f"transport {endpoint.name}")
         self._connections[connection] = task
 
@@ -175,6 +196,8 @@ class Listener:
             connection.sweep(now)
         if self._worker is not None:
             self._worker.kick()  # ends that native code has to tell
+        if self._overgrown is not None and (size := own_memory()) > self.settings.listener_memory_bytes:
+            self._overgrown(size)
 
 
 async def serve_until(

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 import msgspec
@@ -27,6 +28,8 @@ from transport.supervisor_lock import supervised
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)
+
+OVERGROWN = 3  # exit status
 
 _answers = 1  # descriptor
 _left_open: list[Listener] = []  # nothing of UCX is destroyed before the process ends
@@ -43,6 +46,15 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     wires: frozenset[Wire] | None = None
     bind: str = ""
     log_level: str = "WARNING"
+
+    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
+        """For repr: everything but the secret, which must not reach a log."""
+        for name in self.__struct_fields__:
+            yield name, "..." if name == "secret" and self.secret is not None else getattr(self, name)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
+        return f"{type(self).__name__}({shown})"
 
 
 class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -82,6 +94,13 @@ async def _stop_when_orphaned(ring: SharedRingBuffer, settings: Settings, stop: 
         await asyncio.sleep(settings.heartbeat_s)
 
 
+def _begin_anew(size: int) -> NoReturn:
+    """End at once: the kernel gives the pins and the memory back, and the supervisor starts the next one."""
+    log.error("this listener has grown to %d MiB, beyond listener_memory_bytes; it begins anew", size >> 20)
+    logging.shutdown()
+    os._exit(OVERGROWN)
+
+
 async def _serve(config: ListenerConfig) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -93,7 +112,14 @@ async def _serve(config: ListenerConfig) -> int:
         answer(ListenerReport(error=type(error).__name__, message=str(error)))
         return 1
     with ring:
-        listener = Listener(ring, settings=config.settings, secret=config.secret, wires=config.wires, bind=config.bind)
+        listener = Listener(
+            ring,
+            settings=config.settings,
+            secret=config.secret,
+            wires=config.wires,
+            bind=config.bind,
+            overgrown=_begin_anew,
+        )
         try:
             port = listener.start(config.port)
         except TransportError as error:

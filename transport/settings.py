@@ -36,6 +36,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     pool_endpoints_per_port: int = 8
     pool_endpoints_idle: int = 256
     connections_per_listener: int = 1024
+    handshakes_per_host: int = 256
+    # of a listener process beside the ring's memory; a connection over shared memory takes about 1 MB
+    listener_memory_bytes: int = 2 << 30
     listener_idle_eviction_s: float = 120.0
 
     ack_delay_s: float = 0.005

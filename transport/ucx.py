@@ -18,6 +18,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import ModuleType
@@ -228,8 +229,12 @@ class Worker:
         self.kick()
         return Endpoint(self, native, f"{host}:{port}")
 
-    def listen(self, port: int, accept: Callable[[Endpoint], None], address: str = "") -> Listening:
+    def listen(
+        self, port: int, accept: Callable[[Endpoint], None], address: str = "", most: int = sys.maxsize
+    ) -> Listening:
         """Listen on ``port`` (0: assigned) of the local IPv4 ``address`` ("": all); ``accept`` gets each new endpoint.
+
+        While the worker has ``most`` endpoints, clients are turned away before there is one for them.
 
         Raises:
             BusyPortError: another program has the port.
@@ -237,7 +242,7 @@ class Worker:
         """
         if self._closed:
             raise ClosedError("the worker was closed")
-        return Listening(self, address, port, accept)
+        return Listening(self, address, port, accept, most)
 
     def close(self) -> None:
         """Abort every endpoint, stop progress, let go. In this order, since UCX may be in the memory until then."""
@@ -263,13 +268,13 @@ def _check_local(address: str, port: int) -> None:
 class Listening:
     """A listening port of a worker."""
 
-    def __init__(self, worker: Worker, address: str, port: int, accept: Callable[[Endpoint], None]) -> None:
+    def __init__(self, worker: Worker, address: str, port: int, accept: Callable[[Endpoint], None], most: int) -> None:
         self._worker = worker
         self._accept: Callable[[Endpoint], None] | None = accept
         if address:
             _check_local(address, port)
         with translated(f"listening on {address or '*'}:{port}"):
-            self._native = engine().Listener(worker.engine, address, port, self._arrived)
+            self._native = engine().Listener(worker.engine, address, port, most, self._arrived)
         self.port: int = self._native.port
 
     def _arrived(self, native: _ucp.Endpoint) -> None:

@@ -82,6 +82,12 @@ MOST_INLINE = ((1 << 32) - 1) // MAX_RECORDS  # one message of such payloads sti
 InlineLimit = Annotated[int, msgspec.Meta(ge=0, le=MOST_INLINE)]
 
 
+PROOF_BYTES = 32
+# of one size: two in a row, as they stand in a proof, have one reading
+Nonce = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+ProofBytes = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
+
+
 # --- handshake ---------------------------------------------------------------------------------
 class Hello(msgspec.Struct, frozen=True):
     """What the client can speak, and the tag base for what it receives."""
@@ -90,21 +96,21 @@ class Hello(msgspec.Struct, frozen=True):
     newest: int
     ring: str
     tag_base: TagBase
-    nonce: bytes
+    nonce: Nonce
     features: tuple[str, ...] = ()
 
 
 class Challenge(msgspec.Struct, frozen=True):
     """The listener's nonce and its own proof, so that both sides know that the other has the secret."""
 
-    nonce: bytes
-    proof: bytes
+    nonce: Nonce
+    proof: ProofBytes
 
 
 class Proof(msgspec.Struct, frozen=True):
     """The client's answer to a challenge."""
 
-    proof: bytes
+    proof: ProofBytes
 
 
 class Welcome(msgspec.Struct, frozen=True):

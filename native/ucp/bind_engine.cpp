@@ -130,8 +130,8 @@ void abort_endpoint(Endpoint& endpoint) {
 
 class PyListener final {
  public:
-  PyListener(PyEngine& engine, const std::string& address, std::uint16_t port, nb::object arrived)
-      : arrived_(std::move(arrived)), listener_(engine, address, port, arrived_.ptr()) {}
+  PyListener(PyEngine& engine, const std::string& address, std::uint16_t port, std::size_t most, nb::object arrived)
+      : arrived_(std::move(arrived)), listener_(engine, address, port, most, arrived_.ptr()) {}
   std::uint16_t port() const { return listener_.port(); }
   void close() {
     listener_.close();
@@ -196,6 +196,12 @@ void bind_engine(nb::module_& module) {
         return sum;
       })
       .def_prop_ro("closed", &Engine::closed)
+      .def_prop_ro("dropped", &Engine::dropped, "Messages that nobody had asked for.")
+      .def_prop_ro("turned_away", &Engine::turned_away, "Clients beyond a listener's limit.")
+      .def(
+          "drop_unexpected",
+          [](PyEngine& engine) { engine.sort_unexpected = [](auto...) { return false; }; },
+          "From now on drop what no receive stands for.")
       .def("drive", drive, "spin_s"_a)
       .def("collect", collect)
       .def("close", close);
@@ -236,8 +242,8 @@ void bind_engine(nb::module_& module) {
       .def("transports", &Endpoint::transports);
 
   nb::class_<PyListener>(module, "Listener", nb::is_final(), "A listening port.")
-      .def(nb::init<PyEngine&, const std::string&, std::uint16_t, nb::object>(), "engine"_a, "address"_a, "port"_a,
-           "arrived"_a, nb::keep_alive<1, 2>())
+      .def(nb::init<PyEngine&, const std::string&, std::uint16_t, std::size_t, nb::object>(), "engine"_a, "address"_a,
+           "port"_a, "most"_a, "arrived"_a, nb::keep_alive<1, 2>())
       .def_prop_ro("port", &PyListener::port)
       .def("close", &PyListener::close);
 }

@@ -294,6 +294,22 @@ Request* Endpoint::receive_pieces(const ucp_dt_iov_t* pieces, std::size_t count,
   });
 }
 
+Request* Endpoint::receive_kept(void* data, std::size_t size, ucp_tag_message_h message, Waiter waiter,
+                                std::shared_ptr<void> keep) {
+  if (!alive()) engine_->drop(message);  // `start` says the rest
+  ucp_request_param_t param{};
+  set_memory(param, UCS_MEMORY_TYPE_HOST);
+  ucp_tag_recv_info_t info{};
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_RECV_INFO;
+  param.recv_info.tag_info = &info;
+  param.cb.recv = &Engine::received;
+  return start(true, waiter, std::move(keep), param, [&](const ucp_request_param_t& with, std::size_t& length) {
+    const auto started = ucp_tag_msg_recv_nbx(engine_->worker_, data, size, message, &with);
+    length = info.length;
+    return started;
+  });
+}
+
 Request* Endpoint::send_stream(const void* data, std::size_t size, Waiter waiter, std::shared_ptr<void> keep) {
   ucp_request_param_t param{};
   param.cb.send = &Engine::sent;
@@ -320,8 +336,8 @@ void Endpoint::cancel(Request& request) {
 }
 
 // --- listener -----------------------------------------------------------------------------------------------
-Listener::Listener(Engine& engine, const std::string& address, std::uint16_t port, void* token)
-    : engine_(engine), token_(token) {
+Listener::Listener(Engine& engine, const std::string& address, std::uint16_t port, std::size_t most, void* token)
+    : engine_(engine), most_(most), token_(token) {
   const sockaddr_in at = address_of(address, port);
   engine.require_open();
   auto door = std::make_unique<Door>(engine, this);
@@ -347,11 +363,13 @@ Listener::~Listener() { close(); }
 
 void Listener::arrived(ucp_conn_request_h request, void* self) {
   const auto& door = *static_cast<const Door*>(self);
-  if (door.owner != nullptr) {
+  Engine& engine = door.engine;
+  if (door.owner != nullptr &&
+      engine.endpoints_.size() + engine.postponed_.size() + door.owner->waiting_.size() < door.owner->most_) {
     door.owner->waiting_.push_back(request);
     return;
   }
-  ++door.engine.turned_away_;
+  ++engine.turned_away_;
   ucp_listener_reject(door.handle, request);
 }
 
@@ -465,7 +483,24 @@ void Engine::settle() {
 
 unsigned Engine::progress() {
   const unsigned did = ucp_worker_progress(worker_);
+  if (sort_unexpected) sort();
   return did + run_deferred();
+}
+
+void Engine::sort() {
+  ucp_tag_recv_info_t info;
+  while (const ucp_tag_message_h message = ucp_tag_probe_nb(worker_, 0, 0, 1, &info))
+    if (!sort_unexpected(info.sender_tag, info.length, message)) drop(message);
+}
+
+// Received into nothing, and the request given back at once: UCX ends it by itself.
+void Engine::drop(ucp_tag_message_h message) {
+  ++dropped_;
+  if (worker_ == nullptr || foreign()) return;
+  ucp_request_param_t param{};
+  char nothing = 0;
+  const ucs_status_ptr_t started = ucp_tag_msg_recv_nbx(worker_, &nothing, 0, message, &param);
+  if (UCS_PTR_IS_PTR(started)) ucp_request_free(started);
 }
 
 void Engine::expect_soon() { active_ns_ = now_ns(); }
@@ -543,7 +578,7 @@ void Engine::wait_for_quiet() {
   const std::int64_t begun = now_ns();
   std::int64_t quiet_since = begun;
   for (std::int64_t now = begun; now - quiet_since < kQuietNs && now - begun < 40 * kQuietNs; now = now_ns()) {
-    const std::size_t before = turned_away_;
+    const std::uint64_t before = turned_away_;
     ucp_worker_progress(worker_);
     if (turned_away_ != before) quiet_since = now;
   }

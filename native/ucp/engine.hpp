@@ -116,6 +116,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
                    ucs_memory_type_t memory = UCS_MEMORY_TYPE_HOST);
   Request* receive_pieces(const ucp_dt_iov_t* pieces, std::size_t count, ucp_tag_t tag, Waiter waiter,
                           std::shared_ptr<void> keep = {});
+  // Receive what `Engine::sort_unexpected` has kept.
+  Request* receive_kept(void* data, std::size_t size, ucp_tag_message_h message, Waiter waiter,
+                        std::shared_ptr<void> keep = {});
   Request* send_stream(const void* data, std::size_t size, Waiter waiter, std::shared_ptr<void> keep = {});
   Request* receive_stream(void* data, std::size_t size, Waiter waiter, std::shared_ptr<void> keep = {});
 
@@ -159,8 +162,9 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 
 class Listener {
  public:
-  // `address` "" is all of IPv4; `port` 0 is assigned. Each new endpoint becomes an event with `token`.
-  Listener(Engine& engine, const std::string& address, std::uint16_t port, void* token);
+  // `address` "" is all of IPv4; `port` 0 is assigned. Each new endpoint becomes an event with `token`. While the engine
+  // has `most` endpoints, whoever comes is turned away.
+  Listener(Engine& engine, const std::string& address, std::uint16_t port, std::size_t most, void* token);
   ~Listener();
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
@@ -180,6 +184,7 @@ class Listener {
   };
   static void arrived(ucp_conn_request_h request, void* door);
   Engine& engine_;
+  std::size_t most_;
   void* token_;  // borrowed from the binding
   Door* door_ = nullptr;
   std::uint16_t port_ = 0;
@@ -219,6 +224,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Deferred work, now; not from inside of it.
   void settle();
 
+  // UCX keeps any number of messages that no receive stands for, whoever sent them. With this they are taken out of it
+  // after each round of progress: who answers true keeps the message, to receive or to drop it; all others are dropped.
+  std::function<bool(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message)> sort_unexpected;
+  void drop(ucp_tag_message_h message);
+  std::uint64_t dropped() const { return dropped_; }        // messages
+  std::uint64_t turned_away() const { return turned_away_; }  // clients
+
   void defer(Deferred& work);
   void forget(Deferred& work);  // before it dies
   void emit(Event event) { events_.push_back(std::move(event)); }
@@ -244,6 +256,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   friend class Listener;
 
   unsigned progress();
+  void sort();
   unsigned run_deferred();
   Request& take_request();
   void finish(Request& request, ucs_status_t status, std::size_t length);
@@ -279,7 +292,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::int64_t active_ns_ = 0;  // when something last happened, or was asked for
   bool asleep_ = false;
   bool closing_ = false;
-  std::size_t turned_away_ = 0;
+  std::uint64_t turned_away_ = 0, dropped_ = 0;
 };
 
 }  // namespace transport::ucp

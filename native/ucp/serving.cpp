@@ -13,6 +13,7 @@ namespace transport::ucp {
 namespace {
 
 constexpr std::size_t kRepliesKept = 64;
+constexpr std::size_t kChargedToEach = 256;  // what UCX needs for a message beside its bytes, roughly
 
 // How a send ends whose client went away.
 bool is_of_the_peer(ucs_status_t status) {
@@ -47,6 +48,15 @@ Service::Service(Engine& engine, Ring& ring, const Limits& limits)
       slot_count_(ring.identity().slot_count),
       of_slot_(slot_count_) {
   ring.require_open();
+  engine_->sort_unexpected = [this](ucp_tag_t tag, std::size_t length, ucp_tag_message_h message) {
+    return keep(tag, length, message);
+  };
+}
+
+// What nobody who was admitted has sent is dropped, so that strangers cannot fill this process's memory.
+bool Service::keep(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message) {
+  const auto found = of_base_.find(static_cast<std::uint32_t>(tag >> 32));
+  return found != of_base_.end() && found->second->keep(tag & 0xffffffff, length, message);
 }
 
 bool Service::known(const Record& record) const {
@@ -190,7 +200,11 @@ std::shared_ptr<Connection> Connection::open(std::shared_ptr<Service> service, s
   opened->last_active_ = now_s();
   opened->ended_ = ended;
   ++opened->service_->engine().expecting;
+  opened->service_->of_base_[tag_base] = opened.get();
   for (std::size_t each = 0; each < kReceives; ++each) opened->post();
+  // What comes after the handshake in its way would stay in UCX, however much it is.
+  opened->endpoint_->receive_stream(&opened->inbox_->beyond_handshake, 1,
+                                    {&Connection::received_stream, opened.get()}, opened->inbox_);
   return opened;
 }
 
@@ -198,8 +212,46 @@ void Connection::post() {
   if (posted_ == service_->limits_.numbers) return;  // another number would be another connection's tag
   const std::uint32_t number = posted_++, place = number % kReceives;
   arrivals_[place].here = false;
-  endpoint_->receive(inbox_->messages[place].data(), kControlBytes, tag_of(tag_base_, number),
-                     {&Connection::received, this, place}, inbox_);
+  std::byte* const message = inbox_->messages[place].data();
+  const Waiter waiter{&Connection::received, this, place};
+  if (ahead_.empty())
+    endpoint_->receive(message, kControlBytes, tag_of(tag_base_, number), waiter, inbox_);
+  else
+    endpoint_->receive_kept(message, kControlBytes, take_ahead().message, waiter, inbox_);
+}
+
+// A client may ask ahead of its answers, in order and within a limit.
+bool Connection::keep(std::uint64_t place, std::size_t length, ucp_tag_message_h message) {
+  if (over_) return false;
+  const std::size_t charge = length + kChargedToEach;
+  const char* fault = nullptr;
+  if (place != tag_of(0, posted_ + static_cast<std::uint32_t>(ahead_.size())))
+    fault = "a control message of another number than was due";
+  else if (length > kControlBytes)
+    fault = "a control message is too long";
+  else if (ahead_bytes_ + charge > service_->limits_.most_ahead ||
+           service_->ahead_bytes_ + charge > service_->limits_.most_ahead_of_all)
+    fault = "it asks too far ahead of its answers";
+  if (fault != nullptr) {
+    end(End::garbage, fault);
+    return false;
+  }
+  ahead_.push_back({message, charge});
+  ahead_bytes_ += charge;
+  service_->ahead_bytes_ += charge;
+  return true;
+}
+
+Connection::Ahead Connection::take_ahead() {
+  const Ahead first = ahead_.front();
+  ahead_.pop_front();
+  ahead_bytes_ -= first.charge;
+  service_->ahead_bytes_ -= first.charge;
+  return first;
+}
+
+void Connection::received_stream(void* self, std::uint32_t, ucs_status_t status, std::size_t) {
+  if (status == UCS_OK) static_cast<Connection*>(self)->end(End::garbage, "it goes on after the handshake");
 }
 
 // It may come from inside of `receive`: what a message asks for is done later, however many have arrived.
@@ -412,6 +464,8 @@ void Connection::close() {
   end(End::gone, "closed by this side");
   endpoint_->abort();
   service_->engine().forget(*this);
+  service_->of_base_.erase(tag_base_);
+  while (!ahead_.empty()) service_->engine().drop(take_ahead().message);
   while (first_ != nullptr) service_->end(*first_);
 }
 

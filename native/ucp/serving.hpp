@@ -18,6 +18,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <unordered_map>
 #include <vector>
 
 #include "../ring.hpp"
@@ -42,6 +43,8 @@ struct Limits {
   double slowest_rate = 100e6;        // bytes per second that a client takes at least
   std::size_t most_attempts = 4096;   // per connection: one that never acknowledges does not grow the listener
   std::size_t most_unsent = 1024;     // per connection: answers and payloads that its client has not taken yet
+  std::size_t most_ahead = std::size_t{4} << 20;  // per connection: bytes of messages whose turn has not come
+  std::size_t most_ahead_of_all = std::size_t{64} << 20;
   std::uint32_t numbers = kMessageNumbers;
 };
 
@@ -75,6 +78,7 @@ struct Reply : std::enable_shared_from_this<Reply> {
 class Service {
  public:
   Service(Engine& engine, Ring& ring, const Limits& limits);
+  ~Service() { engine_->sort_unexpected = nullptr; }
   Service(const Service&) = delete;
   Service& operator=(const Service&) = delete;
 
@@ -97,6 +101,7 @@ class Service {
   void end(Attempt& attempt);   // gives its pin back
   void drop(Attempt& attempt);  // its pin is gone
   bool consumed_elsewhere(const Attempt& attempt) const;
+  bool keep(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message);
   void tell_quiet();
 
   std::shared_ptr<Reply> take_reply();
@@ -107,6 +112,8 @@ class Service {
   Limits limits_;
   std::shared_ptr<Mapping> mapping_;  // a ring that is closed too early leaves UCX its memory
   std::uint64_t slot_count_;
+  std::unordered_map<std::uint32_t, Connection*> of_base_;  // open ones, by the tag base of their requests
+  std::size_t ahead_bytes_ = 0;                             // of all of them
   void* quiet_ = nullptr;
   std::size_t attempts_ = 0;
   std::vector<Attempt*> of_slot_;  // Invariant: a pin keeps the generation, so those of a slot are of one generation
@@ -146,12 +153,18 @@ class Connection : public Deferred {
   static constexpr std::size_t kReceives = 2;  // the next request can land while one is being answered
   struct Inbox {
     std::array<std::array<std::byte, kControlBytes>, kReceives> messages;
+    std::byte beyond_handshake;
   };
   struct Payload {
     Attempt* attempt;
     std::uint64_t length;
     std::uint32_t index;  // of its record
     std::byte* small;     // its answer, where the payload is small enough to be joined to it
+  };
+  // A message that came before a receive stood for it.
+  struct Ahead {
+    ucp_tag_message_h message;
+    std::size_t charge;
   };
   struct Arrival {
     bool here = false;
@@ -168,12 +181,15 @@ class Connection : public Deferred {
         client_base_(client_base) {}
 
   static void received(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
+  static void received_stream(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
   static void reply_sent(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
   static void payload_sent(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
 
   void run() override;
   bool has_work() const;
   void post();
+  bool keep(std::uint64_t place, std::size_t length, ucp_tag_message_h message);
+  Ahead take_ahead();
   const char* fault_of(const std::byte* message, std::size_t length) const;
   void answer(const std::byte* message);
   void send_reply(std::shared_ptr<Reply> reply, std::uint32_t number, std::size_t pieces);
@@ -189,6 +205,8 @@ class Connection : public Deferred {
   const char* reason_ = "";
   std::uint32_t due_ = 0, posted_ = 0;  // message numbers
   std::array<Arrival, kReceives> arrivals_;
+  std::deque<Ahead> ahead_;  // Invariant: of the numbers from `posted_` on, without a gap
+  std::size_t ahead_bytes_ = 0;
   std::size_t unsent_ = 0;
   std::size_t attempts_ = 0;
   Attempt* first_ = nullptr;
