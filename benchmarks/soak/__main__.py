@@ -29,6 +29,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--payloads", type=int, default=50_000)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--build", type=Path, default=None, help="of native modules with fault points (make faults)")
     parser.add_argument("--folder", type=Path, default=Path("build/soak"), help="journals and logs; made anew")
     parser.add_argument("--json", type=Path, default=None, help="where the report goes besides the table")
     parser.add_argument("--stuck-s", type=float, default=90.0, help="without any payload for so long it has failed")
@@ -50,6 +51,7 @@ def main() -> int:
             seed=chosen.seed,
             folder=chosen.folder.resolve(),
             stuck_s=chosen.stuck_s,
+            build=chosen.build.resolve() if chosen.build is not None else None,
             isolated=os.environ[ISOLATED] == "1",
         )
     )

@@ -60,12 +60,30 @@ class Hardship:
         """Nothing is wrong now that ends by itself."""
         return not (self._stopped or self._thieves or self._wanted_ports or self._stalled_until or self._full_until)
 
+    def has_stopped(self, pid: int) -> bool:
+        """Whether the process was stopped here."""
+        return pid in self._stopped
+
     def kill(self, member: Member) -> None:
         """SIGKILL, also to one that is stopped."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(member.pid, signal.SIGKILL)
             self.counts[f"kill {member.role}"] += 1
         self._stopped.pop(member.pid, None)
+
+    @property
+    def kills(self) -> int:
+        """All there were, those at fault points included."""
+        return sum(count for name, count in self.counts.items() if name.startswith("kill "))
+
+    def closed(self, pid: int, point: str, number: int, seconds: float) -> None:
+        """A process has gone into its trap: it is dead, or goes on after ``seconds``."""
+        self.counts[f"point {point}"] += 1
+        if number == signal.SIGSTOP:
+            self.counts["stop at a point"] += 1
+            self._stopped[pid] = time.monotonic() + seconds
+        else:
+            self.counts["kill at a point"] += 1
 
     def stop(self, member: Member, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after ``seconds``."""

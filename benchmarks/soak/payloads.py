@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 HEADER = struct.Struct("<IQI")  # writer, number, size
-LARGEST = 256 << 10
+LARGEST = 128 << 10
 _WINDOWS = 1 << 20
 _NOISE = np.random.default_rng(20).integers(0, 256, _WINDOWS + LARGEST, dtype=np.uint8)
 _MIX = 0x9E3779B97F4A7C15

@@ -23,8 +23,8 @@ SETTINGS = msgspec.structs.replace(
     watchdog_s=3.0,
     heartbeat_s=0.5,
     linger_s=120.0,
-    claim_lease_s=4.0,
-    claim_renew_s=1.2,
+    claim_lease_s=3.0,
+    claim_renew_s=1.0,
 )
 MAX_DELIVERIES = 1000  # a payload is not given up because its trainers were killed
 
@@ -36,7 +36,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     queue: str
     run: str
     seed: int
-    slots: int = 128
+    slots: int = 768
     settings: Settings = SETTINGS
 
     def journal(self, who: str) -> Path:

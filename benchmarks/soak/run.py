@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import secrets
@@ -20,6 +21,7 @@ from crew import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
 from faults import Fault, schedule
 from hardship import Hardship
 from journal import Reader
+from closed import Points
 from plan import MAX_DELIVERIES, Plan, TrainerPlan, WriterPlan
 
 from transport import SharedRingBuffer
@@ -32,6 +34,7 @@ WIRES = ([], ["tcp"], ["shm"], ["shm", "tcp"], ["tcp"], [])  # chosen anew in ea
 _DISK_BYTES = 512 << 20
 _LOOK_S = 0.05
 _SAY_EVERY_S = 5.0
+_SHARE = 0.5  # of processes that have a trap
 
 
 class Options(NamedTuple):
@@ -43,6 +46,7 @@ class Options(NamedTuple):
     folder: Path
     stuck_s: float
     isolated: bool
+    build: Path | None  # of native modules with fault points
 
 
 class Soak:
@@ -67,10 +71,18 @@ class Soak:
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         root = str(HERE.parent.parent)
         self._environment |= {MARK: self._plan.run, "PYTHONPATH": root}
+        self._points = Points(folder)
+        if options.build is not None:
+            self._environment |= {
+                "PYTHONPATH": f"{HERE / 'points'}{os.pathsep}{root}",
+                "TRANSPORT_SOAK_POINTS": json.dumps(
+                    {"folder": str(folder), "seed": options.seed, "share": _SHARE, "build": str(options.build)}
+                ),
+            }
         self._children = [self._writer(number) for number in range(len(READERS))]
         self._children += [self._trainer(number) for number in range(len(RANKS))]
         self._readers = {child.name: Reader(self._plan.journal(child.name)) for child in self._children}
-        self._moved_at = self._said_at = 0.0
+        self._idle_s = self._looked_at = self._said_at = 0.0
         self._seen = -1
 
     def _share(self, number: int) -> int:
@@ -99,8 +111,8 @@ class Soak:
         """Everything, to the report."""
         become_reaper()
         began = time.monotonic()
-        self._moved_at = began
-        total = sum(self._share(number) * readers for number, readers in enumerate(READERS))
+        self._looked_at = began
+        total = self._total = sum(self._share(number) * readers for number, readers in enumerate(READERS))
         others = {
             "stop": self._options.kills // 5,
             "cut": self._options.kills // 10,
@@ -116,12 +128,13 @@ class Soak:
                 self._tend()
                 while pending and self._accounts.consumed_total >= pending[-1].at and self._do(pending[-1]):
                     pending.pop()
-                if time.monotonic() - self._moved_at > self._options.stuck_s:
+                if self._idle_s > self._options.stuck_s:
                     stuck = True
                     self._dump()
                     break
                 time.sleep(_LOOK_S)
             seconds = time.monotonic() - began
+            self._points.end()
             self._hardship.end_all()
             left = self._dismiss(force=stuck)
         finally:
@@ -136,6 +149,8 @@ class Soak:
     def _tend(self) -> None:
         """What has to be looked at all the time."""
         self._hardship.tend()
+        for pid, point, number in self._points.closed():
+            self._hardship.closed(pid, point, number, 0.1 + 3.0 * self._rng.random() ** 3)
         own = {child.process.pid for child in self._children if child.process is not None}
         reap_orphans(own)
         for child in self._children:
@@ -145,11 +160,16 @@ class Soak:
                 self._ask(child.name)
                 child.start(Path(self._plan.folder) / f"{child.name}.log")
         now = time.monotonic()
+        self._idle_s += min(now - self._looked_at, 1.0)  # a machine that stood still says nothing about the run
+        self._looked_at = now
         if self._accounts.consumed_total != self._seen:
-            self._seen, self._moved_at = self._accounts.consumed_total, now
+            self._seen, self._idle_s = self._accounts.consumed_total, 0.0
         if now - self._said_at > _SAY_EVERY_S:
             self._said_at = now
             print(f"{self._seen} of {self._accounts.expected()} … {dict(self._hardship.counts)}", flush=True)
+            foreign = [each for each in self._members() if each.stopped and not self._hardship.has_stopped(each.pid)]
+            if foreign:
+                print(f"stopped by somebody else: {foreign}", flush=True)
 
     def _hear(self, name: str) -> None:
         for words in self._readers[name].lines():
@@ -166,6 +186,8 @@ class Soak:
     def _do(self, fault: Fault) -> bool:
         """Carry it out; False if there is no victim just now."""
         hardship = self._hardship
+        if fault.kind == "kill" and self._ahead(fault):
+            return True  # fault points have killed instead
         if fault.kind == "cut":
             hardship.cut(fault)
         elif fault.kind == "stall":
@@ -186,6 +208,11 @@ class Soak:
             else:
                 hardship.stop(victim, fault.seconds)
         return True
+
+    def _ahead(self, fault: Fault) -> bool:
+        """Whether there have been as many kills as there should be by now."""
+        planned = self._options.kills * fault.at / self._total
+        return self._options.build is not None and self._hardship.kills > planned
 
     def _members(self) -> list[Member]:
         roles = {child.process.pid: child.name.partition("-")[0] for child in self._children if child.process}
@@ -287,16 +314,18 @@ class Soak:
             if ticket in named:
                 self._accounts.report(rank, *named[ticket], reason)
         verdict = self._accounts.verdict()
+        points = {name[6:]: count for name, count in sorted(self._hardship.counts.items()) if name[:6] == "point "}
         kills = {name[5:]: count for name, count in self._hardship.counts.items() if name.startswith("kill ")}
-        others = {name: count for name, count in self._hardship.counts.items() if not name.startswith("kill ")}
+        others = {name: count for name, count in self._hardship.counts.items() if name[:5] not in ("kill ", "point")}
         crashes = [crash for child in self._children for crash in child.crashes]
         bad = verdict.lost + verdict.wrong + verdict.duplicated + len(crashes) + len(left) + depth.unfinished + stuck
         return {
             "passed": not bad,
             "payloads": verdict.payloads,
             "deliveries": verdict.deliveries,
-            "kills": sum(kills.values()),
+            "kills": self._hardship.kills,
             "kills_by_role": kills,
+            "kills_and_stops_at_points": points,
             "other_faults": others,
             "not_done": undone,
             "lost": verdict.lost,
