@@ -9,9 +9,9 @@
 
 #ifdef TRANSPORT_FAULT_POINTS
 #include <atomic>
-#include <charconv>
 #include <csignal>
 #include <cstdint>
+#include <cstdio>
 
 #include <unistd.h>
 #endif
@@ -81,14 +81,7 @@ inline void set(std::size_t index, int signal, std::int64_t after) {
 inline void report(std::size_t index, int signal) {
   const int descriptor = report_to.load();
   if (descriptor < 0) return;
-  std::array<char, 96> line;
-  char* end = std::to_chars(line.data(), line.data() + line.size(), getpid()).ptr;
-  *end++ = ' ';
-  end = std::copy(kPoints[index].begin(), kPoints[index].end(), end);
-  *end++ = ' ';
-  end = std::to_chars(end, line.data() + line.size(), signal).ptr;
-  *end++ = '\n';
-  [[maybe_unused]] const ssize_t written = write(descriptor, line.data(), static_cast<std::size_t>(end - line.data()));
+  dprintf(descriptor, "%d %s %d\n", static_cast<int>(getpid()), kPoints[index].data(), signal);  // names end in a zero
 }
 
 inline void pass(std::size_t index) {
