@@ -8,7 +8,9 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -92,6 +94,63 @@ async def test_a_stopped_listener_is_killed_by_the_watchdog_and_what_it_had_pinn
             await until(lambda: ring.statistics().ready == 4)
             del held
             await read_all(client, tickets)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that it started and that are there."""
+    with contextlib.suppress(FileNotFoundError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def silence_s(ring: SharedRingBuffer, pid: int) -> float:
+    """Since the last heartbeat of a listener."""
+    (beat,) = (owner.heartbeat_ns for owner in ring.native.owners() if owner.pid == pid)
+    return (time.monotonic_ns() - beat) / 1e9
+
+
+@asynchronous
+async def test_a_supervisor_that_stood_still_itself_does_not_hold_it_against_its_listeners() -> None:
+    with served() as (ring, server):
+        before = listener_pids(ring)
+        asleep, dead = before[server.ports[0]], before[server.ports[1]]
+        supervisor = parent_of(asleep)
+        for pid in (supervisor, asleep):
+            os.kill(pid, signal.SIGSTOP)
+        await until(lambda: silence_s(ring, asleep) > 1.5 * QUICK.watchdog_s)
+        os.kill(dead, signal.SIGKILL)
+        os.kill(supervisor, signal.SIGCONT)
+        await until(lambda: set(children_of(supervisor)) - {asleep, dead}, "the supervisor has looked at its listeners")
+        os.kill(asleep, signal.SIGCONT)
+        await until(lambda: silence_s(ring, asleep) < QUICK.watchdog_s, "a heartbeat")
+        await until(lambda: set(listener_pids(ring)) == set(before))
+        assert listener_pids(ring)[server.ports[0]] == asleep
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "listener"])
+def test_a_server_starts_although_what_it_starts_is_killed_once(victim: str) -> None:
+    killed: list[int] = []
+    over = threading.Event()
+
+    def kill_one() -> None:
+        own = set(children_of(os.getpid()))
+        while not over.wait(0.001):
+            for supervisor in set(children_of(os.getpid())) - own:
+                for pid in [supervisor] if victim == "supervisor" else children_of(supervisor):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    return
+
+    with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
+        killer = threading.Thread(target=kill_one)
+        killer.start()
+        try:
+            with UCXXServer(ring, (0,), addresses=LOCAL, settings=QUICK) as server:
+                assert killed
+                assert set(listener_pids(ring)) == set(server.ports)
+        finally:
+            over.set()
+            killer.join()
 
 
 # --- the supervisor ------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class _Trap:
 
     def passing(self, point: str) -> None:
         """A step in Python."""
-        if point != self.point:
+        if not point or point != self.point:
             return
         with self._lock:
             self.after -= 1
