@@ -24,7 +24,7 @@ import msgspec
 import uvloop
 
 from transport import _native, errors
-from transport.errors import RingNotFoundError, TransportError
+from transport.errors import BusyPortError, RingNotFoundError, TransportError
 from transport.lifetime import Lifetime, Phase, Watchdog
 from transport.listener_process import (
     DRAIN_S,
@@ -68,10 +68,16 @@ class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class Place:
-    """One port and whoever serves it."""
+    """One port and whoever serves it.
 
-    def __init__(self, port: int) -> None:
+    Args:
+        port: where its listener is to be; 0: assigned.
+        any_port: the port is only that of a dead writer's listener, and nobody has asked for it.
+    """
+
+    def __init__(self, port: int, *, any_port: bool = False) -> None:
         self.port = port
+        self.any_port = any_port
         self.process: asyncio.subprocess.Process | None = None
         self.starting: asyncio.Task[None] | None = None
         self.failures = 0
@@ -83,14 +89,16 @@ class Place:
 
     @property
     def refused(self) -> bool:
-        """Whether its listener itself said why it cannot serve: another start would end the same way."""
+        """Whether its listener itself said why it cannot serve, and another start would end the same way."""
+        if self.any_port and self.last_error.error == BusyPortError.__name__:
+            return False
         return isinstance(getattr(errors, self.last_error.error, None), type)
 
     def failed(self, now: float) -> None:
         """Back off before the next start; leave a port that somebody else keeps."""
         self.failures += 1
         self.not_before = now + min(_BACKOFF_FIRST_S * 2 ** (self.failures - 1), _BACKOFF_MOST_S)
-        if self.last_error.error == "BusyPortError" and self.failures >= _TRIES_ON_A_BUSY_PORT:
+        if self.last_error.error == BusyPortError.__name__ and self.failures >= _TRIES_ON_A_BUSY_PORT:
             log.warning("port %d is in use by another program; taking another", self.port)
             self.port = 0
             self.not_before = now
@@ -108,13 +116,24 @@ class Supervisor:
         self._watchdog = Watchdog(config.listener.settings.watchdog_s, 2 * _TICK_S)
         self._watchers: set[asyncio.Task[None]] = set()
         self._writers = self._living_writers()
-        # Listeners that are there are adopted on the ports they have, which may have moved since the first start.
         # A ring that was taken over is served on its old ports, which are in the tickets of its unread payloads.
-        adopted = [] if config.first else sorted(self._living())
         known = [*ring.native.ports(), *config.ports[len(ring.native.ports()) :]]
-        wanted = [port or before for port, before in zip(config.ports, known, strict=False)]
-        missing = [port for port in wanted if port not in adopted]
-        self.places = [Place(port) for port in (adopted + missing)[: len(config.ports)]]
+        self.places = [
+            Place(port or before, any_port=not port) for port, before in zip(config.ports, known, strict=False)
+        ]
+        if not config.first:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Give listeners that are there a place on the port they have, which may have moved since the first start.
+
+        The others keep theirs: the order of the port table is what clients and `UCXXServer.ports` see.
+        """
+        living = self._living().keys()
+        moved = sorted(living - {place.port for place in self.places})
+        for place in self.places:
+            if moved and place.port not in living:
+                place.port = moved.pop(0)
 
     def request_stop(self) -> None:
         """Stop at the next look (signal handler)."""
@@ -169,6 +188,8 @@ class Supervisor:
                 return
             for place in again:
                 place.not_before = 0.0
+                if place.last_error.error == BusyPortError.__name__:
+                    place.port = 0
             self.fill()
         await self.filled()
 

@@ -15,12 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(1, str(HERE.parent.parent))
-
 from hardship import ISOLATED, isolated
 from run import Options, Soak
+
+HERE = Path(__file__).resolve().parent
 
 
 def options() -> argparse.Namespace:

@@ -153,7 +153,15 @@ class Accounts:
         deliveries = sum(book.readers * len(list(self._published(book))) for book in self._books)
         named = [*self._wrong[:_MOST_NAMED], *lost[:_MOST_NAMED], *duplicated[:_MOST_NAMED]]
         return Verdict(
-            payloads, deliveries, never, len(lost), len(duplicated), len(self._wrong), dict(reported), self._silent, named
+            payloads,
+            deliveries,
+            never,
+            len(lost),
+            len(duplicated),
+            len(self._wrong),
+            dict(reported),
+            self._silent,
+            named,
         )
 
     def _published(self, book: _Book) -> Iterator[int]:

@@ -114,7 +114,7 @@ class Hardship:
     def stall(self, seconds: float) -> None:
         """Let (almost) nothing through the loopback for a time."""
         if not self._stalled_until:
-            subprocess.run(_tc("add") + ["tbf", "rate", _SLOWEST, "burst", "16k", "limit", "64k"], check=True)
+            subprocess.run([*_tc("add"), "tbf", "rate", _SLOWEST, "burst", "16k", "limit", "64k"], check=True)
             self.counts["stall"] += 1
         self._stalled_until = time.monotonic() + seconds
 

@@ -66,4 +66,4 @@ class TrainerPlan(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     rank: int
     wire: list[str]  # empty: auto
-    batch: int = 64
+    batch: int = 128

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import audit
 import msgspec
 from accounts import Accounts
+from closed import Points
 from crew import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
 from faults import Fault, schedule
 from hardship import Hardship
 from journal import Reader
-from closed import Points
 from plan import MAX_DELIVERIES, Plan, TrainerPlan, WriterPlan
 
 from transport import SharedRingBuffer

@@ -8,13 +8,10 @@ import select
 import signal
 import sys
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import msgspec
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import payloads
 from journal import Journal
 from plan import MAX_DELIVERIES, TrainerPlan
@@ -34,9 +31,7 @@ class Trainer(UCXXDataPackerMixin):
         self.part = part
         self.journal = Journal(part.plan.journal(f"trainer-{part.number}"))
         self.setup_ucxx_packer(
-            queue=SQLiteQueue(
-                part.plan.queue, lease_s=part.plan.settings.claim_lease_s, max_deliveries=MAX_DELIVERIES
-            ),
+            queue=SQLiteQueue(part.plan.queue, lease_s=part.plan.settings.claim_lease_s, max_deliveries=MAX_DELIVERIES),
             rank=part.rank,
             consumer=f"trainer-{part.number}",
             wire=frozenset(part.wire) if part.wire else "auto",  # type: ignore[arg-type]
@@ -76,7 +71,7 @@ def main() -> None:
     trainer = Trainer(part)
     fetching = 0
     while True:
-        claims = trainer.patiently(lambda: trainer.claim_tickets(part.batch, 0.0 if fetching else 0.3))
+        claims = trainer.patiently(partial(trainer.claim_tickets, part.batch, 0.0 if fetching else 0.3))
         if claims:
             trainer.defer_prefetch(claims)
             fetching += 1

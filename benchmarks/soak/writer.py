@@ -8,12 +8,8 @@ import select
 import signal
 import sys
 import time
-from pathlib import Path
 
 import msgspec
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 import payloads
 from journal import Journal
 from plan import MAX_DELIVERIES, WriterPlan
@@ -24,7 +20,7 @@ from transport.queue import SQLiteQueue
 from transport.rollout import queued, ticket_id
 from transport.ticket import Ticket
 
-BATCH = 16
+BATCH = 32
 SINGLE_EVERY = 8  # one batch in so many goes payload by payload through `write_to_buffer`
 _PAUSE_S = 0.05  # before a queue that failed is asked again
 
