@@ -13,7 +13,7 @@ CUPY := $(if $(filter cu13,$(UCXX)),cupy-cuda13x,cupy-cuda12x)
 NATIVE := $(wildcard native/*.cpp native/*.hpp native/ucp/*.cpp native/ucp/*.hpp native/vendor/*.h native/CMakeLists.txt)
 NATIVE_TESTS := $(wildcard native/tests/*)
 
-.PHONY: help install demo test pytest gpu native-test model lint bench docs clean
+.PHONY: help install demo test pytest gpu native-test faults soak model lint bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,20 @@ build/native-test: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
 	@mkdir -p build && touch $@
 
 native-test: build/native-test ## C++ tests: table, fuzz and crash tests under ASan, UBSan and TSan
+
+# The native modules once more, with fault points: for make soak, beside the installed ones and never in their place.
+build/faults/stamp: $(NATIVE) | $(VENV)/installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'nanobind>=2.2'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S native -B build/faults/tree -G Ninja -DTRANSPORT_FAULT_POINTS=ON \
+	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/faults >/dev/null
+	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/faults/tree --parallel 2 --target install >/dev/null
+	@touch $@
+
+faults: build/faults/stamp ## build the native modules with fault points, into build/faults
+
+SOAK_OPTIONS ?= --payloads 1000000 --kills 1000 --seed 1
+soak: build/faults/stamp ## a million payloads and a thousand kills, every payload accounted for (SOAK_OPTIONS=…)
+	@$(BIN)/python benchmarks/soak --build build/faults --json build/soak.json $(SOAK_OPTIONS)
 
 build/model: native/model/slot.pml native/model/check.py
 	@$(PYTHON) native/model/check.py; status=$$?; \

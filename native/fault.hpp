@@ -11,11 +11,14 @@
 #include <atomic>
 #include <csignal>
 #include <cstdint>
+#include <cstdio>
+
+#include <unistd.h>
 #endif
 
 namespace transport::fault {
 
-inline constexpr std::array<std::string_view, 29> kPoints{
+inline constexpr std::array<std::string_view, 37> kPoints{
     "create.opened",         // the name exists, nobody keeps it
     "create.locked",         // kept, no memory
     "create.allocated",      // memory, no header
@@ -45,6 +48,14 @@ inline constexpr std::array<std::string_view, 29> kPoints{
     "close.released",        // own bits cleared, place still occupied
     "board.locked",          // about to write ports or addresses
     "board.written",         // written beside, not yet shown
+    "serve.asked",           // a message is here, nothing of it is done
+    "serve.answered",        // the answer is UCX's, its large payloads are not
+    "serve.sending",         // a large payload is UCX's
+    "serve.sent",            // UCX has let go of a payload, its pin is still there
+    "serve.acknowledging",   // an acknowledgement is here, the ring does not know
+    "read.asked",            // the request is UCX's
+    "read.answered",         // the answer is here, perhaps not all payloads
+    "read.arrived",          // everything is here, unverified, nobody told
 };
 
 consteval std::size_t index_of(std::string_view name) {
@@ -59,15 +70,25 @@ struct Trap {
   std::atomic<std::int64_t> passes_left{0};
 };
 inline std::array<Trap, kPoints.size()> traps;
+inline std::atomic<int> report_to{-1};  // descriptor that is told which trap has closed; -1: none
 
 inline void set(std::size_t index, int signal, std::int64_t after) {
   traps[index].passes_left.store(after);
   traps[index].signal.store(signal);
 }
 
+// "process point signal" and a line's end, in one write.
+inline void report(std::size_t index, int signal) {
+  const int descriptor = report_to.load();
+  if (descriptor < 0) return;
+  dprintf(descriptor, "%d %s %d\n", static_cast<int>(getpid()), kPoints[index].data(), signal);  // names end in a zero
+}
+
 inline void pass(std::size_t index) {
   const int signal = traps[index].signal.load();
-  if (signal != 0 && traps[index].passes_left.fetch_sub(1) == 0) std::raise(signal);
+  if (signal == 0 || traps[index].passes_left.fetch_sub(1) != 0) return;
+  report(index, signal);
+  kill(getpid(), signal);  // the process, not this thread
 }
 #define FAULT_POINT(name)                                                   \
   do {                                                                      \

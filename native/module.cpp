@@ -1,11 +1,10 @@
 // The Python module `transport._native`; transport/_native.pyi is its interface.
 #include <nanobind/nanobind.h>
 #include <nanobind/eval.h>
-#include <nanobind/stl/string.h>
 
+#include "bind_faults.hpp"
 #include "bindings.hpp"
 #include "error.hpp"
-#include "fault.hpp"
 #include "ring.hpp"
 
 namespace transport::python {
@@ -13,23 +12,6 @@ namespace transport::python {
 using namespace nb::literals;
 
 namespace {
-
-#ifdef TRANSPORT_FAULT_POINTS
-constexpr bool kHasFaultPoints = true;
-#else
-constexpr bool kHasFaultPoints = false;
-#endif
-
-void set_fault([[maybe_unused]] const std::string& point, [[maybe_unused]] int signal,
-               [[maybe_unused]] std::int64_t after) {
-#ifdef TRANSPORT_FAULT_POINTS
-  const auto found = std::find(fault::kPoints.begin(), fault::kPoints.end(), point);
-  if (found == fault::kPoints.end()) fail(Fault::argument, "no fault point is named " + point);
-  fault::set(static_cast<std::size_t>(found - fault::kPoints.begin()), signal, after);
-#else
-  fail(Fault::argument, "built without fault points");
-#endif
-}
 
 PyObject* ring_fault_type = nullptr;
 
@@ -69,7 +51,6 @@ void bind_constants(nb::module_& module) {
   module.attr("MAX_OWNERS") = kMaxOwners;
   module.attr("MAX_PORTS") = kMaxPorts;
   module.attr("NOTE_CAPACITY") = kNoteCapacity;
-  module.attr("HAS_FAULT_POINTS") = kHasFaultPoints;
 
   const std::pair<const char*, State> states[] = {
       {"FREE", State::free}, {"WRITING", State::writing}, {"READY", State::ready}, {"READING", State::reading}};
@@ -90,12 +71,6 @@ void bind_constants(nb::module_& module) {
       {"READ_DONE", ReadAnswer::done},       {"READ_WRONG_KEY", ReadAnswer::wrong_key},
       {"READ_EXPIRED", ReadAnswer::expired}, {"READ_OTHER_LENGTH", ReadAnswer::other_length}};
   for (const auto& [name, answer] : read_answers) module.attr(name) = static_cast<int>(answer);
-
-  nb::list points;
-  if (kHasFaultPoints)
-    for (const auto point : fault::kPoints) points.append(nb::str(point.data(), point.size()));
-  module.attr("FAULT_POINTS") = nb::tuple(points);
-  module.def("set_fault", set_fault, "point"_a, "signal"_a, "after"_a = 0);
 }
 
 }  // namespace
@@ -108,6 +83,7 @@ NB_MODULE(_native, module) {
       "The native core: ring operations, large copies, checksum, pooled memory, and a futex on shared memory.";
   bind_faults(module);
   bind_constants(module);
+  bind_fault_points(module);
   bind_bytes(module);
   bind_blocks(module);
   bind_ring(module);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transport.lifetime import Lifetime, Phase
+from transport.lifetime import Lifetime, Phase, Watchdog
 
 SERVING, LINGERING, STOP = Phase.SERVING, Phase.LINGERING, Phase.STOP
 HERE, GONE = True, False
@@ -70,3 +70,24 @@ def test_lifetime(story: str) -> None:
 
 def test_without_lingering_unread_payloads_hold_nothing_up() -> None:
     assert Lifetime(linger_s=0).tick(5, writer_alive=False, unread=9) is STOP
+
+
+# --- watchdog ------------------------------------------------------------------------------------
+def test_silence_beyond_the_limit_is_a_stop() -> None:
+    dog = Watchdog(limit_s=3.0, look_s=1.0)
+    dog.look(100.0)
+    assert not dog.stopped(3.0)
+    assert dog.stopped(3.1)
+
+
+def test_a_watcher_that_slept_itself_counts_silence_from_its_waking() -> None:
+    dog = Watchdog(limit_s=3.0, look_s=1.0)
+    dog.look(100.0)
+    dog.look(160.0)  # it was stopped for a minute, and so, perhaps, was everybody
+    assert not dog.stopped(60.0)
+    for now in (161.0, 162.0, 163.0):
+        dog.look(now)
+        assert not dog.stopped(60.0 + now - 160.0)
+    dog.look(163.5)
+    assert dog.stopped(63.5)
+    assert not dog.stopped(0.2)

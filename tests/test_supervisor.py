@@ -8,12 +8,14 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from support import SHM, Child, asynchronous, eventually, is_running, listener_pids, noise, parent_of, until
+from support import SHM, Child, asynchronous, dead_port, eventually, is_running, listener_pids, noise, parent_of, until
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import RingNotFoundError
@@ -92,6 +94,82 @@ async def test_a_stopped_listener_is_killed_by_the_watchdog_and_what_it_had_pinn
             await until(lambda: ring.statistics().ready == 4)
             del held
             await read_all(client, tickets)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that it started and that are there."""
+    with contextlib.suppress(FileNotFoundError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def silence_s(ring: SharedRingBuffer, pid: int) -> float:
+    """Since the last heartbeat of a listener."""
+    (beat,) = (owner.heartbeat_ns for owner in ring.native.owners() if owner.pid == pid)
+    return (time.monotonic_ns() - beat) / 1e9
+
+
+def test_adopting_keeps_the_order_of_the_ports() -> None:
+    with served() as (ring, server):
+        for ports in (server.ports, server.ports[::-1]):
+            config = SupervisorConfig(
+                ports=ports, listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
+            )
+            assert tuple(place.port for place in Supervisor(ring, config).places) == ports
+
+
+def test_a_listener_that_has_moved_is_adopted_where_it_is() -> None:
+    with served() as (ring, server):
+        here, moved = server.ports
+        with dead_port() as nobodys:
+            config = SupervisorConfig(
+                ports=(nobodys, here), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
+            )
+            assert [place.port for place in Supervisor(ring, config).places] == [moved, here]
+
+
+@asynchronous
+async def test_a_supervisor_that_stood_still_itself_does_not_hold_it_against_its_listeners() -> None:
+    with served() as (ring, server):
+        before = listener_pids(ring)
+        asleep, dead = before[server.ports[0]], before[server.ports[1]]
+        supervisor = parent_of(asleep)
+        for pid in (supervisor, asleep):
+            os.kill(pid, signal.SIGSTOP)
+        await until(lambda: silence_s(ring, asleep) > 1.5 * QUICK.watchdog_s)
+        os.kill(dead, signal.SIGKILL)
+        os.kill(supervisor, signal.SIGCONT)
+        await until(lambda: set(children_of(supervisor)) - {asleep, dead}, "the supervisor has looked at its listeners")
+        os.kill(asleep, signal.SIGCONT)
+        await until(lambda: silence_s(ring, asleep) < QUICK.watchdog_s, "a heartbeat")
+        await until(lambda: set(listener_pids(ring)) == set(before))
+        assert listener_pids(ring)[server.ports[0]] == asleep
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "listener"])
+def test_a_server_starts_although_what_it_starts_is_killed_once(victim: str) -> None:
+    killed: list[int] = []
+    over = threading.Event()
+    own = set(children_of(os.getpid()))
+
+    def kill_one() -> None:
+        while not over.wait(0.001):
+            for supervisor in set(children_of(os.getpid())) - own:
+                for pid in [supervisor] if victim == "supervisor" else children_of(supervisor):
+                    os.kill(pid, signal.SIGKILL)
+                    killed.append(pid)
+                    return
+
+    with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
+        killer = threading.Thread(target=kill_one)
+        killer.start()
+        try:
+            with UCXXServer(ring, (0,), addresses=LOCAL, settings=QUICK) as server:
+                assert killed
+                assert set(listener_pids(ring)) == set(server.ports)
+        finally:
+            over.set()
+            killer.join()
 
 
 # --- the supervisor ------------------------------------------------------------------------------
@@ -318,6 +396,33 @@ def test_a_restarted_writer_takes_its_ring_over_and_old_and_new_payloads_are_ser
         child.tell()
         assert child.wait() == 0
     eventually(lambda: first.gone(name) and second.gone(name))
+
+
+def test_a_restarted_writer_whose_old_port_is_another_programs_by_now_is_served_on_a_new_one(name: str) -> None:
+    first = Writer(name, 2, ports=1)
+    ((port, _),) = first.listeners.items()
+    with first.child as child:
+        child.kill()
+    for pid in (first.supervisor, *first.listeners.values()):
+        os.kill(pid, signal.SIGKILL)
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        eventually(lambda: bound(thief, port))
+        thief.listen()
+        second = Writer(name, 1, ports=1)
+        assert port not in second.listeners
+
+        async def reading() -> None:
+            async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+                new_ports = second.tickets[0].ports
+                await read_all(client, [msgspec.structs.replace(each, ports=new_ports) for each in first.tickets])
+                await read_all(client, second.tickets)
+
+        run(reading())
+    with second.child as child:
+        child.tell()
+        assert child.wait() == 0
+    eventually(lambda: second.gone(name))
 
 
 # --- the trainer ---------------------------------------------------------------------------------

@@ -291,4 +291,7 @@ def segments() -> list[str]:
 def set_fault(point: str, signal: int, after: int = 0) -> None:
     """At the named step, after it was passed `after` times, send `signal` to this process."""
 
+def report_faults(descriptor: int) -> None:
+    """Write "process point signal" there, one line, before a signal is sent."""
+
 FAULT_POINTS: tuple[str, ...]

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner places, the writer one
 
 _START_TIMEOUT_S = 60.0
+_STARTS = 3  # of a supervisor that is killed before it has reported
+_DIED = "died"  # in place of an error's name
 _RESTART_PAUSE_S = 0.1  # doubled at each failure in a row
 _RESTART_MOST_S = 10.0
 
@@ -187,7 +189,12 @@ class _Processes:
         self._watcher: threading.Thread | None = None
 
     def start(self, _: tuple[int, ...]) -> tuple[int, ...]:
-        report = self._spawn()
+        for left in reversed(range(_STARTS)):
+            report = self._spawn()
+            if report.error != _DIED or not left:
+                break
+            log.warning("%s while it started; starting it again", report.message)
+            self._stop_orphans()  # or its listeners would keep the ports that the next one is to have
         if report.error:
             _raise_reported(report.error, report.message)
         # a supervisor that is started again adopts the listeners on these ports
@@ -219,7 +226,7 @@ class _Processes:
         process.stdout.close()
         if not line:
             process.wait()
-            return SupervisorReport(error="InternalError", message=f"it ended with status {process.returncode}")
+            return SupervisorReport(error=_DIED, message=f"the supervisor ended with status {process.returncode}")
         report = msgspec.json.decode(line, type=SupervisorReport)
         if report.error:
             process.wait()

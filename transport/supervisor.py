@@ -23,9 +23,9 @@ import time
 import msgspec
 import uvloop
 
-from transport import _native
-from transport.errors import RingNotFoundError, TransportError
-from transport.lifetime import Lifetime, Phase
+from transport import _native, errors
+from transport.errors import BusyPortError, RingNotFoundError, TransportError
+from transport.lifetime import Lifetime, Phase, Watchdog
 from transport.listener_process import (
     DRAIN_S,
     ListenerConfig,
@@ -43,6 +43,7 @@ _START_TIMEOUT_S = 30.0
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 5.0
 _TRIES_ON_A_BUSY_PORT = 5
+_TRIES_OF_A_START = 3  # of a listener that dies, or is silent, before it has said anything
 _PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of a writer that was before
 
 
@@ -67,10 +68,16 @@ class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class Place:
-    """One port and whoever serves it."""
+    """One port and whoever serves it.
 
-    def __init__(self, port: int) -> None:
+    Args:
+        port: where its listener is to be; 0: assigned.
+        any_port: the port is only that of a dead writer's listener, and nobody has asked for it.
+    """
+
+    def __init__(self, port: int, *, any_port: bool = False) -> None:
         self.port = port
+        self.any_port = any_port
         self.process: asyncio.subprocess.Process | None = None
         self.starting: asyncio.Task[None] | None = None
         self.failures = 0
@@ -80,11 +87,18 @@ class Place:
     def __repr__(self) -> str:
         return f"<Place port {self.port} {'own' if self.process else 'none or adopted'} failures {self.failures}>"
 
+    @property
+    def refused(self) -> bool:
+        """Whether its listener itself said why it cannot serve, and another start would end the same way."""
+        if self.any_port and self.last_error.error == BusyPortError.__name__:
+            return False
+        return isinstance(getattr(errors, self.last_error.error, None), type)
+
     def failed(self, now: float) -> None:
         """Back off before the next start; leave a port that somebody else keeps."""
         self.failures += 1
         self.not_before = now + min(_BACKOFF_FIRST_S * 2 ** (self.failures - 1), _BACKOFF_MOST_S)
-        if self.last_error.error == "BusyPortError" and self.failures >= _TRIES_ON_A_BUSY_PORT:
+        if self.last_error.error == BusyPortError.__name__ and self.failures >= _TRIES_ON_A_BUSY_PORT:
             log.warning("port %d is in use by another program; taking another", self.port)
             self.port = 0
             self.not_before = now
@@ -99,15 +113,27 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._stop = False
         self._lifetime = Lifetime(config.listener.settings.linger_s)
+        self._watchdog = Watchdog(config.listener.settings.watchdog_s, 2 * _TICK_S)
         self._watchers: set[asyncio.Task[None]] = set()
         self._writers = self._living_writers()
-        # Listeners that are there are adopted on the ports they have, which may have moved since the first start.
         # A ring that was taken over is served on its old ports, which are in the tickets of its unread payloads.
-        adopted = [] if config.first else sorted(self._living())
         known = [*ring.native.ports(), *config.ports[len(ring.native.ports()) :]]
-        wanted = [port or before for port, before in zip(config.ports, known, strict=False)]
-        missing = [port for port in wanted if port not in adopted]
-        self.places = [Place(port) for port in (adopted + missing)[: len(config.ports)]]
+        self.places = [
+            Place(port or before, any_port=not port) for port, before in zip(config.ports, known, strict=False)
+        ]
+        if not config.first:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Give listeners that are there a place on the port they have, which may have moved since the first start.
+
+        The others keep theirs: the order of the port table is what clients and `UCXXServer.ports` see.
+        """
+        living = self._living().keys()
+        moved = sorted(living - {place.port for place in self.places})
+        for place in self.places:
+            if moved and place.port not in living:
+                place.port = moved.pop(0)
 
     def request_stop(self) -> None:
         """Stop at the next look (signal handler)."""
@@ -137,9 +163,10 @@ class Supervisor:
         """Begin to start a listener in every place that has none; a stopped one is killed first."""
         living = self._living()
         now = time.monotonic()
+        self._watchdog.look(now)
         for place in self.places:
             pid, silent_s = living.get(place.port, (0, 0.0))
-            if pid and silent_s > self._config.listener.settings.watchdog_s:
+            if pid and self._watchdog.stopped(silent_s):
                 log.warning("listener %d on port %d is stopped for %.0f s; killing it", pid, place.port, silent_s)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -151,6 +178,20 @@ class Supervisor:
         """Until no start is under way."""
         await asyncio.gather(*(place.starting for place in self.places if place.starting is not None))
         self.tell_ports()
+
+    async def filled_at_first(self) -> None:
+        """Until every place has a listener or the reason why it can have none; one that just died is tried again."""
+        for _ in range(_TRIES_OF_A_START):
+            await self.filled()
+            again = [place for place in self.places if place.last_error.error and not place.refused]
+            if not again or self._stop:
+                return
+            for place in again:
+                place.not_before = 0.0
+                if place.last_error.error == BusyPortError.__name__:
+                    place.port = 0
+            self.fill()
+        await self.filled()
 
     def tell_ports(self) -> None:
         """Put the places' ports into the ring's table, which new tickets take them from."""
@@ -279,7 +320,7 @@ async def _supervise(config: SupervisorConfig) -> int:
             loop.add_signal_handler(number, supervisor.request_stop)
         supervisor.fill()
         if config.first:
-            await supervisor.filled()
+            await supervisor.filled_at_first()
         failed = [place for place in supervisor.places if place.last_error.error]
         if failed:
             answer(SupervisorReport(error=failed[0].last_error.error, message=failed[0].last_error.message))

@@ -1,5 +1,6 @@
 // transport._ucp: what needs libucp. Loaded after the library itself (transport/ucx.py), so that one libucp serves
 // ucxx and this; hence no rpath.
+#include "../bind_faults.hpp"
 #include "bindings.hpp"
 
 NB_MODULE(_ucp, module) {
@@ -10,4 +11,7 @@ NB_MODULE(_ucp, module) {
   bind_engine(module);
   bind_reading(module);
   bind_serving(module);
+#ifdef TRANSPORT_FAULT_POINTS
+  transport::python::bind_fault_points(module);
+#endif
 }

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "checksum.hpp"
+#include "fault.hpp"
 
 namespace transport::ucp {
 
@@ -71,6 +72,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     ++under_way_;
     endpoint().send(control_.data(), sizeof(Header) + records_ * sizeof(Record), tag_of(link_->their_base_, number_),
                     {&Operation::control_sent, this}, self_);
+    FAULT_POINT("read.asked");
     engine_.expect_soon();
     one_less();
   }
@@ -96,6 +98,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
 
   static void status_arrived(void* self, std::uint32_t, ucs_status_t status, std::size_t length) {
     auto& operation = *static_cast<Operation*>(self);
+    FAULT_POINT("read.answered");
     operation.note(status);
     if (status == UCS_OK) operation.read_status(length);
     if (operation.protocol_ || status != UCS_OK) operation.take_back_all();
@@ -167,6 +170,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
 
   // --- the end: everything is here, or nothing more will come --------------------------------------
   void run() override {
+    FAULT_POINT("read.arrived");
     const std::shared_ptr<Operation> keep = std::move(self_);
     const std::shared_ptr<Link> link = std::move(link_);
     --link->under_way_;

@@ -6,6 +6,7 @@
 
 #include "../clock.hpp"
 #include "../error.hpp"
+#include "../fault.hpp"
 #include "../siphash.hpp"
 
 namespace transport::ucp {
@@ -107,6 +108,7 @@ Code Service::begin(Connection& connection, const Record& record, Attempt*& atte
 // A reader has the payload, whichever connection or port it came through.
 void Service::acknowledge(const Record& record) {
   if (!known(record) || record.rank >= kMaxReaders) return;
+  FAULT_POINT("serve.acknowledging");
   Attempt* marked = nullptr;
   const auto same = [&](const Attempt& each) {
     return each.generation == record.generation && each.rank == record.rank;
@@ -143,6 +145,7 @@ bool Service::consumed_elsewhere(const Attempt& attempt) const {
 }
 
 void Service::sent(Attempt& attempt) {
+  FAULT_POINT("serve.sent");
   const bool over = attempt.state == Attempt::State::acknowledged;
   attempt.state = Attempt::State::idle;
   if (over) end(attempt);
@@ -282,6 +285,7 @@ void Connection::run() {
   last_active_ = now_s();
   const std::byte* const message = inbox_->messages[place].data();
   if (const char* const fault = fault_of(message, arrival.length)) return end(End::garbage, fault);
+  FAULT_POINT("serve.asked");
   try {
     answer(message);
     ++due_;
@@ -369,6 +373,7 @@ void Connection::answer(const std::byte* message) {
                static_cast<std::uint32_t>(joined_bytes), 0});
   reply->pieces[0] = {reply->status.data(), sizeof(Header) + answers * sizeof(Answer)};
   send_reply(std::move(reply), header.number, pieces);
+  FAULT_POINT("serve.answered");
   for (std::size_t each = 0; each < count; ++each) {
     const Payload& payload = payloads[each];
     if (join && payload.small != nullptr) continue;
@@ -376,6 +381,7 @@ void Connection::answer(const std::byte* message) {
     endpoint_->send(service_->ring_.payload(payload.attempt->slot), payload.length,
                     tag_of(client_base_, header.number, 1 + payload.index),
                     {&Connection::payload_sent, payload.attempt}, service_->mapping_);
+    FAULT_POINT("serve.sending");
   }
 }
 

@@ -1,0 +1,187 @@
+"""Carries faults out: signals, and what happens to network, disk and ports of the namespaces the soak runs in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+
+from crew import Member
+from faults import Fault
+
+ISOLATED = "TRANSPORT_SOAK_ISOLATED"  # set in the namespaces
+_SLOWEST = "8kbit"  # of the loopback while it is stalled
+
+
+def isolated(command: list[str]) -> list[str]:
+    """The command in network and mount namespaces of its own; as it is where this user may not make any."""
+    tools = [shutil.which(name) for name in ("unshare", "ip", "ss", "tc")]
+    if not all(tools):
+        return command
+    for extra in ([], ["--map-root-user"]):
+        prefix = ["unshare", *extra, "--net", "--mount", "--propagation", "private"]
+        if subprocess.run([*prefix, "true"], capture_output=True).returncode == 0:
+            return [*prefix, *command]
+    return command
+
+
+class Hardship:
+    """What is wrong at the moment, and when it ends.
+
+    Args:
+        disk: mount point of the queue's own small file system; None: it has none.
+        network: whether the loopback is the soak's own.
+    """
+
+    def __init__(self, disk: Path | None, network: bool) -> None:
+        self._disk = disk
+        self._network = network
+        self.counts: Counter[str] = Counter()
+        self._stopped: dict[int, float] = {}  # pid → when it goes on
+        self._thieves: list[tuple[float, socket.socket]] = []
+        self._wanted_ports: list[tuple[float, float, int]] = []
+        self._stalled_until = self._full_until = 0.0
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Kinds of faults that can be done here."""
+        network = {"cut", "stall"} if self._network else set()
+        return frozenset({"kill", "stop", "port"} | network | ({"disk"} if self._disk else set()))
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing is wrong now that ends by itself."""
+        return not (self._stopped or self._thieves or self._wanted_ports or self._stalled_until or self._full_until)
+
+    def has_stopped(self, pid: int) -> bool:
+        """Whether the process was stopped here."""
+        return pid in self._stopped
+
+    def kill(self, member: Member) -> None:
+        """SIGKILL, also to one that is stopped."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGKILL)
+            self.counts[f"kill {member.role}"] += 1
+        self._stopped.pop(member.pid, None)
+
+    @property
+    def kills(self) -> int:
+        """All there were, those at fault points included."""
+        return sum(count for name, count in self.counts.items() if name.startswith("kill "))
+
+    def closed(self, pid: int, point: str, number: int, seconds: float) -> None:
+        """A process has gone into its trap: it is dead, or goes on after ``seconds``."""
+        self.counts[f"point {point}"] += 1
+        if number == signal.SIGSTOP:
+            self.counts["stop at a point"] += 1
+            self._stopped[pid] = time.monotonic() + seconds
+        else:
+            self.counts["kill at a point"] += 1
+
+    def stop(self, member: Member, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after ``seconds``."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(member.pid, signal.SIGSTOP)
+            self.counts[f"stop {member.role}"] += 1
+            self._stopped[member.pid] = time.monotonic() + seconds
+
+    def steal_port(self, listener: Member, port: int, seconds: float) -> None:
+        """Kill a listener and have its port before it is back."""
+        self.kill(listener)
+        now = time.monotonic()
+        self._wanted_ports.append((now + 5.0, seconds, port))
+
+    def cut(self, fault: Fault) -> None:
+        """Reset one TCP connection, or all there are."""
+        listed = subprocess.run(["ss", "-tnH", "state", "established"], capture_output=True, text=True).stdout
+        pairs = re.findall(r"(\S+):(\d+)\s+(\S+):(\d+)\s*$", listed, re.MULTILINE)
+        if not pairs:
+            return
+        which: list[str] = []
+        if fault.choice < 0.7:
+            _, source, _, target = pairs[int(fault.choice / 0.7 * len(pairs))]
+            which = ["sport", "=", f":{source}", "and", "dport", "=", f":{target}"]
+        subprocess.run(["ss", "-K", "-tnH", "state", "established", *which], capture_output=True)
+        self.counts["cut one" if which else "cut all"] += 1
+
+    def stall(self, seconds: float) -> None:
+        """Let (almost) nothing through the loopback for a time."""
+        if not self._stalled_until:
+            subprocess.run([*_tc("add"), "tbf", "rate", _SLOWEST, "burst", "16k", "limit", "64k"], check=True)
+            self.counts["stall"] += 1
+        self._stalled_until = time.monotonic() + seconds
+
+    def fill_disk(self, seconds: float) -> None:
+        """Leave no byte of room where the queue is."""
+        assert self._disk is not None
+        if not self._full_until:
+            self._fill()
+            self.counts["disk full"] += 1
+        self._full_until = time.monotonic() + seconds
+
+    def _fill(self) -> None:
+        assert self._disk is not None
+        with (self._disk / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+            for size in (1 << 20, 4096):
+                with contextlib.suppress(OSError):
+                    while file.write(bytes(size)):
+                        pass
+
+    def tend(self) -> None:
+        """End what is over; call it often."""
+        now = time.monotonic()
+        for pid in [pid for pid, until in self._stopped.items() if now >= until]:
+            del self._stopped[pid]
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._take_ports(now)
+        for until, thief in list(self._thieves):
+            if now >= until:
+                thief.close()
+                self._thieves.remove((until, thief))
+        if self._stalled_until and now >= self._stalled_until:
+            subprocess.run(_tc("del"), check=True)
+            self._stalled_until = 0.0
+        if self._full_until and self._disk is not None:
+            if now >= self._full_until:
+                (self._disk / "filler").unlink()
+                self._full_until = 0.0
+            else:
+                self._fill()  # what others gave back meanwhile
+
+    def _take_ports(self, now: float) -> None:
+        for wanted in list(self._wanted_ports):
+            give_up, seconds, port = wanted
+            thief = socket.socket()
+            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                thief.bind(("0.0.0.0", port))
+                thief.listen()
+            except OSError:
+                thief.close()
+                if now > give_up:  # its listener was faster
+                    self._wanted_ports.remove(wanted)
+                continue
+            self.counts["port taken"] += 1
+            self._wanted_ports.remove(wanted)
+            self._thieves.append((now + seconds, thief))
+
+    def end_all(self) -> None:
+        """Everything that is wrong ends now."""
+        self._stopped = dict.fromkeys(self._stopped, 0.0)
+        self._thieves = [(0.0, thief) for _, thief in self._thieves]
+        self._wanted_ports.clear()
+        self._stalled_until = min(self._stalled_until, 1e-9)
+        self._full_until = min(self._full_until, 1e-9)
+        self.tend()
+
+
+def _tc(verb: str) -> list[str]:
+    return ["tc", "qdisc", verb, "dev", "lo", "root"]

@@ -1,0 +1,69 @@
+"""What the processes of a soak agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from transport.settings import DEFAULTS, Settings
+
+# Short times, so that every clock of the protocol runs out many times in a soak.
+SETTINGS = msgspec.structs.replace(
+    DEFAULTS,
+    read_timeout_s=2.0,
+    connect_timeout_s=2.0,
+    handshake_timeout_s=2.0,
+    batch_deadline_s=20.0,
+    backoff_first_s=0.1,
+    backoff_most_s=1.0,
+    port_quarantine_s=0.5,
+    port_quarantine_most_s=2.0,
+    ack_timeout_s=5.0,
+    watchdog_s=3.0,
+    heartbeat_s=0.5,
+    linger_s=120.0,
+    claim_lease_s=3.0,
+    claim_renew_s=1.0,
+)
+MAX_DELIVERIES = 1000  # a payload is not given up because its trainers were killed
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Told to every process on its command line."""
+
+    folder: str
+    queue: str
+    run: str
+    seed: int
+    slots: int = 768
+    settings: Settings = SETTINGS
+
+    def journal(self, who: str) -> Path:
+        """Of the process ``who``, as "writer-0"."""
+        return Path(self.folder) / f"{who}.journal"
+
+    def ring(self, writer: int) -> str:
+        """Name of a writer's segment."""
+        return f"/transport-soak-{self.run}-{writer}"
+
+
+class WriterPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One writer's part."""
+
+    plan: Plan
+    number: int
+    readers: int
+    first: int  # number to go on with
+    left: int  # payloads to publish
+    ports: int = 2
+
+
+class TrainerPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One trainer's part in this life."""
+
+    plan: Plan
+    number: int
+    rank: int
+    wire: list[str]  # empty: auto
+    batch: int = 128

@@ -1,0 +1,87 @@
+"""A trainer of the soak: claims, fetches, compares every byte, consumes; killed and started again at any moment."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import select
+import signal
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import msgspec
+import payloads
+from journal import Journal
+from plan import MAX_DELIVERIES, TrainerPlan
+
+from transport import UCXXDataPackerMixin
+from transport.errors import QueueError
+from transport.packer import FetchedBatch
+from transport.queue import SQLiteQueue
+
+_PAUSE_S = 0.05
+
+
+class Trainer(UCXXDataPackerMixin):
+    """Trains on nothing, but says what it would have trained on."""
+
+    def __init__(self, part: TrainerPlan) -> None:
+        self.part = part
+        self.journal = Journal(part.plan.journal(f"trainer-{part.number}"))
+        self.setup_ucxx_packer(
+            queue=SQLiteQueue(part.plan.queue, lease_s=part.plan.settings.claim_lease_s, max_deliveries=MAX_DELIVERIES),
+            rank=part.rank,
+            consumer=f"trainer-{part.number}",
+            wire=frozenset(part.wire) if part.wire else "auto",  # type: ignore[arg-type]
+            settings=part.plan.settings,
+        )
+
+    def train(self, batch: FetchedBatch) -> None:
+        """Compare, and consume what is right."""
+        rank = self.part.rank
+        asked = []
+        for item in batch.items:
+            if item.payload is None or item.claim is None:
+                continue
+            writer, number = item.ticket.metadata["w"], item.ticket.metadata["n"]
+            if not payloads.is_right(writer, number, item.payload.data):
+                self.journal.say("X", rank, f"{writer}={number}", item.payload.wire)
+            asked.append(f"{number}={writer}={item.claim.token}")
+        self.journal.say("A", rank, *asked)
+        trained = self.patiently(lambda: self.consume(batch))
+        self.journal.say("C", rank, *(f"{each.ticket.metadata['w']}={each.ticket.metadata['n']}" for each in trained))
+
+    def patiently(self, action: Any) -> Any:
+        """Until the queue does not fail."""
+        while True:
+            try:
+                return action()
+            except QueueError as error:
+                print(f"trainer: {error}", file=sys.stderr)
+                time.sleep(_PAUSE_S)
+
+
+def main() -> None:
+    """Until standard input ends."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(level="WARNING", format="%(asctime)s trainer %(process)d %(levelname)s %(message)s")
+    part = msgspec.json.decode(sys.argv[1], type=TrainerPlan)
+    trainer = Trainer(part)
+    fetching = 0
+    while True:
+        claims = trainer.patiently(partial(trainer.claim_tickets, part.batch, 0.0 if fetching else 0.3))
+        if claims:
+            trainer.defer_prefetch(claims)
+            fetching += 1
+        if fetching == 2 or (fetching and not claims):
+            trainer.train(trainer.collect_prefetch())  # type: ignore[arg-type]
+            fetching -= 1
+        elif not claims and select.select([sys.stdin], [], [], 0)[0]:
+            break
+    trainer.cleanup_ucxx_packer()
+
+
+if __name__ == "__main__":
+    main()
