@@ -43,9 +43,9 @@ struct Limits {
   double slowest_rate = 100e6;        // bytes per second that a client takes at least
   std::size_t most_attempts = 4096;   // per connection: one that never acknowledges does not grow the listener
   std::size_t most_unsent = 1024;     // per connection: answers and payloads that its client has not taken yet
+  std::uint32_t numbers = kMessageNumbers;
   std::size_t most_ahead = std::size_t{4} << 20;  // per connection: bytes of messages whose turn has not come
   std::size_t most_ahead_of_all = std::size_t{64} << 20;
-  std::uint32_t numbers = kMessageNumbers;
 };
 
 struct Attempt {
