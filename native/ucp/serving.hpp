@@ -190,7 +190,6 @@ class Connection : public Deferred {
   void post();
   bool keep(std::uint64_t place, std::size_t length, ucp_tag_message_h message);
   Ahead take_ahead();
-  const char* fault_of(const std::byte* message, std::size_t length) const;
   void answer(const std::byte* message);
   void send_reply(std::shared_ptr<Reply> reply, std::uint32_t number, std::size_t pieces);
   void sent(ucs_status_t status);
