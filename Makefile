@@ -105,6 +105,21 @@ build/model: native/model/slot.pml native/model/check.py
 	  if [ $$status = 3 ]; then echo "SKIPPED: the model of the slot protocol is not checked without spin"; \
 	  elif [ $$status != 0 ]; then exit $$status; else mkdir -p build && touch $@; fi
 
+# libFuzzer over what is parsed in native code; what it has learnt stays in build/fuzz.
+FUZZ_SECONDS ?= 60
+FUZZ_FLAGS := -std=c++20 -O1 -g -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Inative
+FUZZ_SOURCES := native/ring.cpp native/ring_look.cpp native/segment.cpp
+
+build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
+	@command -v clang++ >/dev/null || { echo "clang++ is missing: apt-get install clang" >&2; exit 2; }
+	@mkdir -p build/fuzz/corpus-$*
+	@clang++ $(FUZZ_FLAGS) $< $(FUZZ_SOURCES) -lrt -o $@
+
+.PHONY: fuzz
+fuzz: build/fuzz/frames build/fuzz/segment ## libFuzzer over frames and segments, FUZZ_SECONDS=60 each
+	@cd build/fuzz && ./frames -max_total_time=$(FUZZ_SECONDS) -max_len=2100 -print_final_stats=1 corpus-frames
+	@cd build/fuzz && ./segment -max_total_time=$(FUZZ_SECONDS) -max_len=200 -print_final_stats=1 corpus-segment
+
 model: build/model ## the slot protocol's model: properties hold, planted faults are found (spin)
 
 docs: $(VENV)/installed ## run the code blocks of the documentation

@@ -105,6 +105,12 @@ void count(Ring& ring, const std::string& name, std::uint64_t amount) {
 
 nb::tuple ports(const Ring& ring) { return nb::tuple(nb::cast(ring.ports())); }
 
+// Whatever stands in shared memory by now is text.
+nb::str addresses(const Ring& ring) {
+  const std::string bytes = ring.addresses();
+  return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
 void set_addresses(Ring& ring, const std::string& addresses) { ring.set_addresses(addresses); }
 
 nb::tuple state_counts(const Ring& ring) {
@@ -227,7 +233,7 @@ void bind_ring(nb::module_& module) {
       .def("ports", ports)
       .def("set_ports", &Ring::set_ports, "ports"_a)
       .def("set_own_port", &Ring::set_own_port, "port"_a)
-      .def_prop_rw("addresses", &Ring::addresses, set_addresses)
+      .def_prop_rw("addresses", addresses, set_addresses)
 
       .def("freed_event", [](const Ring& ring) { return seen(ring.freed()); })
       .def(

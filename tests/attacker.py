@@ -108,13 +108,13 @@ async def clients(worker: Worker, port: int, count: int) -> int:
     """Connections that are made and never say a word; held."""
     held = []
     for _ in range(count):
-        if told():
-            break
         try:
             held.append(await worker.connect("127.0.0.1", port))
             await asyncio.sleep(0)
         except TransportError:
             await asyncio.sleep(0.01)
+        if told():
+            break
     return len(held)
 
 
@@ -171,6 +171,7 @@ WITH_UCX = {"tags": tags, "stream": stream, "rendezvous": rendezvous, "ahead": a
 
 async def through_ucx(kind: str, port: int, count: int) -> None:
     worker = Worker(settings_for(frozenset({"tcp"})))
+    say("begun")
     try:
         say(await WITH_UCX[kind](worker, port, count))
         while not told():
@@ -181,10 +182,10 @@ async def through_ucx(kind: str, port: int, count: int) -> None:
 
 def main() -> None:
     kind, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    say("begun")
     if kind in WITH_UCX:
         asyncio.run(through_ucx(kind, port, count))
     else:
+        say("begun")
         say(WITHOUT_UCX[kind](port, count))
         sys.stdin.readline()
 

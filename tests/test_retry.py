@@ -220,6 +220,54 @@ def test_without_a_deadline_the_formulas_are_exact(reads: int, calls: int, round
     assert simulation.now == pytest.approx(worst_case_wait(settings, size, ports))
 
 
+@given(
+    counts=st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4)),
+    times=st.tuples(*(st.floats(0.01, 50.0) for _ in range(3))),
+    backoffs=st.tuples(st.floats(0.001, 5.0), st.floats(1.0, 20.0)),
+    rate=st.floats(1e5, 1e10),
+    deadline_s=st.floats(0.02, 3.0) | st.just(1e7),
+    ports=st.integers(1, 16),
+    size=st.integers(0, 1 << 33),
+)
+def test_over_all_settings_nothing_takes_longer_than_the_formula_says(
+    counts: tuple[int, int, int],
+    times: tuple[float, float, float],
+    backoffs: tuple[float, float],
+    rate: float,
+    deadline_s: float,
+    ports: int,
+    size: int,
+) -> None:
+    """``deadline_s``: as a share of what it would take without one, or none to speak of."""
+    reads, calls, rounds = counts
+    connect_s, handshake_s, read_s = times
+    settings = msgspec.structs.replace(
+        DEFAULTS,
+        attempts_per_read=reads,
+        calls_per_ticket=calls,
+        rounds_per_batch=rounds,
+        connect_timeout_s=connect_s,
+        handshake_timeout_s=handshake_s,
+        read_timeout_s=read_s,
+        read_slowest_rate=rate,
+        backoff_first_s=min(backoffs),
+        backoff_most_s=max(backoffs),
+        batch_deadline_s=1e12,
+    )
+    unlimited = worst_case_wait(settings, size, ports)
+    settings = msgspec.structs.replace(settings, batch_deadline_s=unlimited * deadline_s)
+    simulation = Simulation(settings, size, ports)
+    error = simulation.run()
+    assert simulation.attempts <= worst_case_attempts(settings, ports)
+    assert simulation.now <= worst_case_wait(settings, size, ports) * (1 + 1e-9)
+    if deadline_s > 1.001:
+        assert isinstance(error, RetriesExhaustedError)
+        assert simulation.now == pytest.approx(unlimited)
+        assert simulation.attempts == worst_case_attempts(settings, ports)
+    else:
+        assert simulation.now <= settings.batch_deadline_s * (1 + 1e-9)
+
+
 @given(ports=st.integers(1, 16), size=st.integers(0, 1 << 36), deadline_s=st.floats(6.0, 1000.0))
 def test_the_deadline_caps_both(ports: int, size: int, deadline_s: float) -> None:
     settings = msgspec.structs.replace(DEFAULTS, batch_deadline_s=deadline_s)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import secrets
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -30,6 +31,7 @@ from transport.wires import Wire
 log = logging.getLogger(__name__)
 
 OVERGROWN = 3  # exit status
+_MODULE = b"transport.listener_process"  # as it stands on the command line
 
 _answers = 1  # descriptor
 _left_open: list[Listener] = []  # nothing of UCX is destroyed before the process ends
@@ -63,6 +65,23 @@ class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     port: int = 0
     error: str = ""
     message: str = ""
+
+
+def is_listener(pid: int) -> bool:
+    """Whether a process of this user is a listener. Pids stand in shared memory, which may hold anything by now."""
+    process = Path(f"/proc/{pid}")
+    try:
+        ours = process.stat().st_uid == os.geteuid()
+        return pid > 0 and ours and _MODULE in (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def send(number: int, pid: int) -> None:
+    """A signal to a listener that the segment names; to nobody else, and not to one that is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if is_listener(pid):
+            os.kill(pid, number)
 
 
 def answer(report: msgspec.Struct) -> None:

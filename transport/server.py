@@ -27,7 +27,7 @@ from transport.addresses import advertised
 from transport.background import AtExit, gone
 from transport.errors import ClosedError, InternalError, TransportError, UsageError
 from transport.listener import Listener
-from transport.listener_process import DRAIN_S, ListenerConfig
+from transport.listener_process import DRAIN_S, ListenerConfig, is_listener, send
 from transport.ring import MAX_READERS, SharedRingBuffer
 from transport.settings import DEFAULTS, Settings
 from transport.supervisor import SupervisorConfig, SupervisorReport
@@ -275,13 +275,12 @@ class _Processes:
         give_up = time.monotonic() + DRAIN_S + 2.0
         told: set[int] = set()
         while not self._ring.native.closed:
-            orphans = {owner.pid for owner in self._ring.native.owners() if owner.alive and owner.port}
+            orphans = {owner.pid for owner in self._ring.native.owners() if owner.alive and is_listener(owner.pid)}
             if not orphans:
                 return
             late = time.monotonic() > give_up
             for pid in orphans if late else orphans - told:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+                send(signal.SIGKILL if late else signal.SIGTERM, pid)
             told |= orphans
             time.sleep(0.02)
 

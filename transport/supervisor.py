@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import sys
 import time
@@ -31,7 +30,9 @@ from transport.listener_process import (
     ListenerConfig,
     ListenerReport,
     answer,
+    is_listener,
     keep_stdout_for_the_answer,
+    send,
 )
 from transport.ring import SharedRingBuffer
 from transport.supervisor_lock import holding, supervised
@@ -118,6 +119,8 @@ class Supervisor:
         self._writers = self._living_writers()
         # A ring that was taken over is served on its old ports, which are in the tickets of its unread payloads.
         known = [*ring.native.ports(), *config.ports[len(ring.native.ports()) :]]
+        # what stands in shared memory may be anything by now
+        known = [port if port <= 65535 else 0 for port in known]
         self.places = [
             Place(port or before, any_port=not port) for port, before in zip(config.ports, known, strict=False)
         ]
@@ -147,7 +150,7 @@ class Supervisor:
         return {
             owner.port: (owner.pid, (now - owner.heartbeat_ns) / 1e9)
             for owner in self._ring.native.owners()
-            if owner.alive and owner.port
+            if owner.alive and 0 < owner.port <= 65535 and is_listener(owner.pid)
         }
 
     def _living_writers(self) -> set[tuple[int, int]]:
@@ -168,8 +171,7 @@ class Supervisor:
             pid, silent_s = living.get(place.port, (0, 0.0))
             if pid and self._watchdog.stopped(silent_s):
                 log.warning("listener %d on port %d is stopped for %.0f s; killing it", pid, place.port, silent_s)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                send(signal.SIGKILL, pid)
             elif not pid and place.process is None and place.starting is None and now >= place.not_before:
                 place.starting = asyncio.create_task(self._start(place))
         self.tell_ports()
@@ -290,15 +292,13 @@ class Supervisor:
                 place.starting.cancel()
         await asyncio.gather(*(each.starting for each in self.places if each.starting), return_exceptions=True)
         for pid in self._listener_pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            send(signal.SIGTERM, pid)
         give_up = time.monotonic() + DRAIN_S + 2.0
         while self._living() or any(place.process for place in self.places):
             if time.monotonic() > give_up:
                 log.warning("listeners %s do not stop; killing them", sorted(self._listener_pids()))
                 for pid in self._listener_pids():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                    send(signal.SIGKILL, pid)
                 give_up = time.monotonic() + 5.0
             await asyncio.sleep(0.02)
         self._ring.reclaim()

@@ -72,4 +72,26 @@ void store(std::byte* at, const Frame& frame) {
   std::memcpy(at, &frame, sizeof frame);
 }
 
+inline Record record_at(const std::byte* message, std::size_t index) {
+  return load<Record>(message + sizeof(Header) + index * sizeof(Record));
+}
+
+// Why a message of `length` bytes is not the CONTROL of number `due`, in words; null when it is. Nothing of a message is
+// done before all of it was looked at.
+inline const char* control_fault(const std::byte* message, std::size_t length, std::uint32_t due) {
+  if (length < sizeof(Header)) return "a control message has no header";
+  const auto header = load<Header>(message);
+  if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::control))
+    return "not a control message of this version";
+  if (header.count == 0 || header.count > kMostRecords) return "a control message of too few or too many records";
+  if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
+  for (std::size_t index = 0; index < header.count; ++index) {
+    const std::uint8_t kind = record_at(message, index).kind;
+    if (kind < static_cast<std::uint8_t>(Kind::read) || kind > static_cast<std::uint8_t>(Kind::bye))
+      return "a record of unknown kind";
+  }
+  if (header.number != due) return "a control message of another number than was due";
+  return nullptr;
+}
+
 }  // namespace transport::ucp

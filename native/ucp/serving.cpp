@@ -34,10 +34,6 @@ bool is_of_the_peer(ucs_status_t status) {
 
 double now_s() { return static_cast<double>(monotonic_ns()) * 1e-9; }
 
-Record record_at(const std::byte* message, std::size_t index) {
-  return load<Record>(message + sizeof(Header) + index * sizeof(Record));
-}
-
 }  // namespace
 
 // --- service: payloads --------------------------------------------------------------------------------------
@@ -284,7 +280,7 @@ void Connection::run() {
   if (arrival.status != UCS_OK) return end(End::gone, "the peer is gone");
   last_active_ = now_s();
   const std::byte* const message = inbox_->messages[place].data();
-  if (const char* const fault = fault_of(message, arrival.length)) return end(End::garbage, fault);
+  if (const char* const fault = control_fault(message, arrival.length, due_)) return end(End::garbage, fault);
   FAULT_POINT("serve.asked");
   try {
     answer(message);
@@ -294,23 +290,6 @@ void Connection::run() {
     return end(End::internal, "the ring cannot be served any more");
   }
   if (!over_ && has_work()) service_->engine().defer(*this);
-}
-
-// Nothing of a message is done before all of it was looked at.
-const char* Connection::fault_of(const std::byte* message, std::size_t length) const {
-  if (length < sizeof(Header)) return "a control message has no header";
-  const auto header = load<Header>(message);
-  if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::control))
-    return "not a control message of this version";
-  if (header.count == 0 || header.count > kMostRecords) return "a control message of too few or too many records";
-  if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
-  for (std::size_t index = 0; index < header.count; ++index) {
-    const std::uint8_t kind = record_at(message, index).kind;
-    if (kind < static_cast<std::uint8_t>(Kind::read) || kind > static_cast<std::uint8_t>(Kind::bye))
-      return "a record of unknown kind";
-  }
-  if (header.number != due_) return "a control message of another number than was due";
-  return nullptr;
 }
 
 // --- connection: answers and payloads out -------------------------------------------------------------------

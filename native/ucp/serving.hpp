@@ -43,9 +43,9 @@ struct Limits {
   double slowest_rate = 100e6;        // bytes per second that a client takes at least
   std::size_t most_attempts = 4096;   // per connection: one that never acknowledges does not grow the listener
   std::size_t most_unsent = 1024;     // per connection: answers and payloads that its client has not taken yet
+  std::uint32_t numbers = kMessageNumbers;
   std::size_t most_ahead = std::size_t{4} << 20;  // per connection: bytes of messages whose turn has not come
   std::size_t most_ahead_of_all = std::size_t{64} << 20;
-  std::uint32_t numbers = kMessageNumbers;
 };
 
 struct Attempt {
@@ -190,7 +190,6 @@ class Connection : public Deferred {
   void post();
   bool keep(std::uint64_t place, std::size_t length, ucp_tag_message_h message);
   Ahead take_ahead();
-  const char* fault_of(const std::byte* message, std::size_t length) const;
   void answer(const std::byte* message);
   void send_reply(std::shared_ptr<Reply> reply, std::uint32_t number, std::size_t pieces);
   void sent(ucs_status_t status);
