@@ -175,7 +175,7 @@ class Soak:
             self._seen, self._idle_s = self._accounts.consumed_total, 0.0
         if now - self._said_at > _SAY_EVERY_S:
             self._said_at = now
-            print(f"{self._seen} of {self._accounts.expected()} … {dict(self._hardship.counts)}", flush=True)
+            print(f"{self._seen} of {self._accounts.expected()}, {self._hardship.kills} kills", flush=True)
             foreign = [each for each in self._members() if each.stopped and not self._hardship.has_stopped(each.pid)]
             if foreign:
                 print(f"stopped by somebody else: {foreign}", flush=True)
