@@ -26,13 +26,13 @@ from journal import Reader
 from plan import MAX_DELIVERIES, Plan, TrainerPlan, WriterPlan
 
 from transport import SharedRingBuffer
-from transport.errors import RingNotFoundError, TransportError
+from transport.errors import TransportError
 from transport.queue import SQLiteQueue
 
 READERS = (1, 2)  # by writer
 RANKS = (0, 0, 1)  # by trainer
 WIRES = ([], ["tcp"], ["shm"], ["shm", "tcp"], ["tcp"], [])  # chosen anew in each life; []: auto, which maps
-_DISK_BYTES = 512 << 20
+_DISK_BYTES = 256 << 20
 _CLOCK_STEP_S = 30 * 86400  # half of it back, half of it forth
 _LOOK_S = 0.05
 _SAY_EVERY_S = 5.0
@@ -235,7 +235,7 @@ class Soak:
         try:
             with SharedRingBuffer.attach(self._plan.ring(writer), role="observer") as ring:
                 return {owner.pid: owner.port for owner in ring.native.owners() if owner.alive and owner.port}
-        except RingNotFoundError:
+        except TransportError:  # not there, or not yet all there
             return {}
 
     def _steal(self, fault: Fault) -> bool:
