@@ -88,7 +88,7 @@ def sources(*folders: str) -> str:
 
 @cache
 def identifiers() -> frozenset[str]:
-    return frozenset(re.findall(r"[A-Za-z_]\w*", sources("transport", "native", "tests")))
+    return frozenset(re.findall(r"[A-Za-z_]\w*", sources("transport", "native", "tests", "benchmarks")))
 
 
 @cache

@@ -88,13 +88,17 @@ def test_wrong_bytes_are_counted_and_named() -> None:
 # --- journals, payloads, schedule ------------------------------------------------------------------------
 def test_a_torn_line_was_never_said_and_spoils_no_other(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    Journal(path).say("C", 0, "0=1")
+    killed = Journal(path)
+    killed.say("C", 0, "0=1")
     with path.open("ab") as file:
         file.write(b"C 0 0=2 0=3")
     reader = Reader(path)
     assert list(reader.lines()) == [["C", "0", "0=1"]]
-    Journal(path).say("C", 0, "0=4")
+    successor = Journal(path)
+    successor.say("C", 0, "0=4")
     assert list(reader.lines()) == [["C", "0", "0=4"]]
+    killed.close()
+    successor.close()
 
 
 def test_one_wrong_byte_and_another_payload_are_seen() -> None:

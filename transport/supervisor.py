@@ -22,7 +22,7 @@ import time
 import msgspec
 import uvloop
 
-from transport import _native, errors
+from transport import _native
 from transport.errors import BusyPortError, RingNotFoundError, TransportError
 from transport.lifetime import Lifetime, Phase, Watchdog
 from transport.listener_process import (
@@ -45,6 +45,7 @@ _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 5.0
 _TRIES_ON_A_BUSY_PORT = 5
 _TRIES_OF_A_START = 3  # of a listener that dies, or is silent, before it has said anything
+_SILENT = "no report"  # of such a one, in place of an error's name
 _PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of a writer that was before
 
 
@@ -93,7 +94,7 @@ class Place:
         """Whether its listener itself said why it cannot serve, and another start would end the same way."""
         if self.any_port and self.last_error.error == BusyPortError.__name__:
             return False
-        return isinstance(getattr(errors, self.last_error.error, None), type)
+        return self.last_error.error != _SILENT
 
     def failed(self, now: float) -> None:
         """Back off before the next start; leave a port that somebody else keeps."""
@@ -181,11 +182,19 @@ class Supervisor:
         await asyncio.gather(*(place.starting for place in self.places if place.starting is not None))
         self.tell_ports()
 
+    def unserved(self) -> list[Place]:
+        """Places whose listener did not start, and whose port nobody else serves for this ring.
+
+        A supervisor that was killed meanwhile may have left a listener that started after all.
+        """
+        living = self._living()
+        return [place for place in self.places if place.last_error.error and place.port not in living]
+
     async def filled_at_first(self) -> None:
         """Until every place has a listener or the reason why it can have none; one that just died is tried again."""
         for _ in range(_TRIES_OF_A_START):
             await self.filled()
-            again = [place for place in self.places if place.last_error.error and not place.refused]
+            again = [place for place in self.unserved() if not place.refused]
             if not again or self._stop:
                 return
             for place in again:
@@ -246,7 +255,7 @@ class Supervisor:
                 config = msgspec.structs.replace(self._config.listener, port=place.port)
                 return await self._exchange(place.process, config)
         except (TimeoutError, OSError, msgspec.MsgspecError) as error:
-            return ListenerReport(error=type(error).__name__, message=f"the listener did not report: {error}")
+            return ListenerReport(error=_SILENT, message=f"the listener did not report ({error!r})")
 
     async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> ListenerReport:
         if process.stdin is None or process.stdout is None:
@@ -321,7 +330,7 @@ async def _supervise(config: SupervisorConfig) -> int:
         supervisor.fill()
         if config.first:
             await supervisor.filled_at_first()
-        failed = [place for place in supervisor.places if place.last_error.error]
+        failed = supervisor.unserved()
         if failed:
             answer(SupervisorReport(error=failed[0].last_error.error, message=failed[0].last_error.message))
             await supervisor._stop_listeners()

@@ -42,6 +42,6 @@ def _drawn(rng: random.Random, weights: dict[str, int]) -> str:
 
 def _length(rng: random.Random, kind: str) -> float:
     if kind == "stop":  # mostly short; now and then longer than watchdog and leases
-        return rng.uniform(0.02, 0.5) if rng.random() < 0.8 else rng.uniform(2.0, 6.0)
+        return rng.uniform(0.02, 0.5) if rng.random() < 0.65 else rng.uniform(2.0, 6.0)
     lengths = {"stall": (0.2, 3.0), "port": (0.5, 4.0), "disk": (0.5, 2.0), "clock": (0.0, 0.0)}
     return rng.uniform(*lengths[kind]) if kind in lengths else 0.0

@@ -32,6 +32,10 @@ class Journal:
         if os.write(self._descriptor, line) != len(line):
             raise OSError(f"no room for the journal {self.path}")
 
+    def close(self) -> None:
+        """Says no more; a process that ends needs no such call."""
+        os.close(self._descriptor)
+
 
 class Reader:
     """Reads what was appended since it last looked."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import audit
 import msgspec
 from accounts import Accounts
+from clock import WallClock
 from closed import Points
 from crew import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
 from faults import Fault, schedule
@@ -25,13 +26,14 @@ from journal import Reader
 from plan import MAX_DELIVERIES, Plan, TrainerPlan, WriterPlan
 
 from transport import SharedRingBuffer
-from transport.errors import RingNotFoundError, TransportError
+from transport.errors import TransportError
 from transport.queue import SQLiteQueue
 
 READERS = (1, 2)  # by writer
 RANKS = (0, 0, 1)  # by trainer
 WIRES = ([], ["tcp"], ["shm"], ["shm", "tcp"], ["tcp"], [])  # chosen anew in each life; []: auto, which maps
-_DISK_BYTES = 512 << 20
+_DISK_BYTES = 256 << 20
+_CLOCK_STEP_S = 30 * 86400  # half of it back, half of it forth
 _LOOK_S = 0.05
 _SAY_EVERY_S = 5.0
 _SHARE = 0.5  # of processes that have a trap
@@ -71,6 +73,8 @@ class Soak:
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         root = str(HERE.parent.parent)
         self._environment |= {MARK: self._plan.run, "PYTHONPATH": root}
+        self._clock = WallClock(folder)
+        self._environment |= self._clock.environment
         self._points = Points(folder)
         if options.build is not None:
             self._environment |= {
@@ -119,8 +123,13 @@ class Soak:
             "stall": self._options.kills // 50,
             "port": self._options.kills // 50,
             "disk": self._options.kills // 100,
+            "clock": self._options.kills // 20,
         }
-        others = {kind: count for kind, count in others.items() if kind in self._hardship.kinds}
+        others = {
+            kind: count
+            for kind, count in others.items()
+            if kind in self._hardship.kinds or (kind == "clock" and self._clock.steps)
+        }
         pending = schedule(self._options.seed, total, self._options.kills, others)[::-1]
         stuck = False
         try:
@@ -166,7 +175,7 @@ class Soak:
             self._seen, self._idle_s = self._accounts.consumed_total, 0.0
         if now - self._said_at > _SAY_EVERY_S:
             self._said_at = now
-            print(f"{self._seen} of {self._accounts.expected()} … {dict(self._hardship.counts)}", flush=True)
+            print(f"{self._seen} of {self._accounts.expected()}, {self._hardship.kills} kills", flush=True)
             foreign = [each for each in self._members() if each.stopped and not self._hardship.has_stopped(each.pid)]
             if foreign:
                 print(f"stopped by somebody else: {foreign}", flush=True)
@@ -190,6 +199,9 @@ class Soak:
             return True  # fault points have killed instead
         if fault.kind == "cut":
             hardship.cut(fault)
+        elif fault.kind == "clock":
+            self._clock.step(int((fault.choice - 0.5) * _CLOCK_STEP_S))
+            hardship.counts["clock stepped"] += 1
         elif fault.kind == "stall":
             hardship.stall(fault.seconds)
         elif fault.kind == "disk":
@@ -223,7 +235,7 @@ class Soak:
         try:
             with SharedRingBuffer.attach(self._plan.ring(writer), role="observer") as ring:
                 return {owner.pid: owner.port for owner in ring.native.owners() if owner.alive and owner.port}
-        except RingNotFoundError:
+        except TransportError:  # not there, or not yet all there
             return {}
 
     def _steal(self, fault: Fault) -> bool:
