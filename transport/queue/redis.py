@@ -107,6 +107,10 @@ class RedisQueue(TicketQueue):
         """Close the connections and end waits in other threads with ClosedError. The tickets stay."""
         self._link.close()
 
+    def remove(self) -> None:
+        """Delete the queue with all its tickets from the server. Not for one that somebody still uses."""
+        self._link.remove_all()
+
     def _run(self, script: Script, *arguments: str | bytes | int) -> list[bytes | int]:
         now_ms = None if self._clock is None else round(self._clock() * 1000)
         common = (self._link.channel, self._max_deliveries, self._keep_finished)
@@ -190,9 +194,7 @@ class RedisQueue(TicketQueue):
         """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
         return bool(self._move([claim], "claimed", "ready", reason, delay_s))
 
-    def _move(
-        self, claims: Sequence[Claim], held: str, to: str, reason: str = "", delay_s: float = 0.0
-    ) -> list[Claim]:
+    def _move(self, claims: Sequence[Claim], held: str, to: str, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
         """Bring claims from state ``held`` to ``to``; returns those that were the caller's."""
         return self._accepted(claims, self._run(MOVE, held, to, reason, round(delay_s * 1000), *_tokens(claims)))
 

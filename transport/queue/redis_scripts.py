@@ -173,7 +173,8 @@ for _, seq in ipairs(redis.call('ZRANGE', back_of(rank), 0, wanted - 1)) do
 end
 while #taken < wanted and redis.call('EXISTS', tickets) == 1 do
     redis.pcall('XGROUP', 'CREATE', tickets, group, '0')
-    local streams = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', wanted - #taken, 'STREAMS', tickets, '>')
+    local left = wanted - #taken
+    local streams = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', left, 'STREAMS', tickets, '>')
     if not streams then break end
     for _, entry in ipairs(streams[1][2]) do
         local seq = string.match(entry[1], '%d+')
