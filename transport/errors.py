@@ -272,6 +272,18 @@ class RunError(TransportError):
     """What concerns the whole run failed; weights, membership and cooldown have kinds of their own."""
 
 
+class JoinTimeoutError(RunError, TimeoutError):
+    """The round did not come together in time: too few members joined, and nobody closed the run."""
+
+
+class StaleRoundError(RunError):
+    """A member of an older round asked for what only members of the present one may decide. Join again."""
+
+
+class RunLostError(RunError):
+    """The run's end cannot be learned any more: its store stays away, or has forgotten the run."""
+
+
 # --- our own defects ---------------------------------------------------------------------------
 class InternalError(TransportError):
     """A defect of this package. Please report it with the message."""

@@ -1,0 +1,225 @@
+"""Many members of one run in one thread, over a store that fails when it is told to. Every step is a real `Session`.
+
+The clocks are the test's: one of the store's, and one for each member, which may jump. A death is an exception out of a
+call to the store, before or after the write took place; the session is never called again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from transport.errors import StoreUnavailableError
+from transport.rendezvous.archive import Archive
+from transport.rendezvous.member import State
+from transport.rendezvous.records import Closing, Phase, Place, Reason, Roster, Round
+from transport.rendezvous.rules import Rules
+from transport.rendezvous.session import Session
+from transport.store.base import Change, Entry, Store
+from transport.store.memory import MemoryStore
+
+RUN = "run"
+RULES = Rules(least=2, most=3, lease_s=10.0, last_call_s=5.0, join_timeout_s=60.0, store_patience_s=30.0)
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class Line(Store):
+    """One member's way to the store: counts calls, breaks, and notes who wrote the round."""
+
+    def __init__(self, inner: Store, name: str, wrote: Callable[[str, Round], None]) -> None:
+        self._inner = inner
+        self._name = name
+        self._wrote = wrote
+        self.die_after: int | None = None  # calls from now
+        self.die_before_the_write = True
+        self.down = False  # unavailable
+        self.forgets_answers = False  # writes take place, and their answers are lost
+
+    def _call(self, call: Callable[[], object], writes: bool) -> object:
+        if self.down:
+            raise StoreUnavailableError("the store is away")
+        dying = False
+        if self.die_after is not None:
+            self.die_after -= 1
+            dying = self.die_after < 0
+        if dying and self.die_before_the_write:
+            raise Killed
+        result = call()
+        if dying:
+            raise Killed
+        if writes and self.forgets_answers:
+            raise StoreUnavailableError("the answer was lost")
+        return result
+
+    def get(self, key: str) -> Entry | None:
+        return self._call(lambda: self._inner.get(key), False)
+
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        return self._call(lambda: self._inner.get_many(keys), False)
+
+    def scan(self, prefix: str) -> Mapping[str, Entry]:
+        return self._call(lambda: self._inner.scan(prefix), False)
+
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        def write() -> list[int] | None:
+            versions = self._inner.put_many(changes)
+            for change in changes:
+                if versions is not None and change.key == f"{RUN}/round" and change.value is not None:
+                    assert change.expected is not None, "the round is written over something unseen"
+                    self._wrote(self._name, msgspec.json.decode(change.value, type=Round))
+            return versions
+
+        return self._call(write, True)
+
+    def add(self, key: str, amount: int = 1) -> int:
+        return self._call(lambda: self._inner.add(key, amount), True)
+
+    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        return self._call(lambda: self._inner.renew(leases, lease_s), True)
+
+    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
+        raise AssertionError("a session does not watch")
+
+    def close(self) -> None:
+        """The inner store is the run's."""
+
+
+class SimulatedMember:
+    """A member, its clock and its line."""
+
+    def __init__(self, run: SimulatedRun, name: str, rules: Rules) -> None:
+        self.name = name
+        self.skew_s = 0.0
+        self.line = Line(run.store, name, run.wrote)
+        self.alive = True
+        self.frozen = False  # stopped, as by SIGSTOP
+        self.session = Session(
+            self.line, RUN, name, rules, address=f"{name}:1", archive=run.archive, clock=lambda: run.now + self.skew_s
+        )
+        self.places: list[Place] = []
+
+    def do(self, action: Callable[[], object]) -> None:
+        """What the program of this member does; a death ends it."""
+        if not self.alive or self.frozen:
+            return
+        try:
+            action()
+        except Killed:
+            self.alive = False
+        view = self.session.view
+        if view.place is not None and (not self.places or self.places[-1] != view.place):
+            self.places.append(view.place)
+
+    @property
+    def state(self) -> State:
+        return self.session.view.state
+
+    @property
+    def exit_code(self) -> int:
+        return self.session.rules.exit_codes.of(self.session.view.closing)
+
+
+class SimulatedRun:
+    """All members, the store, and everything that was ever written as the round."""
+
+    def __init__(self, folder: Path | None = None, rules: Rules = RULES) -> None:
+        self.now = 1000.0
+        self.rules = rules
+        self.store = MemoryStore(clock=lambda: self.now)
+        self.archive = Archive(folder / "run.closed.json") if folder is not None else None
+        self.members: list[SimulatedMember] = []
+        self.written: list[tuple[str, Round]] = []
+        self.rosters: dict[tuple[str, int], Roster] = {}
+
+    def wrote(self, name: str, current: Round) -> None:
+        self.written.append((name, current))
+        if current.phase is Phase.RUNNING:
+            entry = self.store.get(f"{RUN}/{current.number}/roster")
+            assert entry is not None
+            roster = msgspec.json.decode(entry.value, type=Roster)
+            self.check_roster(current, roster)
+            self.rosters[current.incarnation, current.number] = roster
+
+    def check_roster(self, current: Round, roster: Roster) -> None:
+        """Ranks are a permutation of those here, each once, and all of this round."""
+        assert roster.round == current.number
+        names = [peer.member for peer in roster.peers]
+        assert len(set(names)) == len(names)
+        assert current.least <= len(names) <= current.most
+        ranks = []
+        for key, entry in self.store.scan(f"{RUN}/{current.number}/place/").items():
+            place = msgspec.json.decode(entry.value, type=Place)
+            assert place.round == current.number, f"{key} is of round {place.round}"
+            assert place.size == len(names)
+            if place.rank >= 0:
+                assert names[place.rank] == place.member
+                ranks.append(place.rank)
+        assert sorted(ranks) == list(range(len(names)))
+
+    def member(self, name: str | None = None) -> SimulatedMember:
+        """A new process."""
+        self.members.append(SimulatedMember(self, name or f"m{len(self.members)}", self.rules))
+        return self.members[-1]
+
+    def joined(self, count: int) -> list[SimulatedMember]:
+        """New processes that want a place."""
+        new = [self.member() for _ in range(count)]
+        for each in new:
+            each.do(each.session.join)
+        return new
+
+    def run(self, seconds: float, step_s: float = 1.0) -> None:
+        """Let everybody step every ``step_s``."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now += step_s
+            for member in self.members:
+                member.do(member.session.step)
+
+    def round(self) -> Round | None:
+        """As it stands in the store."""
+        entry = self.store.get(f"{RUN}/round")
+        return None if entry is None else msgspec.json.decode(entry.value, type=Round)
+
+    def closings(self) -> set[tuple[str, Reason]]:
+        """Every (incarnation, reason) that was ever written."""
+        return {(each.incarnation, each.closing.reason) for _, each in self.written if each.closing is not None}
+
+    def check_history(self) -> None:
+        """At most one acts in a term, terms and rounds only grow, and nothing follows a closing."""
+        actors: dict[tuple[str, int], str] = {}
+        last: dict[str, Round] = {}
+        for name, current in self.written:
+            before = last.get(current.incarnation)
+            if before is not None:
+                assert before.phase is not Phase.CLOSED, "a closed run went on"
+                assert current.term >= before.term
+                assert before.number <= current.number <= before.number + 1
+                assert current.term > before.term or current.host == before.host
+            if current.phase is not Phase.CLOSED:  # whoever is of the round may close it
+                assert current.host == name
+                assert actors.setdefault((current.incarnation, current.term), name) == name
+            last[current.incarnation] = current
+
+    def check_archive(self) -> Closing | None:
+        """The second place says what the store said first."""
+        closing = self.archive.read() if self.archive is not None else None
+        if closing is not None:
+            assert (closing.incarnation, closing.reason) in self.closings()
+        return closing
+
+    def __enter__(self) -> SimulatedRun:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(Exception):
+            self.store.close()
+        if kind is None:
+            self.check_history()
+            self.check_archive()

@@ -1,0 +1,325 @@
+"""Sessions of one run in one thread, stopped between any two calls to the store. Clocks are the test's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from simulated_run import RULES, RUN, SimulatedMember, SimulatedRun
+
+from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError
+from transport.rendezvous.member import State
+from transport.rendezvous.records import Phase, Reason, Role, Status
+from transport.rendezvous.rules import Rules
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SimulatedRun]:
+    with SimulatedRun(tmp_path) as run:
+        yield run
+
+
+def ranks(members: list[SimulatedMember]) -> list[int]:
+    return [-9 if (place := each.session.view.place) is None else place.rank for each in members]
+
+
+def test_members_get_ranks_in_the_order_of_their_slots(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    assert ranks(members) == [0, 1, 2]
+    assert [each.session.view.place.leader for each in members] == ["m0:1"] * 3
+    assert [peer.address for peer in members[1].session.roster().peers] == ["m0:1", "m1:1", "m2:1"]
+
+
+def test_surplus_joiners_are_standby_and_latecomers_hot_spares(run: SimulatedRun) -> None:
+    members = run.joined(5)
+    run.run(3)
+    late = run.joined(1)
+    run.run(3)
+    assert [each.state for each in members] == [State.ACTIVE] * 3 + [State.STANDBY] * 2
+    assert [each.session.view.place.role for each in members[3:]] == [Role.STANDBY] * 2
+    assert late[0].state is State.SPARE
+
+
+def test_least_members_begin_when_the_last_call_is_over(run: SimulatedRun) -> None:
+    members = run.joined(2)
+    run.run(RULES.last_call_s - 1)
+    assert [each.state for each in members] == [State.SEATED] * 2
+    run.run(3)
+    assert ranks(members) == [0, 1]
+
+
+def test_a_spare_gets_the_rank_of_whom_it_replaces(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    spare = run.joined(1)[0]
+    run.run(2)
+    members[1].alive = False
+    survivors = [members[0], members[2]]
+    run.run(RULES.lease_s + 3)
+    assert [each.state for each in survivors] == [State.AWAY] * 2
+    for each in survivors:
+        each.do(each.session.join)
+    run.run(3)
+    assert ranks([*survivors, spare]) == [0, 2, 1]
+    assert run.round().number == 2
+    assert "rank 1 (m1) is gone" in run.round().why
+
+
+def test_a_round_waits_for_survivors_who_are_slow_to_come_back(tmp_path: Path) -> None:
+    with SimulatedRun(tmp_path, Rules(least=2, most=3)) as run:
+        members = run.joined(3)
+        spares = run.joined(2)
+        run.run(3)
+        assert [each.state for each in spares] == [State.STANDBY] * 2
+        members[2].alive = False
+        run.run(RULES.lease_s + 2)
+        assert run.round().phase is Phase.OPEN
+        members[0].do(members[0].session.join)
+        run.run(2)  # three sit there, but m1 is still stopping its work
+        assert run.round().phase is Phase.OPEN
+        members[1].do(members[1].session.join)
+        run.run(2)
+        assert ranks([*members[:2], *spares]) == [0, 1, 2, -1]
+
+
+def test_who_asks_for_a_restart_keeps_its_rank(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    members[1].do(lambda: members[1].session.say(Status.RESTART, "no memory"))
+    run.run(3)
+    assert "wants a restart: no memory" in run.round().why
+    for each in reversed(members):
+        each.do(each.session.join)
+    run.run(3)
+    assert ranks(members) == [0, 1, 2]
+    assert run.round().number == 2
+
+
+def test_another_member_takes_over_when_the_host_dies(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    host = next(each for each in members if each.session.is_host)
+    host.alive = False
+    run.run(RULES.lease_s + 3)
+    after = run.round()
+    assert (after.term, after.number) == (2, 2)
+    assert after.host != host.name
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the call", "after the call"])
+@pytest.mark.parametrize("calls", range(12))
+def test_a_host_that_dies_between_any_two_calls_leaves_a_run_that_goes_on(
+    tmp_path: Path, calls: int, before: bool
+) -> None:
+    with SimulatedRun(tmp_path) as run:
+        host = run.member()
+        host.line.die_after, host.line.die_before_the_write = calls, before
+        host.do(host.session.join)
+        members = run.joined(4)
+        for _ in range(8):
+            run.run(4)
+            for each in members:
+                if each.state is State.AWAY:
+                    each.do(each.session.join)
+        assert not host.alive
+        assert sorted(ranks(members)) == [-1, 0, 1, 2]
+
+
+def test_the_run_succeeds_when_everybody_is_done_and_not_before(run: SimulatedRun) -> None:
+    members = run.joined(4)
+    run.run(3)
+    for each in members[:2]:
+        each.do(lambda each=each: each.session.say(Status.DONE))
+    run.run(5)
+    assert run.round().phase is Phase.RUNNING
+    members[2].do(lambda: members[2].session.say(Status.DONE))
+    run.run(2)
+    assert [each.session.view.closing.reason for each in members] == [Reason.SUCCESS] * 4
+    assert run.check_archive().reason is Reason.SUCCESS
+
+
+def test_a_member_that_dies_when_it_is_done_is_not_counted_as_done(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    members[2].do(lambda: members[2].session.say(Status.DONE))
+    members[2].alive = False
+    run.run(RULES.lease_s + 2)
+    assert run.round().number == 2
+
+
+@pytest.mark.parametrize(("reason", "code"), [(Reason.SUCCESS, 0), (Reason.FAILURE, 1), (Reason.NO_RESTART, 93)])
+def test_spare_and_standby_learn_the_reason_at_their_next_step(run: SimulatedRun, reason: Reason, code: int) -> None:
+    members = run.joined(4)
+    run.run(3)
+    spare = run.joined(1)[0]
+    members[0].do(lambda: members[0].session.close(reason, "because"))
+    run.run(1)
+    assert [each.exit_code for each in [*members, spare]] == [code] * 5
+    late = run.joined(1)[0]
+    assert late.exit_code == code
+
+
+def test_the_first_who_closes_decides(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    assert members[0].session.close(Reason.FAILURE).reason is Reason.FAILURE
+    assert members[1].session.close(Reason.SUCCESS).reason is Reason.FAILURE
+    assert members[0].session.close(Reason.SUCCESS).reason is Reason.FAILURE
+
+
+def test_a_member_of_an_older_round_cannot_close_the_run(run: SimulatedRun) -> None:
+    members = run.joined(4)
+    run.run(3)
+    members[0].frozen = True
+    run.run(RULES.lease_s + 3)
+    assert run.round().number == 2
+    members[0].frozen = False
+    with pytest.raises(StaleRoundError, match="round 1 is over"):
+        members[0].session.close(Reason.SUCCESS)
+    assert run.round().closing is None
+
+
+def test_a_member_that_was_stopped_learns_that_it_counts_as_gone(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    members[2].frozen = True
+    run.run(RULES.lease_s + 3)
+    members[2].frozen = False
+    run.run(1)
+    assert members[2].state is State.AWAY
+
+
+def test_a_gate_that_stays_empty_closes_the_run_as_failed(run: SimulatedRun) -> None:
+    alone = run.joined(1)[0]
+    run.run(RULES.join_timeout_s + 2)
+    closing = alone.session.view.closing
+    assert (closing.reason, alone.exit_code) == (Reason.FAILURE, 1)
+    assert closing.message == "1 of 2 members joined round 1 in time"
+
+
+def test_whoever_waits_at_a_gate_whose_hosts_all_die_gives_up(run: SimulatedRun) -> None:
+    host = run.member()
+    host.do(host.session.step)
+    alone = run.joined(1)[0]
+    while run.now < 1000 + RULES.join_timeout_s + 2 * RULES.lease_s + 5:
+        run.run(5)
+        host.do(host.session.leave)  # each host begins the gate's time anew, and none is there long enough
+        host.alive = False
+        host = run.member()
+        host.do(host.session.step)
+    assert isinstance(alone.session.view.error, JoinTimeoutError)
+
+
+def test_too_many_rounds_fail_the_run(tmp_path: Path) -> None:
+    with SimulatedRun(tmp_path, Rules(least=1, most_rounds=2)) as run:
+        alone = run.joined(1)[0]
+        for _ in range(2):
+            run.run(3)
+            alone.do(lambda: alone.session.say(Status.RESTART, "again"))
+            run.run(3)
+            if alone.state is State.AWAY:
+                alone.do(alone.session.join)
+        assert alone.session.view.closing.reason is Reason.FAILURE
+        assert "the last of 2" in alone.session.view.closing.message
+
+
+# --- the store fails --------------------------------------------------------------------------------
+def test_a_store_that_is_away_for_less_than_a_lease_costs_nothing(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    for each in members:
+        each.line.down = True
+    run.run(5)
+    for each in members:
+        each.line.down = False
+    run.run(10)
+    assert [each.state for each in members] == [State.ACTIVE] * 3
+    assert run.round().number == 1
+
+
+def test_a_member_cut_off_from_the_store_stops_before_others_take_its_place(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    spare = run.joined(1)[0]
+    run.run(3)
+    members[1].line.down = True
+    while members[1].state is State.ACTIVE:
+        assert run.round().number == 1, "its place was given away while it believed to have it"
+        run.run(1)
+    run.run(3)
+    assert spare.state in (State.SEATED, State.TAKING, State.STANDBY)
+
+
+def test_a_lost_store_ends_every_wait(run: SimulatedRun) -> None:
+    members = run.joined(5)
+    run.run(3)
+    for each in members:
+        each.line.down = True
+    run.run(RULES.store_patience_s + 2)
+    assert all(isinstance(each.session.view.error, RunLostError) for each in members)
+    assert [each.exit_code for each in members] == [1] * 5
+
+
+def test_the_archive_tells_how_the_run_ended_when_the_store_is_gone(run: SimulatedRun) -> None:
+    members = run.joined(5)
+    run.run(3)
+    for each in members[1:]:
+        each.line.down = True
+    members[0].session.close(Reason.SUCCESS)
+    run.run(1)
+    assert [each.exit_code for each in members] == [0] * 5
+
+
+def test_a_store_that_was_emptied_is_no_new_run_to_its_members(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    for key in list(run.store.scan("")):
+        run.store.delete(key)
+    newcomer = run.joined(1)[0]
+    run.run(2)
+    assert all(isinstance(each.session.view.error, RunLostError) for each in members)
+    assert newcomer.state is State.SEATED
+    with pytest.raises(RunLostError):
+        members[0].session.close(Reason.SUCCESS)
+
+
+def test_a_closed_run_stays_closed_even_in_an_emptied_store(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    members[0].session.close(Reason.NO_RESTART)
+    for key in list(run.store.scan("")):
+        run.store.delete(key)
+    assert run.joined(1)[0].exit_code == 93
+
+
+def test_lost_answers_do_not_give_a_member_two_places(run: SimulatedRun) -> None:
+    members = run.joined(1)
+    members[0].line.forgets_answers = True
+    run.run(4)
+    members[0].line.forgets_answers = False
+    members += run.joined(2)
+    run.run(RULES.last_call_s + 4)
+    assert sorted(ranks(members)) == [0, 1, 2]
+
+
+def test_leaving_is_learned_at_once(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    members[0].do(members[0].session.leave)
+    members[0].alive = False
+    run.run(3)
+    assert run.round().number == 2
+
+
+def test_old_rounds_are_removed_from_the_store(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    for number in range(1, 6):
+        run.run(RULES.lease_s + 4)
+        assert run.round().number == number
+        members[1].do(lambda: members[1].session.say(Status.RESTART, "again"))
+        run.run(3)
+        for each in members:
+            each.do(each.session.join)
+    rounds = {key.split("/")[1] for key in run.store.scan(f"{RUN}/")} - {"round", "host"}
+    assert len(rounds) <= 3

@@ -1,0 +1,8 @@
+"""Membership of a run: rounds, ranks, hot spares, and an end that everybody learns."""
+
+from transport.rendezvous.archive import Archive
+from transport.rendezvous.records import Closing, Place, Reason, Role, Roster
+from transport.rendezvous.rendezvous import Rendezvous
+from transport.rendezvous.rules import ExitCodes, Rules
+
+__all__ = ["Archive", "Closing", "ExitCodes", "Place", "Reason", "Rendezvous", "Role", "Roster", "Rules"]

@@ -1,0 +1,60 @@
+"""The closing's second place: one file, written once, that is still there when the store is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
+
+from transport.errors import StoreUnsuitableError
+from transport.rendezvous.records import Closing
+
+
+class Archive:
+    """The file of one run, on a disk that outlives the store; best one that all members see. Thread-safe.
+
+    The first writer wins: a file that is there is never replaced. It appears whole or not at all.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def __repr__(self) -> str:
+        return f"<Archive {self.path}>"
+
+    def read(self) -> Closing | None:
+        """How the run was closed, if that is known here. Raises StoreUnsuitableError for another program's file."""
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=Closing)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            raise StoreUnsuitableError(f"{self.path} holds no closing: {error}; name another file") from error
+
+    def write(self, closing: Closing) -> bool:
+        """Write it through to the disk; False if a closing was there already. Raises OSError."""
+        if self.path.exists():
+            return False
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self.path.with_name(f".{self.path.name}.{secrets.token_hex(6)}")
+        try:
+            with draft.open("xb") as file:
+                file.write(msgspec.json.encode(closing))
+                file.flush()
+                os.fsync(file.fileno())
+            try:
+                os.link(draft, self.path)  # unlike a rename it fails where a file is
+            except FileExistsError:
+                return False
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                draft.unlink()
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+        return True

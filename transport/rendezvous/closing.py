@@ -1,0 +1,62 @@
+"""How a run ends: one compare-and-set that nobody can win after the first, and the copy that outlives the store."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from transport.errors import RunLostError, StaleRoundError
+from transport.rendezvous.archive import Archive
+from transport.rendezvous.member import Member
+from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode
+from transport.store.base import Store
+
+log = logging.getLogger(__name__)
+
+_MOST_MESSAGE = 4096
+
+
+def closed(current: Round, reason: Reason, by: str, message: str) -> Round:
+    """The round's last value."""
+    closing = Closing(
+        reason=reason, round=current.number, incarnation=current.incarnation, by=by, message=message[:_MOST_MESSAGE]
+    )
+    return msgspec.structs.replace(current, phase=Phase.CLOSED, closing=closing)
+
+
+def close_run(
+    store: Store, keys: Keys, reason: Reason, by: str, message: str = "", *, member: Member | None = None
+) -> Closing:
+    """Close a run in its store, or return how it was closed before; the first writer wins.
+
+    ``member`` is who decides, and must be of the present round; None: an operator, who may always.
+
+    Raises:
+        StaleRoundError: a newer round has begun than the member is of.
+        RunLostError: there is no such run in the store.
+        StoreError: the store failed. Whether the run is closed is then unknown; calling again finds out.
+    """
+    while True:  # a turn that is lost means that somebody else's change stands; a closed run changes no more
+        entry = store.get(keys.round)
+        if entry is None:
+            raise RunLostError(f"there is no run {keys.run} in the store")
+        current = decode(Round, keys.round, entry)
+        if member is not None and member.incarnation not in (None, current.incarnation):
+            raise RunLostError(f"the store has another run of the name {keys.run} by now")
+        if current.closing is not None:
+            return current.closing
+        if member is not None and 0 < member.round < current.number:
+            raise StaleRoundError(f"round {member.round} is over; round {current.number} decides about run {keys.run}")
+        last = closed(current, reason, by, message)
+        if last.closing is not None and store.compare_and_set(keys.round, encode(last), entry.version) is not None:
+            return last.closing
+
+
+def write_second_place(archive: Archive | None, closing: Closing) -> None:
+    """Copy the closing into the archive. The store has it, so a failure is logged and not raised."""
+    if archive is not None:
+        try:
+            archive.write(closing)
+        except OSError as error:
+            log.error("the closing (%s) stands in the store only, since %s: %s", closing.reason, archive.path, error)

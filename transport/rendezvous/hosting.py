@@ -1,0 +1,207 @@
+"""A host and the store: win the lease, look at everybody at once, write what host.py decides.
+
+Everything a host writes is one transaction that expects the round at the version it looked at. So of two who take
+themselves for hosts at most one is heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from transport.errors import StoreError
+from transport.rendezvous.closing import closed
+from transport.rendezvous.host import Act, Close, Complete, OpenNext, Sight, decide
+from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Role, Roster, Round, Seat, decode, encode
+from transport.rendezvous.rules import Rules
+from transport.store.base import ABSENT, Change, Entry, Store
+
+log = logging.getLogger(__name__)
+
+_LOOKS = 4  # at a gate that so many pass at the same time; then again at the next poll
+_CHUNK = 1000  # keys deleted in one call
+
+
+class Hosting:
+    """What one member knows of the host's office. Owned by its session, under its lock."""
+
+    def __init__(self, store: Store, keys: Keys, member: str, rules: Rules) -> None:
+        self.version = ABSENT  # Invariant: of the host's lease while this member believes to hold it
+        self.next_at = 0.0  # of the next look at everybody
+        self._store = store
+        self._keys = keys
+        self._me = member
+        self._rules = rules
+        self._watched: tuple[int, int] | None = None  # round and term whose gate has been seen open, since `_since`
+        self._since = 0.0
+        self._roster: Roster | None = None  # the last that was read
+
+    # --- the office -----------------------------------------------------------------------------------
+    def lease(self) -> Mapping[str, int]:
+        """What is to be renewed."""
+        return {self._keys.host: self.version} if self.version != ABSENT else {}
+
+    def deposed(self) -> None:
+        """The lease ended; somebody else may decide by now."""
+        self.version = ABSENT
+
+    def saw(self, current: Round | None, lease: Entry | None) -> None:
+        """Compare with what the store has: the office is held as long as round and lease name this member."""
+        if lease is None or lease.version != self.version or current is None or current.host != self._me:
+            self.version = ABSENT
+
+    def found(self, incarnation: str, now: float) -> bool:
+        """Open the first round, unless somebody else does."""
+        rules = self._rules
+        first = Round(
+            incarnation=incarnation,
+            number=1,
+            phase=Phase.OPEN,
+            term=1,
+            host=self._me,
+            least=rules.least,
+            most=rules.places,
+            why="the run begins",
+        )
+        return self._win(Change(self._keys.round, encode(first), ABSENT), None, 1, now)
+
+    def take(self, current: Round, version: int, now: float) -> bool:
+        """Become the host of a run whose host's lease has ended."""
+        term = current.term + 1
+        mine = msgspec.structs.replace(current, term=term, host=self._me)
+        return self._win(Change(self._keys.round, encode(mine), version), ABSENT, term, now)
+
+    def _win(self, change: Change, expected: int | None, term: int, now: float) -> bool:
+        lease = Change(self._keys.host, str(term).encode(), expected, self._rules.lease_s)
+        versions = self._store.put_many([change, lease])
+        if versions is None:
+            return False
+        self.version, self.next_at = versions[1], now
+        return True
+
+    def resign(self) -> None:
+        """Give the office up. Raises StoreError."""
+        version, self.version = self.version, ABSENT
+        if version != ABSENT:
+            self._store.compare_and_set(self._keys.host, None, version)
+
+    # --- the duty -------------------------------------------------------------------------------------
+    def duty(self, now: float) -> Closing | None:
+        """Look at everybody and do what is to be done; returns the closing when that was it. Raises StoreError."""
+        entry = self._store.get(self._keys.round)
+        current = None if entry is None else decode(Round, self._keys.round, entry)
+        if entry is None or current is None or current.host != self._me or current.phase is Phase.CLOSED:
+            return None
+        found = self._gate(current, entry.version, now) if current.phase is Phase.OPEN else self._everybody(current)
+        sight, version = found or (None, ABSENT)
+        members = 0 if sight is None else max(len(sight.seats), len(sight.active))
+        self.next_at = now + self._rules.host_poll_s(members)
+        if sight is None or version != entry.version:
+            return None
+        act = decide(sight, self._rules)
+        return None if act is None else self._do(act, sight, version, now)
+
+    def _gate(self, current: Round, version: int, now: float) -> tuple[Sight, int] | None:
+        """Everybody who has joined, in one snapshot; cheap while too few have."""
+        if self._watched != (current.number, current.term):
+            self._watched, self._since = (current.number, current.term), now
+        open_s = now - self._since
+        key = self._keys.slots(current.number)
+        taken = _number(self._store.get(key))
+        if taken < current.least and open_s < self._rules.join_timeout_s:
+            return Sight(current, (), open_s=open_s), version
+        before = self._peers(current.number - 1)
+        old = [self._keys.seat(current.number - 1, peer.slot) for peer in before]
+        for _ in range(_LOOKS):
+            seats = [self._keys.seat(current.number, slot) for slot in range(taken)]
+            entries = self._store.get_many([self._keys.round, key, *seats, *old])
+            first, counter = entries[:2]
+            if first is None or first.version != version:
+                return None
+            here, there = entries[2 : 2 + taken], entries[2 + taken :]
+            if (now_taken := _number(counter)) > taken:
+                taken = now_taken  # somebody came meanwhile, and may be looked at, too
+                continue
+            returning = frozenset(
+                peer.member for peer, seat in zip(before, there, strict=True) if _sits(peer, seat, current.number - 1)
+            )
+            return Sight(current, _seats(here), before, returning, open_s), first.version
+        return None
+
+    def _everybody(self, current: Round) -> tuple[Sight, int] | None:
+        """Everybody with a rank, in one snapshot."""
+        peers = self._peers(current.number)
+        entries = self._store.get_many(
+            [self._keys.round, *(self._keys.seat(current.number, peer.slot) for peer in peers)]
+        )
+        first = entries[0]
+        if first is None or not peers:
+            return None
+        return Sight(current, _seats(entries[1:]), peers), first.version
+
+    def _peers(self, number: int) -> tuple[Peer, ...]:
+        if number < 1:
+            return ()
+        if self._roster is None or self._roster.round != number:
+            key = self._keys.roster(number)
+            entry = self._store.get(key)
+            roster = Roster(round=number, peers=()) if entry is None else decode(Roster, key, entry)
+            self._roster = roster if roster.round == number else Roster(round=number, peers=())
+        return self._roster.peers
+
+    def _do(self, act: Act, sight: Sight, version: int, now: float) -> Closing | None:
+        current = sight.round
+        match act:
+            case Complete(placement):
+                after = msgspec.structs.replace(current, phase=Phase.RUNNING)
+                changes = self._places(current.number, placement.active, placement.standby)
+            case OpenNext(why):
+                number = current.number + 1
+                after = msgspec.structs.replace(current, number=number, phase=Phase.OPEN, why=why[:1024])
+                changes = []
+            case Close(reason, message):
+                after = closed(current, reason, self._me, message)
+                changes = []
+        if self._store.put_many([Change(self._keys.round, encode(after), version), *changes]) is None:
+            return None  # somebody else's change came first; look again
+        log.info("%s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
+        self.next_at = now
+        if isinstance(act, OpenNext) and current.number > 1:
+            with contextlib.suppress(StoreError):  # only tidiness; nobody reads it any more
+                self._forget(current.number - 1)
+        return after.closing
+
+    def _places(self, number: int, active: list[Seat], standby: list[Seat]) -> list[Change]:
+        peers = tuple(Peer(seat.member, seat.slot, seat.address) for seat in active)
+        leader = peers[0].address
+        self._roster = None
+        changes = [Change(self._keys.roster(number), encode(Roster(round=number, peers=peers)))]
+        ranked = [*enumerate(active), *((-1, seat) for seat in standby)]
+        for rank, seat in ranked:
+            role = Role.STANDBY if rank < 0 else Role.ACTIVE
+            mine = Place(round=number, member=seat.member, role=role, rank=rank, size=len(active), leader=leader)
+            changes.append(Change(self._keys.place(number, seat.slot), encode(mine)))
+        return changes
+
+    def _forget(self, number: int) -> None:
+        keys = list(self._store.scan(self._keys.of_round(number)))
+        for begin in range(0, len(keys), _CHUNK):
+            self._store.put_many([Change(key, None) for key in keys[begin : begin + _CHUNK]])
+
+
+def _number(entry: Entry | None) -> int:
+    return 0 if entry is None else int(entry.value)
+
+
+def _seats(entries: list[Entry | None]) -> list[Seat]:
+    return [decode(Seat, "seat", entry) for entry in entries if entry is not None]
+
+
+def _sits(peer: Peer, entry: Entry | None, number: int) -> bool:
+    if entry is None:
+        return False
+    seat = decode(Seat, "seat", entry)
+    return seat.member == peer.member and seat.round == number

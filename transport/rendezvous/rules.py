@@ -1,0 +1,77 @@
+"""What the members of a run agree on: its size, its times, its exit codes. Times in seconds, on monotonic clocks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from transport.errors import ConfigurationError
+from transport.rendezvous.records import Closing, Reason
+
+
+class ExitCodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a process ends with that has waited for the run's end. A scheduler reads them."""
+
+    success: int = 0
+    failure: int = 1
+    no_restart: int = 93  # the run failed, and starting it again would fail again
+
+    def of(self, closing: Closing | None) -> int:
+        """The code for how the run was closed; None: its end could not be learned, which is no success."""
+        codes = {Reason.SUCCESS: self.success, Reason.NO_RESTART: self.no_restart}
+        return self.failure if closing is None else codes.get(closing.reason, self.failure)
+
+
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Equal for all members. Of ``least`` and ``most``, those of whoever opens the first round hold.
+
+    Attributes:
+        least: members that a round needs to begin.
+        most: members that get a rank; those beyond are standby. None: as ``least``.
+        lease_s: a member that was not heard of for so long is gone.
+        poll_s: the longest that anybody does not look at what has changed.
+        join_timeout_s: a gate that has been open for so long without ``least`` members closes the run as failed.
+        last_call_s: how long an open gate waits for members of the round before, and for more than ``least``.
+        store_patience_s: a store that could not be used for so long is lost.
+        most_rounds: the run fails instead of opening one more; None: without bound.
+    """
+
+    least: int = 1
+    most: int | None = None
+    lease_s: float = 10.0
+    poll_s: float = 1.0
+    join_timeout_s: float = 600.0
+    last_call_s: float = 30.0
+    store_patience_s: float = 60.0
+    most_rounds: int | None = None
+    host_poll_least_s: float = 1.0
+    host_poll_most_s: float = 5.0
+    exit_codes: ExitCodes = ExitCodes()
+
+    @property
+    def places(self) -> int:
+        """``most``, spelled out."""
+        return self.least if self.most is None else self.most
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between renewals: two may be lost before the lease ends."""
+        return self.lease_s / 3
+
+    def host_poll_s(self, members: int) -> float:
+        """Seconds between the host's looks at everybody: longer in large runs, since a look reads every member."""
+        return min(max(members / 2000, self.host_poll_least_s), self.host_poll_most_s)
+
+    def validate(self) -> Rules:
+        """Return self, or raise ConfigurationError."""
+        if not 1 <= self.least <= self.places:
+            raise ConfigurationError(f"least={self.least}, most={self.most}: give 1 <= least <= most")
+        for name in ("lease_s", "poll_s", "join_timeout_s", "store_patience_s", "host_poll_least_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ConfigurationError(f"{name}={getattr(self, name)}: give seconds above 0")
+        if not 0 <= self.last_call_s < self.join_timeout_s:
+            raise ConfigurationError("give 0 <= last_call_s < join_timeout_s")
+        if self.host_poll_least_s > self.host_poll_most_s:
+            raise ConfigurationError("host_poll_least_s is above host_poll_most_s")
+        if self.most_rounds is not None and self.most_rounds < 1:
+            raise ConfigurationError(f"most_rounds={self.most_rounds}: give 1 or more, or None")
+        return self

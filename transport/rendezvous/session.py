@@ -1,0 +1,386 @@
+"""A member and the store: one `step` looks, lets member.py decide what it means, and does what follows.
+
+Synchronous, with an injected clock, so that one thread can run thousands of members and stop any of them between two
+calls to the store. `Rendezvous` is what programs use.
+
+Each step: renew leases that are due → one look (round, host, own place) → take slot and seat if the gate is open → act
+as host if it is one, or become it if there is none. Every step may end anywhere: the next one looks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreError, UsageError
+from transport.rendezvous.archive import Archive
+from transport.rendezvous.closing import close_run, write_second_place
+from transport.rendezvous.hosting import Hosting
+from transport.rendezvous.member import Event, Member, State
+from transport.rendezvous.records import (
+    Closing,
+    Keys,
+    Place,
+    Reason,
+    Roster,
+    Round,
+    Seat,
+    Status,
+    check_name,
+    decode,
+    encode,
+)
+from transport.rendezvous.rules import Rules
+from transport.store.base import ABSENT, Store
+
+log = logging.getLogger(__name__)
+
+
+class ForwardClock:
+    """Seconds by ``clock`` without its steps back, which would hold up every time limit. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._read = self._now = clock()
+
+    def __call__(self) -> float:
+        with self._lock:
+            read = self._clock()
+            self._now += max(0.0, read - self._read)
+            self._read = read
+            return self._now
+
+
+class Look(NamedTuple):
+    """The round and its version as one snapshot had them; ``hosted``: somebody holds the host's lease."""
+
+    round: Round | None
+    version: int
+    hosted: bool
+
+
+class View(NamedTuple):
+    """What others may know of a session, at one moment."""
+
+    state: State
+    place: Place | None
+    closing: Closing | None
+    error: Exception | None
+
+
+class Session:
+    """One member of one run. Thread-safe; calls block for as long as the store does.
+
+    Args:
+        member: a name that nobody else has, not even this member's predecessor.
+        address: what others reach it by.
+        clock: seconds; steps back of it are left out.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        member: str,
+        rules: Rules,
+        *,
+        address: str = "",
+        archive: Archive | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rules = rules.validate()
+        self.name = check_name("member", member)
+        self.keys = Keys(run)
+        self.version = ABSENT  # of the round as last seen; `watch` begins there
+        self.error: Exception | None = None
+        self._store = store
+        self._address = address
+        self._archive = archive
+        self._clock = clock = ForwardClock(clock)
+        self._lock = threading.RLock()
+        self._member = Member()
+        self._hosting = Hosting(store, self.keys, self.name, rules)
+        self._seat: Seat | None = None  # Invariant: as it stands in the store, while _seat_version is not ABSENT
+        self._seat_version = ABSENT
+        self._seat_until = 0.0  # by our clock, which began before the store's: a seat is never thought to be longer
+        self._wanted = Status.HERE
+        self._wanted_message = ""
+        self._surrendered = False
+        self._beaten_at = self._used_at = clock()
+        self._seated_at: float | None = None  # when the gate's wait began
+
+    def __repr__(self) -> str:
+        return f"<Session {self.name} of {self.keys.run}: {self._member!r}{' host' if self.is_host else ''}>"
+
+    @property
+    def view(self) -> View:
+        """As of the last step."""
+        return View(self._member.state, self._member.place, self._member.closing, self.error)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has ended for this member; then no step does anything."""
+        return self._member.state is State.ENDED
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this member decides, as far as it knows."""
+        return self._hosting.version != ABSENT
+
+    @property
+    def seat_ended(self) -> bool:
+        """Whether the member must take itself for gone, since no renewal was confirmed within a lease. Never waits."""
+        return self._seat_version != ABSENT and self._clock() >= self._seat_until
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the store was last of use."""
+        return self._clock() - self._used_at
+
+    def wait_s(self) -> float:
+        """How long nothing is to be done unless the round changes."""
+        now = self._clock()
+        beat = self._beaten_at + self.rules.beat_s - now
+        host = self._hosting.next_at - now if self.is_host else self.rules.poll_s
+        return min(max(min(beat, host), 0.0), self.rules.poll_s)
+
+    # --- what a program asks for ---------------------------------------------------------------------
+    def join(self) -> None:
+        """Want a place in the next round."""
+        with self._lock:
+            self._give_up()
+            if self._member.state is State.ACTIVE:
+                raise UsageError(f"{self.name} has a rank in a round that still runs; it cannot join another one")
+            self._member.apply(Event.JOIN)
+        self.step()
+
+    def say(self, status: Status, message: str = "") -> None:
+        """Tell the host that the work of this round is done, or that a new round is wanted. Nothing without a rank."""
+        with self._lock:
+            if self._member.state is State.ACTIVE:
+                self._wanted, self._wanted_message = status, message
+        self.step()
+
+    def surrender(self) -> None:
+        """The seat is given up at the next step, even if its lease was renewed after all. Never waits."""
+        self._surrendered = True
+
+    def leave(self) -> None:
+        """Give seat and host's lease up, so that nobody waits for them to end. Raises StoreError."""
+        with self._lock:
+            if self._member.state is not State.ENDED:
+                self._member.apply(Event.LEAVE)
+            seat, self._seat = self._seat, None
+            version, self._seat_version = self._seat_version, ABSENT
+            try:
+                if seat is not None and version != ABSENT:
+                    self._store.compare_and_set(self.keys.seat(seat.round, seat.slot), None, version)
+            finally:
+                self._hosting.resign()
+
+    def close(self, reason: Reason, message: str = "") -> Closing:
+        """Close the run, or learn how somebody else did before. In the store and the archive when it returns.
+
+        Raises:
+            StaleRoundError: this member is of an older round, and must not decide about the present one.
+            RunLostError: the store knows no such run (any more).
+            StoreError: the store failed; nothing is settled unless a later look says so.
+        """
+        with self._lock:
+            if self._member.state is not State.ENDED:
+                self._settle(close_run(self._store, self.keys, reason, self.name, message, member=self._member))
+            if self._member.closing is None:
+                raise self.error or RunLostError(f"how run {self.keys.run} ended cannot be learned")
+            return self._member.closing
+
+    def roster(self) -> Roster:
+        """Everybody with a rank in this member's round."""
+        with self._lock:
+            place = self._member.place
+            entry = self._store.get(self.keys.roster(place.round)) if place is not None else None
+            if entry is None:
+                raise StaleRoundError(f"{self.name} has no place in a round that runs")
+            return decode(Roster, self.keys.roster(self._member.round), entry)
+
+    # --- the step -------------------------------------------------------------------------------------
+    def step(self) -> None:
+        """Look and act once. What goes wrong for good ends in `error`; what may pass is tried at the next step."""
+        with self._lock:
+            if self._member.state is State.ENDED:
+                return
+            try:
+                self._beat()
+                self._give_up()
+                self._look_and_act()
+                self._used_at = self._clock()
+            except StoreError as error:
+                self._failed(error)
+            except (JoinTimeoutError, RunLostError) as error:
+                self._end(None, error)
+            self._member.validate()
+
+    def _failed(self, error: StoreError) -> None:
+        now = self._clock()
+        if self._seat_version != ABSENT and now >= self._seat_until:
+            self._seat_lost()
+        with contextlib.suppress(OSError):
+            closing = self._archive.read() if self._archive is not None else None
+            if closing is not None and self._member.incarnation in (None, closing.incarnation):
+                self._end(closing, None)
+                return
+        if not error.retryable:
+            self._end(None, error)
+        elif now - self._used_at >= self.rules.store_patience_s:
+            silent = f"{now - self._used_at:.0f} s"
+            lost = RunLostError(f"the store of run {self.keys.run} was of no use for {silent}: {error}")
+            lost.__cause__ = error
+            self._end(None, lost)
+
+    def _end(self, closing: Closing | None, error: Exception | None) -> None:
+        self._member.ended(closing)
+        self.error = error
+
+    def _beat(self) -> None:
+        now = self._clock()
+        if now - self._beaten_at < self.rules.beat_s:
+            return
+        leases = dict(self._hosting.lease())
+        seat = self._seat
+        if seat is not None and self._seat_version != ABSENT:
+            leases[self.keys.seat(seat.round, seat.slot)] = self._seat_version
+        kept = self._store.renew(leases, self.rules.lease_s) if leases else set()
+        self._beaten_at = now
+        if self.keys.host not in kept:
+            self._hosting.deposed()
+        if seat is not None and self._seat_version != ABSENT:
+            if self.keys.seat(seat.round, seat.slot) in kept:
+                self._seat_until = now + self.rules.lease_s
+            else:
+                self._seat_lost()
+
+    def _give_up(self) -> None:
+        seat, version = self._seat, self._seat_version
+        if self._surrendered and seat is not None and version != ABSENT:
+            self._seat_lost()
+            with contextlib.suppress(StoreError):  # otherwise its lease ends
+                self._store.compare_and_set(self.keys.seat(seat.round, seat.slot), None, version)
+        self._surrendered = False
+
+    def _seat_lost(self) -> None:
+        log.info("%s: the lease of its seat ended; it counts as gone in round %d", self.name, self._member.round)
+        self._seat, self._seat_version = None, ABSENT
+        self._member.apply(Event.SEAT_LOST)
+
+    def _look_and_act(self) -> None:
+        member = self._member
+        look = self._look()
+        if look.round is None and not self.ended:
+            look = self._found(self._clock())
+        if self.ended:
+            self._settle(member.closing)
+            return
+        if look.round is None:
+            return
+        now = self._clock()
+        if member.state is State.TAKING:
+            # The counter gives 1 first. A slot that is lost between these calls stays a hole.
+            member.took(self._store.add(self.keys.slots(member.round)) - 1)
+        if member.state is State.SEATING:
+            self._sit()
+        self._say()
+        self._check_wait(now)
+        if not look.hosted:
+            if not self._hosting.take(look.round, look.version, now):
+                return
+            log.info("%s hosts run %s, whose host is gone", self.name, self.keys.run)
+        elif self.is_host and now >= self._hosting.next_at:
+            closing = self._hosting.duty(now)
+            if closing is not None:
+                self._settle(closing)
+
+    def _look(self) -> Look:
+        member = self._member
+        keys = [self.keys.round, self.keys.host]
+        if member.slot is not None:
+            keys.append(self.keys.place(member.round, member.slot))
+        entries = self._store.get_many(keys)
+        round_entry, host_entry = entries[:2]
+        place_entry = entries[2] if len(entries) > 2 else None
+        current = None if round_entry is None else decode(Round, keys[0], round_entry)
+        place = None if place_entry is None else decode(Place, keys[2], place_entry)
+        if place is not None and (place.member != self.name or place.round != member.round):
+            place = None  # a leftover of other times
+        self.version = ABSENT if round_entry is None else round_entry.version
+        self._hosting.saw(current, host_entry)
+        member.look(current, place)
+        return Look(current, self.version, host_entry is not None)
+
+    def _found(self, now: float) -> Look:
+        """There is no run yet, or none any more: begin it unless it is known to have ended. Then look again."""
+        closing = self._archive.read() if self._archive is not None else None
+        if closing is not None:
+            self._end(closing, None)
+            return Look(None, ABSENT, False)
+        self._hosting.found(secrets.token_hex(8), now)
+        return self._look()
+
+    def _sit(self) -> None:
+        member = self._member
+        assert member.slot is not None  # SEATING
+        seat = Seat(round=member.round, slot=member.slot, member=self.name, address=self._address)
+        begun = self._clock()
+        key = self.keys.seat(seat.round, seat.slot)
+        version = self._store.put(key, encode(seat), lease_s=self.rules.lease_s)
+        self._seat, self._seat_version, self._seat_until = seat, version, begun + self.rules.lease_s
+        self._wanted, self._wanted_message = Status.HERE, ""
+        self._surrendered = False
+        self._seated_at = begun
+        member.apply(Event.SEAT)
+
+    def _say(self) -> None:
+        """Bring the seat's status in the store to what is wanted."""
+        seat = self._seat
+        if seat is None or self._member.state is not State.ACTIVE or seat.status is self._wanted:
+            return
+        said = msgspec.structs.replace(seat, status=self._wanted, message=self._wanted_message[:4096])
+        begun = self._clock()
+        key = self.keys.seat(seat.round, seat.slot)
+        version = self._store.compare_and_set(key, encode(said), self._seat_version, lease_s=self.rules.lease_s)
+        if version is None:
+            # The answer to an earlier try may have been lost; what stands there decides.
+            entry = self._store.get(key)
+            if entry is None or decode(Seat, key, entry) != said:
+                self._seat_lost()
+                return
+            version = entry.version
+        self._seat, self._seat_version, self._seat_until = said, version, begun + self.rules.lease_s
+
+    def _check_wait(self, now: float) -> None:
+        """The host closes a gate that stays open too long; this is for runs whose hosts die one after the other."""
+        if self._member.state is not State.SEATED:
+            self._seated_at = None
+        elif self._seated_at is None:
+            self._seated_at = now
+        elif now - self._seated_at > self.rules.join_timeout_s + 2 * self.rules.lease_s:
+            what = f"round {self._member.round} of run {self.keys.run}"
+            raise JoinTimeoutError(f"{what} did not come together in {now - self._seated_at:.0f} s")
+
+    def _settle(self, closing: Closing | None) -> None:
+        """The run has ended. Both places know it before anybody is told."""
+        if closing is None:
+            self._end(None, RunLostError(f"the store has forgotten run {self.keys.run}; how it ended is unknown"))
+            with contextlib.suppress(OSError, StoreError):
+                closing = self._archive.read() if self._archive is not None else None
+            if closing is not None and closing.incarnation == self._member.incarnation:
+                self._member.closing, self.error = closing, None
+            return
+        write_second_place(self._archive, closing)
+        self._end(closing, None)
