@@ -262,6 +262,36 @@ class RunError(TransportError):
     """What concerns the whole run failed; weights, membership and cooldown have kinds of their own."""
 
 
+class DestinationError(RunError):
+    """The destination of checkpoints failed, is full or is gone. What was not recorded there does not count."""
+
+    retryable = True
+
+
+class DestinationDeniedError(DestinationError):
+    """The destination refuses what a checkpoint needs: list, create, read or delete; the message names which."""
+
+    retryable = False
+
+
+class UploadCancelledError(RunError):
+    """An upload was called off before its manifest was written, so there is none."""
+
+
+class CheckpointDamagedError(RunError):
+    """What lies at the destination is not what its manifest, or the record of its epoch, says."""
+
+
+class NoCheckpointError(RunError):
+    """No epoch of this run was recorded as checkpointed, or not the one that was asked for."""
+
+
+class CoordinatorLostError(RunError):
+    """The coordinator gave no sign for longer than the time limit; a new one may carry the cooldown on."""
+
+    retryable = True
+
+
 # --- our own defects ---------------------------------------------------------------------------
 class InternalError(TransportError):
     """A defect of this package. Please report it with the message."""
