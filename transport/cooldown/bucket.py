@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from transport.errors import DestinationDeniedError, DestinationError, MissingDe
 
 _PART: Final = 16 << 20  # of a multipart upload
 _MOST_PARTS: Final = 9_000  # S3 takes 10 000
-_EXTRA: Final = {"s3": "s3", "gs": "gs", "hf": "hf"}
+_PACKAGES: Final = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}  # each is an extra named like the scheme
 _DENIALS: Final = (
     "AccessDenied",
     "Forbidden",
@@ -35,6 +36,7 @@ class Bucket(Destination):
         self.url = url
         scheme, _, self._root = url.partition("://")
         try:
+            import_module(_PACKAGES[scheme])
             import fsspec
 
             options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
@@ -42,9 +44,9 @@ class Bucket(Destination):
                 options |= {"max_concurrency": 1}  # a writer's memory is one part, and cancelling ends it
             self._fs = fsspec.filesystem(scheme, **options)
         except ImportError as error:
-            extra = _EXTRA[scheme]
             raise MissingDependencyError(
-                f"destinations {scheme}://… need the extra {extra!r}: pip install 'payload-transport[{extra}]'"
+                f"destinations {scheme}://… need {_PACKAGES[scheme]} ({error}): "
+                f"pip install 'payload-transport[{scheme}]'"
             ) from error
         except Exception as error:
             raise DestinationError(f"{url}: cannot be opened: {masked(str(error))}") from error

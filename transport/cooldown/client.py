@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from transport.cooldown.destination import check_permissions, open_destination
+from transport.cooldown.destination import check_permissions
 from transport.cooldown.ledger import Ledger
 from transport.cooldown.masking import masked
+from transport.cooldown.open import open_destination
 from transport.cooldown.records import EpochRecord, Phase, Refusal, Report, ReportKind, check_name, upload_place
 from transport.cooldown.stop import Stop
 from transport.cooldown.threads import in_thread, patient, settled

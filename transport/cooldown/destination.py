@@ -160,19 +160,3 @@ def _folder_url(path: str) -> str:
 def folder_of(url: str) -> Path | None:
     """The folder that a normalised URL names; None for a service."""
     return Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None
-
-
-def open_destination(url: str) -> Destination:
-    """Open what a URL names. Nothing is looked at yet, but for what a service's package does at its start.
-
-    Raises UsageError as `normalise` does, MissingDependencyError where the service's package is not installed.
-    """
-    url = normalise(url)
-    folder = folder_of(url)
-    if folder is not None:
-        from transport.cooldown.folder import Folder
-
-        return Folder(folder)
-    from transport.cooldown.bucket import Bucket
-
-    return Bucket(url)

@@ -29,8 +29,9 @@ from transport.cooldown.coordinator import (
     Write,
     Written,
 )
-from transport.cooldown.destination import Destination, normalise, open_destination
+from transport.cooldown.destination import Destination, normalise
 from transport.cooldown.ledger import Ledger
+from transport.cooldown.open import open_destination
 from transport.cooldown.records import (
     EpochRecord,
     Phase,
