@@ -171,7 +171,8 @@ def test_a_service_that_is_not_there_is_an_error(s3_server: str, monkeypatch: py
 
 
 @pytest.mark.parametrize(("operation", "named"), [
-    ("names", "cannot list"), ("put", "cannot create files in"), ("read", "cannot read"), ("delete", "cannot delete from"),
+    ("names", "cannot list"), ("put", "cannot create files in"), ("read", "cannot read"),
+    ("delete", "cannot delete from"),
 ])  # fmt: skip
 def test_what_is_refused_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, named: str) -> None:
     """Each of the four on its own; how a system refuses is the tests' below."""
@@ -250,8 +251,13 @@ def test_a_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
 # --- URLs and secrets -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("url", "form"),
-    [("/a/b/../c/", "file:///a/c"), ("file:///a%20b", "file:///a%20b"), ("s3://bucket/x//", "s3://bucket/x"), ("hf://datasets/a/b@main", "hf://datasets/a/b@main")],
-)  # fmt: skip
+    [
+        ("/a/b/../c/", "file:///a/c"),
+        ("file:///a%20b", "file:///a%20b"),
+        ("s3://bucket/x//", "s3://bucket/x"),
+        ("hf://datasets/a/b@main", "hf://datasets/a/b@main"),
+    ],
+)
 def test_a_url_has_one_form(url: str, form: str) -> None:
     assert normalise(url) == form
     assert normalise(form) == form

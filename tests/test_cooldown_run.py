@@ -237,8 +237,9 @@ async def test_another_completes_what_a_killed_client_could_not(cooling: Run) ->
 
 # --- reports that must not count ------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("client", "epoch", "refusal"), [("a", 7, Refusal.NOT_ELECTED), ("c", 6, Refusal.OTHER_EPOCH), ("c", 7, Refusal.MANIFEST_MISSING)]
-)  # fmt: skip
+    ("client", "epoch", "refusal"),
+    [("a", 7, Refusal.NOT_ELECTED), ("c", 6, Refusal.OTHER_EPOCH), ("c", 7, Refusal.MANIFEST_MISSING)],
+)
 @asynchronous
 async def test_a_report_that_must_not_count_is_refused(cooling: Run, client: str, epoch: int, refusal: Refusal) -> None:
     host = cooling.host()
