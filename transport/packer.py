@@ -29,6 +29,7 @@ from typing import Any, Literal
 from transport.background import LoopThread
 from transport.claims import ClaimBook
 from transport.client import WirePolicy
+from transport.directory import Directory
 from transport.duplicates import ConsumedRecord
 from transport.errors import (
     AuthenticationError,
@@ -77,6 +78,7 @@ class UCXXDataPackerMixin:
         settings: Settings = DEFAULTS,
         consumed: ConsumedRecord | None = None,
         device: str | None = None,
+        directory: Directory | None = None,
         progress: Progress | Literal["bar"] | None = None,
     ) -> None:
         """Start the background loop and the client. Called again, it cleans up first.
@@ -92,13 +94,14 @@ class UCXXDataPackerMixin:
             device: "cupy" or "torch" (":1" for the second device): payloads are put into its memory while the trainer
                 computes, and their arrays are that library's. What the trainer's stream does with an array that it
                 looked up comes after its arrival.
+            directory: asked where a ring is served by now, when a ticket's own ports do not answer.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws that on the terminal.
         """
         self.cleanup_ucxx_packer()
         thread = LoopThread("transport data packer")
         try:
-            client = thread.run(make_client(schemas, wire, secret, settings, device))
+            client = thread.run(make_client(schemas, wire, secret, settings, device, directory))
         except BaseException:
             thread.close()
             raise

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from transport.directory import Announcement, Directory
 from transport.errors import ClosedError, RingFullError, TransportError
 from transport.overflow import Overflow
 from transport.queue.base import QueuedTicket, TicketQueue, finished
@@ -46,6 +47,7 @@ class UCXXRolloutMixin:
     _ucxx_ring: SharedRingBuffer | None = None
     _ucxx_server: UCXXServer | None = None
     _ucxx_queue: TicketQueue | None = None
+    _ucxx_announcement: Announcement | None = None
     _ucxx_readers = 1
 
     def setup_ucxx(
@@ -64,6 +66,7 @@ class UCXXRolloutMixin:
         secret: bytes | None = None,
         mode: Literal["process", "thread"] = "process",
         linger_s: float | None = None,
+        directory: Directory | None = None,
         settings: Settings = DEFAULTS,
     ) -> SharedRingBuffer:
         """Make the ring and serve it. Called again, it cleans up first.
@@ -74,6 +77,7 @@ class UCXXRolloutMixin:
             readers: how many ranks read each payload.
             queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
             ports, addresses, wires, secret, mode, linger_s: of the server, see `UCXXServer`.
+            directory: where the server is published for as long as this worker lives.
         """
         self.cleanup_ucxx()
         ring = SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, name=name, overflow=overflow)
@@ -88,7 +92,12 @@ class UCXXRolloutMixin:
                 mode=mode,
                 linger_s=linger_s,
             ).start()
+            if directory is not None:
+                self._ucxx_announcement = Announcement(directory, ring, self._ucxx_server)
         except BaseException:
+            if self._ucxx_server is not None:
+                self._ucxx_server.close()
+                self._ucxx_server = None
             ring.close()
             raise
         self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = ring, queue, readers
@@ -177,9 +186,12 @@ class UCXXRolloutMixin:
         """
         server, self._ucxx_server = self._ucxx_server, None
         ring, self._ucxx_ring = self._ucxx_ring, None
+        announcement, self._ucxx_announcement = self._ucxx_announcement, None
         self._ucxx_queue = None
         with contextlib.ExitStack() as stack:  # the ring goes even if the server does not stop in order
             if ring is not None:
                 stack.callback(ring.close)
+            if announcement is not None:
+                stack.callback(announcement.close)  # readers may ask until the last payload is read
             if server is not None:
                 server.close(drain_s)

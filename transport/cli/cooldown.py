@@ -6,7 +6,6 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import quote
 
 import msgspec
 import typer
@@ -91,7 +90,7 @@ def default_store() -> str:
     if given:
         return given
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return f"sqlite://{quote(str(state.absolute() / 'transport' / 'store.sqlite3'))}"
+    return SQLitePlace(state / "transport" / "store.sqlite3").text
 
 
 def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:

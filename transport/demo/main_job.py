@@ -16,9 +16,11 @@ from transport.demo.checkpoints import Epoch, epoch_store
 from transport.demo.crew import Crew
 from transport.demo.display import Display
 from transport.demo.messages import RolloutDone, TrainerDone
-from transport.demo.plan import Plan
+from transport.demo.plan import POLICY_TOPIC, Plan
 from transport.demo.summary import Summary, summarise
-from transport.queue import SQLiteQueue
+from transport.errors import UsageError
+from transport.places import SQLitePlace
+from transport.queue import QueueDepth, TicketQueue, open_queue
 
 
 class CheckpointTo(NamedTuple):
@@ -37,12 +39,12 @@ class InterruptedBySignal(Exception):
 
 
 async def run_demo(
-    plan: Plan, display: Display, queue_path: Path | None = None, checkpoint: CheckpointTo | None = None
+    plan: Plan, display: Display, queue_text: str | None = None, checkpoint: CheckpointTo | None = None
 ) -> Summary:
     """Run the demo. Whatever happens, no process, segment or temporary file of it is left.
 
     Args:
-        queue_path: new file for the ticket queue, which stays; None: in the temporary directory.
+        queue_text: place of a ticket queue that is new, and stays; None: a file in the temporary directory.
         checkpoint: end with a checkpoint there, and begin with the last one; both stay.
 
     Raises:
@@ -56,8 +58,9 @@ async def run_demo(
         directory = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="transport-demo-", ignore_cleanup_errors=True)
         )
-        path = queue_path or Path(directory) / "tickets.sqlite"
-        with SQLiteQueue(path) as queue:
+        text = queue_text or SQLitePlace(Path(directory) / "tickets.sqlite").text
+        with open_queue(text) as queue:
+            _refuse_used(queue)
             async with _unless_interrupted():
                 epoch = None
                 if checkpoint is not None:
@@ -67,7 +70,7 @@ async def run_demo(
                     if epoch.resumed_from:
                         display.say(f"resumed from epoch {epoch.resumed_from}, version {plan.first_version}")
                 crew = Crew(plan, display.say, lambda crew: _show(crew, display))
-                async with crew.at_work(Path(directory), path):
+                async with crew.at_work(Path(directory), text):
                     await crew.work_done()
                     if epoch is not None:
                         display.say("cooldown: the elected upload the policy")
@@ -92,6 +95,11 @@ async def run_demo(
 def _updates(crew: Crew) -> int:
     done = crew.trainers[0].done.result()
     return done.updates if isinstance(done, TrainerDone) else 0
+
+
+def _refuse_used(queue: TicketQueue) -> None:
+    if queue.depth() != QueueDepth() or queue.latest(POLICY_TOPIC) is not None:
+        raise UsageError(f"--queue: {queue!r} was used before, and its tickets would be mixed with the demo's")
 
 
 def _show(crew: Crew, display: Display) -> None:
