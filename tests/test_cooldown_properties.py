@@ -48,6 +48,7 @@ class Cooldowns(RuleBasedStateMachine):
         self.store = SQLiteStore(self.path / "store.sqlite3")
         self.ledger = Ledger(self.store, "run")
         self.uploads: dict[tuple[str, str], Uploaded] = {}
+        self.reported: set[tuple[str, str]] = set()
         self.due: list[Report] = []
         self.verdicts: list[Event] = []
         self.now = 0.0
@@ -94,11 +95,9 @@ class Cooldowns(RuleBasedStateMachine):
     @rule(data=st.data(), how=st.sampled_from(["missing", "size", "content", "manifest"]))
     @precondition(lambda self: self.uploads)
     def damage(self, data: st.DataObject, how: str) -> None:
-        """A place whose upload nobody has reported truly yet; afterwards it is the owner's to keep."""
+        """Before it was reported with its checksum. Nobody can keep others from damaging it later; `restore` says so."""
         client, attempt = data.draw(st.sampled_from(sorted(self.uploads)))
-        if any(report.identity == (client, attempt) for report in self.ledger.reports(self.epoch)):
-            return
-        if any(report.identity == (client, attempt) for report in self.due):
+        if (client, attempt) in self.reported:
             return
         place = self.destination.root / upload_place("run", self.epoch, client, attempt)
         target = place / ("manifest.json" if how == "manifest" else f"{FILES}/b/c")
@@ -120,6 +119,8 @@ class Cooldowns(RuleBasedStateMachine):
         name = f"{attempt:016x}"
         done = self.uploads.get((client, name))
         sha256 = done.sha256 if done is not None and not lies else "0" * 64
+        if not lies:
+            self.reported.add((client, name))
         self.ledger.report(
             Report(run="run", epoch=self.epoch, client=client, kind=kind, attempt=name, manifest_sha256=sha256)
         )
