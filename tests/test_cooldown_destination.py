@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import importlib.util
 import os
@@ -12,17 +13,31 @@ from pathlib import Path
 import pytest
 from support import Child
 
+from transport.cooldown import (
+    CooldownClient,
+    CooldownHost,
+    EpochRecord,
+    Outcome,
+    Part,
+    recorded_outcomes,
+    restore,
+)
 from transport.cooldown.destination import PIECE, Destination, check_permissions, normalise
 from transport.cooldown.folder import Folder
 from transport.cooldown.masking import masked
 from transport.cooldown.open import open_destination
+from transport.cooldown.stop import Stop
+from transport.cooldown.upload import upload
 from transport.errors import (
     DestinationDeniedError,
     DestinationError,
     MissingDependencyError,
     TransportError,
+    UploadCancelledError,
     UsageError,
 )
+from transport.store.sqlite import SQLiteStore
+from transport.testing import run
 
 SECRET = "wJalrXUtnFEMI/K7MDENG-testing-only"
 _HAVE_S3 = all(importlib.util.find_spec(name) for name in ("moto", "s3fs", "flask"))
@@ -148,6 +163,56 @@ def test_a_file_that_was_given_up_is_not_there(destination: Destination, size: i
 def test_one_may_join_where_everything_is_allowed(destination: Destination) -> None:
     check_permissions(destination)
     assert destination.names("") == []
+
+
+@needs_s3
+def test_a_checkpoint_goes_to_s3_and_back(tmp_path: Path) -> None:
+    """With a coordinator and a client, as in a run; the model is larger than a part of a multipart upload."""
+    model = {"large": secrets.token_bytes(17 << 20), "small": b"1"}
+
+    def save(folder: Path, step: int) -> None:
+        for name, data in model.items():
+            (folder / name).write_bytes(data)
+
+    async def cooldown(store: SQLiteStore, url: str) -> EpochRecord:
+        host = CooldownHost(store, "run", url, cooldown_s=60, seed=1)
+        await host.open(1)
+        client = CooldownClient(store, "run", "a", save=save, scratch=tmp_path / "scratch")
+        await client.join(url)
+        record, taken = await asyncio.gather(host.cooldown(1, 5, ["a"]), client.cooldown(1))
+        assert taken.part is Part.WON
+        return record
+
+    url = f"s3://checkpoints/{secrets.token_hex(4)}"
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        record = run(cooldown(store, url))
+    assert record.outcome is Outcome.CHECKPOINTED
+    with open_destination(url) as destination:
+        assert recorded_outcomes(destination, "run") == {1: record}
+        restored = restore(record, destination, tmp_path / "restored")
+    assert {name: path.read_bytes() for name, path in restored.files.items()} == model
+
+
+@needs_s3
+def test_an_upload_to_s3_that_is_called_off_leaves_nothing_at_all(tmp_path: Path) -> None:
+    """Not even the parts of a multipart upload, which cost money where nobody sees them."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "large").write_bytes(bytes(40 << 20))
+    record = EpochRecord(run="run", epoch=1, destination="", cooldown_s=1.0, seed=1)
+    stop = Stop()
+    begun = []
+
+    def progress(done: int, files: int, size: int) -> None:
+        if size > 30 << 20:
+            begun.extend(destination._fs.list_multipart_uploads("checkpoints"))  # type: ignore[attr-defined]
+            stop.set()
+
+    with open_destination(f"s3://checkpoints/{secrets.token_hex(4)}") as destination:
+        with pytest.raises(UploadCancelledError):
+            upload(tmp_path / "model", destination, record, "a", "0" * 16, stop=stop, progress=progress)
+        assert begun
+        assert destination._fs.list_multipart_uploads("checkpoints") == []  # type: ignore[attr-defined]
+        assert destination.names("") == []
 
 
 # --- refusals -------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class Cooldowns(RuleBasedStateMachine):
     @rule(data=st.data(), how=st.sampled_from(["missing", "size", "content", "manifest"]))
     @precondition(lambda self: self.uploads)
     def damage(self, data: st.DataObject, how: str) -> None:
-        """Before it was reported with its checksum. Nobody can keep others from damaging it later; `restore` says so."""
+        """Before it was reported with its checksum. Later damage cannot be prevented; `restore` finds it."""
         client, attempt = data.draw(st.sampled_from(sorted(self.uploads)))
         if (client, attempt) in self.reported:
             return
