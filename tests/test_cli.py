@@ -18,7 +18,7 @@ import pytest
 from transport import Schema, SharedRingBuffer, Ticket, UpTo, _native
 from transport.cli import run
 
-COMMANDS = ("bench", "demo", "read", "reclaim")
+COMMANDS = ("bench", "cooldown", "demo", "read", "reclaim")
 BENCHES = ("bench loopback", "bench scaling", "bench ring")
 SCHEMA = Schema.of(observation=("float32", UpTo(8), 2), file=("int64",))
 
@@ -32,7 +32,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # --- all commands ----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("command", COMMANDS + BENCHES)
+@pytest.mark.parametrize("command", (*COMMANDS, *BENCHES, "cooldown status"))
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command.split(), "--help"]) == 0
     assert f"Example: transport {command}" in capsys.readouterr().out

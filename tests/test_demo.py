@@ -159,6 +159,48 @@ def test_a_queue_of_ones_own_stays_and_is_finished(tmp_path: Path) -> None:
 
 @pytest.mark.ucx
 @pytest.mark.slow
+def test_a_second_run_resumes_from_the_checkpoint_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_STORE", f"sqlite://{tmp_path}/epochs/store.sqlite3")
+    results = []
+    for part in ("first", "second"):
+        (tmp_path / part).mkdir()
+        arguments = ("--episodes", "48", "--target", "0", "--json", "-", "--checkpoint", str(tmp_path / "checkpoints"))
+        with running(tmp_path / part, *arguments) as demo:
+            status, out, err = demo.finished()
+        assert status == 0, err
+        assert demo.left() == []
+        results.append(json.loads(out))
+    first, second = results
+    assert (first["epoch"], first["resumed_from"], first["checkpoint"], first["updates"]) == (1, 0, "checkpointed", 3)
+    assert (second["epoch"], second["resumed_from"], second["checkpoint"]) == (2, 1, "checkpointed")
+    assert "resumed from epoch 1, version 3" in err
+    places = [Path(result["checkpoint_place"].removeprefix("file://")) / "files" for result in results]
+    assert [json.loads((place / "policy.json").read_text())["version"] for place in places] == [3, 6]
+
+    shown = subprocess.run(
+        [sys.executable, "-m", "transport", "cooldown", "status", "--json", "-"], capture_output=True, text=True
+    )
+    epochs = json.loads(shown.stdout)["epochs"]
+    assert [(epoch["epoch"], epoch["step"], epoch["outcome"]) for epoch in epochs] == [
+        (1, 3, "checkpointed"), (2, 6, "checkpointed"),
+    ]  # fmt: skip
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_destination_that_may_not_be_written_ends_the_run_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_STORE", f"sqlite://{tmp_path}/store.sqlite3")
+    with running(tmp_path, "--episodes", "16", "--checkpoint", "/proc/self/task") as demo:
+        status, out, err = demo.finished()
+    assert (status, out) == (1, "")
+    assert "may not join: it cannot create files in" in err.splitlines()[-1]
+    assert demo.left() == []
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
 @needs_redis
 def test_the_run_goes_over_a_redis_server_and_leaves_nothing_there(tmp_path: Path) -> None:
     import redis

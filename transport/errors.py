@@ -282,6 +282,33 @@ class StaleRoundError(RunError):
 
 class RunLostError(RunError):
     """The run's end cannot be learned any more: its store stays away, or has forgotten the run."""
+class DestinationError(RunError):
+    """The destination of checkpoints failed, is full or is gone. What was not recorded there does not count."""
+
+    retryable = True
+
+
+class DestinationDeniedError(DestinationError):
+    """The destination refuses what a checkpoint needs: list, create, read or delete; the message names which."""
+
+    retryable = False
+
+
+class UploadCancelledError(RunError):
+    """An upload was called off before its manifest was written, so there is none."""
+
+
+class CheckpointDamagedError(RunError):
+    """What lies at the destination is not what its manifest, or the record of its epoch, says."""
+
+
+class NoCheckpointError(RunError):
+    """No epoch of this run was recorded as checkpointed, or not the one that was asked for."""
+
+
+class CoordinatorLostError(RunError):
+    """The coordinator gave no sign for longer than the time limit; a new one may carry the cooldown on."""
+
 
 
 # --- our own defects ---------------------------------------------------------------------------

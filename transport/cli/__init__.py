@@ -11,7 +11,7 @@ from typing import Annotated, cast
 
 import typer
 
-from transport.cli import bench, demo, read, reclaim
+from transport.cli import bench, cooldown, demo, read, reclaim
 from transport.errors import TransportError, UsageError
 
 __all__ = ["main", "run"]
@@ -28,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.add_typer(cooldown.app, name="cooldown")
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 app.command("read", epilog=read.EXAMPLE)(read.read)
 app.command("reclaim", epilog=reclaim.EXAMPLE)(reclaim.reclaim)

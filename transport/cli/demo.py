@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from transport.cli.cooldown import default_store
 from transport.cli.output import JsonTarget, emit
 from transport.errors import TransportError, UsageError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
 
 _EMBEDDED = "sqlite"
+_TARGET = 2.0
 _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: cuda would have nothing to carry
 
 
@@ -36,10 +38,19 @@ def demo(
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help=f"What may carry payloads: auto, or some of {', '.join(_DEMO_WIRES)}.")
     ] = "auto",
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Folder, s3://…, gs://… or hf://…: begin with the last checkpoint, end with one."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of policy, learner and environments.")] = 0,
     target: Annotated[
-        float, typer.Option(min=0, help="Least ratio of the mean returns of last and first tenth; 0: any.")
-    ] = 2.0,
+        float | None,
+        typer.Option(
+            min=0, help="Least ratio of the mean returns of last and first tenth; 0: any. Default 2, resumed 0."
+        ),
+    ] = None,
     json_target: JsonTarget = None,
 ) -> int:
     """Rollouts play CartPole, a trainer fetches their episodes and improves the policy they play.
@@ -52,13 +63,14 @@ def demo(
     import uvloop
 
     from transport.demo.display import Display
-    from transport.demo.main_job import InterruptedBySignal, run_demo
+    from transport.demo.main_job import CheckpointTo, InterruptedBySignal, run_demo
     from transport.demo.plan import Plan
 
     plan = Plan(rollouts=rollouts, trainers=readers, episodes=episodes, wires=wires, seed=seed)
     try:
         with Display(episodes) as display:
-            summary = uvloop.run(run_demo(plan, display, queue_text))
+            to = CheckpointTo(checkpoint, default_store()) if checkpoint is not None else None
+            summary = uvloop.run(run_demo(plan, display, queue_text, to))
     except InterruptedBySignal as interruption:
         print(f"transport demo: stopped by {interruption}; nothing is left behind", file=sys.stderr)
         return 128 + interruption.number
@@ -66,6 +78,8 @@ def demo(
         if temporary:
             _remove_run(temporary)
     emit(summary, str(summary), json_target)
+    if target is None:
+        target = 0.0 if summary.resumed_from else _TARGET  # what has learned before need not double again
     problems = summary.problems(episodes, target)
     if problems:
         print(f"transport demo: {'; '.join(problems)}", file=sys.stderr)

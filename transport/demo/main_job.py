@@ -9,7 +9,10 @@ import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import NamedTuple
 
+from transport.cooldown import EpochRecord
+from transport.demo.checkpoints import Epoch, epoch_store
 from transport.demo.crew import Crew
 from transport.demo.display import Display
 from transport.demo.messages import RolloutDone, TrainerDone
@@ -20,6 +23,13 @@ from transport.places import SQLitePlace
 from transport.queue import QueueDepth, TicketQueue, open_queue
 
 
+class CheckpointTo(NamedTuple):
+    """Where checkpoints go, and the store that keeps the record of epochs; both as URLs."""
+
+    destination: str
+    store: str
+
+
 class InterruptedBySignal(Exception):
     """SIGINT or SIGTERM came; everything has been stopped."""
 
@@ -28,24 +38,43 @@ class InterruptedBySignal(Exception):
         self.number = number
 
 
-async def run_demo(plan: Plan, display: Display, queue_text: str | None = None) -> Summary:
+async def run_demo(
+    plan: Plan, display: Display, queue_text: str | None = None, checkpoint: CheckpointTo | None = None
+) -> Summary:
     """Run the demo. Whatever happens, no process, segment or temporary file of it is left.
 
     Args:
         queue_text: place of a ticket queue that is new, and stays; None: a file in the temporary directory.
+        checkpoint: end with a checkpoint there, and begin with the last one; both stay.
 
     Raises:
         InterruptedBySignal: SIGINT or SIGTERM.
         WorkerFailedError: a process of the run failed or was killed.
+        DestinationError: the destination cannot be had. CheckpointDamagedError: what lies there is damaged.
     """
     started = time.monotonic()
-    crew = Crew(plan, display.say, lambda crew: _show(crew, display))
-    with tempfile.TemporaryDirectory(prefix="transport-demo-", ignore_cleanup_errors=True) as directory:
+    ended: EpochRecord | None = None
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="transport-demo-", ignore_cleanup_errors=True)
+        )
         text = queue_text or SQLitePlace(Path(directory) / "tickets.sqlite").text
         with open_queue(text) as queue:
             _refuse_used(queue)
-            async with _unless_interrupted(), crew.at_work(Path(directory), text):
-                await crew.work_done()
+            async with _unless_interrupted():
+                epoch = None
+                if checkpoint is not None:
+                    store = stack.enter_context(epoch_store(checkpoint.store))
+                    epoch = Epoch(store, checkpoint.destination, plan.seed)
+                    plan = await epoch.begin(plan, checkpoint.store, Path(directory))
+                    if epoch.resumed_from:
+                        display.say(f"resumed from epoch {epoch.resumed_from}, version {plan.first_version}")
+                crew = Crew(plan, display.say, lambda crew: _show(crew, display))
+                async with crew.at_work(Path(directory), text):
+                    await crew.work_done()
+                    if epoch is not None:
+                        display.say("cooldown: the elected upload the policy")
+                        ended = await epoch.end(plan, _updates(crew))
             for failure in queue.failures():
                 display.say(
                     f"delivery of {failure.ticket_id} to rank {failure.rank}: {failure.state}: {failure.reason}"
@@ -58,7 +87,14 @@ async def run_demo(plan: Plan, display: Display, queue_text: str | None = None) 
         [report for report in reports if isinstance(report, TrainerDone)],
         depth,
         time.monotonic() - started,
+        ended=ended,
+        resumed_from=epoch.resumed_from if epoch is not None else 0,
     )
+
+
+def _updates(crew: Crew) -> int:
+    done = crew.trainers[0].done.result()
+    return done.updates if isinstance(done, TrainerDone) else 0
 
 
 def _refuse_used(queue: TicketQueue) -> None:

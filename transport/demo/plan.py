@@ -28,6 +28,17 @@ MAX_TRAINERS: Final = 14  # likewise, of a rollout's ring
 SETTINGS: Final = Settings(linger_s=2.0, port_quarantine_s=0.5, port_quarantine_most_s=1.0)
 
 
+class EpochPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The epoch that the run is, when it ends with a checkpoint."""
+
+    store: str  # URL of the store with the epochs' records
+    run: str
+    epoch: int
+    destination: str
+    restored: str = ""  # folder with the files of the checkpoint that the run resumes from; none if empty
+    first_version: int = 0  # of the policy
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The run that was asked for."""
 
@@ -36,6 +47,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int = 480
     wires: tuple[Wire, ...] = ()  # that may carry payloads; empty: any
     seed: int = 0
+    epoch: EpochPlan | None = None
+
+    @property
+    def first_version(self) -> int:
+        """Of the policy that the run begins with."""
+        return self.epoch.first_version if self.epoch is not None else 0
 
     @property
     def wire_policy(self) -> WirePolicy:

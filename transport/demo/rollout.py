@@ -11,6 +11,7 @@ import sys
 import numpy as np
 
 from transport.blocking import BlockingClient
+from transport.demo.checkpoints import Membership, first_policy
 from transport.demo.episode import Episode, make_environment, play_episode
 from transport.demo.messages import RolloutDone
 from transport.demo.plan import BACKLOG, BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
@@ -67,11 +68,12 @@ class Player(UCXXRolloutMixin):
     def play(self, follower: PolicyFollower) -> None:
         """Play and publish the share; returns early when told to stop."""
         environment = make_environment()
-        rng = np.random.default_rng([self._plan.seed, 1 + self._index])
+        rng = np.random.default_rng([self._plan.seed, 1 + self._index, self._plan.first_version])
         while self.published < self._plan.share(self._index) and not self._parent.wants_stop():
             number = self.published * self._plan.rollouts + self._index  # in the order of play of all rollouts
-            follower.follow(wait_s=LOOK_S if number >= follower.announced * BATCH + BACKLOG else 0.0)
-            if number < follower.announced * BATCH + BACKLOG:
+            ahead = number - (follower.announced - self._plan.first_version) * BATCH
+            follower.follow(wait_s=LOOK_S if ahead >= BACKLOG else 0.0)
+            if number < (follower.announced - self._plan.first_version) * BATCH + BACKLOG:
                 self._publish(number, play_episode(environment, follower.policy, rng))
 
     def _publish(self, number: int, episode: Episode) -> None:
@@ -89,6 +91,8 @@ def rollout(config: WorkerConfig, parent: Parent) -> None:
     """Play the share, report, and serve what was played until told to stop."""
     plan = config.plan
     player = Player(config, parent)
+    membership = Membership(config, "rollout", parent)
+    membership.join()
     with open_queue(config.queue) as queue:
         try:
             player.setup_ucxx(
@@ -100,12 +104,15 @@ def rollout(config: WorkerConfig, parent: Parent) -> None:
                 settings=SETTINGS,
             )
             with BlockingClient(schemas=[POLICY_SCHEMA], wire=plan.wire_policy, settings=SETTINGS) as client:
-                follower = PolicyFollower(queue, client, Policy(plan.seed), config.index)
+                follower = PolicyFollower(queue, client, first_policy(plan), config.index)
                 player.play(follower)
-            if player.published == plan.share(config.index):
-                parent.send(
-                    RolloutDone(published=player.published, policies=follower.fetched, policies_missed=follower.missed)
-                )
+                if player.published == plan.share(config.index):
+                    parent.send(
+                        RolloutDone(
+                            published=player.published, policies=follower.fetched, policies_missed=follower.missed
+                        )
+                    )
+                    membership.take_part(follower.policy, lambda: follower.follow(wait_s=LOOK_S))
             parent.wait_for_stop()
         finally:
             player.cleanup_ucxx()

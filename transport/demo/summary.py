@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from transport.cooldown.records import EpochRecord, upload_place
 from transport.demo.messages import RolloutDone, TrainerDone
 from transport.demo.plan import Plan
 from transport.queue import QueueDepth
@@ -34,6 +35,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     policies_fetched: int
     policies_missed: int  # a newer version had replaced them
     mean_staleness: float  # of an episode, in versions of the policy
+    epoch: int = 0  # that this run was, with --checkpoint
+    resumed_from: int = 0  # epoch whose checkpoint the run began with; 0: none
+    checkpoint: str = ""  # checkpointed or timed_out, as recorded
+    checkpoint_place: str = ""  # where it lies
 
     def problems(self, episodes: int, target: float) -> list[str]:
         """What is not as it should be, in words. ``target``: least ratio of last to first mean return."""
@@ -46,6 +51,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             found.append(f"{self.unread} deliveries were not read")
         if self.duplicates:
             found.append(f"{self.duplicates} deliveries came twice")
+        if self.checkpoint not in ("", "checkpointed"):
+            found.append(f"epoch {self.epoch} has no checkpoint: {self.checkpoint}; see `transport cooldown status`")
         if self.mean_return_last < target * self.mean_return_first:
             found.append(
                 f"the policy did not learn: the mean return went from {self.mean_return_first:.1f} to "
@@ -54,7 +61,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def __str__(self) -> str:
-        """For people; four lines."""
+        """For people; four lines, and one more with a checkpoint."""
         wires = ", ".join(f"{size / 1e6:.1f} MB by {wire}" for wire, size in self.bytes_by_wire.items()) or "0 bytes"
         return (
             f"payloads  {self.payloads} episodes of {self.rollouts} rollouts, {self.deliveries} deliveries to "
@@ -63,7 +70,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
             f"faults    {self.lost} lost, {self.duplicates} duplicates, {self.stale} stale, {self.retries} retries\n"
             f"learning  mean return {self.mean_return_first:.1f} → {self.mean_return_last:.1f} in {self.updates} "
             f"updates, from episodes {self.mean_staleness:.1f} versions old"
+            f"{self._epoch_line()}"
         )
+
+    def _epoch_line(self) -> str:
+        if not self.epoch:
+            return ""
+        before = f", resumed from epoch {self.resumed_from}" if self.resumed_from else ""
+        return f"\nepoch     {self.epoch}{before}: {self.checkpoint} {self.checkpoint_place}".rstrip()
 
 
 def summarise(
@@ -72,6 +86,9 @@ def summarise(
     trainers: Sequence[TrainerDone],
     depth: QueueDepth,
     seconds: float,
+    *,
+    ended: EpochRecord | None = None,
+    resumed_from: int = 0,
 ) -> Summary:
     """Add up what everybody reported. The first trainer is rank 0."""
     published = sum(rollout.published for rollout in rollouts)
@@ -100,4 +117,15 @@ def summarise(
         policies_fetched=sum(rollout.policies for rollout in rollouts),
         policies_missed=sum(rollout.policies_missed for rollout in rollouts),
         mean_staleness=learner.mean_staleness,
+        epoch=ended.epoch if ended is not None else 0,
+        resumed_from=resumed_from,
+        checkpoint=ended.outcome.value if ended is not None and ended.outcome is not None else "",
+        checkpoint_place=_place(ended) if ended is not None else "",
     )
+
+
+def _place(record: EpochRecord) -> str:
+    won = record.checkpoint
+    if won is None:
+        return ""
+    return f"{record.destination}/{upload_place(record.run, record.epoch, won.client, won.attempt)}"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from transport.demo.checkpoints import Membership, first_policy
 from transport.demo.messages import Progress, TrainerDone
 from transport.demo.plan import BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
 from transport.demo.policy import Learner, Policy
@@ -160,7 +161,10 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
     """Consume every episode, report, and hand out the newest policy until told to stop."""
     with contextlib.ExitStack() as stack:
         queue = stack.enter_context(open_queue(config.queue))
-        policy = Policy(config.plan.seed)  # the rollouts begin with the same one
+        membership = Membership(config, "trainer", parent)
+        if config.index == 0:
+            membership.join()
+        policy = first_policy(config.plan)  # the rollouts begin with the same one
         learner = publisher = None
         if config.index == 0:
             learner = Learner(policy, config.plan.seed)
@@ -180,9 +184,11 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
                 payload.release()
             parent.send(tally.progress())
         if not parent.wants_stop():
-            done = tally.done(packer, policy.version)
+            done = tally.done(packer, policy.version - config.plan.first_version)
             packer.cleanup_ucxx_packer()  # its last acknowledgements go out while the rollouts still serve
             parent.send(done)
+            if config.index == 0:
+                membership.take_part(policy)
         parent.wait_for_stop()
 
 

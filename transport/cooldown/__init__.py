@@ -1,0 +1,26 @@
+"""Cooldown: an epoch ends with a checkpoint, uploaded by whoever of the elected clients is first. docs/COOLDOWN.md."""
+
+from transport.cooldown.client import CooldownClient, Part, Taken
+from transport.cooldown.destination import Destination, check_permissions
+from transport.cooldown.host import CooldownHost, recorded_outcomes
+from transport.cooldown.ledger import Ledger
+from transport.cooldown.open import open_destination
+from transport.cooldown.records import EpochRecord, Outcome, Phase
+from transport.cooldown.verify import Restored, restore
+
+__all__ = [
+    "CooldownClient",
+    "CooldownHost",
+    "Destination",
+    "EpochRecord",
+    "Ledger",
+    "Outcome",
+    "Part",
+    "Phase",
+    "Restored",
+    "Taken",
+    "check_permissions",
+    "open_destination",
+    "recorded_outcomes",
+    "restore",
+]

@@ -1,0 +1,162 @@
+"""Where checkpoints go: the contract of a destination, the check before a client joins, and the URL that names one.
+
+    /path or file:///path    a folder of this host or a shared file system; nothing else is needed
+    s3://bucket/prefix       extra "s3";  gs://bucket/prefix  extra "gs";  hf://user/repository  extra "hf"
+
+Credentials come from the environment, as each service's own tools take them; a URL that carries some is refused, so
+that none can be stored or shown.
+"""
+
+from __future__ import annotations
+
+import abc
+import secrets
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+from urllib.parse import unquote, urlsplit
+
+from transport.errors import DestinationDeniedError, DestinationError, UsageError
+
+PIECE: Final = 4 << 20  # bytes moved between two looks at whether to stop
+SCHEMES: Final = ("s3", "gs", "hf")
+
+
+class Writer(abc.ABC):
+    """A file that is being written. It counts once `finish` has returned; `discard` leaves nothing. One thread."""
+
+    @abc.abstractmethod
+    def write(self, data: bytes) -> None:
+        """Append."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Everything is written and will outlast a crash."""
+
+    @abc.abstractmethod
+    def discard(self) -> None:
+        """Give up what was written. Idempotent; harmless after `finish`."""
+
+
+class Destination(abc.ABC):
+    """Files under relative paths with slashes. All methods are thread-safe and block; call them from threads.
+
+    All raise DestinationError, or DestinationDeniedError where it refuses, with a message free of secrets.
+    """
+
+    url: str
+
+    @abc.abstractmethod
+    def names(self, path: str) -> list[str]:
+        """Names of what lies directly in a folder, sorted; none where there is no such folder. "" is the root."""
+
+    @abc.abstractmethod
+    def size(self, path: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+
+    @abc.abstractmethod
+    def pieces(self, path: str) -> AbstractContextManager[Iterator[bytes]]:
+        """A file's bytes from the beginning, in pieces of at most `PIECE`."""
+
+    @abc.abstractmethod
+    def writer(self, path: str, size: int) -> Writer:
+        """A new file of ``size`` bytes; folders are made."""
+
+    @abc.abstractmethod
+    def put(self, path: str, data: bytes) -> None:
+        """Write a small file atomically: it is there as a whole, or as it was before."""
+
+    @abc.abstractmethod
+    def delete(self, path: str) -> None:
+        """Remove a file, or a folder with all that is in it. Nothing is no error."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Let connections go. Idempotent."""
+
+    def read(self, path: str, most: int) -> bytes | None:
+        """A small file as a whole; None where there is none. Raises DestinationError if it is longer than ``most``."""
+        size = self.size(path)
+        if size is None:
+            return None
+        if size > most:
+            raise DestinationError(f"{self.url}: {path} has {size} bytes, more than the {most} that are read")
+        with self.pieces(path) as pieces:
+            return b"".join(pieces)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def check_permissions(destination: Destination) -> None:
+    """Prove that this process may list, create, read and delete at the destination. Before a client joins.
+
+    Leaves nothing. Raises DestinationDeniedError naming what is refused, DestinationError when it cannot be reached.
+    """
+    probe = f".probe-{secrets.token_hex(8)}"
+    content = secrets.token_bytes(16)
+    operation = "list"
+    try:
+        destination.names("")
+        operation = "create files in"
+        destination.put(probe, content)
+        operation = "read"
+        if destination.read(probe, len(content)) != content:
+            raise DestinationDeniedError(f"{destination.url}: cannot read back what was written: other bytes are there")
+        operation = "delete from"
+        destination.delete(probe)
+        if destination.size(probe) is not None:
+            raise DestinationDeniedError(f"{destination.url}: cannot delete from it: {probe} stays")
+    except DestinationDeniedError as error:
+        raise DestinationDeniedError(_denial(destination.url, operation, error)) from error
+    except DestinationError as error:
+        raise DestinationError(_denial(destination.url, operation, error)) from error
+
+
+def _denial(url: str, operation: str, error: DestinationError) -> str:
+    return f"this client may not join: it cannot {operation} the destination {url} ({error})"
+
+
+def normalise(url: str) -> str:
+    """The URL in its stored form: folders absolute, no slash at the end.
+
+    Raises UsageError for a scheme that is not known, or when something in it looks like a credential.
+    """
+    scheme, _, rest = url.partition("://")
+    if not _:
+        return _folder_url(url)
+    parts = urlsplit(url)
+    if scheme != "file" and (parts.query or parts.fragment or "@" in parts.netloc):
+        raise UsageError(
+            f"the destination {scheme}://… has credentials or options in it: give scheme, place and path only, and "
+            f"credentials in the environment"
+        )
+    if scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise UsageError(f"{url}: a folder's URL has three slashes, file:///path")
+        return _folder_url(unquote(parts.path))
+    if scheme not in SCHEMES:
+        raise UsageError(
+            f"destination {scheme}://…: choose a folder, or one of {', '.join(f'{s}://' for s in SCHEMES)}"
+        )
+    if not parts.netloc:
+        raise UsageError(f"destination {url}: it names no {'repository' if scheme == 'hf' else 'bucket'}")
+    return f"{scheme}://{rest.strip('/')}"
+
+
+def _folder_url(path: str) -> str:
+    if not path:
+        raise UsageError("the destination is empty: name a folder or a URL")
+    return Path(path).expanduser().resolve().as_uri()
+
+
+def folder_of(url: str) -> Path | None:
+    """The folder that a normalised URL names; None for a service."""
+    return Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None

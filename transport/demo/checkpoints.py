@@ -1,0 +1,185 @@
+"""The demo's epochs: a run is one, and ends with a cooldown; the next run with the same destination goes on from it.
+
+The parent is the coordinator. Clients are those who hold the policy: the first trainer and every rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Ledger, recorded_outcomes, restore
+from transport.cooldown.destination import folder_of, normalise
+from transport.cooldown.ledger import newest_checkpoint
+from transport.cooldown.open import open_destination
+from transport.cooldown.threads import in_thread
+from transport.demo.plan import EpochPlan, Plan, WorkerConfig
+from transport.demo.policy import PARAMETER_SHAPES, Policy
+from transport.demo.worker import Parent
+from transport.errors import CheckpointDamagedError, NoCheckpointError, RunError, TransportError
+from transport.places import SQLitePlace, parse_place
+from transport.store import Store
+from transport.store.open import open_store
+
+log = logging.getLogger(__name__)
+
+COOLDOWN_S: Final = 30.0
+_VERSION: Final = "policy.json"
+_FOLLOW_S: Final = 20.0  # for the last version to reach a rollout
+_LOOK_S: Final = 0.2
+
+
+# --- a policy as files ----------------------------------------------------------------------------------
+class _Version(msgspec.Struct, frozen=True):
+    version: int
+
+
+def save_policy(policy: Policy, folder: Path) -> None:
+    """One file for each parameter, and one for the version."""
+    for name, values in policy.parameters().items():
+        np.save(folder / f"{name}.npy", values, allow_pickle=False)
+    (folder / _VERSION).write_bytes(msgspec.json.encode(_Version(policy.version)))
+
+
+def first_policy(plan: Plan) -> Policy:
+    """What a run begins with: the checkpoint that it resumes from, or a policy made from the seed.
+
+    Raises CheckpointDamagedError for files that are no policy of this demo.
+    """
+    policy = Policy(plan.seed)
+    if plan.epoch is not None and plan.epoch.restored:
+        folder = Path(plan.epoch.restored)
+        try:
+            version = msgspec.json.decode((folder / _VERSION).read_bytes(), type=_Version).version
+            found = {name: np.load(folder / f"{name}.npy", allow_pickle=False) for name in PARAMETER_SHAPES}
+            policy.load(found, version)
+        except (OSError, ValueError) as error:
+            raise CheckpointDamagedError(f"the checkpoint holds no policy of this demo: {error}") from error
+    return policy
+
+
+# --- the coordinator ------------------------------------------------------------------------------------
+class Epoch:
+    """One run's epoch as the parent leads it."""
+
+    def __init__(self, store: Store, url: str, seed: int) -> None:
+        self.destination = normalise(url)
+        self.run = f"demo-{hashlib.sha256(self.destination.encode()).hexdigest()[:12]}"
+        self.resumed_from = 0
+        self._ledger = Ledger(store, self.run)
+        self._host = CooldownHost(store, self.run, self.destination, cooldown_s=COOLDOWN_S, seed=seed)
+
+    async def begin(self, plan: Plan, store: str, directory: Path) -> Plan:
+        """Open the epoch, and bring the last checkpoint into ``directory``; the plan with both."""
+        epochs, restored = await in_thread(self._restored, directory)
+        record = await self._host.open(max(epochs, default=0) + 1)
+        self.resumed_from = restored.epoch if restored is not None else 0
+        return msgspec.structs.replace(
+            plan,
+            epoch=EpochPlan(
+                store=store,
+                run=self.run,
+                epoch=record.epoch,
+                destination=self.destination,
+                restored=str(directory / "restored") if restored is not None else "",
+                first_version=restored.step if restored is not None else 0,
+            ),
+        )
+
+    def _restored(self, directory: Path) -> tuple[set[int], EpochRecord | None]:
+        folder = folder_of(self.destination)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+        with open_destination(self.destination) as destination:
+            # Either may be new: the store on another host, the destination after it was emptied.
+            epochs = {**recorded_outcomes(destination, self.run), **self._ledger.epochs()}
+            try:
+                record = newest_checkpoint(epochs, self.run)
+            except NoCheckpointError:
+                return set(epochs), None
+            restore(record, destination, directory / "restored")
+            return set(epochs), record
+
+    async def end(self, plan: Plan, updates: int) -> EpochRecord:
+        """The cooldown: whoever of the elected is first uploads the last version."""
+        if plan.epoch is None:
+            raise RunError("the run's plan has no epoch")
+        clients = ["trainer-0", *(f"rollout-{index}" for index in range(plan.rollouts))]
+        return await self._host.cooldown(plan.epoch.epoch, plan.epoch.first_version + updates, clients)
+
+
+@contextmanager
+def epoch_store(url: str) -> Iterator[Store]:
+    """The store of the epochs; its folder is made."""
+    place = parse_place(url)
+    if isinstance(place, SQLitePlace):
+        place.path.parent.mkdir(parents=True, exist_ok=True)
+    with open_store(url) as store:
+        yield store
+
+
+# --- the clients ----------------------------------------------------------------------------------------
+class Membership:
+    """A worker's part in the epoch. Use `join` before anything is played, `take_part` when the work is done."""
+
+    def __init__(self, config: WorkerConfig, kind: str, parent: Parent) -> None:
+        self._epoch = config.plan.epoch
+        self._name = f"{kind}-{config.index}"
+        self._scratch = Path(config.directory) / "checkpoints" / self._name
+        self._parent = parent
+
+    def join(self) -> None:
+        """Prove that this worker may write to the destination. Raises DestinationError and its kinds."""
+        if self._epoch is not None:
+            with epoch_store(self._epoch.store) as store:
+                asyncio.run(self._client(store, lambda _: None).join(self._epoch.destination))
+
+    def take_part(self, policy: Policy, follow: Callable[[], None] = lambda: None) -> None:
+        """Upload the policy if elected; returns when the cooldown ends, or when the parent wants to stop.
+
+        follow: brings the policy nearer to the newest version, if it is not there yet.
+        """
+        if self._epoch is None:
+            return
+
+        def up_to(step: int) -> None:
+            give_up_at = time.monotonic() + _FOLLOW_S
+            while policy.version != step and time.monotonic() < give_up_at and not self._parent.wants_stop():
+                follow()
+            if policy.version != step:
+                raise RunError(f"version {step} of the policy did not arrive; version {policy.version} is here")
+
+        with epoch_store(self._epoch.store) as store:
+            client = self._client(store, up_to, policy)
+            try:
+                asyncio.run(self._until_ended(client, self._epoch.epoch))
+            except TransportError as error:
+                log.warning("no part in the cooldown: %s", error)  # the epoch may end well without this worker
+
+    def _client(self, store: Store, up_to: Callable[[int], None], policy: Policy | None = None) -> CooldownClient:
+        def save(folder: Path, step: int) -> None:
+            up_to(step)
+            if policy is not None:
+                save_policy(policy, folder)
+
+        run = self._epoch.run if self._epoch is not None else ""
+        return CooldownClient(store, run, self._name, save=save, scratch=self._scratch)
+
+    async def _until_ended(self, client: CooldownClient, epoch: int) -> None:
+        taking = asyncio.create_task(client.cooldown(epoch))
+        while not taking.done():
+            await asyncio.wait([taking], timeout=_LOOK_S)
+            if self._parent.wants_stop():
+                taking.cancel()
+                await asyncio.wait([taking])
+        if not taking.cancelled():
+            taking.result()
