@@ -107,9 +107,15 @@ class Connection:
         # its receives stand before the client hears of them
         native = self._listener.admit(self._endpoint, self._tag_base, hello.tag_base, self._ended)
         self._native = native
+        self._count_by_wire(native)
         await self._welcome(version=wire.agree_version(hello))
         self.opened = True
         return native
+
+    def _count_by_wire(self, native: _ucp.Connection) -> None:
+        """Have the ring's statistics say what carries this connection's payloads."""
+        with contextlib.suppress(TransportError):  # the peer may be gone again
+            native.count_as(f"bytes_{self._endpoint.wire()}")
 
     async def _left_by_peer(self) -> None:
         """Until the client has closed: if this side closed first, UCX would drop a refusal that is still on its way."""

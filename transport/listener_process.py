@@ -21,6 +21,7 @@ import uvloop
 from transport.errors import TransportError
 from transport.lifetime import Lifetime, Phase
 from transport.listener import Listener, serve_until
+from transport.logs import LogFormat, handler
 from transport.ring import SharedRingBuffer
 from transport.settings import Settings
 from transport.supervisor_lock import supervised
@@ -43,6 +44,7 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     wires: frozenset[Wire] | None = None
     bind: str = ""
     log_level: str = "WARNING"
+    log_format: LogFormat = "text"
 
 
 class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -115,7 +117,7 @@ def main() -> NoReturn:
     """Entry point. Exit status 0 after an orderly stop, 1 when it could not start."""
     keep_stdout_for_the_answer()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
-    logging.basicConfig(level=config.log_level, format="%(asctime)s listener %(process)d %(levelname)s %(message)s")
+    logging.basicConfig(level=config.log_level, handlers=[handler(config.log_format, "listener")])
     status = uvloop.run(_serve(config))
     logging.shutdown()
     os._exit(status)  # the kernel ends UCX: see Listener.stop

@@ -23,6 +23,7 @@ from transport.received import ClientStatistics, ReceivedPayload
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.trace import Trace
 
 TicketLike = Ticket | Claim | bytes | str
 
@@ -70,6 +71,7 @@ class PackerSession:
         self.renewer = thread.submit(claims.keep_leases())
         self.batches = 0
         self.consumed = 0
+        self.metrics_port: int | None = None
 
     def item(self, each: TicketLike) -> FetchedItem:
         """What is to be fetched for a ticket or claim; a duplicate of what was consumed last of its slot is not."""
@@ -124,10 +126,17 @@ class PackerSession:
 
 
 async def make_client(
-    schemas: Sequence[Schema], wire: WirePolicy, secret: bytes | None, settings: Settings, device: str | None
+    schemas: Sequence[Schema],
+    wire: WirePolicy,
+    secret: bytes | None,
+    settings: Settings,
+    device: str | None,
+    trace: Trace | None = None,
 ) -> UCXXClient:
     """The session's client. "manual" with either ack mode of the packer: the queue hears of a payload first."""
-    return UCXXClient(schemas=schemas, wire=wire, ack="manual", secret=secret, settings=settings, device=device)
+    return UCXXClient(
+        schemas=schemas, wire=wire, ack="manual", secret=secret, settings=settings, device=device, trace=trace
+    )
 
 
 async def _statistics(client: UCXXClient) -> ClientStatistics:

@@ -12,6 +12,7 @@ from transport.cli.output import JsonTarget, emit
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
+    from transport.metrics import Exporter
     from transport.wires import Wire
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
@@ -30,6 +31,12 @@ def demo(
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help=f"What may carry payloads: auto, or some of {', '.join(_DEMO_WIRES)}.")
     ] = "auto",
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Phases of every read and write, for chrome://tracing.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Prometheus metrics while it runs; 0: any free port.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of policy, learner and environments.")] = 0,
     target: Annotated[
         float, typer.Option(min=0, help="Least ratio of the mean returns of last and first tenth; 0: any.")
@@ -49,18 +56,32 @@ def demo(
     from transport.demo.main_job import InterruptedBySignal, run_demo
     from transport.demo.plan import Plan
 
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise UsageError(f"--trace {trace}: its folder does not exist")
+    exporter = _exporter(metrics_port)
     plan = Plan(rollouts=rollouts, trainers=readers, episodes=episodes, wires=wires, seed=seed)
     try:
         with Display(episodes) as display:
-            summary = uvloop.run(run_demo(plan, display, queue_path))
+            if exporter is not None:
+                display.say(f"metrics on http://127.0.0.1:{exporter.port}/metrics")
+            summary = uvloop.run(run_demo(plan, display, queue_path, trace=trace, exporter=exporter))
     except InterruptedBySignal as interruption:
         print(f"transport demo: stopped by {interruption}; nothing is left behind", file=sys.stderr)
         return 128 + interruption.number
+    finally:
+        if exporter is not None:
+            exporter.close()
     emit(summary, str(summary), json_target)
     problems = summary.problems(episodes, target)
     if problems:
         print(f"transport demo: {'; '.join(problems)}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _exporter(port: int | None) -> Exporter | None:
+    from transport.metrics import Exporter
+
+    return None if port is None else Exporter(port)
 
 
 def _wires(names: str) -> tuple[Wire, ...]:

@@ -13,9 +13,12 @@ from pathlib import Path
 from transport.demo.crew import Crew
 from transport.demo.display import Display
 from transport.demo.messages import RolloutDone, TrainerDone
+from transport.demo.observed import crew_samples
 from transport.demo.plan import Plan
 from transport.demo.summary import Summary, summarise
+from transport.metrics import Exporter
 from transport.queue import SQLiteQueue
+from transport.trace import merge
 
 
 class InterruptedBySignal(Exception):
@@ -26,11 +29,20 @@ class InterruptedBySignal(Exception):
         self.number = number
 
 
-async def run_demo(plan: Plan, display: Display, queue_path: Path | None = None) -> Summary:
+async def run_demo(
+    plan: Plan,
+    display: Display,
+    queue_path: Path | None = None,
+    *,
+    trace: Path | None = None,
+    exporter: Exporter | None = None,
+) -> Summary:
     """Run the demo. Whatever happens, no process, segment or temporary file of it is left.
 
     Args:
         queue_path: new file for the ticket queue, which stays; None: in the temporary directory.
+        trace: file for what every read and write spent its time on, in the Chrome trace format.
+        exporter: is to answer with the run's metrics while it lasts.
 
     Raises:
         InterruptedBySignal: SIGINT or SIGTERM.
@@ -41,8 +53,16 @@ async def run_demo(plan: Plan, display: Display, queue_path: Path | None = None)
     with tempfile.TemporaryDirectory(prefix="transport-demo-", ignore_cleanup_errors=True) as directory:
         path = queue_path or Path(directory) / "tickets.sqlite"
         with SQLiteQueue(path) as queue:
-            async with _unless_interrupted(), crew.at_work(Path(directory), path):
-                await crew.work_done()
+            if exporter is not None:
+                exporter.collector.add(crew, lambda: crew_samples(crew, queue))
+            try:
+                async with _unless_interrupted(), crew.at_work(Path(directory), path, trace=trace is not None):
+                    await crew.work_done()
+            finally:
+                if exporter is not None:
+                    exporter.collector.remove(crew)
+                if trace is not None:
+                    await asyncio.to_thread(_merge_traces, Path(directory), trace)
             for failure in queue.failures():
                 display.say(
                     f"delivery of {failure.ticket_id} to rank {failure.rank}: {failure.state}: {failure.reason}"
@@ -56,6 +76,10 @@ async def run_demo(plan: Plan, display: Display, queue_path: Path | None = None)
         depth,
         time.monotonic() - started,
     )
+
+
+def _merge_traces(directory: Path, target: Path) -> None:
+    merge(sorted(directory.glob("*.trace")), target)
 
 
 def _show(crew: Crew, display: Display) -> None:
