@@ -146,8 +146,9 @@ def problem_with(word: str, page: Path) -> str | None:
     """Why a word in backticks does not exist; None where it does, or is not a name of this project."""
     if word == config.FILE_NAME:
         return None
-    if word.startswith(config.PREFIX) and word.isupper():
-        known = word == config.FILE_VARIABLE or word.removeprefix(config.PREFIX).lower() in config.MEANINGS
+    if word.startswith(config.PREFIX) and word.isupper() and word != "TRANSPORT_…":
+        build = word in sources("native")
+        known = build or word == config.FILE_VARIABLE or word.removeprefix(config.PREFIX).lower() in config.MEANINGS
         return None if known else "no such setting"
     path = re.fullmatch(r"([\w./-]+?)(?:::\w+)?", word)
     if path and (

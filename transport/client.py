@@ -38,7 +38,7 @@ from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.status import StatusSocket
 from transport.ticket import Ticket
-from transport.trace import Trace
+from transport.trace import Trace, key_of
 from transport.wire import Kind, Record, SlotFate, fate_of
 from transport.wires import WIRES, Wire
 
@@ -146,7 +146,7 @@ class UCXXClient:
             outcome = type(error).__name__
             raise
         finally:
-            trace.span("read", ticket.name, begun, outcome=outcome, rank=rank, bytes=ticket.size)
+            trace.span("read", key_of(ticket), begun, outcome=outcome, rank=rank, bytes=ticket.size)
 
     async def _read(
         self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, *, spent: bool = False
@@ -376,7 +376,7 @@ class UCXXClient:
             raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed")
         ack = Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key)
         if self._trace is not None:
-            self._trace.instant("acknowledge", ticket.name, rank=rank)
+            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
         if threading.get_ident() == self._thread:
             self._links.acknowledge(ack, via)
         else:  # a payload is acknowledged where it is used, which may be the trainer's thread

@@ -30,7 +30,7 @@ from transport.pool import PortKey
 from transport.retry import Deadline, GiveUp, Retry, Try, Wait, attempts_of_read
 from transport.settings import Settings
 from transport.ticket import Ticket
-from transport.trace import Trace
+from transport.trace import Trace, key_of
 from transport.watch import Watch
 from transport.wire import Answer, Record
 from transport.wires import Wire
@@ -143,7 +143,7 @@ class RemoteReads:
             log.info(
                 "payload %s: attempt %d at %s:%d failed: %s",
                 *(ticket.name, number, *port, error),
-                extra={"ticket": ticket.name, "port": f"{port[0]}:{port[1]}", "attempt": number},
+                extra={"ticket": key_of(ticket), "port": f"{port[0]}:{port[1]}", "attempt": number},
             )
             another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
             plan.failed(error, time.monotonic(), elsewhere=another)
@@ -159,7 +159,7 @@ class RemoteReads:
                     begun = time.monotonic()
                     await asyncio.sleep(seconds)
                     if self._trace is not None:
-                        self._trace.span("back-off", ticket.name, begun, attempt=number)
+                        self._trace.span("back-off", key_of(ticket), begun, attempt=number)
                 case GiveUp(error):
                     if refused and links.all_wrong(ticket.ring, ports):
                         raise PayloadLostError(
@@ -194,7 +194,7 @@ class RemoteReads:
         begun = time.monotonic()
         link = await self._checkout(port, want.ticket.ring, deadline)
         if self._trace is not None:
-            self._trace.span("connect", want.ticket.name, begun, port=f"{port[0]}:{port[1]}")
+            self._trace.span("connect", key_of(want.ticket), begun, port=f"{port[0]}:{port[1]}")
         await self._finish(self._send(link, [want], want.ticket.size, time.monotonic(), deadline))
         return link.wire
 
@@ -250,7 +250,7 @@ class RemoteReads:
         for want in request.wants:
             trace.span(
                 "transfer",
-                want.ticket.name,
+                key_of(want.ticket),
                 request.begun,
                 port=f"{host}:{port}",
                 wire=request.link.wire,
@@ -277,7 +277,7 @@ class RemoteReads:
         else:
             actual = await asyncio.to_thread(_native.checksum, want.destination)
         if self._trace is not None:
-            self._trace.span("verify", want.ticket.name, begun, bytes=want.ticket.size)
+            self._trace.span("verify", key_of(want.ticket), begun, bytes=want.ticket.size)
         return None if actual == expected else wrong_checksum(want, actual)
 
     async def _ask(

@@ -18,9 +18,16 @@ from typing import Any, Final, Self, TextIO
 
 import msgspec
 
+from transport.ticket import Ticket
+
 PHASES: Final = ("read", "connect", "transfer", "verify", "back-off", "acknowledge", "map", "write")
 """The whole; a new connection; request to last byte; checksum of a large payload; wait between attempts; the slot's
 acknowledgement; a view of the segment instead of a transfer; and what a writer does."""
+
+
+def key_of(ticket: Ticket) -> str:
+    """What tells the reads of a trace, and the lines of a log, apart: ring/slot/generation."""
+    return "/".join(map(str, ticket.identity))
 
 
 class Trace:

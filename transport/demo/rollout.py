@@ -21,7 +21,7 @@ from transport.errors import LinkError, RingFullError, StaleSlotError
 from transport.queue import SQLiteQueue, TicketQueue
 from transport.rollout import UCXXRolloutMixin
 from transport.ticket import Ticket
-from transport.trace import Trace
+from transport.trace import Trace, key_of
 
 _POLICY_TIMEOUT_S = 5.0
 
@@ -86,7 +86,7 @@ class Player(UCXXRolloutMixin):
                 begun = time.monotonic()
                 ticket = self.write_to_buffer(episode, metadata=metadata, policy_version=version, timeout_s=LOOK_S)
                 if self._trace is not None:
-                    self._trace.span("write", ticket.name, begun, bytes=ticket.size)
+                    self._trace.span("write", key_of(ticket), begun, bytes=ticket.size)
                 self.published += 1
                 return
 
