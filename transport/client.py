@@ -318,6 +318,8 @@ class UCXXClient:
         if self._ack != "on_arrival":
             return make(ticket, rank, wire, data, schema, lambda: self._acknowledge(ticket, rank, via))
         self._links.acknowledge(Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key), via)
+        if self._trace is not None:
+            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
         payload = make(ticket, rank, wire, data, schema, _acknowledged)
         payload.acknowledged = True
         return payload

@@ -77,7 +77,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 def look(names: list[str] | None = None) -> Snapshot:
     """The host now. ``names``: only these rings."""
-    rings = [view for name in (names or _native.segments()) if (view := _ring(name)) is not None]
+    rings = [view for name in (_native.segments() if names is None else names) if (view := _ring(name)) is not None]
     return Snapshot(
         taken=time.time(), monotonic_s=time.monotonic(), rings=tuple(rings), clients=tuple(status.clients())
     )

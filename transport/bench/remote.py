@@ -30,6 +30,7 @@ from transport.errors import BusyPortError, LinkError, ProtocolError, TransportE
 MOST_BYTES: Final = 4 << 30
 _MOST_LINE: Final = 1 << 24  # tickets of a batch
 _CONNECT_S: Final = 10.0
+_END_S: Final = 30.0
 _ANSWER_S: Final = 150.0  # the writing process has two minutes itself
 
 
@@ -121,11 +122,9 @@ class _Handler(socketserver.StreamRequestHandler):
             reachable=True,
         )
         with Worker("transport.bench.writer", writing) as writer:
-            batch = writer.ask({})  # before the greeting: what cannot be made is said there
             self._say(Greeting(machine=machine()))
-            while self.rfile.readline(4096):
-                self._say(batch)
-                batch = writer.ask({})
+            while self.rfile.readline(4096):  # not before it is asked for: a full ring would hold up the end
+                self._say(writer.ask({}))
 
     def _say(self, message: object) -> None:
         self.wfile.write(msgspec.json.encode(message) + b"\n")
@@ -183,7 +182,12 @@ class RemoteWriter:
             raise LinkError(f"{self._where}: {error}") from error
 
     def close(self) -> None:
-        """The other side's writing process ends with it."""
+        """Wait until the other side's writing process has ended, too, within a bound."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(_END_S)
+            while self._lines.readline(_MOST_LINE):
+                pass
         self._lines.close()
         self._socket.close()
 
