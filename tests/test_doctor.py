@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
+from support import Child
 
 from transport import config
 from transport.cli import run
@@ -229,3 +231,26 @@ def test_a_failed_check_is_exit_status_1(capfd: pytest.CaptureFixture[str]) -> N
     shown = capfd.readouterr().out
     assert "FAIL  shared memory: " in shown
     assert "→ mount -o remount,size=" in shown
+
+
+WHICH = """
+from transport import ucx
+print(ucx.library_path())
+"""
+
+
+@pytest.mark.ucx
+def test_a_library_of_the_system_is_used_when_the_variable_says_so(tmp_path: Path) -> None:
+    """A copy of the wheel's UCX elsewhere stands for a UCX of one's own; docs/UCXX.md says what to set."""
+    from transport import ucx
+
+    wheel = ucx.library_path()
+    assert wheel is not None
+    own = tmp_path / "lib"
+    shutil.copytree(
+        wheel.parent, own, symlinks=True, ignore=shutil.ignore_patterns("*.a", "*.la", "cmake", "pkgconfig")
+    )
+    with Child(WHICH, env={"LD_LIBRARY_PATH": str(own)}) as plain:
+        assert Path(plain.line()).parent == wheel.parent
+    with Child(WHICH, env={"LD_LIBRARY_PATH": str(own), "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "1"}) as asked:
+        assert Path(asked.line()).parent == own
