@@ -19,6 +19,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import api_page
 import pytest
 
 from transport import config, errors, metrics, wire, wires
@@ -28,6 +29,7 @@ from transport.settings import DEFAULTS
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 UCXX_PAGE = ROOT / "docs" / "UCXX.md"
+API_PAGE = ROOT / "docs" / "API.md"
 OPERATIONS_PAGE = ROOT / "docs" / "OPERATIONS.md"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FOLDERS = ("transport", "native", "tests", "docs", "examples", "benchmarks", ".ci")
@@ -288,6 +290,10 @@ def metrics_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def test_the_reference_is_that_of_the_docstrings() -> None:
+    assert API_PAGE.read_text(encoding="utf-8") == api_page.page(), "python tests/test_docs.py writes it anew"
+
+
 def test_every_setting_has_a_meaning() -> None:
     assert set(config.MEANINGS) == set(config.Configuration.__struct_fields__)
 
@@ -383,6 +389,7 @@ def main() -> None:
         before, opening, rest = text.partition(f"<!-- {name} -->\n")
         _, closing, after = rest.partition(f"<!-- /{name} -->")
         page.write_text(before + opening + content + closing + after, encoding="utf-8")
+    API_PAGE.write_text(api_page.page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
