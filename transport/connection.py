@@ -45,6 +45,7 @@ class Connection:
         self._native: _ucp.Connection | None = None  # once the client is admitted
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._closed = False
+        self._wire_settled = False
         self.opened = False
 
     def __repr__(self) -> str:
@@ -157,6 +158,9 @@ class Connection:
         native, settings = self._native, self._listener.settings
         if native is None:  # the handshake has its own limit
             return
+        if not self._wire_settled:  # lanes join while the two sides exchange addresses, mostly before WELCOME
+            self._wire_settled = True
+            self._count_by_wire(native)
         native.end_consumed()
         oldest = native.oldest
         if oldest is None:

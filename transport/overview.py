@@ -110,7 +110,7 @@ def _ring(name: str) -> RingView | None:
     except (FileNotFoundError, RingNotFoundError):
         return None
     except RingError as error:
-        return RingView(name=name, segment_bytes=size, unreadable=str(error))
+        return RingView(name=name, segment_bytes=size, unreadable=str(error).removeprefix(f"{name}: "))
     try:
         return _view(ring, size)
     finally:
