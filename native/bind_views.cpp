@@ -171,7 +171,7 @@ nb::object Views::read(nb::handle_t<Views> self, nb::object owner, std::uint64_t
     nb::object hold = nb::cast(Hold(nb::borrow(self), views, wanted, consume));
     nb::object view = nb::cast(PayloadView(hold, std::move(owner), ring.mapping(), ring.payload(slot), length));
     nb::inst_ptr<Hold>(hold)->link();
-    ring.count(Counter::bytes_read, length);
+    ring.count(Counter::bytes_mapped, length);
     return view;
   } catch (...) {  // no memory for the objects
     if (!ring.closed()) ring.unpin(slot, generation);

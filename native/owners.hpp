@@ -104,9 +104,14 @@ enum class Counter : unsigned {
   stale_pins,
   full_waits,
   bytes_published,
-  bytes_read,
+  // Bytes read, by what carried them.
+  bytes_mapped,
+  bytes_shm,
+  bytes_tcp,
+  bytes_rdma,
+  bytes_cuda,
 };
-inline constexpr std::array<const char*, 15> kCounterNames{"takes",
+inline constexpr std::array<const char*, 19> kCounterNames{"takes",
                                                            "overwrites",
                                                            "publishes",
                                                            "aborts",
@@ -120,7 +125,11 @@ inline constexpr std::array<const char*, 15> kCounterNames{"takes",
                                                            "stale_pins",
                                                            "full_waits",
                                                            "bytes_published",
-                                                           "bytes_read"};
+                                                           "bytes_mapped",
+                                                           "bytes_shm",
+                                                           "bytes_tcp",
+                                                           "bytes_rdma",
+                                                           "bytes_cuda"};
 
 // One row of the owner table. Its counters outlive the owner and go on under the next one.
 struct alignas(64) OwnerRow {
@@ -137,6 +146,6 @@ struct alignas(64) OwnerRow {
   }
 };
 static_assert(offsetof(OwnerRow, counters) == 64, "looking at heartbeats does not disturb the counters");
-static_assert(sizeof(OwnerRow) == 192, "no two owners count on the same cache line");
+static_assert(sizeof(OwnerRow) == 256, "no two owners count on the same cache line");
 
 }  // namespace transport

@@ -18,8 +18,8 @@ import pytest
 from transport import Schema, SharedRingBuffer, Ticket, UpTo, _native
 from transport.cli import run
 
-COMMANDS = ("bench", "cooldown", "demo", "read", "reclaim")
-BENCHES = ("bench loopback", "bench scaling", "bench ring")
+COMMANDS = ("bench", "cooldown", "demo", "doctor", "read", "reclaim", "serve", "size", "top")
+BENCHES = ("bench loopback", "bench scaling", "bench serve", "bench fetch", "bench ring")
 SCHEMA = Schema.of(observation=("float32", UpTo(8), 2), file=("int64",))
 
 

@@ -6,10 +6,13 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
 import sys
+import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -107,7 +110,7 @@ def running(tmp_path: Path, *arguments: str) -> Iterator[Demo]:
 def test_every_payload_reaches_every_reader_once(tmp_path: Path, wire: str) -> None:
     report = tmp_path / "demo.json"
     arguments = ("--episodes", "160", "--readers", "2", "--wire", wire, "--target", "0", "--json", str(report))
-    with running(tmp_path, *arguments) as demo:
+    with running(tmp_path, *arguments, "--trace", str(tmp_path / "trace.json")) as demo:
         status, out, err = demo.finished()
     assert status == 0, err
     assert "160 episodes of 2 rollouts, 320 deliveries to 2 trainers" in out
@@ -120,6 +123,30 @@ def test_every_payload_reaches_every_reader_once(tmp_path: Path, wire: str) -> N
     assert result["bytes_by_wire"] == {wire: result["bytes"]}
     assert result["updates"] == 10
     assert result["policies_fetched"] > 0  # the backlog is bounded by versions, so somebody has waited for one
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    named = Counter(event["name"] for event in events if event["ph"] == "b")
+    assert named["write"] == 160
+    assert named["read"] + (0 if wire == "mapped" else named["transfer"]) >= 320  # of a batch: transfers only
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
+        *("trainer 0", "trainer 1", "rollout 0", "rollout 1")
+    }
+    assert demo.left() == []
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_metrics_are_those_of_every_process_of_the_run(tmp_path: Path) -> None:
+    with running(tmp_path, "--episodes", _AT_WORK, "--metrics-port", "0") as demo:
+        assert demo.process.stderr is not None
+        address = demo.process.stderr.readline().split()[-1]
+        demo.until_at_work()
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            text = answer.read().decode()
+        demo.process.send_signal(signal.SIGINT)
+        demo.finished()
+    assert len(re.findall(r"^transport_ring_published_total.* [1-9]", text, re.MULTILINE)) >= 2
+    assert re.search(r'^transport_client_reads_total\{client="trainer 0"\} [1-9]', text, re.MULTILINE)
+    assert re.search(r'^transport_queue_finished_total\{outcome="done",queue="demo"\} [1-9]', text, re.MULTILINE)
     assert demo.left() == []
 
 

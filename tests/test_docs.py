@@ -5,7 +5,7 @@
 * Paths, modules, classes, attributes, settings, make targets and commands in backticks exist, and links resolve.
 * Tables that repeat code (settings, rules, ceilings, layouts, status codes, transitions, UCX settings) equal it.
 
-``python tests/test_docs.py`` writes the generated tables anew; the meanings in the settings table are kept.
+``python tests/test_docs.py`` writes the generated tables anew.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import api_page
 import pytest
 
-from transport import errors, wire, wires
+from transport import config, errors, metrics, wire, wires
 from transport.retry import attempts_of_read, backoff_ceiling, worst_case_attempts, worst_case_wait
 from transport.settings import DEFAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 UCXX_PAGE = ROOT / "docs" / "UCXX.md"
+API_PAGE = ROOT / "docs" / "API.md"
+OPERATIONS_PAGE = ROOT / "docs" / "OPERATIONS.md"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FOLDERS = ("transport", "native", "tests", "docs", "examples", "benchmarks", ".ci")
 
@@ -143,6 +146,12 @@ def module_has(dotted: str) -> bool:
 
 def problem_with(word: str, page: Path) -> str | None:
     """Why a word in backticks does not exist; None where it does, or is not a name of this project."""
+    if word == config.FILE_NAME:
+        return None
+    if word.startswith(config.PREFIX) and word.isupper() and word != "TRANSPORT_…":
+        build = word in sources("native")
+        known = build or word == config.FILE_VARIABLE or word.removeprefix(config.PREFIX).lower() in config.MEANINGS
+        return None if known else "no such setting"
     path = re.fullmatch(r"([\w./-]+?)(?:::\w+)?", word)
     if path and (
         word.startswith(tuple(f"{folder}/" for folder in FOLDERS)) or re.search(r"\.(py|hpp|cpp|md)$", path[1])
@@ -217,9 +226,9 @@ def test_public_names_are_documented() -> None:
 
 
 # --- numbers that the code has ------------------------------------------------------------------------
-def part(name: str) -> str:
-    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", UCXX_PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found, f"{UCXX_PAGE.name} has no part between <!-- {name} --> and <!-- /{name} -->"
+def part(name: str, page: Path = UCXX_PAGE) -> str:
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", page.read_text(encoding="utf-8"), re.DOTALL)
+    assert found, f"{page.name} has no part between <!-- {name} --> and <!-- /{name} -->"
     return found[1]
 
 
@@ -233,10 +242,10 @@ def plain(value: float) -> str:
     return f"{value:,.0f}".replace(",", " ") if value >= 1000 else f"{value:g}"
 
 
-def settings_table(meanings: dict[str, str]) -> str:
+def settings_table() -> str:
     lines = ["| setting | default | what it bounds |", "|---|---|---|"]
     lines += [
-        f"| `{name}` | {plain(getattr(DEFAULTS, name))} | {meanings.get(name, '?')} |"
+        f"| `{name}` | {plain(getattr(DEFAULTS, name))} | {config.MEANINGS[name]} |"
         for name in DEFAULTS.__struct_fields__
     ]
     return "\n".join(lines) + "\n"
@@ -272,13 +281,30 @@ def worked_example() -> str:
     )
 
 
-def meanings() -> dict[str, str]:
-    return {row[0].strip("`"): row[2] for row in rows(part("settings"))}
+def metrics_table() -> str:
+    lines = ["| metric | kind | labels | what it says |", "|---|---|---|---|"]
+    lines += [
+        f"| `{name}` | {family.kind} | {', '.join(family.labels)} | {family.says} |"
+        for name, family in metrics.FAMILIES.items()
+    ]
+    return "\n".join(lines) + "\n"
 
 
-def test_the_settings_table_is_that_of_the_code() -> None:
-    assert part("settings") == settings_table(meanings()), "python tests/test_docs.py writes it anew"
-    assert "?" not in meanings().values(), "a setting has no meaning in docs/UCXX.md"
+def test_the_reference_is_that_of_the_docstrings() -> None:
+    assert API_PAGE.read_text(encoding="utf-8") == api_page.page(), "python tests/test_docs.py writes it anew"
+
+
+def test_every_setting_has_a_meaning() -> None:
+    assert set(config.MEANINGS) == set(config.Configuration.__struct_fields__)
+
+
+def test_the_settings_tables_are_those_of_the_code() -> None:
+    assert part("settings") == settings_table(), "python tests/test_docs.py writes it anew"
+    assert part("configuration", OPERATIONS_PAGE) == config.table(), "python tests/test_docs.py writes it anew"
+
+
+def test_the_table_of_metrics_is_that_of_the_code() -> None:
+    assert part("metrics", OPERATIONS_PAGE) == metrics_table(), "python tests/test_docs.py writes it anew"
 
 
 def test_the_rules_and_ceilings_are_those_of_the_code() -> None:
@@ -351,12 +377,19 @@ def test_the_messages_of_the_troubleshooting_table_are_those_of_the_code() -> No
 
 # --- writing the generated parts ----------------------------------------------------------------------
 def main() -> None:
-    parts = {"settings": settings_table(meanings()), "rules": rules_list(), "ceilings": ceilings_table()}
-    for name, content in parts.items():
-        text = UCXX_PAGE.read_text(encoding="utf-8")
+    parts = [
+        (UCXX_PAGE, "settings", settings_table()),
+        (UCXX_PAGE, "rules", rules_list()),
+        (UCXX_PAGE, "ceilings", ceilings_table()),
+        (OPERATIONS_PAGE, "configuration", config.table()),
+        (OPERATIONS_PAGE, "metrics", metrics_table()),
+    ]
+    for page, name, content in parts:
+        text = page.read_text(encoding="utf-8")
         before, opening, rest = text.partition(f"<!-- {name} -->\n")
         _, closing, after = rest.partition(f"<!-- /{name} -->")
-        UCXX_PAGE.write_text(before + opening + content + closing + after, encoding="utf-8")
+        page.write_text(before + opening + content + closing + after, encoding="utf-8")
+    API_PAGE.write_text(api_page.page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -556,7 +556,7 @@ def test_ports_addresses_and_owners_are_told_to_all(name: str, ring: Ring) -> No
 def test_counters_are_sums_that_outlive_their_owner(name: str, ring: Ring) -> None:
     writer = Ring.attach(name, _native.ROLE_WRITER, writable_payload=True)
     slot, generation = write(writer, b"12345")
-    writer.count("bytes_read", 11)
+    writer.count("bytes_tcp", 11)
     writer.close()
     assert ring.pin(slot, generation, 0) == _native.PIN_OK
     assert ring.own_pins(slot) == 1
@@ -566,7 +566,7 @@ def test_counters_are_sums_that_outlive_their_owner(name: str, ring: Ring) -> No
         "takes": 1,
         "publishes": 1,
         "bytes_published": 5,
-        "bytes_read": 11,
+        "bytes_tcp": 11,
         "pins": 1,
         "unpins": 1,
     }
@@ -655,7 +655,7 @@ def test_views_are_counted_and_pin_until_they_go(ring: Ring) -> None:
     assert views.read(owner, *wanted(ring, *third, 3), True) is None
     assert ring.state_counts() == (1, 0, 1, 2)
     assert [bytes(view) for view in held] == [b"12345"] * 2
-    assert ring.counters()["bytes_read"] == 10
+    assert ring.counters()["bytes_mapped"] == 10
     held[0].hold.abandon()
     del held[0]
     assert len(views) == 1

@@ -161,9 +161,10 @@ class Ring:
     def counters(self) -> dict[str, int]:
         """Sums over all owners, living and dead: takes, overwrites, publishes, aborts, pins, unpins,
         consumes, late_finalises, discards, reclaimed_writing, reclaimed_reading, stale_pins, full_waits,
-        bytes_published, bytes_read (only by ``count``). takes + overwrites = publishes + aborts + reclaimed_writing
-        + slots in WRITING; an overwrite is no take, mark_consumed is a consume and an unpin. A process that is killed
-        between a transition and its count leaves a sum one short."""
+        bytes_published, and bytes read by wire: bytes_mapped, bytes_shm, bytes_tcp, bytes_rdma, bytes_cuda.
+        takes + overwrites = publishes + aborts + reclaimed_writing + slots in WRITING; an overwrite is no take,
+        mark_consumed is a consume and an unpin. A process that is killed between a transition and its count leaves a
+        sum one short."""
     def count(self, name: str, amount: int) -> None: ...
     def owners(self) -> list[OwnerInfo]: ...
     def own_pins(self, slot: int) -> int:

@@ -150,6 +150,8 @@ class Connection:
     def __init__(
         self, service: Service | None, endpoint: Endpoint, tag_base: int, client_base: int, ended: object
     ) -> None: ...
+    def count_as(self, counter: str) -> None:
+        """Count its payloads' bytes under this name of `Ring.counters`, such as "bytes_shm"; first "bytes_tcp"."""
     def end_consumed(self) -> None:
         """End attempts that were acknowledged through other listeners."""
     def expire(self, before: float) -> int:

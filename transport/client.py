@@ -37,7 +37,9 @@ from transport.remote import RemoteReads, grouped
 from transport.retry import Deadline
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
+from transport.status import StatusSocket
 from transport.ticket import Ticket
+from transport.trace import Trace, key_of
 from transport.wire import Kind, Record, SlotFate, fate_of
 from transport.wires import WIRES, Wire
 
@@ -65,6 +67,7 @@ class UCXXClient:
             there, copied on the stream; "direct": UCX writes large ones into it, where its context knows device memory
             (for RDMA; over shm and tcp staging is as fast or faster, docs/GPU.md).
         directory: where servers publish themselves; asked when a ticket's own ports do not answer.
+        trace: is told what each read spends its time on.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class UCXXClient:
         device_receive: DeviceReceive = "staged",
         directory: Directory | None = None,
         settings: Settings = DEFAULTS,
+        trace: Trace | None = None,
     ) -> None:
         if ack not in ("on_arrival", "on_consumed", "manual"):
             raise UsageError(f"ack={ack!r}; choose 'on_arrival', 'on_consumed' or 'manual'")
@@ -95,12 +99,14 @@ class UCXXClient:
         self._links = Links(
             self._settings, self._wires, secret, self._mapped.detach_finished, device_memory=device_receive == "direct"
         )
-        self._remote = RemoteReads(self._links, self._settings, self._wires, verify)
+        self._remote = RemoteReads(self._links, self._settings, self._wires, verify, trace)
         self._finder = None if directory is None else Finder(directory)
+        self._trace = trace
         self._buffers = BufferPool()
         self._bytes_by_wire: dict[str, int] = {}
         self._counts = dict.fromkeys(("reads", "stale", "failed_reads"), 0)
         self._closed = False
+        self._status = StatusSocket(self._loop, self.statistics)
 
     def __repr__(self) -> str:
         return f"<UCXXClient {'closed' if self._closed else 'open'} {self._links!r}>"
@@ -128,7 +134,24 @@ class UCXXClient:
             BufferUnsuitableError, RankError: nothing was sent.
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
         """
-        return await self._read(ticket, out, rank, self._deadline(timeout))
+        if self._trace is None:
+            return await self._read(ticket, out, rank, self._deadline(timeout))
+        return await self._read_traced(self._trace, ticket, out, rank, self._deadline(timeout))
+
+    async def _read_traced(
+        self, trace: Trace, ticket: Ticket, out: Any, rank: int, deadline: Deadline, *, spent: bool = False
+    ) -> ReceivedPayload:
+        begun = time.monotonic()
+        outcome = "cancelled"
+        try:
+            payload = await self._read(ticket, out, rank, deadline, spent=spent)
+            outcome = payload.wire
+            return payload
+        except TransportError as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            trace.span("read", key_of(ticket), begun, outcome=outcome, rank=rank, bytes=ticket.size)
 
     async def _read(
         self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, *, spent: bool = False
@@ -219,7 +242,10 @@ class UCXXClient:
                 log.debug("batch of %d: %s; reading them one by one", len(group), error)
         for ticket in left:
             try:
-                payload = await self._read(ticket, None, rank, deadline, spent=together)
+                if self._trace is None:
+                    payload = await self._read(ticket, None, rank, deadline, spent=together)
+                else:
+                    payload = await self._read_traced(self._trace, ticket, None, rank, deadline, spent=together)
                 outcomes.append(ReadOutcome(ticket, payload, None))
             except TransportError as error:
                 outcomes.append(ReadOutcome(ticket, None, _bare(error)))
@@ -310,6 +336,8 @@ class UCXXClient:
         if self._ack != "on_arrival":
             return make(ticket, rank, wire, data, schema, lambda: self._acknowledge(ticket, rank, via))
         self._links.acknowledge(Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key), via)
+        if self._trace is not None:
+            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
         payload = make(ticket, rank, wire, data, schema, _acknowledged)
         payload.acknowledged = True
         return payload
@@ -367,6 +395,8 @@ class UCXXClient:
         if self._closed:
             raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed")
         ack = Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key)
+        if self._trace is not None:
+            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
         if threading.get_ident() == self._thread:
             self._links.acknowledge(ack, via)
         else:  # a payload is acknowledged where it is used, which may be the trainer's thread
@@ -427,6 +457,7 @@ class UCXXClient:
         if self._closed:
             return
         self._closed = True
+        self._status.close()
         await self._links.close()
         self._landing.close()
         self._remote.close()

@@ -47,6 +47,7 @@ class Connection:
         self._native: _ucp.Connection | None = None  # once the client is admitted
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._closed = False
+        self._wire_settled = False
         self.opened = False
 
     @property
@@ -114,9 +115,15 @@ class Connection:
         # its receives stand before the client hears of them
         native = self._listener.admit(self._endpoint, self._tag_base, hello.tag_base, self._ended)
         self._native = native
+        self._count_by_wire(native)
         await self._welcome(version=wire.agree_version(hello))
         self.opened = True
         return native
+
+    def _count_by_wire(self, native: _ucp.Connection) -> None:
+        """Have the ring's statistics say what carries this connection's payloads."""
+        with contextlib.suppress(TransportError):  # the peer may be gone again
+            native.count_as(f"bytes_{self._endpoint.wire()}")
 
     async def _left_by_peer(self) -> None:
         """Until the client has closed: if this side closed first, UCX would drop a refusal that is still on its way.
@@ -162,6 +169,9 @@ class Connection:
         native, settings = self._native, self._listener.settings
         if native is None:  # the handshake has its own limit
             return
+        if not self._wire_settled:  # lanes join while the two sides exchange addresses, mostly before WELCOME
+            self._wire_settled = True
+            self._count_by_wire(native)
         native.end_consumed()
         oldest = native.oldest
         if oldest is None:

@@ -282,6 +282,8 @@ class StaleRoundError(RunError):
 
 class RunLostError(RunError):
     """The run's end cannot be learned any more: its store stays away, or has forgotten the run."""
+
+
 class DestinationError(RunError):
     """The destination of checkpoints failed, is full or is gone. What was not recorded there does not count."""
 
@@ -308,7 +310,6 @@ class NoCheckpointError(RunError):
 
 class CoordinatorLostError(RunError):
     """The coordinator gave no sign for longer than the time limit; a new one may carry the cooldown on."""
-
 
 
 # --- our own defects ---------------------------------------------------------------------------

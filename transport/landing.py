@@ -186,7 +186,7 @@ class Landing:
         except BaseException:
             lease.release()
             raise
-        ring.native.count("bytes_read", ticket.size)
+        ring.native.count("bytes_mapped", ticket.size)
         self._completions.after(mark, lease.release)
 
     def from_host(self, data: Any) -> Target:

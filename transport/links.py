@@ -157,7 +157,7 @@ class Links:
                 route.wrong.add(port)
             return True
         if isinstance(error, LinkError) and not isinstance(error, DeadlineExceededError):
-            log.info("port %s:%d is quarantined: %s", *port, error)
+            log.info("port %s:%d is quarantined: %s", *port, error, extra={"port": f"{port[0]}:{port[1]}"})
             self.quarantine.failed(port, time.monotonic())
             self._break_off_all(self._pool.drain_port(port))
         elif isinstance(error, RefusedError):

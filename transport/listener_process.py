@@ -13,9 +13,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import uvloop
@@ -23,6 +22,7 @@ import uvloop
 from transport.errors import TransportError
 from transport.lifetime import Lifetime, Phase
 from transport.listener import Listener, serve_until
+from transport.logs import LogFormat, handler
 from transport.ring import SharedRingBuffer
 from transport.settings import Settings
 from transport.supervisor_lock import supervised
@@ -48,11 +48,14 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     wires: frozenset[Wire] | None = None
     bind: str = ""
     log_level: str = "WARNING"
+    log_format: LogFormat = "text"
 
-    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
         """For repr: everything but the secret, which must not reach a log."""
-        for name in self.__struct_fields__:
-            yield name, "..." if name == "secret" and self.secret is not None else getattr(self, name)
+        return [
+            (name, "..." if name == "secret" and self.secret is not None else getattr(self, name))
+            for name in self.__struct_fields__
+        ]
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
@@ -160,7 +163,7 @@ def main() -> NoReturn:
     """Entry point. Exit status 0 after an orderly stop, 1 when it could not start."""
     keep_stdout_for_the_answer()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
-    logging.basicConfig(level=config.log_level, format="%(asctime)s listener %(process)d %(levelname)s %(message)s")
+    logging.basicConfig(level=config.log_level, handlers=[handler(config.log_format, "listener")])
     status = uvloop.run(_serve(config))
     logging.shutdown()
     os._exit(status)  # the kernel ends UCX: see Listener.stop

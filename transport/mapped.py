@@ -95,7 +95,7 @@ class MappedRings:
         """Copy the payload from its slot into ``destination`` (flat bytes of the payload's size)."""
         with ring.read_raw(ticket, rank) as lease:
             _native.copy(destination, lease.view)
-        ring.native.count("bytes_read", ticket.size)
+        ring.native.count("bytes_mapped", ticket.size)
 
     def detach_finished(self) -> int:
         """Let go of rings whose writer is gone and that hold nothing more; how many."""

@@ -29,6 +29,7 @@ from typing import Any, Literal
 from transport.background import LoopThread
 from transport.claims import ClaimBook
 from transport.client import WirePolicy
+from transport.config import configuration
 from transport.directory import Directory
 from transport.duplicates import ConsumedRecord
 from transport.errors import (
@@ -41,6 +42,7 @@ from transport.errors import (
     VersionMismatchError,
     WireNotAllowedError,
 )
+from transport.metrics import configured_exporter
 from transport.packer_session import PackerSession, PackerStatistics, TicketLike, make_client, resolved
 from transport.prefetch import FetchedBatch, FetchedItem
 from transport.progress import Progress, bar, silent
@@ -48,8 +50,9 @@ from transport.queue.base import Claim, TicketQueue
 from transport.received import AckMode, ReceivedPayload
 from transport.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
 from transport.schema import Schema
-from transport.settings import _MAX_FETCH_ROUNDS, DEFAULTS, Settings
+from transport.settings import _MAX_FETCH_ROUNDS, Settings
 from transport.ticket import Ticket
+from transport.trace import Trace
 
 __all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics", "UCXXDataPackerMixin"]
 
@@ -74,13 +77,14 @@ class UCXXDataPackerMixin:
         consumer: str | None = None,
         ack: AckMode = "on_consumed",
         max_policy_age: int | None = None,
-        wire: WirePolicy = "auto",
+        wire: WirePolicy | None = None,
         secret: bytes | None = None,
-        settings: Settings = DEFAULTS,
+        settings: Settings | None = None,
         consumed: ConsumedRecord | None = None,
         device: str | None = None,
         directory: Directory | None = None,
         progress: Progress | Literal["bar"] | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """Start the background loop and the client. Called again, it cleans up first.
 
@@ -101,20 +105,41 @@ class UCXXDataPackerMixin:
             directory: asked where a ring is served by now, when a ticket's own ports do not answer.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws that on the terminal.
+            trace: is told what each read spends its time on; the caller closes it.
+            wire, secret, settings: what is not given is what the operator configured (config.py), who may also have
+                asked for metrics.
+
+        Raises:
+            ConfigurationError: the operator's configuration is wrong.
         """
         self.cleanup_ucxx_packer()
+        operator = configuration()
+        wire = operator.wire_policy if wire is None else wire
+        secret = operator.secret() if secret is None else secret
+        settings = operator.settings if settings is None else settings
+        name = consumer or f"{socket.gethostname()}:{os.getpid()}"
         thread = LoopThread("transport data packer")
         try:
-            client = thread.run(make_client(schemas, wire, secret, settings, device, directory))
+            client = thread.run(make_client(schemas, wire, secret, settings, device, directory, trace))
         except BaseException:
             thread.close()
             raise
-        name = consumer or f"{socket.gethostname()}:{os.getpid()}"
         claims = ClaimBook(queue, rank, name, ack, settings, max_policy_age)
         record = consumed if consumed is not None else ConsumedRecord(settings)
         shown = contextlib.ExitStack()
         show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
         self._ucxx = PackerSession(client, thread, settings, rank, claims, record, show, shown)
+        try:
+            exporter = configured_exporter(operator)
+        except BaseException:
+            self.cleanup_ucxx_packer()
+            raise
+        if exporter is not None:
+            shown.callback(exporter.close)
+            exporter.add_packer(name, self._ucxx.statistics)
+            if queue is not None:
+                exporter.add_queue(type(queue).__name__, queue.depth)
+            self._ucxx.metrics_port = exporter.port
 
     def cleanup_ucxx_packer(self) -> None:
         """Stop fetching, give claims back to the queue, close client and loop. Any state; idempotent."""
@@ -344,6 +369,11 @@ class UCXXDataPackerMixin:
     def ucxx_statistics(self) -> PackerStatistics:
         """Counters at this moment."""
         return self._packer.statistics()
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where this trainer's metrics are; None: ``metrics_port`` is not configured."""
+        return self._packer.metrics_port
 
     def consumed_record(self) -> ConsumedRecord:
         """What was trained on; its `to_bytes()` in the trainer's checkpoint gives exactly-once across a restart."""

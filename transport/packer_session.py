@@ -24,6 +24,7 @@ from transport.received import ClientStatistics, ReceivedPayload
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.trace import Trace
 
 TicketLike = Ticket | Claim | bytes | str
 
@@ -71,6 +72,7 @@ class PackerSession:
         self.renewer = thread.submit(claims.keep_leases())
         self.batches = 0
         self.consumed = 0
+        self.metrics_port: int | None = None
 
     def item(self, each: TicketLike) -> FetchedItem:
         """What is to be fetched for a ticket or claim; a duplicate of what was consumed last of its slot is not."""
@@ -131,10 +133,18 @@ async def make_client(
     settings: Settings,
     device: str | None,
     directory: Directory | None = None,
+    trace: Trace | None = None,
 ) -> UCXXClient:
     """The session's client. "manual" with either ack mode of the packer: the queue hears of a payload first."""
     return UCXXClient(
-        schemas=schemas, wire=wire, ack="manual", secret=secret, settings=settings, device=device, directory=directory
+        schemas=schemas,
+        wire=wire,
+        ack="manual",
+        secret=secret,
+        settings=settings,
+        device=device,
+        directory=directory,
+        trace=trace,
     )
 
 

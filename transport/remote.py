@@ -7,6 +7,7 @@ free place in the pool, a refusal.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -29,9 +30,12 @@ from transport.pool import PortKey
 from transport.retry import Deadline, GiveUp, Retry, Try, Wait, attempts_of_read
 from transport.settings import Settings
 from transport.ticket import Ticket
+from transport.trace import Trace, key_of
 from transport.watch import Watch
 from transport.wire import Answer, Record
 from transport.wires import Wire
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -46,6 +50,7 @@ class _Request(NamedTuple):
     wants: list[Want]
     number: int
     answer: asyncio.Future[Any]
+    begun: float
     limit_s: float
     left_s: float
 
@@ -56,13 +61,22 @@ class RemoteReads:
     Args:
         wires: the wires that may carry payloads; None: any.
         verify: compare checksums with the tickets'.
+        trace: is told the phases of every read.
     """
 
-    def __init__(self, links: Links, settings: Settings, wires: frozenset[Wire] | None, verify: bool) -> None:
+    def __init__(
+        self,
+        links: Links,
+        settings: Settings,
+        wires: frozenset[Wire] | None,
+        verify: bool,
+        trace: Trace | None = None,
+    ) -> None:
         self._links = links
         self._settings = settings
         self._wires = wires
         self._verify_checksums = verify
+        self._trace = trace
         self._watch = Watch()
         self.retries = 0
         self.checksum_failures = 0
@@ -126,6 +140,11 @@ class RemoteReads:
         def note(port: PortKey, error: TransportError) -> bool:
             self.checksum_failures += isinstance(error, ChecksumError)
             wrong_ring = links.failed(ticket.ring, port, error)
+            log.info(
+                "payload %s: attempt %d at %s:%d failed: %s",
+                *(ticket.name, number, *port, error),
+                extra={"ticket": key_of(ticket), "port": f"{port[0]}:{port[1]}", "attempt": number},
+            )
             another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
             plan.failed(error, time.monotonic(), elsewhere=another)
             return wrong_ring
@@ -137,7 +156,10 @@ class RemoteReads:
         while True:
             match plan.step(time.monotonic()):
                 case Wait(seconds):
+                    begun = time.monotonic()
                     await asyncio.sleep(seconds)
+                    if self._trace is not None:
+                        self._trace.span("back-off", key_of(ticket), begun, attempt=number)
                 case GiveUp(error):
                     if refused and links.all_wrong(ticket.ring, ports):
                         raise PayloadLostError(
@@ -169,7 +191,10 @@ class RemoteReads:
 
     async def _fetch(self, port: PortKey, want: Want, deadline: Deadline) -> Wire:
         """One attempt. When it fails in any way, UCX is out of the buffer before it returns."""
+        begun = time.monotonic()
         link = await self._checkout(port, want.ticket.ring, deadline)
+        if self._trace is not None:
+            self._trace.span("connect", key_of(want.ticket), begun, port=f"{port[0]}:{port[1]}")
         await self._finish(self._send(link, [want], want.ticket.size, time.monotonic(), deadline))
         return link.wire
 
@@ -183,7 +208,7 @@ class RemoteReads:
             self._links.break_off(link)
             raise
         self._watch.add(answer, now + min(limit_s, left_s))
-        return _Request(link, wants, number, answer, limit_s, left_s)
+        return _Request(link, wants, number, answer, now, limit_s, left_s)
 
     async def _finish(self, request: _Request) -> None:
         """Wait for the outcome of a request for one payload, verify it, give the link back. Raises what failed."""
@@ -213,9 +238,25 @@ class RemoteReads:
                 ) from error
             raise
         self._watch.remove(request.answer)
+        if self._trace is not None:
+            self._traced(self._trace, request)
         self._links.ledger.answered(link, request.number)
         self._links.checkin(link)
         return failures
+
+    def _traced(self, trace: Trace, request: _Request) -> None:
+        """One transfer for each payload of the message."""
+        host, port = request.link.port
+        for want in request.wants:
+            trace.span(
+                "transfer",
+                key_of(want.ticket),
+                request.begun,
+                port=f"{host}:{port}",
+                wire=request.link.wire,
+                bytes=want.ticket.size,
+                together=len(request.wants),
+            )
 
     def want(self, ticket: Ticket, rank: int, destination: Any) -> Want:
         """With the checksum that is verified as soon as the payload is here; not one that takes long to compute.
@@ -230,10 +271,13 @@ class RemoteReads:
         expected = want.ticket.checksum
         if not self._verify_checksums or expected is None:
             return None
+        begun = time.monotonic()
         if type(want.destination) is tuple:
             actual = await want.destination[2].checksum()
         else:
             actual = await asyncio.to_thread(_native.checksum, want.destination)
+        if self._trace is not None:
+            self._trace.span("verify", key_of(want.ticket), begun, bytes=want.ticket.size)
         return None if actual == expected else wrong_checksum(want, actual)
 
     async def _ask(

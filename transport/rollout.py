@@ -14,14 +14,16 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from transport.config import configuration
 from transport.directory import Announcement, Directory
 from transport.errors import ClosedError, RingFullError, TransportError
+from transport.metrics import Exporter, configured_exporter
 from transport.overflow import Overflow
 from transport.queue.base import QueuedTicket, TicketQueue, finished
 from transport.ring import SharedRingBuffer
 from transport.schema import Schema
 from transport.server import UCXXServer
-from transport.settings import DEFAULTS, Settings
+from transport.settings import Settings
 from transport.slots import RingStatistics
 from transport.ticket import Ticket
 from transport.wires import Wire
@@ -50,6 +52,7 @@ class UCXXRolloutMixin:
     _ucxx_announcement: Announcement | None = None
     _ucxx_readers = 1
     _ucxx_grouped = False
+    _ucxx_exporter: Exporter | None = None
 
     def setup_ucxx(
         self,
@@ -69,7 +72,7 @@ class UCXXRolloutMixin:
         mode: Literal["process", "thread"] = "process",
         linger_s: float | None = None,
         directory: Directory | None = None,
-        settings: Settings = DEFAULTS,
+        settings: Settings | None = None,
     ) -> SharedRingBuffer:
         """Make the ring and serve it. Called again, it cleans up first.
 
@@ -82,28 +85,38 @@ class UCXXRolloutMixin:
             queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
             ports, addresses, wires, secret, mode, linger_s: of the server, see `UCXXServer`.
             directory: where the server is published for as long as this worker lives.
+            settings: what is not given, like addresses, wires and secret, is what the operator configured (config.py),
+                who may also have asked for metrics.
+
+        Raises:
+            ConfigurationError: the operator's configuration is wrong.
         """
         self.cleanup_ucxx()
+        operator = configuration()
         ring = SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, name=name, overflow=overflow)
         try:
             self._ucxx_server = UCXXServer(
                 ring,
                 ports,
-                addresses=addresses,
-                settings=settings,
-                secret=secret,
-                wires=wires,
+                addresses=addresses or operator.addresses or None,
+                bind=operator.bind,
+                settings=operator.settings if settings is None else settings,
+                secret=operator.secret() if secret is None else secret,
+                wires=operator.server_wires if wires is None else wires,
                 mode=mode,
                 linger_s=linger_s,
+                log_level=operator.log_level,
+                log_format=operator.log_format,
             ).start()
             if directory is not None:
                 self._ucxx_announcement = Announcement(directory, ring, self._ucxx_server)
+            self._ucxx_exporter = configured_exporter(operator)
         except BaseException:
-            if self._ucxx_server is not None:
-                self._ucxx_server.close()
-                self._ucxx_server = None
+            self.cleanup_ucxx()
             ring.close()
             raise
+        if self._ucxx_exporter is not None:
+            self._ucxx_exporter.add_ring(ring)
         self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = ring, queue, readers
         self._ucxx_grouped = grouped
         if ring.native.taken_over and queue is not None:
@@ -188,6 +201,11 @@ class UCXXRolloutMixin:
         """States and counters of the ring."""
         return self.ring.statistics()
 
+    @property
+    def metrics_port(self) -> int | None:
+        """Where this worker's metrics are; None: ``metrics_port`` is not configured."""
+        return None if self._ucxx_exporter is None else self._ucxx_exporter.port
+
     def cleanup_ucxx(self, drain_s: float = 0.0) -> None:
         """Stop serving and give the ring up. Any state; idempotent.
 
@@ -197,6 +215,7 @@ class UCXXRolloutMixin:
         server, self._ucxx_server = self._ucxx_server, None
         ring, self._ucxx_ring = self._ucxx_ring, None
         announcement, self._ucxx_announcement = self._ucxx_announcement, None
+        exporter, self._ucxx_exporter = self._ucxx_exporter, None
         self._ucxx_queue = None
         with contextlib.ExitStack() as stack:  # the ring goes even if the server does not stop in order
             if ring is not None:
@@ -204,4 +223,6 @@ class UCXXRolloutMixin:
             if announcement is not None:
                 stack.callback(announcement.close)  # readers may ask until the last payload is read
             if server is not None:
-                server.close(drain_s)
+                stack.callback(server.close, drain_s)
+            if exporter is not None:
+                stack.callback(exporter.close)

@@ -28,6 +28,7 @@ from transport.background import AtExit, gone
 from transport.errors import ClosedError, InternalError, TransportError, UsageError
 from transport.listener import Listener
 from transport.listener_process import DRAIN_S, ListenerConfig, is_listener, send
+from transport.logs import LogFormat
 from transport.ring import MAX_READERS, SharedRingBuffer
 from transport.settings import DEFAULTS, Settings
 from transport.supervisor import SupervisorConfig, SupervisorReport
@@ -58,6 +59,7 @@ class UCXXServer:
         wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: whatever is best.
         mode: "process" or "thread", see above.
         linger_s: how long listeners outlive a killed writer that left unread payloads; default from settings.
+        log_level, log_format: of what supervisor and listeners write to standard error.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class UCXXServer:
         mode: Literal["process", "thread"] = "process",
         linger_s: float | None = None,
         log_level: str = "WARNING",
+        log_format: LogFormat = "text",
     ) -> None:
         if mode not in ("process", "thread"):
             raise UsageError(f"mode={mode!r}; choose 'process' or 'thread'")
@@ -99,6 +102,7 @@ class UCXXServer:
             wires=wires,
             bind=bind,
             log_level=log_level,
+            log_format=log_format,
         )
         self._run: _Processes | _Thread | None = None
 

@@ -53,7 +53,21 @@ class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     stale_pins: int = 0  # reads refused because the payload was gone
     full_waits: int = 0
     bytes_published: int = 0
-    bytes_read: int = 0
+    bytes_mapped: int = 0  # read by same-host readers from the segment itself
+    bytes_shm: int = 0  # sent by listeners, by what carried them
+    bytes_tcp: int = 0
+    bytes_rdma: int = 0
+    bytes_cuda: int = 0
+
+    @property
+    def bytes_read(self) -> int:
+        """Over all wires."""
+        return sum(self.bytes_by_wire.values())
+
+    @property
+    def bytes_by_wire(self) -> dict[str, int]:
+        """Bytes read by wire; those that carried nothing included."""
+        return {wire: getattr(self, f"bytes_{wire}") for wire in ("mapped", "shm", "tcp", "rdma", "cuda")}
 
 
 COUNTERS = frozenset(RingStatistics.__struct_fields__)

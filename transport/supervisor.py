@@ -34,6 +34,7 @@ from transport.listener_process import (
     keep_stdout_for_the_answer,
     send,
 )
+from transport.logs import handler
 from transport.ring import SharedRingBuffer
 from transport.supervisor_lock import holding, supervised
 
@@ -345,9 +346,7 @@ def main() -> int:
     """Entry point. Exit status 0 after an orderly stop, 1 when a listener could not start."""
     keep_stdout_for_the_answer()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SupervisorConfig)
-    logging.basicConfig(
-        level=config.listener.log_level, format="%(asctime)s supervisor %(process)d %(levelname)s %(message)s"
-    )
+    logging.basicConfig(level=config.listener.log_level, handlers=[handler(config.listener.log_format, "supervisor")])
     try:
         return uvloop.run(_supervise(config))
     except TransportError as error:

@@ -17,10 +17,12 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +90,24 @@ def engine() -> ModuleType:
 def version() -> str:
     """Version of the UCX library that is loaded, e.g. "1.21.0"."""
     return ".".join(str(part) for part in library().get_ucx_version())
+
+
+def library_path() -> Path | None:
+    """The file of the libucp that is loaded, whoever chose it; None where that cannot be told."""
+    library()
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        path = line.partition("/")[1] + line.partition("/")[2]
+        if Path(path).name.startswith("libucp.so"):
+            return Path(path)
+    return None
+
+
+def transports_here(settings: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(transport, device) of all that UCX can use on this host with ``settings``, e.g. ("tcp", "eth0")."""
+    low = library()
+    with translated("making a UCX context"):
+        shown = str(low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM)).info)
+    return sorted(set(re.findall(r"resource +\d+ .* (\w+)/(\S+)$", shown, re.MULTILINE)))
 
 
 # --- errors -------------------------------------------------------------------------------------

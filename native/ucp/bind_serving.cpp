@@ -1,5 +1,9 @@
 // Service and Connection for transport/listener.py and transport/connection.py.
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <string>
 
 #include "bindings.hpp"
 #include "serving.hpp"
@@ -69,6 +73,14 @@ void bind_serving(nb::module_& module) {
       .def_prop_ro("unsent", &Connection::unsent)
       .def_prop_ro("oldest", oldest)
       .def_prop_ro("reason", &Connection::reason)
+      .def(
+          "count_as",
+          [](Connection& connection, const std::string& name) {
+            const auto found = std::find(kCounterNames.begin(), kCounterNames.end(), name);
+            if (found == kCounterNames.end()) throw nb::value_error(("no counter is named " + name).c_str());
+            connection.count_as(static_cast<Counter>(found - kCounterNames.begin()));
+          },
+          "counter"_a, "Count the bytes of its payloads under this name, such as bytes_shm.")
       .def("end_consumed", &Connection::end_consumed, nb::call_guard<nb::gil_scoped_release>())
       .def("expire", &Connection::expire, "before"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>());

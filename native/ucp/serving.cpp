@@ -76,7 +76,7 @@ Code Service::begin(Connection& connection, const Record& record, Attempt*& atte
     ring_.discard(record.slot, record.generation);
     return Code::stale;
   }
-  ring_.count(Counter::bytes_read, info.length);
+  ring_.count(connection.carried_, info.length);
 
   answer.flags = kChecked;
   answer.length = info.length;

@@ -139,6 +139,7 @@ class Connection : public Deferred {
   std::size_t unsent() const { return unsent_; }
   double last_active() const { return last_active_; }  // seconds of the monotonic clock
   const char* reason() const { return reason_; }       // why it ended, in words
+  void count_as(Counter carried) { carried_ = carried; }
   const Attempt* oldest() const;                       // the attempt that is late first
 
   // End attempts that were acknowledged through other listeners.
@@ -210,6 +211,7 @@ class Connection : public Deferred {
   std::size_t attempts_ = 0;
   Attempt* first_ = nullptr;
   double last_active_ = 0;
+  Counter carried_ = Counter::bytes_tcp;  // what its payloads' bytes are counted as
 };
 
 }  // namespace transport::ucp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -86,8 +87,19 @@ def measure(case: Case, seconds: float) -> Sample:
         listeners=listeners,
         device=case.case == ON_DEVICE,
     )
+    with Worker("transport.bench.writer", writing) as writer:
+        return measured(case, seconds, writer)
+
+
+class Writer(Protocol):
+    """Who answers with a `Batch`: the writing process, or the way to one on another host."""
+
+    def ask(self, message: object) -> Any: ...
+
+
+def measured(case: Case, seconds: float, writer: Writer) -> Sample:
+    """One repetition of reading what ``writer`` offers. Raises as `measure`."""
     with contextlib.ExitStack() as stack:
-        writer = stack.enter_context(Worker("transport.bench.writer", writing))
         readers = [
             stack.enter_context(Worker("transport.bench.reader", _reading(case, rank))) for rank in range(case.readers)
         ]
@@ -100,7 +112,8 @@ def measure(case: Case, seconds: float) -> Sample:
             times_s = [time_s for each in timed for time_s in each.times_s]
             tally.add(times_s, max(each.busy_s for each in timed), sum(each.bytes for each in timed))
         look = msgspec.convert(readers[0].ask(msgspec.structs.replace(portion, look=True)), Look)
-    note = "a time ends when the copy to the device is queued, the rate when all have arrived" if writing.device else ""
+    on_device = case.case == ON_DEVICE
+    note = "a time ends when the copy to the device is queued, the rate when all have arrived" if on_device else ""
     return msgspec.convert({**tally.sample(), "verified": True, "transports": look.transports, "note": note}, Sample)
 
 

@@ -104,6 +104,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         settings: the UCX settings in force, by wire.
         failed: our own cases that have no row, with the reason.
         skipped: peers that have no rows, with the reason.
+        rails: bytes that each InfiniBand port of this host carried meanwhile.
     """
 
     machine: dict[str, Any]
@@ -111,6 +112,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Any]
     failed: list[str] = []
     skipped: dict[str, str] = {}
+    rails: dict[str, int] = {}
 
 
 def table(rows: Sequence[Row], skipped: dict[str, str]) -> str:

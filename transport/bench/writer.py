@@ -21,6 +21,8 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     """What to write: ``payloads`` at each request. ``listeners`` 0: for readers that map the ring.
 
     device: from device memory.
+    addresses: what tickets advertise; empty: the loopback address.
+    reachable: from other hosts, then as any server chooses.
     """
 
     size_bytes: int
@@ -28,6 +30,8 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     readers: int = 1
     listeners: int = 1
     device: bool = False
+    addresses: tuple[str, ...] = ()
+    reachable: bool = False
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +50,8 @@ def write(job: Writing) -> None:
     with contextlib.ExitStack() as stack:
         ring = stack.enter_context(SharedRingBuffer.create(slots=slots, slot_bytes=job.size_bytes))
         if job.listeners:
-            server = UCXXServer(ring, (0,) * job.listeners, addresses=(LOOPBACK,), log_level="ERROR")
+            addresses = job.addresses or (None if job.reachable else (LOOPBACK,))
+            server = UCXXServer(ring, (0,) * job.listeners, addresses=addresses, log_level="ERROR")
             stack.enter_context(server)
         for _ in sys.stdin.buffer:
             tickets = []

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 
 import typer
 
-from transport.cli import bench, cooldown, demo, read, reclaim
+from transport.cli import bench, cooldown, demo, doctor, read, reclaim, serve, size, top
 from transport.errors import TransportError, UsageError
 
 __all__ = ["main", "run"]
@@ -30,8 +30,12 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(cooldown.app, name="cooldown")
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
+app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
 app.command("read", epilog=read.EXAMPLE)(read.read)
 app.command("reclaim", epilog=reclaim.EXAMPLE)(reclaim.reclaim)
+app.command("serve", epilog=serve.EXAMPLE)(serve.serve)
+app.command("size", epilog=size.EXAMPLE)(size.size)
+app.command("top", epilog=top.EXAMPLE)(top.top)
 
 
 def _show_version(wanted: bool) -> None:

@@ -25,6 +25,8 @@ app = typer.Typer(
 
 _LOOPBACK_EXAMPLE = "Example: transport bench loopback --sizes 64KiB,1MiB --peers all --plot bench.png"
 _SCALING_EXAMPLE = "Example: transport bench scaling --clients 1,16 --listeners 1,2 --json -"
+_SERVE_EXAMPLE = "Example: transport bench serve --port 7100"
+_FETCH_EXAMPLE = "Example: transport bench fetch node7:7100 --wire rdma --listeners 4 --json rdma.json"
 _RING_EXAMPLE = "Example: transport bench ring --json ring.json"
 
 _RENDEZVOUS_EXAMPLE = "Example: transport bench rendezvous --members 10000 --store redis://localhost/0?run=bench"
@@ -112,6 +114,95 @@ def scaling(
         rows = measuring.run(work, seconds, repetitions, progress)
     report = Report(machine=about, settings={each: settings_of(each) for each in wires}, rows=rows)
     emit(report, "\n".join([_about(report), "", measuring.table(rows)]), json_target)
+
+
+@app.command("serve", epilog=_SERVE_EXAMPLE)
+def serve(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="To be asked on; 0: any free one.")] = 7100,
+    bind: Annotated[str, typer.Option(metavar="ADDRESS", help="Local address; default all.")] = "",
+    address: Annotated[
+        str, typer.Option(metavar="ADDRESS,…", help="What readers connect to; default: see transport doctor.")
+    ] = "",
+) -> None:
+    """Offer payloads to `bench fetch` on another host, until Ctrl-C. Prints its port on one line when ready."""
+    import threading
+
+    from transport.bench.remote import BenchServer
+    from transport.stopping import until_stopped
+
+    with until_stopped() as stopped, BenchServer(bind, port, [each for each in address.split(",") if each]) as server:
+        serving = threading.Thread(target=server.serve_forever, name="transport bench serve")
+        serving.start()
+        try:
+            print(f"transport bench serve: ready on port {server.port}", flush=True)
+            stopped.wait()
+        finally:
+            server.stop()
+            serving.join()
+
+
+@app.command("fetch", epilog=_FETCH_EXAMPLE)
+def fetch(
+    server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where transport bench serve runs.")],
+    wire: Annotated[str, typer.Option(help="tcp or rdma; a figure over another wire is refused.")] = "tcp",
+    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes.")] = "64KiB,1MiB,16MiB",
+    concurrency: Annotated[str, typer.Option(metavar="N,…", help="Reads under way at a time.")] = "1,8",
+    seconds: Annotated[float, typer.Option(min=0.001, help="Of reading for each row.")] = 1.0,
+    listeners: Annotated[int, typer.Option(min=1, max=15, help="Ports, and processes, on the other host.")] = 1,
+    checksum: Annotated[str, typer.Option(metavar="on|off", help="As part of a read; on,off: rows of both.")] = "on",
+    device: Annotated[str | None, typer.Option(metavar="cuda", help="Between device memories; needs CuPy.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the rows.")] = None,
+    repetitions: Annotated[int, typer.Option(min=1, help="In fresh processes; rows are their medians.")] = 3,
+    json_target: JsonTarget = None,
+) -> int:
+    """Read payloads from another host, each compared with what was written.
+
+    Exit status 1, and no figures, when the bytes did not go by the wire that was asked for.
+    """
+    from transport.bench import remote
+    from transport.bench.machine import machine, settings_of
+    from transport.bench.plot import check, draw
+    from transport.bench.result import Report, Row, table
+    from transport.doctor import infiniband
+
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"{server}: give HOST:PORT, as in node7:7100")
+    (chosen,) = _one_wire(wire)
+    if device is not None:
+        _check_device(device)
+    if plot is not None:
+        check(plot)
+    work = remote.cases(
+        _sizes(sizes), _counts("--concurrency", concurrency), chosen, _checksums(checksum), device=device is not None
+    )
+    rows, about, before = [], machine(), infiniband.ports()
+    with _bar("measuring", json_target) as progress:
+        for at, case in enumerate(work):
+            samples = []
+            for _ in range(repetitions):
+                sample, other = remote.measure(host, int(port), case, seconds / repetitions, listeners)
+                samples.append(sample)
+            rows.append(Row.of(case, samples))
+            progress(at + 1, len(work), sum(row.reads * row.size_bytes for row in rows))
+    report = Report(
+        machine={**about, "server": other},
+        settings={chosen: settings_of(chosen)},
+        rows=rows,
+        rails=infiniband.traffic(before, infiniband.ports()),
+    )
+    lines = [_about(report), f"server: {other.get('cpu')}, {other.get('cores')} cores", "", table(rows, {})]
+    lines += [f"port {name}: {size / 1e6:.1f} MB" for name, size in report.rails.items()]
+    emit(report, "\n".join(lines), json_target)
+    if plot is not None:
+        draw(report, plot)
+    return 0
+
+
+def _one_wire(name: str) -> list[str]:
+    if name not in ("tcp", "rdma"):
+        raise UsageError(f"--wire {name}: choose tcp or rdma; within one host use transport bench loopback")
+    return _wires(name, among=("tcp", "rdma"))
 
 
 @app.command("ring", epilog=_RING_EXAMPLE)

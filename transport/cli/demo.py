@@ -15,6 +15,7 @@ from transport.cli.output import JsonTarget, emit
 from transport.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
+    from transport.metrics import Exporter
     from transport.wires import Wire
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
@@ -44,6 +45,12 @@ def demo(
             metavar="URL", help="Folder, s3://…, gs://… or hf://…: begin with the last checkpoint, end with one."
         ),
     ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Phases of every read and write, for chrome://tracing.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Prometheus metrics while it runs; 0: any free port.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of policy, learner and environments.")] = 0,
     target: Annotated[
         float | None,
@@ -66,15 +73,22 @@ def demo(
     from transport.demo.main_job import CheckpointTo, InterruptedBySignal, run_demo
     from transport.demo.plan import Plan
 
+    if trace is not None and not trace.absolute().parent.is_dir():
+        raise UsageError(f"--trace {trace}: its folder does not exist")
+    exporter = _exporter(metrics_port)
     plan = Plan(rollouts=rollouts, trainers=readers, episodes=episodes, wires=wires, seed=seed)
     try:
         with Display(episodes) as display:
             to = CheckpointTo(checkpoint, default_store()) if checkpoint is not None else None
-            summary = uvloop.run(run_demo(plan, display, queue_text, to))
+            if exporter is not None:
+                display.say(f"metrics on http://127.0.0.1:{exporter.port}/metrics")
+            summary = uvloop.run(run_demo(plan, display, queue_text, to, trace=trace, exporter=exporter))
     except InterruptedBySignal as interruption:
         print(f"transport demo: stopped by {interruption}; nothing is left behind", file=sys.stderr)
         return 128 + interruption.number
     finally:
+        if exporter is not None:
+            exporter.close()
         if temporary:
             _remove_run(temporary)
     emit(summary, str(summary), json_target)
@@ -84,6 +98,12 @@ def demo(
     if problems:
         print(f"transport demo: {'; '.join(problems)}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _exporter(port: int | None) -> Exporter | None:
+    from transport.metrics import Exporter
+
+    return None if port is None else Exporter(port)
 
 
 def _wires(names: str) -> tuple[Wire, ...]:

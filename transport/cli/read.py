@@ -27,7 +27,10 @@ def read(
     schema: Annotated[
         Path | None, typer.Option(metavar="FILE", help="JSON of the ring's schema, for payloads that bring none.")
     ] = None,
-    wire: Annotated[str, typer.Option(metavar="WIRE,…", help="auto, or some of mapped, shm, tcp, rdma.")] = "auto",
+    wire: Annotated[
+        str | None,
+        typer.Option(metavar="WIRE,…", help="auto, or some of mapped, shm, tcp, rdma; default as configured."),
+    ] = None,
     rank: Annotated[int, typer.Option(min=0, max=15, help="Which of the payload's readers this is.")] = 0,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 10.0,
     consume: Annotated[bool, typer.Option("--consume", help="Take the payload away from this rank's trainer.")] = False,
@@ -41,8 +44,13 @@ def read(
     schemas = [] if schema is None else [_schema(schema)]
 
     from transport.blocking import BlockingClient
+    from transport.config import configuration
 
-    with BlockingClient(schemas=schemas, wire="auto" if wire == "auto" else wire.split(","), ack="manual") as client:
+    operator = configuration()
+    policy = operator.wire_policy if wire is None else "auto" if wire == "auto" else wire.split(",")
+    with BlockingClient(
+        schemas=schemas, wire=policy, ack="manual", secret=operator.secret(), settings=operator.settings
+    ) as client:
         payload = client.read(wanted, rank=rank, timeout=timeout)
         arrays = _arrays(payload)
         if out is not None:

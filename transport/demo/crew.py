@@ -65,6 +65,7 @@ class Crew:
         self._progressed = progressed
         self._watchers: list[asyncio.Task[None]] = []
         self._relays: list[asyncio.Task[None]] = []
+        self._trace = False
 
     @property
     def workers(self) -> list[Worker]:
@@ -72,8 +73,12 @@ class Crew:
         return [*self.trainers, *self.rollouts]
 
     @contextlib.asynccontextmanager
-    async def at_work(self, directory: Path, queue: str) -> AsyncIterator[None]:
-        """Start everybody; at the end of the ``with`` everybody has stopped."""
+    async def at_work(self, directory: Path, queue: str, *, trace: bool = False) -> AsyncIterator[None]:
+        """Start everybody; at the end of the ``with`` everybody has stopped.
+
+        ``trace``: each writes a file ``*.trace`` into the directory.
+        """
+        self._trace = trace
         try:
             for rank in range(self._plan.trainers):
                 self.trainers.append(await self._start("trainer", rank, directory, queue))
@@ -100,6 +105,7 @@ class Crew:
             ring=f"/transport-demo-{secrets.token_hex(8)}",
             directory=str(directory),
             parent=os.getpid(),
+            trace=str(directory / f"{kind}-{index}.trace") if self._trace else "",
         )
         process = await asyncio.create_subprocess_exec(
             sys.executable,

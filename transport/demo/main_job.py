@@ -16,11 +16,14 @@ from transport.demo.checkpoints import Epoch, epoch_store
 from transport.demo.crew import Crew
 from transport.demo.display import Display
 from transport.demo.messages import RolloutDone, TrainerDone
+from transport.demo.observed import crew_samples
 from transport.demo.plan import POLICY_TOPIC, Plan
 from transport.demo.summary import Summary, summarise
 from transport.errors import UsageError
+from transport.metrics import Exporter
 from transport.places import SQLitePlace
 from transport.queue import QueueDepth, TicketQueue, open_queue
+from transport.trace import merge
 
 
 class CheckpointTo(NamedTuple):
@@ -39,13 +42,21 @@ class InterruptedBySignal(Exception):
 
 
 async def run_demo(
-    plan: Plan, display: Display, queue_text: str | None = None, checkpoint: CheckpointTo | None = None
+    plan: Plan,
+    display: Display,
+    queue_text: str | None = None,
+    checkpoint: CheckpointTo | None = None,
+    *,
+    trace: Path | None = None,
+    exporter: Exporter | None = None,
 ) -> Summary:
     """Run the demo. Whatever happens, no process, segment or temporary file of it is left.
 
     Args:
         queue_text: place of a ticket queue that is new, and stays; None: a file in the temporary directory.
         checkpoint: end with a checkpoint there, and begin with the last one; both stay.
+        trace: file for what every read and write spent its time on, in the Chrome trace format.
+        exporter: is to answer with the run's metrics while it lasts.
 
     Raises:
         InterruptedBySignal: SIGINT or SIGTERM.
@@ -55,10 +66,10 @@ async def run_demo(
     started = time.monotonic()
     ended: EpochRecord | None = None
     with contextlib.ExitStack() as stack:
-        directory = stack.enter_context(
-            tempfile.TemporaryDirectory(prefix="transport-demo-", ignore_cleanup_errors=True)
+        directory = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="transport-demo-", ignore_cleanup_errors=True))
         )
-        text = queue_text or SQLitePlace(Path(directory) / "tickets.sqlite").text
+        text = queue_text or SQLitePlace(directory / "tickets.sqlite").text
         with open_queue(text) as queue:
             _refuse_used(queue)
             async with _unless_interrupted():
@@ -66,11 +77,14 @@ async def run_demo(
                 if checkpoint is not None:
                     store = stack.enter_context(epoch_store(checkpoint.store))
                     epoch = Epoch(store, checkpoint.destination, plan.seed)
-                    plan = await epoch.begin(plan, checkpoint.store, Path(directory))
+                    plan = await epoch.begin(plan, checkpoint.store, directory)
                     if epoch.resumed_from:
                         display.say(f"resumed from epoch {epoch.resumed_from}, version {plan.first_version}")
                 crew = Crew(plan, display.say, lambda crew: _show(crew, display))
-                async with crew.at_work(Path(directory), text):
+                async with (
+                    _observed(crew, queue, directory, trace, exporter),
+                    crew.at_work(directory, text, trace=trace is not None),
+                ):
                     await crew.work_done()
                     if epoch is not None:
                         display.say("cooldown: the elected upload the policy")
@@ -100,6 +114,26 @@ def _updates(crew: Crew) -> int:
 def _refuse_used(queue: TicketQueue) -> None:
     if queue.depth() != QueueDepth() or queue.latest(POLICY_TOPIC) is not None:
         raise UsageError(f"--queue: {queue!r} was used before, and its tickets would be mixed with the demo's")
+
+
+@contextlib.asynccontextmanager
+async def _observed(
+    crew: Crew, queue: TicketQueue, directory: Path, trace: Path | None, exporter: Exporter | None
+) -> AsyncIterator[None]:
+    """Metrics while it lasts; the workers' traces become one at its end."""
+    if exporter is not None:
+        exporter.collector.add(crew, lambda: crew_samples(crew, queue))
+    try:
+        yield
+    finally:
+        if exporter is not None:
+            exporter.collector.remove(crew)
+        if trace is not None:
+            await asyncio.to_thread(_merge_traces, directory, trace)
+
+
+def _merge_traces(directory: Path, target: Path) -> None:
+    merge(sorted(directory.glob("*.trace")), target)
 
 
 def _show(crew: Crew, display: Display) -> None:

@@ -83,3 +83,4 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     ring: str  # name of the segment it makes, so that the parent can remove it after a crash
     directory: str  # temporary; a worker whose parent was killed removes it
     parent: int  # process id
+    trace: str = ""  # file for the phases of its reads and writes; empty: none

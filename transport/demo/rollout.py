@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 
 import numpy as np
 
@@ -16,11 +17,12 @@ from transport.demo.episode import Episode, make_environment, play_episode
 from transport.demo.messages import RolloutDone
 from transport.demo.plan import BACKLOG, BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
 from transport.demo.policy import Policy
-from transport.demo.worker import LOOK_S, Parent, run
+from transport.demo.worker import LOOK_S, Parent, run, tracing
 from transport.errors import LinkError, RingFullError, StaleSlotError
 from transport.queue import TicketQueue, open_queue
 from transport.rollout import UCXXRolloutMixin
 from transport.ticket import Ticket
+from transport.trace import Trace, key_of
 
 _POLICY_TIMEOUT_S = 5.0
 
@@ -59,8 +61,9 @@ class PolicyFollower:
 class Player(UCXXRolloutMixin):
     """Writes what a policy plays, no further ahead of the learning than the backlog allows."""
 
-    def __init__(self, config: WorkerConfig, parent: Parent) -> None:
+    def __init__(self, config: WorkerConfig, parent: Parent, trace: Trace | None = None) -> None:
         self.published = 0
+        self._trace = trace
         self._plan = config.plan
         self._index = config.index
         self._parent = parent
@@ -82,7 +85,10 @@ class Player(UCXXRolloutMixin):
         while not self._parent.wants_stop():
             # full: a trainer is slower than rank 0, by whose progress the backlog is bounded
             with contextlib.suppress(RingFullError):
-                self.write_to_buffer(episode, metadata=metadata, policy_version=version, timeout_s=LOOK_S)
+                begun = time.monotonic()
+                ticket = self.write_to_buffer(episode, metadata=metadata, policy_version=version, timeout_s=LOOK_S)
+                if self._trace is not None:
+                    self._trace.span("write", key_of(ticket), begun, bytes=ticket.size)
                 self.published += 1
                 return
 
@@ -90,10 +96,12 @@ class Player(UCXXRolloutMixin):
 def rollout(config: WorkerConfig, parent: Parent) -> None:
     """Play the share, report, and serve what was played until told to stop."""
     plan = config.plan
-    player = Player(config, parent)
-    membership = Membership(config, "rollout", parent)
-    membership.join()
-    with open_queue(config.queue) as queue:
+    with contextlib.ExitStack() as stack:
+        trace = tracing(config, stack, "rollout")
+        player = Player(config, parent, trace)
+        membership = Membership(config, "rollout", parent)
+        membership.join()
+        queue = stack.enter_context(open_queue(config.queue))
         try:
             player.setup_ucxx(
                 EPISODE_SCHEMA,
@@ -103,7 +111,9 @@ def rollout(config: WorkerConfig, parent: Parent) -> None:
                 queue=queue,
                 settings=SETTINGS,
             )
-            with BlockingClient(schemas=[POLICY_SCHEMA], wire=plan.wire_policy, settings=SETTINGS) as client:
+            with BlockingClient(
+                schemas=[POLICY_SCHEMA], wire=plan.wire_policy, settings=SETTINGS, trace=trace
+            ) as client:
                 follower = PolicyFollower(queue, client, first_policy(plan), config.index)
                 player.play(follower)
                 if player.published == plan.share(config.index):

@@ -16,13 +16,14 @@ from transport.demo.checkpoints import Membership, first_policy
 from transport.demo.messages import Progress, TrainerDone
 from transport.demo.plan import BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
 from transport.demo.policy import Learner, Policy
-from transport.demo.worker import LOOK_S, Parent, run
+from transport.demo.worker import LOOK_S, Parent, run, tracing
 from transport.errors import InternalError
 from transport.packer import UCXXDataPackerMixin
 from transport.queue import Claim, TicketQueue, open_queue
 from transport.received import ReceivedPayload
 from transport.rollout import UCXXRolloutMixin
 from transport.ticket import Ticket
+from transport.trace import Trace
 
 _POLICY_SLOTS = 4  # the newest version, and older ones that a rollout is still reading
 
@@ -55,7 +56,7 @@ class PolicyPublisher(UCXXRolloutMixin):
 class EpisodePacker(UCXXDataPackerMixin):
     """Episodes of one rank, batch by batch; the next batch is fetched while one is worked on."""
 
-    def __init__(self, config: WorkerConfig, parent: Parent, queue: TicketQueue) -> None:
+    def __init__(self, config: WorkerConfig, parent: Parent, queue: TicketQueue, trace: Trace | None = None) -> None:
         self._queue = queue
         self._episodes = config.plan.episodes
         self._rank = config.index
@@ -68,6 +69,7 @@ class EpisodePacker(UCXXDataPackerMixin):
             consumer=f"trainer {config.index}",
             wire=config.plan.wire_policy,
             settings=SETTINGS,
+            trace=trace,
         )
 
     def batches(self) -> Iterator[list[ReceivedPayload]]:
@@ -170,7 +172,7 @@ def trainer(config: WorkerConfig, parent: Parent) -> None:
             learner = Learner(policy, config.plan.seed)
             publisher = PolicyPublisher(config, queue)
             stack.callback(publisher.cleanup_ucxx)
-        packer = EpisodePacker(config, parent, queue)
+        packer = EpisodePacker(config, parent, queue, tracing(config, stack, "trainer"))
         stack.callback(packer.cleanup_ucxx_packer)
         tally = Tally(config.plan.tenth)
         for payloads in packer.batches():

@@ -6,6 +6,7 @@ comes when the parent closes the pipe, and also when the parent is killed, so th
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -20,6 +21,7 @@ import msgspec
 from transport.demo import messages
 from transport.demo.plan import WorkerConfig
 from transport.errors import TransportError
+from transport.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +75,11 @@ def run(work: Callable[[WorkerConfig, Parent], None]) -> int:
         if os.getppid() != config.parent:
             shutil.rmtree(config.directory, ignore_errors=True)
     return 0
+
+
+def tracing(config: WorkerConfig, stack: contextlib.ExitStack, kind: str) -> Trace | None:
+    """Where the phases of this worker's reads and writes go, until the stack unwinds; None: nobody asked."""
+    return stack.enter_context(Trace(config.trace, f"{kind} {config.index}")) if config.trace else None
 
 
 def _end_input(*_: object) -> None:

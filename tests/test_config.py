@@ -1,0 +1,161 @@
+"""transport.toml and TRANSPORT_…: what wins, what is refused in which words, and that commands and mixins use it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from transport import Schema, Settings, UCXXDataPackerMixin, UCXXRolloutMixin, config
+from transport.cli import run
+from transport.errors import ConfigurationError
+
+
+def load(folder: Path, text: str = "", **environment: str) -> config.Loaded:
+    if text:
+        (folder / config.FILE_NAME).write_text(text, encoding="utf-8")
+    return config.load(environment, folder)
+
+
+def test_without_file_and_environment_everything_is_a_default(tmp_path: Path) -> None:
+    loaded = load(tmp_path)
+    assert loaded.configuration == config.Configuration()
+    assert loaded.configuration.settings == Settings()
+    assert set(loaded.sources.values()) == {config.DEFAULT}
+    assert (loaded.configuration.wire_policy, loaded.configuration.server_wires) == ("auto", None)
+    assert loaded.configuration.secret() is None
+
+
+def test_the_environment_wins_over_the_file_and_that_over_the_default(tmp_path: Path) -> None:
+    loaded = load(
+        tmp_path,
+        'read_timeout_s = 20\nlinger_s = 60.5\nwires = ["shm", "tcp"]\nmetrics_port = 9400\n',
+        TRANSPORT_LINGER_S="61",
+        TRANSPORT_ADDRESSES="10.0.0.7, 10.0.0.8",
+        UNRELATED="1",
+    )
+    found = loaded.configuration
+    assert (found.read_timeout_s, found.linger_s, found.metrics_port) == (20.0, 61.0, 9400)
+    assert (found.wires, found.addresses) == (("shm", "tcp"), ("10.0.0.7", "10.0.0.8"))
+    assert loaded.sources["read_timeout_s"] == str(tmp_path / config.FILE_NAME)
+    assert loaded.sources["linger_s"] == "TRANSPORT_LINGER_S"
+    assert loaded.sources["ack_delay_s"] == config.DEFAULT
+
+
+def test_a_named_file_wins_over_the_one_in_the_folder(tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text("linger_s = 7.0\n")
+    assert load(tmp_path, "linger_s = 8.0\n", TRANSPORT_CONFIG=str(other)).configuration.linger_s == 7.0
+
+
+def test_an_empty_variable_unsets_what_may_be_unset(tmp_path: Path) -> None:
+    found = load(tmp_path, "metrics_port = 9400\nwires = ['tcp']\n", TRANSPORT_METRICS_PORT="", TRANSPORT_WIRES="")
+    assert (found.configuration.metrics_port, found.configuration.wires) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "words"),
+    [
+        ("read_timeout = 3.0", {}, "read_timeout is not a setting; did you mean read_timeout_s?"),
+        ("zzz = 3.0", {}, "zzz is not a setting; `transport doctor --settings` lists the known ones"),
+        ("", {"TRANSPORT_LINGERS": "3"}, "TRANSPORT_LINGERS is not a setting; did you mean TRANSPORT_LINGER_S?"),
+        ("linger_s = '3'", {}, "linger_s='3': Expected `float`, got `str`"),
+        ("", {"TRANSPORT_LINGER_S": "soon"}, "TRANSPORT_LINGER_S='soon': Expected `float`, got `str`"),
+        ("linger_s = nan", {}, "a finite number is due"),
+        ("linger_s = -1.0", {}, "every setting > 0 must hold"),
+        ("heartbeat_s = 9.0", {}, "heartbeat_s * 3 <= watchdog_s must hold"),
+        ("metrics_port = 70000", {}, "metrics_port=70000: Expected `int` <= 65535"),
+        ("", {"TRANSPORT_WIRES": "tcp,pigeon"}, "Invalid enum value 'pigeon'"),
+        ("log_level = 'LOUD'", {}, "Invalid enum value 'LOUD'"),
+        ("attempts_per_read = 2.5", {}, "Expected `int`"),
+        ("[read]\ntimeout_s = 3", {}, "read is not a setting"),
+        ("linger_s = ", {}, "is not TOML"),
+        ("", {"TRANSPORT_CONFIG": "/nowhere/transport.toml"}, "TRANSPORT_CONFIG must name a file"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, environment: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(tmp_path, text, **environment)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_secret_is_read_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(b"between us\n")
+    assert load(tmp_path, f"secret_file = '{file}'").configuration.secret() == b"between us"
+    file.write_bytes(b"\n")
+    with pytest.raises(ConfigurationError, match="is empty"):
+        load(tmp_path).configuration.secret()
+    file.unlink()
+    with pytest.raises(ConfigurationError, match="No such file"):
+        load(tmp_path).configuration.secret()
+
+
+def test_a_wrong_configuration_is_wrong_usage_of_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRANSPORT_LINGERS", "3")
+    assert run(["doctor", "--settings"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_settings_are_listed_with_their_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRANSPORT_LINGER_S", "42")
+    assert run(["doctor", "--settings", "--json", "-"]) == 0
+    rows = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["linger_s"] == {
+        "key": "linger_s",
+        "variable": "TRANSPORT_LINGER_S",
+        "value": "42",
+        "source": "TRANSPORT_LINGER_S",
+    }
+    assert set(rows) == set(config.Configuration.__struct_fields__)
+
+
+@pytest.mark.ucx
+def test_mixins_are_as_the_operator_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker(UCXXRolloutMixin): ...
+
+    class Packer(UCXXDataPackerMixin): ...
+
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"shared")
+    (tmp_path / config.FILE_NAME).write_text(
+        f"wires = ['tcp']\nsecret_file = '{secret}'\naddresses = ['127.0.0.1']\nlinger_s = 250.5\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    schema = Schema.of(step=("int64",))
+    worker, packer = Worker(), Packer()
+    try:
+        worker.setup_ucxx(schema, slots=2, mode="thread")
+        packer.setup_ucxx_packer(schemas=[schema])
+        ticket = worker.write_to_buffer({"step": 3})
+        assert ticket.addresses == ("127.0.0.1",)
+        packer.start_prefetch([ticket])
+        batch = packer.collect_prefetch()
+        assert batch is not None
+        (payload,) = packer.consume(batch)
+        assert (payload.wire, int(payload["step"])) == ("tcp", 3)  # a mapped read would have needed no secret
+        assert packer._packer.settings.linger_s == 250.5
+        payload.release()
+    finally:
+        packer.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()
+
+
+def test_what_is_given_wins_over_what_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Packer(UCXXDataPackerMixin): ...
+
+    monkeypatch.setenv("TRANSPORT_LINGER_S", "42")
+    packer = Packer()
+    packer.setup_ucxx_packer(settings=Settings(linger_s=250.0), wire="auto")
+    try:
+        assert packer._packer.settings.linger_s == 250.0
+    finally:
+        packer.cleanup_ucxx_packer()

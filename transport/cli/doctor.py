@@ -1,0 +1,85 @@
+"""``transport doctor``: is this host ready, and what to type where it is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from transport.cli.output import JsonTarget, emit
+from transport.errors import UsageError
+
+if TYPE_CHECKING:
+    from transport.config import Loaded
+    from transport.doctor.finding import Check
+
+EXAMPLE = "Example: transport doctor --ring 8GiB --ports 7000,7001 --json -"
+
+_MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
+
+
+def doctor(
+    ring: Annotated[str, typer.Option(metavar="SIZE", help="Of all rings planned on this host together.")] = "1GiB",
+    connections: Annotated[int, typer.Option(min=1, help="To one listener, or from one client.")] = 1024,
+    ports: Annotated[str, typer.Option(metavar="PORT,…", help="That shall be served; 0: any.")] = "0",
+    transfer: Annotated[bool, typer.Option(help="Read real payloads over each wire.")] = True,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="Only list every setting and where it comes from.")
+    ] = False,
+    json_target: JsonTarget = None,
+) -> int:
+    """Check UCX and its plug-ins, InfiniBand, shared memory, limits, addresses, ports, CUDA, and real transfers.
+
+    Exit status 1 when a check failed; a warning is something that works with less than it could.
+    """
+    from transport.config import load
+
+    loaded = load()
+    if settings:
+        emit(_rows(loaded), "\n".join(_lines(loaded)), json_target)
+        return 0
+    wanted = _ports(ports)
+
+    from transport.bench.units import parse_size
+    from transport.doctor.report import Report, examine
+
+    found = list(examine(loaded, ring_bytes=parse_size(ring), connections=connections, ports=wanted, transfer=transfer))
+    report = Report(checks=found)
+    emit(report, _text(found), json_target)
+    return 1 if report.failed else 0
+
+
+def _text(checks: list[Check]) -> str:
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.status]}  {check.name}: {check.detail}")
+        if check.remedy:
+            lines.append(f"      → {check.remedy}")
+    counts = {status: sum(check.status == status for check in checks) for status in _MARKS}
+    lines.append(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failed")
+    return "\n".join(lines)
+
+
+def _rows(loaded: Loaded) -> list[dict[str, str]]:
+    from transport.config import shown, variable_of
+
+    return [
+        {"key": key, "variable": variable_of(key), "value": shown(getattr(loaded.configuration, key)), "source": source}
+        for key, source in loaded.sources.items()
+    ]
+
+
+def _lines(loaded: Loaded) -> list[str]:
+    rows = _rows(loaded)
+    width = max(len(row["key"]) for row in rows)
+    return [f"{row['key']:{width}}  {row['value']}  ({row['source']})" for row in rows]
+
+
+def _ports(text: str) -> list[int]:
+    try:
+        ports = [int(port) for port in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--ports {text}: give port numbers, separated by commas") from None
+    if not all(0 <= port <= 65535 for port in ports):
+        raise UsageError(f"--ports {text}: a port is from 0 to 65535")
+    return ports

@@ -1,0 +1,132 @@
+"""``transport serve``: a ring and its listeners for other processes to write into."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from transport.cli.output import JsonTarget
+from transport.errors import UsageError
+
+EXAMPLE = "Example: transport serve --schema episode.json --slots 64 --ports 7000,7001 --name episodes"
+
+
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """The line that says that it is ready; with --json the same as JSON."""
+
+    segment: str
+    ring: str
+    addresses: tuple[str, ...]
+    ports: tuple[int, ...]
+    slots: int
+    slot_bytes: int
+    metrics_port: int | None
+
+    def __str__(self) -> str:
+        """One line: where tickets lead, and what writers attach to."""
+        where = " ".join(f"{self.addresses[0]}:{port}" for port in self.ports)
+        metrics = f" metrics {self.metrics_port}" if self.metrics_port is not None else ""
+        return f"{where} segment {self.segment} {self.slots} slots of {self.slot_bytes} bytes{metrics}"
+
+
+def serve(
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON of the payloads' schema, as Schema.to_json() writes it.")
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Payloads the ring holds, unread ones included.")] = 64,
+    slot_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Largest payload; default the schema's largest.")
+    ] = None,
+    ports: Annotated[str, typer.Option(metavar="PORT,…", help="One listener each; 0: any free port.")] = "0",
+    name: Annotated[
+        str | None,
+        typer.Option(help="Of the ring, so that a restart after a crash finds what is unread; default random."),
+    ] = None,
+    drain: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait at SIGTERM until what is unread has been consumed.")
+    ] = 0.0,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Prometheus metrics; 0: any free port.")
+    ] = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Make a ring, serve it, and stay until SIGTERM or Ctrl-C. Other processes of this user write into it.
+
+    A writer attaches with SharedRingBuffer.attach(segment, schema, role="writer"), up to 16 processes in all.
+    """
+    from transport.config import load, set_up_logging
+    from transport.metrics import Exporter
+    from transport.ring import SharedRingBuffer
+    from transport.schema import Schema
+    from transport.server import UCXXServer
+    from transport.stopping import until_stopped
+
+    if schema is None and slot_bytes is None:
+        raise UsageError("give --schema FILE, or --slot-bytes SIZE for payloads that describe themselves")
+    configuration = load().configuration
+    set_up_logging(configuration, "serve")
+    wanted = _ports(ports)
+    layout = None if schema is None else Schema.from_json(schema.read_bytes())
+    largest = None if slot_bytes is None else _size(slot_bytes)
+    metrics = configuration.metrics_port if metrics_port is None else metrics_port
+    with (
+        until_stopped() as stopped,
+        SharedRingBuffer.create(layout, slots=slots, slot_bytes=largest, name=name) as ring,
+    ):
+        server = UCXXServer(
+            ring,
+            wanted,
+            addresses=configuration.addresses or None,
+            bind=configuration.bind,
+            settings=configuration.settings,
+            secret=configuration.secret(),
+            wires=configuration.server_wires,
+            log_level=configuration.log_level,
+            log_format=configuration.log_format,
+        )
+        exporter = None if metrics is None else Exporter(metrics, configuration.metrics_bind)
+        try:
+            if exporter is not None:
+                exporter.add_ring(ring)
+            server.start()
+            serving = Serving(
+                segment=ring.name,
+                ring=ring.ring_id,
+                addresses=server.addresses,
+                ports=server.ports,
+                slots=ring.slot_count,
+                slot_bytes=ring.slot_capacity,
+                metrics_port=None if exporter is None else exporter.port,
+            )
+            _say(serving, json_target)
+            stopped.wait()
+        finally:
+            server.close(drain)
+            if exporter is not None:
+                exporter.close()
+
+
+def _say(serving: Serving, json_target: str | None) -> None:
+    """One line, at once: whoever started this waits for it."""
+    document = msgspec.json.encode(serving).decode()
+    if json_target not in (None, "-"):
+        Path(json_target).write_text(f"{document}\n", encoding="utf-8")
+    print(document if json_target == "-" else serving)
+    sys.stdout.flush()
+
+
+def _ports(text: str) -> list[int]:
+    try:
+        return [int(port) for port in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--ports {text}: give port numbers, separated by commas") from None
+
+
+def _size(text: str) -> int:
+    from transport.bench.units import parse_size
+
+    return parse_size(text)

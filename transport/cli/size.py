@@ -1,0 +1,54 @@
+"""``transport size``: how large a ring and its slots must be, from a schema and a rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transport.cli.output import JsonTarget, emit
+from transport.errors import UsageError
+
+EXAMPLE = "Example: transport size --schema episode.json --rate 50 --batch 256 --stall 30 --rings 8"
+
+
+def size(
+    schema: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="JSON of the payloads' schema, as Schema.to_json() writes it.")
+    ] = None,
+    slot_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest payload, without a schema.")] = None,
+    rate: Annotated[float, typer.Option(min=0, help="Payloads per second that one ring takes.")] = 1.0,
+    held: Annotated[float, typer.Option(min=0, help="Seconds from publishing to the last acknowledgement.")] = 1.0,
+    batch: Annotated[int, typer.Option(min=1, help="Payloads of one ring in a trainer's batch.")] = 16,
+    stall: Annotated[float, typer.Option(min=0, help="Seconds of pause that rollouts shall not feel.")] = 30.0,
+    rings: Annotated[int, typer.Option(min=1, help="On this host.")] = 1,
+    mean: Annotated[str | None, typer.Option(metavar="SIZE", help="Mean payload; default the largest.")] = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Say how many slots of which size a ring needs, and how much of /dev/shm that takes."""
+    from transport.bench.units import parse_size
+    from transport.schema import Schema
+    from transport.sizing import sized
+
+    if (schema is None) == (slot_bytes is None):
+        raise UsageError("give --schema FILE or --slot-bytes SIZE, one of them")
+    largest = Schema.from_json(schema.read_bytes()).max_bytes if schema is not None else parse_size(slot_bytes or "")
+    result = sized(
+        largest,
+        rate=rate,
+        held_s=held,
+        batch=batch,
+        stall_s=stall,
+        rings=rings,
+        mean_bytes=parse_size(mean) if mean is not None else 0,
+    )
+    text = (
+        f"slots      {result.slots} of {result.slot_bytes} bytes: {result.explanation}\n"
+        f"ring       {result.ring_bytes / 2**20:.1f} MiB of /dev/shm\n"
+        f"host       {rings} rings, {result.host_bytes / 2**20:.0f} MiB with a fifth in reserve: "
+        f"--shm-size={(result.host_bytes + (1 << 20) - 1) >> 20}m\n"
+        f"traffic    {result.bytes_per_s / 1e6:.1f} MB/s leave the host\n"
+        f"check      transport doctor --ring {result.host_bytes}"
+    )
+    emit(result, text, json_target)

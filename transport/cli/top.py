@@ -1,0 +1,135 @@
+"""``transport top``: what the rings and clients of this host do."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from transport.cli.output import JsonTarget, emit
+from transport.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from transport.overview import Rates, RingView, Snapshot
+
+EXAMPLE = "Example: transport top --once --json -"
+
+
+def top(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[SEGMENT]…", help="Only these rings; default all of this host.")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="One look instead of a live view.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks; speeds are means over it.")] = 1.0,
+    json_target: JsonTarget = None,
+) -> None:
+    """Live view of the rings on this host: slots by state, speeds by wire, reads, drops, stale, and their clients.
+
+    Retries and quarantined ports are those of the clients on this host; the ones elsewhere count them there.
+    """
+    import time
+
+    from transport import overview
+
+    chosen = [f"/{name.lstrip('/')}" for name in names] if names else None
+    if json_target is not None and not once:
+        raise UsageError("--json needs --once: a live view has no end")
+    if once:
+        before = overview.look(chosen)
+        if json_target != "-" and before.rings:
+            time.sleep(min(interval, 1.0))  # for speeds, which a single look does not have
+        now = overview.look(chosen)
+        emit(now, _text(now, overview.rates(before, now)), json_target)
+        return
+    if not sys.stdout.isatty():
+        raise UsageError("the live view needs a terminal; use --once")
+    _live(chosen, interval)
+
+
+def _live(chosen: list[str] | None, interval: float) -> None:
+    import time
+
+    from rich.live import Live
+
+    from transport import overview
+
+    before = overview.look(chosen)
+    with Live(screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            now = overview.look(chosen)
+            live.update(_table(now, overview.rates(before, now)), refresh=True)
+            before = now
+
+
+def _text(snapshot: Snapshot, rates: dict[str, Rates]) -> str:
+    from io import StringIO
+
+    from rich.console import Console
+
+    out = StringIO()
+    Console(file=out, width=140).print(_table(snapshot, rates))
+    return out.getvalue().rstrip()
+
+
+def _table(snapshot: Snapshot, rates: dict[str, Rates]) -> Table:
+    from rich.table import Table
+
+    table = Table(
+        title=f"{len(snapshot.rings)} rings, {len(snapshot.clients)} clients on this host", caption=_caption(snapshot)
+    )
+    for name in ("ring", "slots free/writing/ready/reading", "processes"):
+        table.add_column(name)
+    for name in ("writes/s", "reads/s", "MB/s by wire", "drops", "stale", "full"):
+        table.add_column(name, justify="right")
+    for view in snapshot.rings:
+        table.add_row(*_row(view, rates.get(view.name)))
+    return table
+
+
+def _row(view: RingView, rate: Rates | None) -> tuple[str, ...]:
+    seen = view.statistics
+    if seen is None:
+        return view.name, view.unreadable, "", "", "", "", "", "", ""
+    speeds = [
+        f"{wire} {rate.bytes_by_wire.get(wire, 0.0) / 1e6:.1f}" if rate is not None else f"{wire} {size / 1e6:.1f} MB"
+        for wire, size in view.bytes_by_wire.items()
+        if size
+    ]
+    states = f"{seen.free}/{seen.writing}/{seen.ready}/{seen.reading}"
+    return (
+        view.name,
+        f"{states} of {seen.slots}×{seen.slot_capacity_bytes / 1e6:.1f} MB",
+        _processes(view),
+        f"{rate.published:.0f}" if rate is not None else "",
+        f"{rate.reads:.0f}" if rate is not None else "",
+        ", ".join(speeds) or "-",
+        str(seen.overwrites + seen.discards),
+        str(seen.stale_pins),
+        str(seen.full_waits),
+    )
+
+
+def _processes(view: RingView) -> str:
+    parts = [f"writer {view.writer}" if view.writer else "no writer"]
+    if view.listeners:
+        parts.append("ports " + ",".join(str(listener.port) for listener in view.listeners))
+    late = [str(listener.port) for listener in view.listeners if listener.heartbeat_age_s > 5]
+    if late:
+        parts.append(f"silent: {','.join(late)}")
+    if view.readers:
+        parts.append(f"{len(view.readers)} mapped readers")
+    return ", ".join(parts)
+
+
+def _caption(snapshot: Snapshot) -> str:
+    clients = snapshot.clients
+    acks = sum(client.statistics.acks_pending + client.statistics.acks_unconfirmed for client in clients)
+    return (
+        f"clients: {sum(client.statistics.reads for client in clients)} reads, {snapshot.retries} retries, "
+        f"{sum(client.statistics.stale for client in clients)} stale, {acks} acknowledgements to be confirmed; "
+        f"quarantined ports: {', '.join(snapshot.quarantined) or 'none'}"
+    )

@@ -1,0 +1,259 @@
+"""What an operator sets: `transport.toml` and environment variables ``TRANSPORT_…``, for every command and mixin.
+
+    read_timeout_s = 20.0            # transport.toml
+    wires = ["shm", "tcp"]
+
+    TRANSPORT_READ_TIMEOUT_S=20      # the same; lists are separated by commas
+
+An argument or a command's option wins over the environment, that over the file, that over the default. The file is
+the one that ``TRANSPORT_CONFIG`` names, else `transport.toml` in the current folder, else none. An unknown key, also in
+the environment, is an error that names the nearest known one: a misspelt setting must not be a default unnoticed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Union
+
+import msgspec
+
+from transport.errors import ConfigurationError
+from transport.settings import DEFAULTS, Settings
+from transport.wires import Wire
+
+PREFIX: Final = "TRANSPORT_"
+FILE_VARIABLE: Final = "TRANSPORT_CONFIG"
+FILE_NAME: Final = "transport.toml"
+DEFAULT: Final = "default"
+
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
+class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`Settings`, and what belongs to one host or one process. Make it with `load`."""
+
+    wires: tuple[Wire, ...] = ()
+    bind: str = ""
+    addresses: tuple[str, ...] = ()
+    secret_file: str = ""
+    metrics_port: Port | None = None
+    metrics_bind: str = "127.0.0.1"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
+    log_format: Literal["text", "json"] = "text"
+
+    @property
+    def settings(self) -> Settings:
+        """The part that is `Settings`."""
+        return Settings(**{name: getattr(self, name) for name in Settings.__struct_fields__})
+
+    @property
+    def wire_policy(self) -> Literal["auto"] | tuple[Wire, ...]:
+        """The wires as a client takes them."""
+        return self.wires or "auto"
+
+    @property
+    def server_wires(self) -> frozenset[Wire] | None:
+        """The wires as a server takes them; None: whatever UCX finds best. Nobody serves a mapped payload."""
+        return frozenset(self.wires) - {"mapped"} or None
+
+    def secret(self) -> bytes | None:
+        """What ``secret_file`` holds, without a newline at its end. ConfigurationError where it cannot be used."""
+        if not self.secret_file:
+            return None
+        path = Path(self.secret_file).expanduser()
+        try:
+            secret = path.read_bytes().rstrip(b"\r\n")
+        except OSError as error:
+            raise ConfigurationError(f"secret_file {path}: {error.strerror}; name a file that can be read") from error
+        if not secret:
+            raise ConfigurationError(f"secret_file {path} is empty; write the shared secret into it")
+        return secret
+
+
+MEANINGS: Final[Mapping[str, str]] = {
+    "read_timeout_s": "one attempt to read, before the time its bytes take",
+    "read_slowest_rate": "rate at which a payload's own time is reckoned",
+    "connect_timeout_s": "making a connection",
+    "handshake_timeout_s": "the handshake, on both sides",
+    "attempts_per_read": "layer 1",
+    "calls_per_ticket": "layer 2",
+    "rounds_per_batch": "layer 3",
+    "batch_deadline_s": "a batch, or a single read without `timeout`, as a whole",
+    "backoff_first_s": "wait after the first failure; doubles",
+    "backoff_most_s": "any wait between attempts",
+    "port_quarantine_s": "how long a port that failed is avoided",
+    "port_quarantine_most_s": "the same after failed probes",
+    "pool_endpoint_max_age_s": "idle time after which the client closes a connection",
+    "pool_endpoints_per_port": "connections of a client to one port",
+    "pool_endpoints_idle": "idle connections of a client",
+    "connections_per_listener": "connections that a listener admits",
+    "listener_idle_eviction_s": "idle time after which a listener closes a connection",
+    "ack_delay_s": "how long an acknowledgement waits for a request to ride with",
+    "ack_timeout_s": "how long a listener keeps a slot for an acknowledgement; longest pause before one is sent again",
+    "linger_s": "how long listeners outlive a writer that left unread payloads",
+    "watchdog_s": "age of a heartbeat at which a listener is killed",
+    "heartbeat_s": "a listener's sweep and heartbeat",
+    "claim_lease_s": "a claim on the queue without renewal",
+    "claim_renew_s": "renewal of claims; the packer takes a third of its queue's lease",
+    "consumed_rings": "rings that a `ConsumedRecord` remembers",
+    "staging_bytes": "pinned memory for payloads on their way to a device",
+    "inline_limit": "bytes up to which a payload is joined to its answer",
+    "records_per_message": "records in a CONTROL message",
+    "wires": "what may carry payloads, of mapped, shm, tcp, rdma, cuda; empty: whatever is best",
+    "bind": "local IPv4 address that listeners listen on; empty: all",
+    "addresses": "what tickets advertise, best first; empty: chosen, see `transport doctor`",
+    "secret_file": "file with the shared secret that clients and listeners prove to have; empty: none",
+    "metrics_port": "port of the Prometheus metrics, 0: any free one; not set: no metrics",
+    "metrics_bind": "local address of that port",
+    "log_level": "DEBUG, INFO, WARNING or ERROR",
+    "log_format": "text, or json: an object per line with ticket, port and attempt as fields",
+}
+"""What each key bounds or says, for the tables of the documentation."""
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True):
+    """A configuration and where each of its values comes from: a path, a variable, or "default"."""
+
+    configuration: Configuration
+    sources: Mapping[str, str]
+
+
+def load(environment: Mapping[str, str] | None = None, folder: Path | None = None) -> Loaded:
+    """Read file and environment.
+
+    Args:
+        environment: default that of the process.
+        folder: where `transport.toml` is looked for; default the current one.
+
+    Raises:
+        ConfigurationError: a key is unknown, a value is not of its kind, values contradict each other, the file is no
+            TOML, or the one that ``TRANSPORT_CONFIG`` names cannot be read.
+    """
+    environment = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    sources = dict.fromkeys(Configuration.__struct_fields__, DEFAULT)
+    path = _path(environment, Path.cwd() if folder is None else folder)
+    if path is not None:
+        for key, value in _document(path).items():
+            _check_known(key, f"{path}: ", str)
+            values[key] = _converted(key, value, f"{path}: {key}", strict=True)
+            sources[key] = str(path)
+    for variable in sorted(environment):
+        if not variable.startswith(PREFIX) or variable == FILE_VARIABLE:
+            continue
+        key = variable.removeprefix(PREFIX).lower()
+        _check_known(key, "environment: ", variable_of)
+        values[key] = _converted(key, environment[variable], f"environment: {variable}", strict=False)
+        sources[key] = variable
+    configuration = Configuration(**values)
+    try:
+        configuration.settings.validate()
+    except ConfigurationError as error:
+        where = sorted({source for source in sources.values() if source != DEFAULT})
+        raise ConfigurationError(f"{', '.join(where)}: {error}") from None
+    return Loaded(configuration=configuration, sources=sources)
+
+
+def configuration() -> Configuration:
+    """The configuration of this process, read anew. Raises as `load`."""
+    return load().configuration
+
+
+def settings_or_configured(settings: Settings | None) -> Settings:
+    """What a caller gave, else what the operator configured."""
+    return configuration().settings if settings is None else settings
+
+
+def variable_of(key: str) -> str:
+    """The environment variable of a key."""
+    return f"{PREFIX}{key.upper()}"
+
+
+def shown(value: object) -> str:
+    """A value as one writes it in the environment; what is not set is a dash."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value)) or "-"
+    if isinstance(value, float):
+        return f"{value:.15g}"
+    return "-" if value is None or value == "" else str(value)
+
+
+def table() -> str:
+    """Every key, its variable, default and meaning, as a Markdown table."""
+    lines = ["| key | variable | default | what it bounds or says |", "|---|---|---|---|"]
+    lines += [
+        f"| `{key}` | `{variable_of(key)}` | {shown(default)} | {MEANINGS[key]} |"
+        for key, default in zip(Configuration.__struct_fields__, _defaults(), strict=True)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _defaults() -> list[object]:
+    plain = Configuration()
+    return [getattr(plain, key) for key in Configuration.__struct_fields__]
+
+
+def _path(environment: Mapping[str, str], folder: Path) -> Path | None:
+    if named := environment.get(FILE_VARIABLE):
+        return Path(named).expanduser()
+    found = folder / FILE_NAME
+    return found if found.is_file() else None
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: {error.strerror}; {FILE_VARIABLE} must name a file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from error
+
+
+def _check_known(key: str, where: str, spelt: typing.Callable[[str], str]) -> None:
+    known = Configuration.__struct_fields__
+    if key in known:
+        return
+    near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
+    advice = f"did you mean {spelt(near[0])}?" if near else "`transport doctor --settings` lists the known ones"
+    raise ConfigurationError(f"{where}{spelt(key)} is not a setting; {advice}")
+
+
+def _converted(key: str, value: Any, where: str, *, strict: bool) -> Any:
+    """The value in its field's type; ``strict=False``: from the text of an environment variable."""
+    kind = _TYPES[key]
+    if not strict and typing.get_origin(kind) is tuple:
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    elif not strict and value.strip() == "" and _may_be_none(kind):
+        value = None
+    try:
+        converted = msgspec.convert(value, type=kind, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{where}={value!r}: {error}".replace(" - at `$`", "")) from None
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise ConfigurationError(f"{where}={value!r}: a finite number is due")
+    return converted
+
+
+def _may_be_none(kind: Any) -> bool:
+    return typing.get_origin(kind) in (Union, types.UnionType) and type(None) in typing.get_args(kind)
+
+
+_TYPES: Final[Mapping[str, Any]] = typing.get_type_hints(Configuration, include_extras=True)
+
+
+def set_up_logging(configuration: Configuration, who: str = "") -> None:
+    """Log to standard error as configured. ``who`` names the process in lines of text."""
+    from transport.logs import handler
+
+    logging.basicConfig(level=configuration.log_level, handlers=[handler(configuration.log_format, who)])
+
+
+assert Configuration().settings == DEFAULTS

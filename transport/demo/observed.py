@@ -1,0 +1,32 @@
+"""The demo's metrics: rings, clients and the queue of a run, looked at by its parent when it is asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from transport import status
+from transport.demo.crew import Crew
+from transport.errors import RingError
+from transport.metrics import Sample, client_samples, queue_samples, ring_samples
+from transport.queue import TicketQueue
+from transport.ring import SharedRingBuffer
+
+
+def crew_samples(crew: Crew, queue: TicketQueue) -> Iterator[Sample]:
+    """Of every ring and client of the crew that lives, and of its queue."""
+    yield from queue_samples("demo", queue.depth())
+    workers = list(crew.workers)
+    for worker in workers:
+        try:
+            ring = SharedRingBuffer.attach(worker.ring, role="observer")
+        except RingError:  # not made yet, gone again, or this worker makes none
+            continue
+        try:
+            yield from ring_samples(ring, time.monotonic_ns())
+        finally:
+            ring.native.close()  # an observer must not remove it
+    names = {worker.process.pid: worker.name for worker in workers}
+    for client in status.clients():
+        if client.pid in names:
+            yield from client_samples(names[client.pid], client.statistics)

@@ -1,0 +1,1 @@
+"""`transport doctor`: is this host ready, and if not, what to type."""

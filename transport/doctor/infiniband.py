@@ -1,0 +1,152 @@
+"""InfiniBand and RoCE as /sys/class/infiniband shows them: devices, ports, state, rate, permissions, counters.
+
+The root can be another folder, so that all of it is tested on machines without a card.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from transport.doctor.finding import Check, fail, ok, warn
+
+SYSFS: Final = Path("/sys/class/infiniband")
+DEVICES: Final = Path("/dev/infiniband")
+_WORD: Final = 4  # the ports' data counters count 32-bit words
+_BUSY_SHARE: Final = 0.05  # of a transfer's bytes: a port that carried less took no part in it
+
+
+class PortView(msgspec.Struct, frozen=True, kw_only=True):
+    """One port of one device. Bytes are since the driver was loaded."""
+
+    device: str
+    port: int
+    state: str  # ACTIVE, DOWN …
+    link_layer: str  # InfiniBand, Ethernet (RoCE)
+    rate: str
+    sent_bytes: int
+    received_bytes: int
+    errors: int  # link errors, symbols and packets dropped
+
+    @property
+    def name(self) -> str:
+        """As UCX names it: mlx5_0:1."""
+        return f"{self.device}:{self.port}"
+
+
+def ports(root: Path = SYSFS) -> list[PortView]:
+    """Every port of every device."""
+    return [_port(path) for path in sorted(root.glob("*/ports/*"), key=lambda path: (path.parts[-3], int(path.name)))]
+
+
+def _port(path: Path) -> PortView:
+    counters = path / "counters"
+    errors = ("symbol_error", "link_error_recovery", "link_downed", "port_rcv_errors", "port_xmit_discards")
+    return PortView(
+        device=path.parts[-3],
+        port=int(path.name),
+        state=_text(path / "state").rpartition(": ")[2] or "unknown",
+        link_layer=_text(path / "link_layer") or "unknown",
+        rate=_text(path / "rate") or "unknown",
+        sent_bytes=_WORD * _number(counters / "port_xmit_data"),
+        received_bytes=_WORD * _number(counters / "port_rcv_data"),
+        errors=sum(_number(counters / name) for name in errors),
+    )
+
+
+def checks(*, asked: bool, verbs: bool, root: Path = SYSFS, devices: Path = DEVICES) -> Iterator[Check]:
+    """What can be said before anything is sent.
+
+    Args:
+        asked: the configuration names the wire rdma.
+        verbs: the loaded UCX has its InfiniBand plug-in.
+    """
+    found = ports(root)
+    if not found:
+        detail = "no InfiniBand or RoCE device"
+        if asked:
+            yield fail(
+                "infiniband",
+                f"{detail}, and the wires that are configured name rdma",
+                "lspci | grep -i -E 'mellanox|infiniband'; modprobe mlx5_ib; or take rdma out of TRANSPORT_WIRES",
+            )
+        else:
+            yield ok("infiniband", f"{detail}; tcp and shared memory are used")
+        return
+    for port in found:
+        yield _state(port)
+    yield _permissions(devices)
+    if not verbs:
+        yield fail(
+            "infiniband plug-in",
+            f"{len(found)} ports, but the UCX that is loaded has no libuct_ib: its bytes would go over tcp",
+            "conda install -c conda-forge -c rapidsai ucxx; or an own UCX --with-verbs, see docs/UCXX.md (InfiniBand)",
+        )
+    else:
+        yield ok("infiniband plug-in", "libuct_ib is beside the UCX that is loaded")
+
+
+def _state(port: PortView) -> Check:
+    name = f"infiniband {port.name}"
+    detail = f"{port.state}, {port.link_layer}, {port.rate}, {port.errors} errors"
+    if port.state != "ACTIVE":
+        remedy = f"ibstat {port.device} {port.port}; check cable and subnet manager (systemctl status opensm)"
+        if port.link_layer == "Ethernet":
+            remedy = f"ip link set dev $(ls {SYSFS}/{port.device}/device/net) up; check cable and switch"
+        return warn(name, detail, remedy)
+    return ok(name, detail)
+
+
+def _permissions(devices: Path) -> Check:
+    nodes = sorted(devices.glob("uverbs*"))
+    if not nodes:
+        return fail(
+            "infiniband permissions",
+            f"{devices} has no uverbs device here",
+            "modprobe ib_uverbs; in a container: --device=/dev/infiniband (Kubernetes: the RDMA device plug-in)",
+        )
+    closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+    if closed:
+        return fail("infiniband permissions", f"{', '.join(closed)} cannot be opened", f"chmod 666 {' '.join(closed)}")
+    return ok("infiniband permissions", f"{len(nodes)} devices can be opened")
+
+
+def traffic(before: list[PortView], after: list[PortView]) -> dict[str, int]:
+    """Bytes that each port sent and received between two looks."""
+    earlier = {port.name: port.sent_bytes + port.received_bytes for port in before}
+    return {port.name: port.sent_bytes + port.received_bytes - earlier.get(port.name, 0) for port in after}
+
+
+def rails(carried: Mapping[str, int], transfer_bytes: int, active: int) -> Check:
+    """Which ports carried a transfer of so many bytes, by their counters; ``active``: ports that are up."""
+    busy = {name: size for name, size in carried.items() if size >= _BUSY_SHARE * transfer_bytes}
+    shown = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sorted(carried.items())) or "no ports"
+    if not busy:
+        return warn(
+            "rails",
+            f"{transfer_bytes / 1e6:.1f} MB were read, and no port carried them ({shown})",
+            "transport bench fetch HOST:PORT --wire rdma, from another host; a transfer within one host may stay on it",
+        )
+    if len(busy) < active:
+        return warn(
+            "rails",
+            f"{len(busy)} of {active} active ports carried the transfer ({shown})",
+            "UCX_MAX_RNDV_RAILS=2 transport bench fetch …; UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1 names the ports",
+        )
+    return ok("rails", f"{len(busy)} of {active} active ports carried the transfer ({shown})")
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:  # a driver may leave a file out, or refuse to read it
+        return ""
+
+
+def _number(path: Path) -> int:
+    text = _text(path)
+    return int(text) if text.isdecimal() else 0

@@ -1,0 +1,98 @@
+"""Real transfers: a ring, a listener process and a reader here, one wire after the other, every payload compared."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+import numpy as np
+
+from transport.blocking import BlockingClient
+from transport.config import Configuration
+from transport.doctor import infiniband
+from transport.doctor.finding import Check, fail, ok
+from transport.errors import TransportError
+from transport.ring import SharedRingBuffer
+from transport.server import UCXXServer
+from transport.wires import Wire
+
+_BYTES: Final = 4 << 20
+_READS: Final = 8
+_TIMEOUT_S: Final = 20.0
+_WAYS: Final[tuple[Wire, ...]] = ("mapped", "shm", "tcp")
+_REMEDIES: Final = {
+    "mapped": "ls -l /dev/shm/transport-*; transport reclaim --dry-run",
+    "shm": "unset UCX_TLS; df /dev/shm",
+    "tcp": "ip link set dev lo up; unset UCX_NET_DEVICES; iptables -L",
+    "rdma": "ibstat; unset UCX_TLS UCX_NET_DEVICES",
+}
+
+
+def checks(configuration: Configuration, *, rdma: bool) -> Iterator[Check]:
+    """A transfer over each wire. ``rdma``: over InfiniBand, too, with a look at the ports' counters."""
+    content = np.frombuffer(os.urandom(_BYTES), np.uint8)
+    secret = configuration.secret()
+    try:
+        ring = SharedRingBuffer.create(slots=2, slot_bytes=_BYTES)
+    except TransportError as error:
+        yield fail("ring", str(error), "df /dev/shm; transport reclaim")
+        return
+    with ring:
+        server = UCXXServer(ring, bind=configuration.bind, secret=secret, settings=configuration.settings)
+        try:
+            server.start()
+        except TransportError as error:
+            yield fail("listener", str(error), "python -m transport serve --slot-bytes 1MiB, and read what it says")
+            return
+        try:
+            ports = ", ".join(map(str, server.ports))
+            yield ok(
+                "listener", f"a listener process answers on port {ports} of {configuration.bind or 'all addresses'}"
+            )
+            for wire in (*_WAYS, *(("rdma",) if rdma else ())):
+                yield from _by(ring, wire, content, configuration, secret)
+        finally:
+            server.close()
+
+
+def _by(
+    ring: SharedRingBuffer, wire: Wire, content: np.ndarray, configuration: Configuration, secret: bytes | None
+) -> Iterator[Check]:
+    before = infiniband.ports()
+    try:
+        seconds = _measured(ring, wire, content, configuration, secret)
+    except TransportError as error:
+        yield fail(f"transfer by {wire}", f"{type(error).__name__}: {error}", _REMEDIES[wire])
+        return
+    best = min(seconds)
+    yield ok(
+        f"transfer by {wire}",
+        f"{len(seconds)} × {_BYTES >> 20} MiB compared; the fastest in {best * 1e6:.0f} µs"
+        + (" (a view, nothing is copied)" if wire == "mapped" else f", {_BYTES / best / 1e9:.2f} GB/s"),
+    )
+    if wire == "rdma":
+        after = infiniband.ports()
+        active = sum(port.state == "ACTIVE" for port in after)
+        yield infiniband.rails(infiniband.traffic(before, after), len(seconds) * _BYTES, active)
+
+
+def _measured(
+    ring: SharedRingBuffer, wire: Wire, content: np.ndarray, configuration: Configuration, secret: bytes | None
+) -> list[float]:
+    """Seconds of each read. Raises what reading raises."""
+    # the wire's own connection is made here, under its own transports; tcp makes it for the others
+    allowed: Iterable[Wire] = {wire}
+    seconds = []
+    with BlockingClient(wire=allowed, settings=configuration.settings, secret=secret) as client:
+        for _ in range(_READS):
+            ticket = ring.write_raw(content, timeout_s=_TIMEOUT_S)
+            begun = time.perf_counter()
+            payload = client.read(ticket, timeout=_TIMEOUT_S)
+            seconds.append(time.perf_counter() - begun)
+            if not np.array_equal(payload["data"], content):
+                raise TransportError(f"other bytes arrived by {wire} than were written")
+            payload.release()
+            del payload
+    return seconds

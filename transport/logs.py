@@ -1,0 +1,53 @@
+"""Log lines for people, or for machines: one JSON object per line, with what they speak of as fields.
+
+A call names what it speaks of with ``extra={"ticket": …, "port": …, "attempt": …}``; lines of text have it in their
+words already.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final, Literal
+
+import msgspec
+
+LogFormat = Literal["text", "json"]
+
+FIELDS: Final = ("ticket", "ring", "port", "attempt", "rank", "wire")
+"""What a line may speak of: ring/slot/generation, ring id, host:port, number of the attempt, reader rank, wire."""
+
+
+class JsonLines(logging.Formatter):
+    """Time in seconds since the epoch, level, logger, process, message, and those of `FIELDS` that were given."""
+
+    def __init__(self, who: str = "") -> None:
+        super().__init__()
+        self._who = who
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line; a traceback is one field of it."""
+        line: dict[str, Any] = {
+            "time": round(record.created, 6),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.process,
+            "message": record.getMessage(),
+        }
+        if self._who:
+            line["who"] = self._who
+        line |= {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line, enc_hook=str).decode()
+
+
+def handler(form: LogFormat, who: str = "") -> logging.Handler:
+    """A handler to standard error. ``who``: what the process calls itself."""
+    to_stderr = logging.StreamHandler()
+    name = f"{who} " if who else ""
+    to_stderr.setFormatter(
+        JsonLines(who)
+        if form == "json"
+        else logging.Formatter(f"%(asctime)s {name}%(process)d %(levelname)s %(message)s")
+    )
+    return to_stderr

@@ -1,0 +1,86 @@
+"""How large a ring must be: pure arithmetic from a schema and a rate, for `transport size`.
+
+A slot is in use from the first byte written until the last rank's acknowledgement. By Little's law the slots in use are
+the payloads per second times the seconds that each stays; a stall of the trainers adds what arrives meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import msgspec
+
+from transport.errors import UsageError
+
+PAGE: Final = 4096
+_CONTROL_BYTES: Final = 64 + 2048 + 4  # of a slot: its word, its ticket, its free hint
+_FIXED_BYTES: Final = 3 * PAGE  # header, owner rows
+MAX_SLOTS: Final = 1 << 24
+
+
+class Sizing(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rollout host needs. Bytes are those of /dev/shm.
+
+    Attributes:
+        slot_bytes: the largest payload.
+        slots: that a ring needs.
+        ring_bytes: of one ring, as it lies in /dev/shm.
+        host_bytes: of all rings of the host, with a fifth in reserve.
+        bytes_per_s: that leave the host.
+        in_use: slots in use on average.
+        explanation: how the number of slots comes about.
+    """
+
+    slot_bytes: int
+    slots: int
+    ring_bytes: int
+    host_bytes: int
+    bytes_per_s: float
+    in_use: float
+    explanation: str
+
+
+def sized(
+    slot_bytes: int, *, rate: float, held_s: float, batch: int, stall_s: float, rings: int = 1, mean_bytes: int = 0
+) -> Sizing:
+    """The ring for payloads of at most ``slot_bytes``.
+
+    Args:
+        rate: payloads per second that one ring takes.
+        held_s: seconds from publishing to the last acknowledgement when all is well.
+        batch: payloads of this ring that a trainer holds at a time; twice that with prefetch.
+        stall_s: longest pause of the trainers that the writer shall not feel, such as a checkpoint.
+        rings: on this host.
+        mean_bytes: of a payload; 0: the largest.
+
+    Raises:
+        UsageError: a number that makes no sense, or a ring larger than there can be.
+    """
+    if slot_bytes < 1 or rings < 1 or batch < 0 or min(rate, held_s, stall_s) < 0:
+        raise UsageError("sizes and counts are at least 1, rates and times at least 0")
+    under_way, stalled = rate * held_s, rate * stall_s
+    # a mapped reader may hold views of half of a ring before it copies
+    slots = max(2, math.ceil(under_way + stalled) + 2 * max(batch, 1))
+    if slots > MAX_SLOTS:
+        raise UsageError(f"{slots} slots are more than {MAX_SLOTS}, the most a ring has; use more rings")
+    ring = ring_bytes(slots, slot_bytes)
+    return Sizing(
+        slot_bytes=slot_bytes,
+        slots=slots,
+        ring_bytes=ring,
+        host_bytes=math.ceil(ring * rings * 1.2),
+        bytes_per_s=rate * rings * (mean_bytes or slot_bytes),
+        in_use=under_way + batch,
+        explanation=(
+            f"{under_way:.1f} on the way ({rate:g}/s × {held_s:g} s) + {stalled:.1f} during a stall of {stall_s:g} s "
+            f"+ 2 × {max(batch, 1)} of a batch and its prefetch"
+        ),
+    )
+
+
+def ring_bytes(slots: int, slot_bytes: int) -> int:
+    """Of the segment of such a ring, within a few pages."""
+    payload = -(-slot_bytes // PAGE) * PAGE
+    control = _FIXED_BYTES + slots * _CONTROL_BYTES
+    return slots * payload + -(-control // PAGE) * PAGE

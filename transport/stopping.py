@@ -1,0 +1,43 @@
+"""SIGTERM and SIGINT as a wish to stop in order, for programs without an event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterator
+
+
+class Stopped:
+    """Whether the wish has come. A signal handler writes a byte; waiting is on the pipe, so none is missed."""
+
+    def __init__(self, reading: int) -> None:
+        self._reading = reading
+        self.by: signal.Signals | None = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until the wish comes; False after ``timeout_s``."""
+        return bool(select.select([self._reading], [], [], timeout_s)[0])
+
+
+@contextlib.contextmanager
+def until_stopped() -> Iterator[Stopped]:
+    """While the block runs, SIGTERM and SIGINT only set what it is given. For the main thread."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)  # a thousand signals do not stop the handler
+    stopped = Stopped(reading)
+
+    def stop(number: int, _: object) -> None:
+        stopped.by = stopped.by or signal.Signals(number)
+        with contextlib.suppress(BlockingIOError):
+            os.write(writing, b"\0")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(writing)
