@@ -13,9 +13,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import uvloop
@@ -49,10 +48,10 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     bind: str = ""
     log_level: str = "WARNING"
 
-    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
         """For repr: everything but the secret, which must not reach a log."""
-        for name in self.__struct_fields__:
-            yield name, "..." if name == "secret" and self.secret is not None else getattr(self, name)
+        hidden = {"secret"} if self.secret is not None else set()
+        return [(name, "..." if name in hidden else getattr(self, name)) for name in self.__struct_fields__]
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
