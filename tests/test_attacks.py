@@ -110,7 +110,7 @@ async def test_what_nobody_asked_for_does_not_fill_a_listeners_memory(
         assert most - before < MOST_GROWTH
 
 
-# without UCX's framing, with it, half of it, forged requests, silence, a byte at a time, clients of UCX that say nothing
+# not in UCX framing, in it, half of it, forged requests, silence, a byte at a time, silent clients of UCX
 AT_ONCE = {"bytes": 1500, "lengths": 600, "half": 600, "forged": 40, "nothing": 1500, "slowly": 300, "clients": 400}
 
 
