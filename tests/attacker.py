@@ -174,8 +174,7 @@ async def through_ucx(kind: str, port: int, count: int) -> None:
     say("begun")
     try:
         say(await WITH_UCX[kind](worker, port, count))
-        while not told():
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(sys.stdin.readline)
     finally:
         worker.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from transport import SharedRingBuffer
 from transport.errors import TransportError
@@ -29,7 +30,7 @@ def changes(size: int, chance: random.Random) -> Iterator[tuple[int, bytes]]:
 
 def corrupt(path: str, chance: random.Random) -> None:
     """Change bytes of the file in place; its length stays."""
-    with open(path, "r+b", buffering=0) as file:
+    with Path(path).open("r+b", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         for offset, data in changes(size, chance):
             file.seek(offset)

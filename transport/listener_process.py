@@ -52,10 +52,8 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         """For repr: everything but the secret, which must not reach a log."""
-        return [
-            (name, "..." if name == "secret" and self.secret is not None else getattr(self, name))
-            for name in self.__struct_fields__
-        ]
+        hidden = {"secret"} if self.secret is not None else set()
+        return [(name, "..." if name in hidden else getattr(self, name)) for name in self.__struct_fields__]
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
