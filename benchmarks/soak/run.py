@@ -159,7 +159,7 @@ class Soak:
         """What has to be looked at all the time."""
         self._hardship.tend()
         for pid, point, number in self._points.closed():
-            self._hardship.closed(pid, point, number, 0.1 + 3.0 * self._rng.random() ** 3)
+            self._hardship.closed(pid, point, number, 0.1 + 6.0 * self._rng.random())
         own = {child.process.pid for child in self._children if child.process is not None}
         reap_orphans(own)
         for child in self._children:

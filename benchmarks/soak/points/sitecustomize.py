@@ -55,6 +55,7 @@ POINTS: dict[str, tuple[tuple[str, int], ...]] = {
             (_READING, 1000),
             (("read.asked", "read.answered", "read.arrived"), 200),
             (_ASKING, 100),
+            (("settle.asked",) * 8, 50),
             (("settle.accepted", "settle.told"), 20),
         ),
     }.items()
@@ -80,7 +81,9 @@ class _Trap:
         if self.role and rng.random() < told["share"] and not (self.folder / "points.off").exists():
             self.point, most = rng.choice(POINTS[self.role])
             self.after = int(most ** rng.random()) - 1
-            self.signal = signal.SIGSTOP if rng.random() < 0.15 else signal.SIGKILL
+            # one that stops here has payloads in hand, whose claims run out: fencing is what is to be seen then
+            stops = 0.7 if self.point == "settle.asked" else 0.15
+            self.signal = signal.SIGSTOP if rng.random() < stops else signal.SIGKILL
             self.descriptor = os.open(self.folder / "points", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
     def arm(self, module: ModuleType) -> None:
@@ -131,7 +134,7 @@ def _mark_database(trap: _Trap, module: ModuleType) -> None:
 
 def _mark_session(trap: _Trap, module: ModuleType) -> None:
     book = module.ClaimBook
-    book.settle = _around(trap, book.settle, "", "settle.accepted")  # the queue knows, no ring does
+    book.settle = _around(trap, book.settle, "settle.asked", "settle.accepted")  # the queue knows, no ring does
     session = module.PackerSession
     session.settle = _around(trap, session.settle, "", "settle.told")  # rings are told, or will be
 
