@@ -85,12 +85,16 @@ build/native-test: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
 
 native-test: build/native-test ## C++ tests: table, fuzz and crash tests under ASan, UBSan and TSan
 
-build/model: native/model/slot.pml native/model/check.py
+build/model: $(wildcard native/model/*.pml) native/model/check.py
 	@$(PYTHON) native/model/check.py; status=$$?; \
-	  if [ $$status = 3 ]; then echo "SKIPPED: the model of the slot protocol is not checked without spin"; \
+	  if [ $$status = 3 ]; then echo "SKIPPED: the models of the protocol are not checked without spin"; \
 	  elif [ $$status != 0 ]; then exit $$status; else mkdir -p build && touch $@; fi
 
-model: build/model ## the slot protocol's model: properties hold, planted faults are found (spin)
+model: build/model ## the protocol's models: properties hold, planted faults are found (spin)
+
+.PHONY: model-full
+model-full: ## the same with the largest configurations besides
+	@$(PYTHON) native/model/check.py --deep
 
 docs: $(VENV)/installed ## run the code blocks of the documentation
 	@$(BIN)/python -m pytest tests/test_docs.py

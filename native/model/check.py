@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODELS = ("slot", "acks", "claims")
+MODELS = ("slot", "acks", "claims", "keepers")
 MEMORY_LIMIT_MB = 3500  # per search; two run at once
 TIME_LIMIT_S = 600
 EVERYTHING = "OVERWRITE=1 DISCARD=1"
@@ -76,6 +76,8 @@ CONFIGURATIONS += (
     Case("claims: on_arrival, no successor", "ON_ARRIVAL WRITER_GONE", model="claims"),
     Case("claims: 2 ranks", "RANKS=2", size=1, model="claims"),
     Case("claims: 2 ranks, on_arrival", "RANKS=2 ON_ARRIVAL", size=2, model="claims"),
+    Case("keepers: a writer and its successor", "", model="keepers"),
+    Case("keepers: one writer", "WRITERS=1", model="keepers"),
     Case("claims: 2 ranks, everything", "RANKS=2 ON_ARRIVAL EXPIRES", size=2, model="claims"),
 )
 
@@ -121,6 +123,12 @@ FAULTS = (
     Case("LEASE_NEVER_ENDS", "", "Q4_stuck", model="claims"),
     Case("NO_RECONCILIATION", "", "Q4_stuck", model="claims"),
     Case("CLAIM_NOT_FENCED", "", "Q5_trained_on_anothers_claim", model="claims"),
+    Case("LISTENER_NOT_ADOPTED", "", "S1_port_served_twice", model="keepers"),
+    Case("STOPS_WITH_ITS_WRITER", "", "S2_unlinked_with_payloads_in_time", model="keepers"),
+    Case("UNLINKED_WHILE_KEPT", "", "S2_unlinked_with_payloads_in_time", model="keepers"),
+    Case("ORPHANS_STAY", "", "S3_stuck", model="keepers"),
+    Case("NOBODY_LOOKS", "", "S3_stuck", model="keepers"),
+    Case("TAKE_OVER_STARTS_ANEW", "", "S4_generation_begun_anew", model="keepers"),
     # A limit of the table, not a fault: what a rank has and has not acknowledged may be overwritten.
     Case("OVERWRITE_AFTER_DELIVERY", "OVERWRITE=1", "LIMIT_overwritten_after_delivery"),
 )
@@ -188,7 +196,7 @@ def search(case: Case, folder: str) -> Outcome:
         match = re.search(pattern, text)
         return float(match.group(1)) if match else 0
 
-    named = re.search(r"assertion violated .*?\b((?:[PDQ]\d|LIMIT)_\w+)", text)
+    named = re.search(r"assertion violated .*?\b((?:[PDQS]\d|LIMIT)_\w+)", text)
     found = named.group(1) if named else "comes_to_rest" if "acceptance cycle" in text else ""
     errors = re.search(r"errors: (\d+)", text)
     if not trouble and errors is None:
