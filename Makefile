@@ -108,9 +108,9 @@ SOAK_OPTIONS ?= --payloads 1000000 --kills 1000 --seed 1
 soak: build/faults/stamp ## a million payloads and a thousand kills, every payload accounted for (SOAK_OPTIONS=…)
 	@$(BIN)/python benchmarks/soak --build build/faults --json build/soak.json $(SOAK_OPTIONS)
 
-build/model: native/model/slot.pml native/model/check.py
+build/model: $(wildcard native/model/*.pml) native/model/check.py
 	@$(PYTHON) native/model/check.py; status=$$?; \
-	  if [ $$status = 3 ]; then echo "SKIPPED: the model of the slot protocol is not checked without spin"; \
+	  if [ $$status = 3 ]; then echo "SKIPPED: the models of the protocol are not checked without spin"; \
 	  elif [ $$status != 0 ]; then exit $$status; else mkdir -p build && touch $@; fi
 
 # libFuzzer over what is parsed in native code; what it has learnt stays in build/fuzz.
@@ -128,7 +128,11 @@ fuzz: build/fuzz/frames build/fuzz/segment ## libFuzzer over frames and segments
 	@cd build/fuzz && ./frames -max_total_time=$(FUZZ_SECONDS) -max_len=2100 -print_final_stats=1 corpus-frames
 	@cd build/fuzz && ./segment -max_total_time=$(FUZZ_SECONDS) -max_len=200 -print_final_stats=1 corpus-segment
 
-model: build/model ## the slot protocol's model: properties hold, planted faults are found (spin)
+model: build/model ## the protocol's models: properties hold, planted faults are found (spin)
+
+.PHONY: model-full
+model-full: ## the same with the largest configurations besides
+	@$(PYTHON) native/model/check.py --deep
 
 docs: $(VENV)/installed ## run the code blocks of the documentation
 	@$(BIN)/python -m pytest tests/test_docs.py

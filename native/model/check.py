@@ -1,6 +1,6 @@
-"""Check the model of the slot protocol with Spin: every configuration, and every planted fault.
+"""Check the models with Spin: every configuration, and every planted fault.
 
-    python3 native/model/check.py [--quick | --deep] [--json PATH] [--only NAME] [--trace FAULT]
+    python3 native/model/check.py [--quick | --deep] [--model NAME] [--json PATH] [--only NAME] [--trace FAULT]
 
 Every search is exhaustive for its configuration: no bitstate, no hash compaction, no partial order
 reduction. Exit status: 0 all hold and every fault is found, 1 otherwise, 3 Spin or gcc is missing.
@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODEL = Path(__file__).with_name("slot.pml")
+MODELS = ("slot", "acks", "claims", "keepers")
 MEMORY_LIMIT_MB = 3500  # per search; two run at once
 TIME_LIMIT_S = 600
 EVERYTHING = "OVERWRITE=1 DISCARD=1"
@@ -32,6 +32,12 @@ class Case:
     expect: str = ""  # the property that must be violated; none: all must hold
     ltl: bool = False
     size: int = 0  # 0 is part of --quick, 2 only of --deep
+    model: str = "slot"
+
+    @property
+    def path(self) -> Path:
+        """The model's file."""
+        return Path(__file__).with_name(f"{self.model}.pml")
 
 
 # Two writers, listeners, ranks and generations unless said otherwise; longest first, so that two cores end together.
@@ -54,6 +60,25 @@ CONFIGURATIONS = (
     Case("1 slot, 2 reclaimers", f"SLOTS=1 JANITORS=2 {EVERYTHING}"),
     Case("1 slot, newcomers clear alone", f"SLOTS=1 JANITORS=0 {EVERYTHING}"),
     Case("1 slot, readers differ", f"SLOTS=1 MIXED MAXGEN=3 {EVERYTHING}"),
+)
+
+# One client, its ledger and two listeners; one queue, two trainers, the writer and its successors.
+CONFIGURATIONS += (
+    Case("acks: 2 slots, 2 generations", "SLOTS=2 NUMBERS=2", size=1, model="acks"),
+    Case("acks: 1 slot, 3 generations", "MAXGEN=3", size=1, model="acks"),
+    Case("acks: 2 slots, longer connections", "SLOTS=2 NUMBERS=3", size=2, model="acks"),
+    Case("acks: 1 slot, 2 generations", "", model="acks"),
+    Case("acks: one listener goes for good", "ONE_GOES", model="acks"),
+    Case("claims: on_consumed", "", model="claims"),
+    Case("claims: on_consumed, discards", "EXPIRES", size=1, model="claims"),
+    Case("claims: on_arrival, discards", "ON_ARRIVAL EXPIRES", size=1, model="claims"),
+    Case("claims: on_consumed, no successor", "WRITER_GONE", model="claims"),
+    Case("claims: on_arrival, no successor", "ON_ARRIVAL WRITER_GONE", model="claims"),
+    Case("claims: 2 ranks", "RANKS=2", size=1, model="claims"),
+    Case("claims: 2 ranks, on_arrival", "RANKS=2 ON_ARRIVAL", size=2, model="claims"),
+    Case("keepers: a writer and its successor", "", model="keepers"),
+    Case("keepers: one writer", "WRITERS=1", model="keepers"),
+    Case("claims: 2 ranks, everything", "RANKS=2 ON_ARRIVAL EXPIRES", size=2, model="claims"),
 )
 
 REWRITTEN = "P2_rewritten_under_a_live_pin"
@@ -80,6 +105,30 @@ FAULTS = (
     Case("PUBLISH_NO_GENERATION", "", "P1_bytes_of_another_generation"),
     Case("ABORT_UNCHECKED", "", "P3_freed_exactly_once"),
     Case("READERS_BEFORE_WORD", "MIXED MAXGEN=3", "P5_payload_lost"),
+    Case("TICKET_WITHOUT_GENERATION", "", "D1_bytes_of_another_generation", model="acks"),
+    Case("NO_RECORD_OF_DUPLICATES", "", "D2_consumed_twice", model="acks"),
+    Case("FREE_ON_SEND", "", "D3_freed_before_it_was_consumed", model="acks"),
+    Case("ACK_WITHOUT_GENERATION", "", "D3_freed_before_it_was_consumed", model="acks"),
+    Case("ACK_NOT_SENT_AGAIN", "", "D4_stuck", model="acks"),
+    Case("ACK_ONLY_WHERE_IT_CAME_FROM", "ONE_GOES", "D4_stuck", model="acks"),
+    Case("CONFIRMED_WITHOUT_AN_ANSWER", "", "D4_stuck", model="acks"),
+    Case("CONFIRMED_BY_AN_EARLIER_ANSWER", "", "D4_stuck", model="acks"),
+    Case("TRAINED_BEFORE_THE_ACK", "", "Q1_consumed_twice", model="claims"),
+    Case("REPUBLISH_OF_A_CONSUMED_TICKET", "", "Q1_consumed_twice", model="claims"),
+    Case("READ_WITHOUT_GENERATION", "EXPIRES", "Q2_bytes_of_another_generation", model="claims"),
+    Case("SLOT_ACKED_BEFORE_THE_QUEUE", "", "Q3_payload_lost", model="claims"),
+    Case("ARRIVED_IS_CLAIMED_AGAIN", "ON_ARRIVAL", "Q3_payload_lost", model="claims"),
+    Case("FREED_WHEN_ONE_RANK_IS_DONE", "RANKS=2", "Q3_payload_lost", model="claims"),
+    Case("TAKE_OVER_STARTS_ANEW", "", "Q3_payload_lost", model="claims"),
+    Case("LEASE_NEVER_ENDS", "", "Q4_stuck", model="claims"),
+    Case("NO_RECONCILIATION", "", "Q4_stuck", model="claims"),
+    Case("CLAIM_NOT_FENCED", "", "Q5_trained_on_anothers_claim", model="claims"),
+    Case("LISTENER_NOT_ADOPTED", "", "S1_port_served_twice", model="keepers"),
+    Case("STOPS_WITH_ITS_WRITER", "", "S2_unlinked_with_payloads_in_time", model="keepers"),
+    Case("UNLINKED_WHILE_KEPT", "", "S2_unlinked_with_payloads_in_time", model="keepers"),
+    Case("ORPHANS_STAY", "", "S3_stuck", model="keepers"),
+    Case("NOBODY_LOOKS", "", "S3_stuck", model="keepers"),
+    Case("TAKE_OVER_STARTS_ANEW", "", "S4_generation_begun_anew", model="keepers"),
     # A limit of the table, not a fault: what a rank has and has not acknowledged may be overwritten.
     Case("OVERWRITE_AFTER_DELIVERY", "OVERWRITE=1", "LIMIT_overwritten_after_delivery"),
 )
@@ -105,7 +154,8 @@ class Outcome:
 def defines_of(case: Case) -> list[str]:
     words = case.defines.split()
     if case.expect:
-        words += [("SHOW_" if case.expect.startswith("LIMIT") else "MUT_") + case.name, "MUTANT", "SLOTS=1"]
+        words += [("SHOW_" if case.expect.startswith("LIMIT") else "MUT_") + case.name, "MUTANT"]
+        words += ["SLOTS=1"] * (case.model == "slot")
     return [f"-D{word}" for word in words + ["LIVENESS"] * case.ltl]
 
 
@@ -114,7 +164,7 @@ def search(case: Case, folder: str) -> Outcome:
     kind = [] if case.ltl else ["-DSAFETY", "-DBFS"] if case.expect else ["-DSAFETY"]
     options = ["-w25" if case.size else "-w22", "-m2000000", "-n", *(["-a"] if case.ltl else [])]
     commands = (
-        ["spin", "-a", *defines_of(case), str(MODEL)],
+        ["spin", "-a", *defines_of(case), str(case.path)],
         [
             "gcc",
             "-O2" if case.size else "-O0",
@@ -146,7 +196,7 @@ def search(case: Case, folder: str) -> Outcome:
         match = re.search(pattern, text)
         return float(match.group(1)) if match else 0
 
-    named = re.search(r"assertion violated .*?\b((?:P\d|LIMIT)_\w+)", text)
+    named = re.search(r"assertion violated .*?\b((?:[PDQS]\d|LIMIT)_\w+)", text)
     found = named.group(1) if named else "comes_to_rest" if "acceptance cycle" in text else ""
     errors = re.search(r"errors: (\d+)", text)
     if not trouble and errors is None:
@@ -172,15 +222,16 @@ def trace(case: Case) -> str:
     """The shortest run into the fault, one line per operation."""
     with tempfile.TemporaryDirectory(prefix="slot-model-") as folder:
         search(case, folder)
-        command = ["spin", "-k", f"{MODEL.name}.trail", "-T", *defines_of(case), str(MODEL)]
+        command = ["spin", "-k", f"{case.path.name}.trail", "-T", *defines_of(case), str(case.path)]
         told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return told.stdout.split("spin: trail ends")[0].rstrip()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Check the model of the slot protocol with Spin.")
-    parser.add_argument("--deep", action="store_true", help="add two configurations that take minutes")
+    parser = argparse.ArgumentParser(description="Check the models of the protocol with Spin.")
+    parser.add_argument("--deep", action="store_true", help="add the configurations that take minutes")
     parser.add_argument("--quick", action="store_true", help="leave out the large configurations")
+    parser.add_argument("--model", choices=MODELS, help="only this one")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--trace", metavar="FAULT", help="print the shortest run into one planted fault")
@@ -190,10 +241,11 @@ def main() -> int:
             print(f"{tool} is missing: apt-get install {tool}", file=sys.stderr)
             return 3
     if options.trace:
-        print(*(trace(case) for case in FAULTS if case.name == options.trace))
+        print(*(trace(case) for case in FAULTS if case.name == options.trace and options.model in (None, case.model)))
         return 0
     size = 0 if options.quick else 2 if options.deep else 1
     cases = [c for c in CONFIGURATIONS + FAULTS if options.only in c.name and c.size <= size]
+    cases = [case for case in cases if options.model in (None, case.model)]
     print(f"     {'configuration or planted fault':<36}{'states':>10}{'depth':>8}{'seconds':>8}  result")
     begun = time.monotonic()
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
