@@ -21,8 +21,9 @@ from transport.errors import UsageError, WeightsChecksumError, WeightsError
 from transport.weights.admission import Admission, Event, State
 from transport.weights.engine import WeightEngine
 from transport.weights.ring_engine import RingEngine
-from transport.weights.steps import Do, Limits, Policy, Proof, Step, UpdateMachine, Verdict, verdicts
+from transport.weights.steps import Limits, Policy, Proof, Step, UpdateMachine, Verdict, verdicts
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What an update did.

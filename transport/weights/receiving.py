@@ -8,6 +8,7 @@ and leaves nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,14 @@ import numpy as np
 
 from transport import _native
 from transport.client import UCXXClient
-from transport.errors import ProtocolError, SchemaError, TransportError, WeightsChecksumError, WeightsError
+from transport.errors import (
+    MemberLostError,
+    ProtocolError,
+    SchemaError,
+    TransportError,
+    WeightsChecksumError,
+    WeightsError,
+)
 from transport.leases import WriteLease
 from transport.progress import Progress, silent
 from transport.schema import TensorSpec
@@ -136,9 +144,9 @@ class Landing:
         try:
             await self._feed.tell(Landed(ticket.encode(), checksum), self._mapped)
             await self._feed.tell(end, self._outlet.children)
-            await self._outlet.drained()
+            with contextlib.suppress(MemberLostError):
+                await self._outlet.drained()
         except BaseException:
-            # The version is complete here, and those who map it may have it already. What failed is passing it on.
             held.release()
             raise
         return held
@@ -191,7 +199,9 @@ class Landing:
 
     async def _take(self, row: Bytes, frame: Bucket, place: Bytes, read: asyncio.Task[Any]) -> None:
         try:
-            payload = await read  # verified by the bucket's checksum; read again when that fails
+            payload = await read  # verified by the bucket's checksum, and read again when that fails, over a wire
+            if payload.wire == "mapped" and await in_thread(_native.checksum, place.data) != payload.ticket.checksum:
+                raise WeightsChecksumError(f"bucket {frame.index} is not what was sent, by its checksum")
         except BaseException:
             await ended(read)
             raise
@@ -209,7 +219,8 @@ class Landing:
                 lease.checksum = payload.ticket.checksum
                 _native.copy(lease.memory, place.data)
 
-            await self._outlet.send(len(place), fill, frame.start, frame.records)
+            with contextlib.suppress(MemberLostError):  # a landing that loses all its children lands for its host
+                await self._outlet.send(len(place), fill, frame.start, frame.records)
         self._progress(frame.index + 1, 0, self._hashed)
 
 

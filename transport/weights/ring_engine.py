@@ -17,6 +17,7 @@ from transport.client import UCXXClient
 from transport.errors import InternalError, UsageError, WeightsError
 from transport.progress import Progress, silent
 from transport.schema import TensorSpec
+from transport.settings import Settings
 from transport.ticket import host_identity
 from transport.weights import topology
 from transport.weights.copies import Copies, Held
@@ -35,6 +36,8 @@ BUCKET_BYTES = 256 << 20
 IN_FLIGHT = 2
 _READ_TIMEOUT_S = 120.0  # of one bucket, retries included
 _LEAST_BUCKET = 4096
+# A bucket has one port, and a whole group waits for it: that port is tried again soon, or the update fails soon.
+_SETTINGS = Settings(port_quarantine_s=0.2, port_quarantine_most_s=1.0, backoff_first_s=0.1, backoff_most_s=0.5)
 
 
 class Link(msgspec.Struct, frozen=True, kw_only=True):
@@ -210,7 +213,7 @@ class RingEngine(WeightEngine):
         if arguments["link"] is not None:
             self._link = msgspec.convert(arguments["link"], Link)
             if self._client is None and not self._link.mapped:
-                self._client = UCXXClient(wire="auto" if self._wires is None else self._wires)
+                self._client = UCXXClient(wire="auto" if self._wires is None else self._wires, settings=_SETTINGS)
             self._upstream = await Upstream.connect(
                 self._link.parent, self._link.address, self._link.port, self._link.token, self.name
             )
@@ -264,28 +267,34 @@ class RingEngine(WeightEngine):
         link, upstream, feed = self._link, self._upstream, self._feed
         if link is None or upstream is None or feed is None:
             raise UsageError(f"{self.name}: receive_weights comes after init_process_group")
-        if link.mapped:
-            held = await map_(upstream, global_steps, link.rank)
-        else:
-            if self._client is None:
-                raise InternalError("a replica that lands has a client")
-            landing = Landing(
-                upstream,
-                self._client,
-                link.rank,
-                self._copies,
-                feed,
-                self._mapped,
-                self._outlet,
-                self._held,
-                _READ_TIMEOUT_S,
-                self._progress,
-            )
-            held = await landing.run(global_steps)
+        try:
+            held = await self._receive(link, upstream, feed, global_steps)
+        except BaseException:
+            upstream.close()  # the parent need not wait for this one
+            raise
         if self._previous is not None:
             self._previous.release()
         self._previous, self._held = self._held, held
         return held
+
+    async def _receive(self, link: Link, upstream: Upstream, feed: Feed, version: int) -> Held:
+        if link.mapped:
+            return await map_(upstream, version, link.rank)
+        if self._client is None:
+            raise InternalError("a replica that lands has a client")
+        landing = Landing(
+            upstream,
+            self._client,
+            link.rank,
+            self._copies,
+            feed,
+            self._mapped,
+            self._outlet,
+            self._held,
+            _READ_TIMEOUT_S,
+            self._progress,
+        )
+        return await landing.run(version)
 
     def revert(self) -> None:
         """Hold the version before again: the new one could not be loaded. Only until `finalize`.

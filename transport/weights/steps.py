@@ -111,7 +111,9 @@ class UpdateMachine:
         if policy not in ("restore", "exclude", "fail_job"):
             raise UsageError(f"policy={policy!r}; choose 'restore', 'exclude' or 'fail_job'")
         if not trainers or not replicas or len({*trainers, *replicas}) != len(trainers) + len(replicas):
-            raise UsageError(f"{len(trainers)} trainers and {len(replicas)} replicas: one of each at least, names differ")
+            raise UsageError(
+                f"{len(trainers)} trainers and {len(replicas)} replicas: one of each at least, names differ"
+            )
         self._trainers = tuple(trainers)
         self._replicas = tuple(replicas)
         self._policy = policy
@@ -234,7 +236,9 @@ def verdicts(
         if name in lost:
             found[name] = Verdict(Event.EXCLUDE, None, reason)
         elif policy == "fail_job" and reasons:
-            found[name] = Verdict(Event.EXCLUDE, None, f"the job failed: {reasons.get(name) or reasons.get('', reason)}")
+            found[name] = Verdict(
+                Event.EXCLUDE, None, f"the job failed: {reasons.get(name) or reasons.get('', reason)}"
+            )
         elif name in arrived:
             found[name] = Verdict(Event.PROVEN_NEW, proof.version if proof else None, "")
         elif proof is None or proof != old.get(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from transport.weights.admission import Event
 from transport.weights.engine import Metadata, WeightEngine
 from transport.weights.steps import CLOSING, Do, Proof, Step, UpdateMachine, Verdict
 from transport.weights.worker import check
+
+log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0  # for a cancelled member to come to its end; after that it is left behind
 
@@ -113,7 +116,10 @@ class Run:
         while (do := self.machine.next(time.monotonic())) is not None:
             self._closing = do.step in CLOSING
             begun = time.monotonic()
-            self._on_step(do.step, do.members)
+            try:
+                self._on_step(do.step, do.members)
+            except Exception:  # who only looks on must not leave replicas paused
+                log.exception("the callback for steps failed at %s", do.step)
             self.machine.report(await self._step(do))
             self.steps_s[do.step.value] = time.monotonic() - begun
             if do.step is Step.PROVE:
