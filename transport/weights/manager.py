@@ -130,10 +130,10 @@ class WeightUpdate:
         )
 
     # --- updates ------------------------------------------------------------------------------------------------------
-    async def update(self, version: int) -> Outcome:
+    async def update(self, version: int, *, whole: bool = False) -> Outcome:
         """Bring every replica that is not excluded to ``version``.
 
-        When a delta arrives wrong, the version is sent once more, whole.
+        When a delta arrives wrong, the version is sent once more, whole. ``whole``: no delta to begin with.
 
         Raises:
             UsageError: an update is under way, or there is nobody to update.
@@ -148,7 +148,7 @@ class WeightUpdate:
         )  # refuses before anything is begun
         self._busy = True
         try:
-            outcome, error = await self._one(machine, names, version)
+            outcome, error = await self._one(machine, names, version, whole=whole)
             if isinstance(error, WeightsChecksumError) and outcome.delta:
                 self._counts["fallbacks"] += 1
                 names = tuple(name for name in names if self._admissions[name].state is not State.EXCLUDED)

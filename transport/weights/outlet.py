@@ -56,6 +56,7 @@ class Outlet:
         self._tickets: list[Ticket] = []  # not known to be free again
         self._index = 0
         self.bytes_sent = 0  # over the link: each bucket once for each child
+        self.bytes_copied = 0  # by this process, from memory to memory; what UCX does on a wire is not in it
 
     async def begin(self, feed: Feed, children: Sequence[str]) -> None:
         """The children of this update, by rank. Makes ring and listener where there are none yet."""
@@ -147,6 +148,7 @@ class Outlet:
         lease = await self.reserve(size)
         try:
             await in_thread(fill, lease)
+            self.bytes_copied += size
             await self.publish(lease, start, records)
         except BaseException:
             lease.abort()

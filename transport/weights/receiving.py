@@ -1,8 +1,8 @@
 """A replica's side of the data path: the row of a version filled completely, verified, and only then told to anyone.
 
-`land` pulls buckets over a wire into memory that its host can map, and passes them on to those that pull from it; `map_`
-waits until another replica of the host has done so. Either returns a version that is complete and proven, or raises
-and leaves nothing.
+`Landing` pulls buckets over a wire into memory that its host can map, and passes them on to those that pull from it;
+`map_` waits until another replica of the host has done so. Either returns a version that is complete and proven, or
+raises and leaves nothing.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ class Landing:
         if base is None or base.proof != Proof(begin.base, begin.base_checksum) or base.layout != layout:
             raise SchemaError(f"changes against v{begin.base} came, and {base!r} is what this replica has")
         await in_thread(_native.copy, row.data, base.row)
+        self._outlet.bytes_copied += len(row)
 
     # --- buckets -----------------------------------------------------------------------------------------
     async def _buckets(self, layout: VersionLayout, row: Bytes, changes: bool) -> End:
@@ -208,6 +209,7 @@ class Landing:
         payload.release()
         if frame.records:
             await in_thread(_apply, frame, place, row)
+            self._outlet.bytes_copied += len(place)
         else:
             if frame.start != self._hashed:
                 raise ProtocolError(f"bucket {frame.index} starts at {frame.start}, {self._hashed} was due")

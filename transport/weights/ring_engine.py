@@ -51,6 +51,21 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     mapped: bool
 
 
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the engine was made.
+
+    Attributes:
+        bytes_sent: over this member's link: each bucket once for each child that pulled it.
+        bytes_copied: by this member from memory to memory. A version that is mapped is not copied.
+        bytes_received: by wire; what UCX put into this member's memory.
+    """
+
+    version: int
+    bytes_sent: int
+    bytes_copied: int
+    bytes_received: dict[str, int]
+
+
 class RingEngine(WeightEngine):
     """One member's end of updates. Belongs to the loop it is first used on; `close` gives everything back.
 
@@ -87,7 +102,7 @@ class RingEngine(WeightEngine):
     ) -> None:
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
             raise UsageError(
-                f"bucket_bytes={bucket_bytes}, in_flight={in_flight}: give a multiple of 64 of {_LEAST_BUCKET} or more, "
+                f"bucket_bytes={bucket_bytes}, in_flight={in_flight}: give a multiple of 64, {_LEAST_BUCKET} or more, "
                 "and at least one in flight"
             )
         self.name = name
@@ -129,10 +144,16 @@ class RingEngine(WeightEngine):
             return self._held.proof
         return self._base.proof if self._base is not None else None
 
-    @property
-    def bytes_sent(self) -> int:
-        """Over this member's link so far: each bucket once for each child that pulled it."""
-        return self._outlet.bytes_sent
+    def statistics(self) -> EngineStatistics:
+        """Counters at this moment."""
+        carried = {} if self._client is None else self._client.statistics().bytes_by_wire
+        proof = self.proof
+        return EngineStatistics(
+            version=-1 if proof is None else proof.version,
+            bytes_sent=self._outlet.bytes_sent,
+            bytes_copied=self._outlet.bytes_copied,
+            bytes_received=carried,
+        )
 
     # --- the group ------------------------------------------------------------------------------------------
     async def prepare(self) -> Metadata:

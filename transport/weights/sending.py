@@ -146,6 +146,7 @@ class Sending:
                 _native.copy(row[start:end].data, lease.memory)
 
         await self._outlet.send(end - start, fill, start)
+        self._outlet.bytes_copied += 0 if row is None else end - start
 
     # --- what changed ----------------------------------------------------------------------------------
     async def _send_changes(self, weights: Weights, layout: VersionLayout, row: Bytes) -> None:
@@ -166,6 +167,7 @@ class Sending:
                     if record is not None:
                         records.append(record)
                         used += record.encoded_bytes
+                        self._outlet.bytes_copied += record.encoded_bytes
                 self._progress(offset + len(data), layout.total, self._outlet.bytes_sent)
         cursor.finish()
         if records:

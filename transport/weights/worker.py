@@ -162,7 +162,7 @@ class Replica:
         served = await call(self.worker.served_checksum)
         if served is not None and served != held.proof.checksum:
             raise WeightsChecksumError(
-                f"{self.name} was given {held.proof} and would serve {served:016x}: its load changed or left out tensors"
+                f"{self.name} was given {held.proof} and would serve {served:016x}: its load changed or lost tensors"
             )
         self._loaded = held.proof
 
