@@ -274,7 +274,7 @@ def test_a_replica_that_joins_during_an_update_waits_for_the_next_one(shared: An
 
 # --- members that die ------------------------------------------------------------------------------------------
 @asynchronous
-async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_only_themselves() -> None:
+async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_only_themselves(tmp_path: Path) -> None:
     async with crew_of(4) as crew:
         await crew.update()
         dying = crew.replicas[3].process
@@ -287,18 +287,14 @@ async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_o
         assert crew.manager.admitted == dict.fromkeys(("replica 0", "replica 1", "replica 2"), 1)
 
         # replica 2 lands for its host alone; it dies with half of its buckets
-        reached = Path(f"/tmp/transport-weights-test-{os.getpid()}")
-        try:
-            await crew.trainer.call("told", str(reached), 3)
-            updating = asyncio.ensure_future(crew.update())
-            await until(reached.exists)
-            crew.replicas[2].process.kill()
-            Path(f"{reached}.go").touch()
-            with pytest.raises(MemberLostError, match=r"the process of replica 2 was ended by SIGKILL"):
-                await updating
-        finally:
-            reached.unlink(missing_ok=True)
-            Path(f"{reached}.go").unlink(missing_ok=True)
+        reached, go = tmp_path / "reached", tmp_path / "reached.go"
+        await crew.trainer.call("told", str(reached), 3)
+        updating = asyncio.ensure_future(crew.update())
+        await until(reached.exists)
+        crew.replicas[2].process.kill()
+        go.write_bytes(b"")
+        with pytest.raises(MemberLostError, match=r"the process of replica 2 was ended by SIGKILL"):
+            await updating
         await crew.serves(3, 3, -1, -1)
         assert crew.manager.admitted == {"replica 0": 3, "replica 1": 3}
 
@@ -369,11 +365,9 @@ async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error
 
         await until(found)
         with SharedRingBuffer.attach(segments[0], role="writer") as ring:
-            slot = ring.native.payload(0)
-            await until(lambda: bytes(slot[:131072]) == row[:131072])
-            slot[100] ^= 1
-            del slot
-        with pytest.raises(error, match="checksum|attempts"):
+            await until(lambda: bytes(ring.native.payload(0)[:131072]) == row[:131072])
+            ring.native.payload(0)[100] ^= 1
+        with pytest.raises(error, match=r"checksum|attempts"):
             await updating
         assert crew.manager.admissions["replica 0"].state is State.PENDING
         assert await crew.replicas[0].call("told", "look") == [-1, None, False, True]

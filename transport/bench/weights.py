@@ -1,8 +1,8 @@
 """Weights to many replicas over a limited link: how the time grows with their number, and what a delta saves.
 
 All members are processes of this host. The trainer counts as another host: its buckets go over TCP, and a token bucket
-in the sender keeps to the link's rate. The replicas are spread over ``hosts`` pretended hosts; those of one map what one
-of them has landed. Every replica proves each version by the checksum of all bytes that it serves.
+in the sender keeps to the link's rate. The replicas are spread over ``hosts`` pretended hosts; those of one map what
+one of them has landed. Every replica proves each version by the checksum of all bytes that it serves.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         link_bytes: that left the trainer.
         ratio: of transfer_s to that of the fewest replicas in the same mode.
         of_full: of transfer_s to that of "full" with as many replicas.
-        copies: bytes copied from memory to memory for each byte of the model, by trainer and all replicas together; what
-            a wire does is counted as one more for whoever receives from it, below "received".
+        trainer_copies, replica_copies: bytes copied from memory to memory for each byte of the model; all replicas
+            together. What a wire does is not in them.
         received: bytes that came over a wire into a replica, for each byte of the model, over all replicas.
     """
 
@@ -205,7 +205,8 @@ def table(rows: Sequence[Row], load: Load) -> str:
     about = (
         f"{rows[0].model_bytes / 1e9:.3f} GB in bfloat16, buckets of {load.bucket_bytes >> 20} MiB, trainer's link "
         + (f"{load.rate / 1e6:.0f} MB/s (token bucket in the sender)" if load.rate else "not limited")
-        + f", {load.shape} over {load.hosts} pretended host{'s' if load.hosts > 1 else ''}, delta of {load.changed:.1%}; "
-        "copies and wire: bytes for each byte of the model, all replicas together; every version proven by every replica"
+        + f", {load.shape} over {load.hosts} pretended host{'s' if load.hosts > 1 else ''}, delta of "
+        f"{load.changed:.1%}; copies and wire: bytes for each byte of the model, all replicas together; every version "
+        "proven by every replica"
     )
     return "\n".join([about, "", *aligned(cells, right=frozenset(range(2, 10)))])

@@ -1,4 +1,4 @@
-"""The model that `bench weights` sends: tensors of a transformer's shapes, random, of about the size that is asked for."""
+"""The model that `bench weights` sends: random tensors of a transformer's shapes, about as large as is asked for."""
 
 from __future__ import annotations
 

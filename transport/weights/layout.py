@@ -3,9 +3,9 @@
     layout = VersionLayout.of(specs)     # every tensor at a multiple of 64 bytes, gaps zero
     layout.buckets(256 << 20)            # consecutive ranges of that row; the last one is as long as what is left
 
-A bucket is a range, not a set of tensors: a tensor that crosses a boundary is split there, and on arrival all ranges lie
-side by side again, so that every tensor is one contiguous array without a copy. The checksum of a version is XXH3 (64
-bits) of the row; it does not depend on the size of buckets, nor on the way a version came (whole, or as a delta).
+A bucket is a range, not a set of tensors: a tensor that crosses a boundary is split there, and on arrival all ranges
+lie side by side again, so that every tensor is one contiguous array without a copy. The checksum of a version is XXH3
+(64 bits) of the row; it does not depend on the size of buckets, nor on the way a version came (whole, or as a delta).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Cursor:
             raise SchemaError(f"{name}: the version's layout has no tensor any more; give specs that list it")
         if (name, array.dtype.name, array.shape) != (place.spec.name, place.spec.dtype, place.spec.shape):
             raise SchemaError(
-                f"expected {place.spec}, got {name} {array.dtype.name} {array.shape}: tensors come in the layout's order"
+                f"expected {place.spec}, got {name} {array.dtype.name} {array.shape}; their order is the layout's"
             )
         if place.offset > self._end:
             yield self._end, np.frombuffer(_ZEROS, np.uint8)[: place.offset - self._end]

@@ -1,6 +1,7 @@
 """Members in processes of their own, driven over their standard input and output: one JSON object per line.
 
-    {"id": 3, "method": "receive_weights", "arguments": [7]}   →   {"id": 3, "result": …} or {"id": 3, "error": [kind, text]}
+    {"id": 3, "method": "receive_weights", "arguments": [7]}
+    {"id": 3, "result": …}   or   {"id": 3, "error": [kind, text]}
     {"cancel": 3}
 
 `ProcessMember` is the manager's side; member.py is the process. A framework that has remote calls of its own (Ray's

@@ -1,7 +1,7 @@
 """What a member tells those that pull from it, over the feed: frames as bytes, no I/O.
 
-A frame is 4 bytes of length (little-endian) and a MessagePack array, its kind first. Nothing else is ever decoded: types
-and bounds are checked by the decoder, and a frame longer than the bound is refused before it is read.
+A frame is 4 bytes of length (little-endian) and a MessagePack array, its kind first. Nothing else is ever decoded:
+types and bounds are checked by the decoder, and a frame longer than the bound is refused before it is read.
 """
 
 from __future__ import annotations

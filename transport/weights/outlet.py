@@ -1,7 +1,7 @@
 """The outlet: buckets into a ring, and their tickets to the children that pull them. Two buckets are in flight.
 
-A slot is free again when every child has acknowledged its bucket. A child that is gone, or that keeps a slot longer than
-``stall_s`` while others wait, is dropped: its ranks are acknowledged for it, and the others go on.
+A slot is free again when every child has acknowledged its bucket. A child that is gone, or that keeps a slot longer
+than ``stall_s`` while others wait, is dropped: its ranks are acknowledged for it, and the others go on.
 """
 
 from __future__ import annotations
