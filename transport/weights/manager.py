@@ -5,8 +5,8 @@
     manager.admitted                              # {"replica 0": 7, ...}: who takes traffic, with which version
 
 The order, the flags of intent and the verdicts are `UpdateMachine`'s and `verdicts`'; here they are carried out.
-Members are awaited at once, each within the step's limit; one that hangs is cancelled and left behind. Closing steps run
-also when the update is cancelled, and their end is waited for: at most the sum of their limits.
+Members are awaited at once, each within the step's limit; one that hangs is cancelled and left behind. Closing steps
+run also when the update is cancelled, and their end is waited for: at most the sum of their limits.
 """
 
 from __future__ import annotations

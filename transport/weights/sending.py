@@ -21,7 +21,9 @@ from transport.weights.outlet import Outlet
 from transport.weights.steps import Proof
 from transport.weights.threads import in_thread
 
-_CHUNK_BYTES = 8 << 20  # of a tensor that is compared at a time: well above the cost of a call, within a core's caches
+_CHUNK_BYTES = (
+    2 << 20
+)  # of a tensor that is compared at a time: above the cost of calls, within a core's caches (measured)
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

@@ -3,9 +3,9 @@
     actor_rollout_ref.rollout.checkpoint_engine.backend=payload_transport
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.weights.verl
 
-verl calls `prepare`, `init_process_group` and `finalize` without awaiting them, so the engine has a loop in a thread of its
-own; tensors are produced on the caller's loop, where their collectives belong. Without verl, `engine_class` makes the
-same class upon any base with its methods.
+verl calls `prepare`, `init_process_group` and `finalize` without awaiting them, so the engine has a loop in a thread
+of its own; tensors are produced on the caller's loop, where their collectives belong. Without verl, `engine_class` makes
+the same class upon any base with its methods.
 """
 
 from __future__ import annotations
