@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from transport import _native
-from transport.errors import RingFullError, WeightsChecksumError
+from transport.errors import ClosedError, RingFullError, WeightsChecksumError
 from transport.leases import ReadLease, WriteLease
 from transport.ring import SharedRingBuffer
 from transport.schema import Schema
@@ -50,7 +50,7 @@ class Held:
         """Give the slot back. Idempotent."""
         ring = self._attached
         if ring is None:
-            with contextlib.suppress(_native.RingFault):  # its ring was closed: nothing is held any more
+            with contextlib.suppress(ClosedError):  # its ring was closed: nothing is held any more
                 self._lease.consume()
             return
         if ring.native.closed:

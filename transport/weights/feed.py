@@ -21,7 +21,7 @@ from transport.weights.messages import (
     encode,
     length_of,
 )
-from transport.weights.threads import ended
+from transport.weights.threads import ended, settled
 
 _HEAD = 4
 _HELLO_S = 10.0  # for a stranger who connects and says nothing
@@ -139,6 +139,20 @@ class Feed:
             writer.close()
         self._children.clear()
         await ended(*self._tasks)
+
+
+_TELL_S = 1.0  # a child that does not take in a last word learns by its connection's end
+
+
+async def told(feed: Feed, frame: Frame) -> None:
+    """Tell every child why nothing more will come, whatever cancels the caller meanwhile; not longer than a moment."""
+
+    async def tell() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TELL_S):
+                await feed.tell(frame, feed.children)
+
+    await settled(asyncio.ensure_future(tell()))
 
 
 class Upstream:

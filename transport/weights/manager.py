@@ -149,7 +149,8 @@ class WeightUpdate:
         self._busy = True
         try:
             outcome, error = await self._one(machine, names, version, whole=whole)
-            if isinstance(error, WeightsChecksumError) and outcome.delta:
+            wrong = any(isinstance(each.error, WeightsChecksumError) for each in machine.failures)
+            if wrong and outcome.delta and not isinstance(error, asyncio.CancelledError):
                 self._counts["fallbacks"] += 1
                 names = tuple(name for name in names if self._admissions[name].state is not State.EXCLUDED)
                 if names:

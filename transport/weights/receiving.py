@@ -21,7 +21,6 @@ from transport.errors import (
     MemberLostError,
     ProtocolError,
     SchemaError,
-    TransportError,
     WeightsChecksumError,
     WeightsError,
 )
@@ -31,7 +30,7 @@ from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights import delta
 from transport.weights.copies import Copies, Held, attach
-from transport.weights.feed import Feed, Upstream
+from transport.weights.feed import Feed, Upstream, told
 from transport.weights.layout import VersionLayout
 from transport.weights.messages import Begin, Bucket, End, Failed, Landed
 from transport.weights.outlet import Outlet
@@ -117,9 +116,8 @@ class Landing:
         try:
             return await self._run(version)
         except BaseException as error:
-            kind = type(error).__name__ if isinstance(error, TransportError) else "WeightsError"
-            telling = self._feed.tell(Failed(kind, str(error) or kind), self._feed.children)
-            await asyncio.shield(asyncio.ensure_future(telling))
+            kind = type(error).__name__
+            await told(self._feed, Failed(kind, str(error) or kind))
             raise
 
     async def _run(self, version: int) -> Held:

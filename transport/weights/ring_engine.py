@@ -22,7 +22,8 @@ from transport.ticket import host_identity
 from transport.weights import topology
 from transport.weights.copies import Copies, Held
 from transport.weights.engine import Metadata, WeightEngine, Weights
-from transport.weights.feed import Feed, Upstream
+from transport.weights.feed import Feed, Upstream, told
+from transport.weights.messages import Failed
 from transport.weights.outlet import Outlet
 from transport.weights.pace import Pace
 from transport.weights.receiving import Landing, map_
@@ -279,7 +280,12 @@ class RingEngine(WeightEngine):
             await drain(weights)
             return None
         sending = Sending(self._feed, self._outlet, self._bucket_bytes, self._specs, self._base, self._progress)
-        proof, layout = await sending.run(weights, global_steps, self._from_base)
+        try:
+            proof, layout = await sending.run(weights, global_steps, self._from_base)
+        except BaseException as error:
+            kind = type(error).__name__
+            await told(self._feed, Failed(kind, str(error) or kind))
+            raise
         self._specs = layout.specs
         return proof
 

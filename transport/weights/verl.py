@@ -4,8 +4,8 @@
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.weights.verl
 
 verl calls `prepare`, `init_process_group` and `finalize` without awaiting them, so the engine has a loop in a thread
-of its own; tensors are produced on the caller's loop, where their collectives belong. Without verl, `engine_class` makes
-the same class upon any base with its methods.
+of its own; tensors are produced on the caller's loop, where their collectives belong. Without verl, `engine_class`
+makes the same class upon any base with its methods.
 """
 
 from __future__ import annotations
