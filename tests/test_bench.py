@@ -406,3 +406,20 @@ def test_without_matplotlib_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["bench", "loopback", "--plot", str(tmp_path / "picture.png")]) == 1
     assert "pip install 'payload-transport[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_weights_reach_every_replica_and_a_delta_costs_less_of_the_link(tmp_path: Path) -> None:
+    report = tmp_path / "weights.json"
+    arguments = ["--replicas", "1,3", "--hosts", "2", "--size", "4MiB", "--rate", "0", "--bucket", "1MiB"]
+    command = [sys.executable, "-m", "transport", "bench", "weights", *arguments, "--json", str(report)]
+    subprocess.run(command, check=True, capture_output=True, timeout=90)
+    rows = json.loads(report.read_text())["rows"]
+    assert [(row["replicas"], row["mode"]) for row in rows] == [(1, "full"), (1, "delta"), (3, "full"), (3, "delta")]
+    for row in rows:
+        assert row["verified"]
+        size = row["model_bytes"]
+        assert row["link_bytes"] == size if row["mode"] == "full" else row["link_bytes"] < 0.1 * size
+        assert row["trainer_copies"] == 2.0 if row["mode"] == "full" else row["trainer_copies"] < 0.2
+    assert [row["received"] for row in rows if row["mode"] == "full"] == [1.0, 2.0]  # once for each host

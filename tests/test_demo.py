@@ -30,6 +30,7 @@ from transport.demo.rollout import PolicyFollower
 from transport.demo.summary import Summary, summarise
 from transport.queue import QueueDepth, SQLiteQueue, open_queue
 from transport.testing import ResourceSnapshot
+from transport.weights.offers import offer
 
 pytest.importorskip("gymnasium")
 if importlib.util.find_spec("ucxx") is None:  # importing it would make its variables count as the user's
@@ -375,16 +376,21 @@ def test_a_rollout_passes_over_versions_that_were_replaced(tmp_path: Path) -> No
         BlockingClient(schemas=[POLICY_SCHEMA], wire="mapped") as client,
     ):
         replaced = ring.write(newest.parameters())
-        queue.announce(POLICY_TOPIC, 1, replaced.encode())
+        queue.announce(POLICY_TOPIC, 1, offer(replaced, newest.parameters(), 1))
         ring.discard(replaced)
         follower = PolicyFollower(queue, client, follower_policy, rank=0)
         follower.follow()
         assert (follower.announced, follower.fetched, follower.missed) == (1, 0, 1)
 
-        queue.announce(POLICY_TOPIC, 2, ring.write(newest.parameters()).encode())
+        queue.announce(POLICY_TOPIC, 2, offer(ring.write(newest.parameters()), newest.parameters(), 2))
         follower.follow()
         assert (follower.announced, follower.fetched, follower.missed) == (2, 1, 1)
         follower.follow()
         assert follower.fetched == 1
+
+        other = Policy(seed=3).parameters()  # what is offered is not what was written: it is not played with
+        queue.announce(POLICY_TOPIC, 3, offer(ring.write(other), newest.parameters(), 3))
+        follower.follow()
+        assert (follower.announced, follower.fetched, follower.missed) == (3, 1, 2)
     assert follower_policy.version == 2
     np.testing.assert_equal(follower_policy.parameters(), newest.parameters())

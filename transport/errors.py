@@ -312,6 +312,32 @@ class CoordinatorLostError(RunError):
     """The coordinator gave no sign for longer than the time limit; a new one may carry the cooldown on."""
 
 
+class WeightsError(RunError):
+    """An update of the weights failed; which version each replica serves is in its `outcome`, where there is one."""
+
+    outcome: object = None
+
+
+class WeightsTimeoutError(WeightsError, TimeoutError):
+    """A step of an update, or the whole of it, took longer than its limit."""
+
+
+class WeightsChecksumError(WeightsError):
+    """What arrived as a version is not that version, by its checksum. It is not loaded."""
+
+
+class MemberLostError(WeightsError):
+    """A trainer or replica ended, or its connection broke, in the middle of an update."""
+
+
+class MemberFailedError(WeightsError):
+    """A trainer or replica answered with an error; the message has its kind and its text."""
+
+
+class InvalidAdmission(WeightsError):
+    """A replica was told an event that its state does not have."""
+
+
 # --- our own defects ---------------------------------------------------------------------------
 class InternalError(TransportError):
     """A defect of this package. Please report it with the message."""

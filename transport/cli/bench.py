@@ -30,6 +30,7 @@ _FETCH_EXAMPLE = "Example: transport bench fetch node7:7100 --wire rdma --listen
 _RING_EXAMPLE = "Example: transport bench ring --json ring.json"
 
 _RENDEZVOUS_EXAMPLE = "Example: transport bench rendezvous --members 10000 --store redis://localhost/0?run=bench"
+_WEIGHTS_EXAMPLE = "Example: transport bench weights --replicas 1,8 --size 256MiB --rate 100MB --json -"
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
 _EVERYWHERE = "mapped,shm,tcp"
@@ -242,6 +243,45 @@ def rendezvous(
     report = Report(machine=about, settings={}, rows=rows)
     emit(report, "\n".join([_about(report), "", measuring.table(rows)]), json_target)
     return 0 if all(row["verified"] for row in rows) else 1
+
+
+@app.command("weights", epilog=_WEIGHTS_EXAMPLE)
+def weights(
+    replicas: Annotated[str, typer.Option(metavar="N,…", help="Replicas: a process each.")] = "1,2,4,8",
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of the model. Hosts need twice, the trainer 2.5 times.")
+    ] = ("1GiB"),
+    rate: Annotated[str, typer.Option(metavar="SIZE", help="Trainer's link, each second; 0: no limit.")] = "100MB",
+    bucket: Annotated[str, typer.Option(metavar="SIZE", help="Of what is sent at a time.")] = "64MiB",
+    shape: Annotated[str, typer.Option(metavar="chain|tree|star", help="Of the relays; star: none.")] = "tree",
+    hosts: Annotated[int, typer.Option(min=1, max=8, help="That the replicas are spread over, pretended.")] = 1,
+    changed: Annotated[float, typer.Option(min=0, max=1, help="Share that a delta has; 0: no delta.")] = 0.01,
+    repetitions: Annotated[int, typer.Option(min=1, help="Of each row.")] = 1,
+    json_target: JsonTarget = None,
+) -> None:
+    """Weights from a trainer with a limited link to replicas of this host, each proving what it serves."""
+    from transport.bench import weights as measuring
+    from transport.bench.machine import machine, settings_of
+    from transport.bench.result import Report
+    from transport.bench.units import parse_size
+    from transport.weights.topology import SHAPES
+
+    if shape not in SHAPES:
+        raise UsageError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
+    load = measuring.Load(
+        size_bytes=parse_size(size),
+        bucket_bytes=parse_size(bucket),
+        rate=0.0 if rate == "0" else float(parse_size(rate)),
+        shape=shape,
+        hosts=hosts,
+        changed=changed,
+        repetitions=repetitions,
+    )
+    about = machine()
+    with _bar("updates", json_target) as progress:
+        rows = measuring.run(load, _counts("--replicas", replicas), progress)
+    report = Report(machine=about, settings={"tcp": settings_of("tcp")}, rows=rows)
+    emit(report, "\n".join([_about(report), "", measuring.table(rows, load)]), json_target)
 
 
 def _check_device(name: str) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -18,13 +20,31 @@ from transport.demo.messages import RolloutDone
 from transport.demo.plan import BACKLOG, BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
 from transport.demo.policy import Policy
 from transport.demo.worker import LOOK_S, Parent, run, tracing
-from transport.errors import LinkError, RingFullError, StaleSlotError
+from transport.errors import LinkError, RingFullError, StaleSlotError, WeightsChecksumError
 from transport.queue import TicketQueue, open_queue
 from transport.rollout import UCXXRolloutMixin
-from transport.ticket import Ticket
 from transport.trace import Trace, key_of
+from transport.weights.layout import weights_checksum
+from transport.weights.offers import Taker
+from transport.weights.worker import ReferenceWorker
 
 _POLICY_TIMEOUT_S = 5.0
+
+
+class PolicyWorker(ReferenceWorker):
+    """A policy as a replica of the weights' transport: loaded in place, proven by what it would play with."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self._policy = policy
+
+    def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        """Copy into the policy's own arrays."""
+        self._policy.load(weights, version)
+
+    def served_checksum(self) -> int | None:
+        """Of the parameters that the next episode is played with."""
+        return weights_checksum(self._policy.parameters())
 
 
 class PolicyFollower:
@@ -37,6 +57,7 @@ class PolicyFollower:
         self.missed = 0
         self._queue = queue
         self._client = client
+        self._taker = Taker(PolicyWorker(policy))
         self._rank = rank
 
     def follow(self, wait_s: float = 0.0) -> None:
@@ -45,15 +66,13 @@ class PolicyFollower:
         while notice is not None:
             self.announced = notice.version
             try:
-                ticket = Ticket.decode(notice.payload)
-                with self._client.read(ticket, rank=self._rank, timeout=_POLICY_TIMEOUT_S) as parameters:
-                    self.policy.load(parameters, notice.version)
+                self._taker.take(self._client, notice.payload, self._rank, _POLICY_TIMEOUT_S)
                 self.fetched += 1
                 return
             except StaleSlotError:
                 self.missed += 1  # the trainer was faster: a newer version has been announced meanwhile
                 notice = self._queue.latest(POLICY_TOPIC, newer_than=self.announced)
-            except LinkError:
+            except (LinkError, WeightsChecksumError):
                 self.missed += 1
                 return  # an old policy plays on; the next announcement is another chance
 

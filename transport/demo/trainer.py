@@ -24,6 +24,7 @@ from transport.received import ReceivedPayload
 from transport.rollout import UCXXRolloutMixin
 from transport.ticket import Ticket
 from transport.trace import Trace
+from transport.weights.offers import offer
 
 _POLICY_SLOTS = 4  # the newest version, and older ones that a rollout is still reading
 
@@ -45,8 +46,9 @@ class PolicyPublisher(UCXXRolloutMixin):
 
     def publish(self, policy: Policy) -> None:
         """Announce the policy's present parameters in place of those before."""
-        replaced, self._newest = self._newest, self.write_to_buffer(policy.parameters())
-        self._queue.announce(POLICY_TOPIC, policy.version, self._newest.encode())
+        parameters = policy.parameters()
+        replaced, self._newest = self._newest, self.write_to_buffer(parameters)
+        self._queue.announce(POLICY_TOPIC, policy.version, offer(self._newest, parameters, policy.version))
         # Only now: whoever finds the old version gone finds a newer one announced. Overwriting would not do, since
         # it leaves alone what some rollouts have read and others never will.
         if replaced is not None:

@@ -1,0 +1,126 @@
+"""Complete versions of the weights in shared memory: landed once on a host, mapped by all who serve them there.
+
+A version is one slot, as long as the row of bytes. Its checksum is the slot's, and who holds it pins the slot; it is
+free again when all have let go. The memory of a version that somebody still serves is therefore never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from transport import _native
+from transport.errors import ClosedError, RingFullError, WeightsChecksumError
+from transport.leases import ReadLease, WriteLease
+from transport.ring import SharedRingBuffer
+from transport.schema import Schema
+from transport.ticket import Ticket
+from transport.weights.layout import VersionLayout
+from transport.weights.steps import Proof
+
+_KEPT = 2  # segments: the version that is served, and the one that lands
+
+
+class Held:
+    """A complete, verified version, pinned until `release`. Arrays of it stay readable as long as they live."""
+
+    def __init__(
+        self, layout: VersionLayout, proof: Proof, lease: ReadLease, attached: SharedRingBuffer | None
+    ) -> None:
+        self.layout = layout
+        self.proof = proof
+        self._lease = lease
+        self._attached = attached
+
+    def __repr__(self) -> str:
+        return f"<Held {self.proof}, {self.layout.total} bytes>"
+
+    @property
+    def row(self) -> memoryview:
+        """All bytes of the version, read-only."""
+        return self._lease.view
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The tensors by name, read-only, without a copy."""
+        return self.layout.arrays(self.row)
+
+    def release(self) -> None:
+        """Give the slot back. Idempotent."""
+        ring = self._attached
+        if ring is None:
+            with contextlib.suppress(ClosedError):  # its ring was closed: nothing is held any more
+                self._lease.consume()
+            return
+        if ring.native.closed:
+            return
+        self._lease.consume()
+        if not ring.native.keeper_alive:  # whoever landed it is gone, and cannot tidy up
+            ring.discard(self._lease.ticket)
+        ring.close()
+
+
+def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, checksum: int) -> Held:
+    """Map a version that another process of this host has landed, and prove it: every byte is hashed here.
+
+    Raises:
+        WeightsChecksumError: it is not what was sent; nothing is held.
+        RingError: the segment is gone, or has no place for another reader.
+    """
+    ring = SharedRingBuffer.attach(ticket.segment, role="reader")
+    try:
+        lease = ring.read_raw(ticket, rank)
+        found = _native.checksum(lease.view)
+        if found != checksum or ticket.size != layout.total:
+            lease.release()
+            raise WeightsChecksumError(f"v{version} was mapped with checksum {found:016x}, {checksum:016x} was sent")
+        return Held(layout, Proof(version, checksum), lease, ring)
+    except BaseException:
+        ring.close()
+        raise
+
+
+class Copies:
+    """The segments of one process that lands versions. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._rings: list[SharedRingBuffer] = []
+
+    def take(self, total: int, readers: int) -> WriteLease:
+        """A slot for a version of ``total`` bytes and so many ranks; its content is whatever was there.
+
+        Raises SharedMemoryError where the host has no room for one more version.
+        """
+        schema = Schema.of(data=("uint8", total))
+        for ring in self._rings:
+            if ring.slot_capacity >= total:
+                with contextlib.suppress(RingFullError):
+                    return ring.reserve(schema, readers=readers, timeout_s=0.0)
+        self._trim()
+        ring = SharedRingBuffer.create(slots=1, slot_bytes=max(1, total), overflow="error")
+        self._rings.append(ring)
+        return ring.reserve(schema, readers=readers, timeout_s=0.0)
+
+    def _trim(self) -> None:
+        """Close free segments that are too small, or too many."""
+        for ring in list(self._rings):
+            if len(self._rings) >= _KEPT and ring.native.state_counts()[0] == ring.slot_count:
+                self._rings.remove(ring)
+                ring.close()
+
+    def hold(self, ticket: Ticket, layout: VersionLayout, proof: Proof) -> Held:
+        """Pin a version that was landed here, as its rank 0."""
+        ring = next(ring for ring in self._rings if ring.ring_id == ticket.ring)
+        return Held(layout, proof, ring.read_raw(ticket, 0), None)
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Nobody new shall map this version; those who have it keep it."""
+        for ring in self._rings:
+            if ring.ring_id == ticket.ring:
+                ring.discard(ticket)
+
+    def close(self) -> None:
+        """Give up all segments; those mapped elsewhere live as long as they are. Idempotent."""
+        while self._rings:
+            self._rings.pop().close()

@@ -1,0 +1,237 @@
+"""WeightUpdate: drives trainers and replicas through updates, and knows which replica may take traffic.
+
+    manager = WeightUpdate(trainers, replicas, policy="restore")
+    outcome = await manager.update(version)       # raises the first error; `error.outcome` is what became of whom
+    manager.admitted                              # {"replica 0": 7, ...}: who takes traffic, with which version
+
+The order, the flags of intent and the verdicts are `UpdateMachine`'s and `verdicts`'; here they are carried out.
+Members are awaited at once, each within the step's limit; one that hangs is cancelled and left behind. Closing steps
+run also when the update is cancelled, and their end is waited for: at most the sum of their limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from transport.errors import UsageError, WeightsChecksumError, WeightsError
+from transport.weights.admission import Admission, Event, State
+from transport.weights.engine import WeightEngine
+from transport.weights.ring_engine import RingEngine
+from transport.weights.steps import Limits, Policy, Proof, Step, UpdateMachine, Verdict, verdicts
+from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What an update did.
+
+    Attributes:
+        delta: whether only changes were sent.
+        replicas: state of every replica afterwards.
+        failures: one line each, the first first.
+        steps_s: seconds of each step.
+    """
+
+    version: int
+    delta: bool
+    replicas: dict[str, Admission]
+    failures: list[str]
+    steps_s: dict[str, float]
+    seconds: float
+
+
+class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the manager was made, and the replicas by state now."""
+
+    updates: int
+    failed: int
+    cancelled: int
+    deltas: int
+    fallbacks: int  # deltas that were sent again, whole
+    seconds: float
+    replicas_by_state: dict[str, int]
+
+
+class WeightUpdate:
+    """The manager of one run. Belongs to one loop; one update at a time.
+
+    Args:
+        policy: after a failure, "restore" admits every replica with the version that it proves; "exclude" keeps out
+            those that fell behind others, and is satisfied if one arrived; "fail_job" admits nobody.
+        on_step: is called when a step begins, with it and its members.
+    """
+
+    def __init__(
+        self,
+        trainers: Sequence[TrainerMember],
+        replicas: Sequence[ReplicaMember] = (),
+        *,
+        policy: Policy = "restore",
+        limits: Limits | None = None,
+        engine: type[WeightEngine] = RingEngine,
+        on_step: Callable[[Step, tuple[str, ...]], None] = lambda step, members: None,
+    ) -> None:
+        self._trainers = {trainer.name: trainer for trainer in trainers}
+        self._replicas: dict[str, ReplicaMember] = {}
+        self._policy: Policy = policy
+        self._limits = limits or Limits()
+        self._engine = engine
+        self._on_step = on_step
+        self._admissions: dict[str, Admission] = {}
+        self._proven: dict[str, Proof | None] = {}  # what each replica proved last
+        self._busy = False
+        self._counts = dict.fromkeys(("updates", "failed", "cancelled", "deltas", "fallbacks"), 0)
+        self._seconds = 0.0
+        for replica in replicas:
+            self.join(replica)
+
+    def __repr__(self) -> str:
+        return f"<WeightUpdate {len(self._trainers)} trainers, {', '.join(map(str, self._admissions.values()))}>"
+
+    # --- who takes traffic ----------------------------------------------------------------------------------------
+    @property
+    def admissions(self) -> dict[str, Admission]:
+        """The state of every replica."""
+        return dict(self._admissions)
+
+    @property
+    def admitted(self) -> dict[str, int]:
+        """Replicas that may be given requests, and the version that each has proven."""
+        return {name: each.version for name, each in self._admissions.items() if each.admitted}
+
+    def join(self, replica: ReplicaMember) -> None:
+        """A replica comes, or comes back: pending until the next update completes on it. Also during an update."""
+        before = self._admissions.get(replica.name)
+        if before is None:
+            self._admissions[replica.name] = Admission()
+        elif before.state is State.EXCLUDED:
+            self._admissions[replica.name] = before.after(Event.READMIT, reason="it has come back")
+        else:
+            raise UsageError(f"{replica.name} is a member already; exclude it first")
+        self._proven[replica.name] = None
+        self._replicas[replica.name] = replica
+
+    def exclude(self, name: str, reason: str) -> None:
+        """Take a replica out of traffic and of updates, until it joins again."""
+        if self._admissions[name].state is State.UPDATING:
+            raise UsageError(f"{name} is being updated; wait for the end of the update")
+        self._admissions[name] = self._admissions[name].after(Event.EXCLUDE, reason=reason)
+
+    def statistics(self) -> WeightsStatistics:
+        """Counters at this moment."""
+        states = [each.state for each in self._admissions.values()]
+        return WeightsStatistics(
+            **self._counts,
+            seconds=self._seconds,
+            replicas_by_state={state.value: states.count(state) for state in State},
+        )
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+    async def update(self, version: int, *, whole: bool = False) -> Outcome:
+        """Bring every replica that is not excluded to ``version``.
+
+        When a delta arrives wrong, the version is sent once more, whole. ``whole``: no delta to begin with.
+
+        Raises:
+            UsageError: an update is under way, or there is nobody to update.
+            Exception: the first that went wrong, whoever raised it; its notes are what went wrong after it, its
+                `outcome` (where it takes one) is the `Outcome`. CancelledError counts as a failure like others.
+        """
+        if self._busy:
+            raise UsageError("an update is under way; they come one after another")
+        names = tuple(name for name, each in self._admissions.items() if each.state is not State.EXCLUDED)
+        machine = UpdateMachine(
+            tuple(self._trainers), names, self._policy, self._limits, time.monotonic()
+        )  # refuses before anything is begun
+        self._busy = True
+        try:
+            outcome, error = await self._one(machine, names, version, whole=whole)
+            wrong = any(isinstance(each.error, WeightsChecksumError) for each in machine.failures)
+            if wrong and outcome.delta and not isinstance(error, asyncio.CancelledError):
+                self._counts["fallbacks"] += 1
+                names = tuple(name for name in names if self._admissions[name].state is not State.EXCLUDED)
+                if names:
+                    machine = UpdateMachine(tuple(self._trainers), names, self._policy, self._limits, time.monotonic())
+                    outcome, error = await self._one(machine, names, version, whole=True)
+            if error is not None:
+                raise error
+            return outcome
+        finally:
+            self._busy = False
+
+    async def _one(
+        self, machine: UpdateMachine, names: tuple[str, ...], version: int, *, whole: bool = False
+    ) -> tuple[Outcome, BaseException | None]:
+        self._counts["updates"] += 1
+        for name in names:
+            self._admissions[name] = self._admissions[name].after(Event.BEGIN)
+        run = Run(machine, self._trainers, self._replicas, version, self._engine, self._on_step, whole)
+        work = asyncio.get_running_loop().create_task(run.drive(self._judge))
+        cancelled = False
+        while not work.done():
+            try:
+                await asyncio.wait([work])
+            except asyncio.CancelledError as error:
+                if not cancelled:
+                    run.cancel(error)
+                cancelled = True
+        work.result()  # a defect of this file is raised as it is
+        self._admit(run)
+        return self._conclude(run, version)
+
+    def _conclude(self, run: Run, version: int) -> tuple[Outcome, BaseException | None]:
+        failures = run.machine.failures
+        outcome = Outcome(
+            version=version,
+            delta=run.delta,
+            replicas=self.admissions,
+            failures=[f"{each.step}: {each.member or 'manager'}: {text_of(each.error)}" for each in failures],
+            steps_s=run.steps_s,
+            seconds=sum(run.steps_s.values()),
+        )
+        self._seconds += outcome.seconds
+        self._counts["deltas"] += run.delta
+        satisfied = self._policy == "exclude" and any(
+            each.admitted and each.version == version for each in outcome.replicas.values()
+        )
+        cancelled = any(isinstance(each.error, asyncio.CancelledError) and not each.member for each in failures)
+        if not failures or (satisfied and not cancelled):
+            return outcome, None
+        self._counts["cancelled" if cancelled else "failed"] += 1
+        first = failures[0].error
+        for each, line in list(zip(failures, outcome.failures, strict=True))[1:]:
+            if each.error is not first:
+                first.add_note(f"then {line}")
+        if isinstance(first, WeightsError):
+            first.outcome = outcome
+        if cancelled and not isinstance(first, asyncio.CancelledError):
+            # whoever cancelled must see it end so; what had failed before is the first error all the same
+            cancelling = next(each.error for each in failures if isinstance(each.error, asyncio.CancelledError))
+            cancelling.__cause__ = first
+            return outcome, cancelling
+        return outcome, first
+
+    def _judge(self, run: Run) -> dict[str, Verdict]:
+        """What every replica's proof means."""
+        return verdicts(
+            self._policy,
+            {name: run.proofs.get(name) for name in run.machine.begun.get(Step.PROVE, ())},
+            run.new,
+            self._proven,
+            {each.member: f"{each.step}: {text_of(each.error)}" for each in reversed(run.machine.failures)},
+            frozenset(name for name, replica in self._replicas.items() if getattr(replica, "lost", False)),
+        )
+
+    def _admit(self, run: Run) -> None:
+        """The verdicts become states, but who could not be resumed takes no traffic, whatever its weights are."""
+        for name, (event, version, reason) in run.verdicts.items():
+            resuming = run.machine.failed_in(name, (Step.RESUME_KV, Step.RESUME_GENERATION))
+            if event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
+                self._proven[name] = run.proofs[name]
+                if resuming is not None:
+                    event, version = Event.UNPROVEN, None
+                    reason = f"{resuming.step}: {text_of(resuming.error)}"
+            self._admissions[name] = self._admissions[name].after(event, version=version, reason=reason)

@@ -1,0 +1,83 @@
+"""Versions on offer: for replicas that take a new one when it suits them, between two requests, without being paused.
+
+    notice = offer(ticket, weights, version)                   # whoever made the version; any queue or store carries it
+    taker = Taker(worker); taker.take(client, notice, rank=0)  # complete and proven, or the version before
+
+There is no group and no manager: versions may be skipped, and who comes late takes the newest. All of a version or none
+of it holds as in an update, by the same worker interface and the same checksums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from transport.blocking import BlockingClient
+from transport.errors import ProtocolError, WeightsChecksumError
+from transport.ticket import Ticket
+from transport.weights.layout import weights_checksum
+from transport.weights.worker import RolloutWorker, check
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A version that can be read by a ticket, and the checksum that proves it."""
+
+    version: int
+    checksum: int
+    ticket: bytes
+
+
+def offer(ticket: Ticket, weights: Mapping[str, Any], version: int) -> bytes:
+    """Describe a version whose tensors were written under this ticket."""
+    return msgspec.msgpack.encode(Offer(version, weights_checksum(weights), ticket.encode()))
+
+
+_decode = msgspec.msgpack.Decoder(Offer).decode
+
+
+class Taker:
+    """A worker that takes versions on offer. One thread.
+
+    Attributes:
+        version: that the worker serves, proven when it was loaded; -1: none was taken.
+    """
+
+    def __init__(self, worker: RolloutWorker) -> None:
+        self.worker = worker
+        self.version = -1
+        self._held: dict[str, np.ndarray[Any, Any]] = {}
+
+    def take(self, client: BlockingClient, notice: bytes, rank: int, timeout: float) -> int:
+        """Read, prove and load the version of a notice; returns it.
+
+        Raises:
+            WeightsChecksumError: what came, or what was loaded, is not that version; the one before is served.
+            ProtocolError: this is no notice.
+            TransportError: what reading raises; StaleSlotError when a newer version has replaced it.
+        """
+        try:
+            found = _decode(notice)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            raise ProtocolError(f"these {len(notice)} bytes are no offer of a version: {error}") from error
+        with client.read(Ticket.decode(found.ticket), rank=rank, timeout=timeout) as payload:
+            weights = {name: np.array(array) for name, array in payload.items()}  # the slot is for the next version
+        arrived = weights_checksum(weights)
+        if arrived != found.checksum:
+            raise WeightsChecksumError(f"v{found.version} arrived as {arrived:016x}, not {found.checksum:016x}")
+        try:
+            self._load(weights, found.version)
+            served = self.worker.served_checksum()
+            if served not in (None, found.checksum):
+                raise WeightsChecksumError(f"v{found.version} was loaded, and {served or 0:016x} would be served")
+        except BaseException:
+            if self._held:
+                self._load(self._held, self.version)
+            raise
+        self._held, self.version = weights, found.version
+        return found.version
+
+    def _load(self, weights: dict[str, np.ndarray[Any, Any]], version: int) -> None:
+        check(self.worker.load(weights, version), "load")

@@ -1,0 +1,359 @@
+"""RingEngine: weights over this package's rings, listeners and clients.
+
+A trainer's engine sends; a replica's lands versions or maps what another replica of its host has landed. Both are the
+same class, since whoever lands may also pass on. The roles are told by `build_topology`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from transport.addresses import advertised
+from transport.client import UCXXClient
+from transport.errors import InternalError, UsageError, WeightsError
+from transport.progress import Progress, silent
+from transport.schema import TensorSpec
+from transport.settings import Settings
+from transport.ticket import host_identity
+from transport.weights import topology
+from transport.weights.copies import Copies, Held
+from transport.weights.engine import Metadata, WeightEngine, Weights
+from transport.weights.feed import Feed, Upstream, told
+from transport.weights.messages import Failed
+from transport.weights.outlet import Outlet
+from transport.weights.pace import Pace
+from transport.weights.receiving import Landing, map_
+from transport.weights.sending import Base, Sending, drain
+from transport.weights.steps import Proof
+from transport.weights.threads import in_thread
+from transport.weights.topology import Description, Shape
+from transport.wires import Wire
+
+BUCKET_BYTES = 256 << 20
+IN_FLIGHT = 2
+_READ_TIMEOUT_S = 120.0  # of one bucket, retries included
+_LEAST_BUCKET = 4096
+# A bucket has one port, and a whole group waits for it: that port is tried again soon, or the update fails soon.
+_SETTINGS = Settings(port_quarantine_s=0.2, port_quarantine_most_s=1.0, backoff_first_s=0.1, backoff_most_s=0.5)
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a replica pulls from, and as which of the parent's readers."""
+
+    parent: str
+    address: str
+    port: int
+    token: str
+    rank: int
+    mapped: bool
+
+
+class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the engine was made.
+
+    Attributes:
+        bytes_sent: over this member's link: each bucket once for each child that pulled it.
+        bytes_copied: by this member from memory to memory. A version that is mapped is not copied.
+        bytes_received: by wire; what UCX put into this member's memory.
+    """
+
+    version: int
+    bytes_sent: int
+    bytes_copied: int
+    bytes_received: dict[str, int]
+
+
+class RingEngine(WeightEngine):
+    """One member's end of updates. Belongs to the loop it is first used on; `close` gives everything back.
+
+    Args:
+        name: unique in the group.
+        bucket_bytes, in_flight: of what is sent; every sender has so many buckets of memory.
+        delta: keep a copy of the last version, and send what changed against it where every replica has it.
+        specs: what `send_weights` will get, where that is known before the first version; otherwise the first one is
+            held in memory until its iterator ends.
+        shape, fanout: of the relays; the trainer's count.
+        host: whoever has the same one can map this member's memory; default: this host.
+        address: to listen on; default: the way out of this host.
+        wires: what may carry buckets; None: whatever is best, mapped on one host.
+        rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
+        stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        in_flight: int = IN_FLIGHT,
+        delta: bool = False,
+        specs: Sequence[TensorSpec] | None = None,
+        shape: Shape = "tree",
+        fanout: int = topology.FANOUT,
+        host: str | None = None,
+        address: str | None = None,
+        wires: frozenset[Wire] | None = None,
+        rate: float | None = None,
+        stall_s: float = 60.0,
+        progress: Progress = silent,
+    ) -> None:
+        if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
+            raise UsageError(
+                f"bucket_bytes={bucket_bytes}, in_flight={in_flight}: give a multiple of 64, {_LEAST_BUCKET} or more, "
+                "and at least one in flight"
+            )
+        self.name = name
+        self._bucket_bytes = bucket_bytes
+        self._specs = None if specs is None else tuple(specs)
+        self._shape: Shape = shape
+        self._fanout = fanout
+        self._host = host or host_identity()
+        self._address = address or advertised()[0]
+        self._wires = wires
+        self._progress = progress
+        self._base = Base() if delta else None
+        self._outlet = Outlet(
+            bucket_bytes,
+            in_flight,
+            address=self._address,
+            wires=None if wires is None else wires - {"mapped"} or None,
+            pace=None if rate is None else Pace(rate),
+            stall_s=stall_s,
+        )
+        self._copies = Copies()
+        self._client: UCXXClient | None = None
+        self._feed: Feed | None = None
+        self._upstream: Upstream | None = None
+        self._link: Link | None = None
+        self._mapped: tuple[str, ...] = ()
+        self._from_base: Proof | None = None
+        self._rank = 0
+        self._held: Held | None = None
+        self._previous: Held | None = None
+
+    def __repr__(self) -> str:
+        return f"<RingEngine {self.name} {self._held!r}>"
+
+    @property
+    def proof(self) -> Proof | None:
+        """The complete version that this member holds, verified when it came."""
+        if self._held is not None:
+            return self._held.proof
+        return self._base.proof if self._base is not None else None
+
+    def statistics(self) -> EngineStatistics:
+        """Counters at this moment."""
+        carried = {} if self._client is None else self._client.statistics().bytes_by_wire
+        proof = self.proof
+        return EngineStatistics(
+            version=-1 if proof is None else proof.version,
+            bytes_sent=self._outlet.bytes_sent,
+            bytes_copied=self._outlet.bytes_copied,
+            bytes_received=carried,
+        )
+
+    # --- the group ------------------------------------------------------------------------------------------
+    async def prepare(self) -> Metadata:
+        """Listen for those that will pull from here."""
+        await self.finalize()
+        self._feed = Feed(self._outlet.lost)
+        await self._feed.open(self._address)
+        proof = self.proof
+        description = Description(
+            name=self.name,
+            host=self._host,
+            address=self._address,
+            port=self._feed.port,
+            token=self._feed.token,
+            version=-1 if proof is None else proof.version,
+            checksum=0 if proof is None else proof.checksum,
+            shape=self._shape,
+            fanout=self._fanout,
+        )
+        found: Metadata = msgspec.to_builtins(description)
+        return found
+
+    @classmethod
+    def build_topology(
+        cls, actor_n: int, rollout_n: int, metadata: list[Metadata]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Rank 0 of the trainers sends. See topology.py for who pulls from whom."""
+        found = [msgspec.convert(each, Description) for each in metadata]
+        if len(found) != actor_n + rollout_n or actor_n < 1:
+            raise UsageError(f"{len(found)} descriptions came of {actor_n} trainers and {rollout_n} replicas")
+        trainer, replicas = found[0], found[actor_n:]
+        hops = topology.hops(replicas, trainer.shape, trainer.fanout)
+        members = [*replicas, trainer]  # parent -1 is the last
+        wired: list[list[str]] = [[] for _ in members]
+        mapped: list[list[str]] = [[] for _ in members]
+        links = []
+        for replica, hop in zip(replicas, hops, strict=True):
+            parent = members[hop.parent]
+            readers = (mapped if hop.mapped else wired)[hop.parent]
+            link = Link(
+                parent=parent.name,
+                address=parent.address,
+                port=parent.port,
+                token=parent.token,
+                rank=len(readers) + hop.mapped,  # rank 0 of what is landed is whoever landed it
+                mapped=hop.mapped,
+            )
+            links.append(msgspec.to_builtins(link))
+            readers.append(replica.name)
+        base = topology.base_of(trainer, replicas)
+        nothing: list[Any] = [None] * (actor_n - 1)
+        actor: dict[str, list[Any]] = {
+            "rank": list(range(actor_n)),
+            "link": [None] * actor_n,
+            "wired": [wired[-1], *nothing],
+            "mapped": [mapped[-1], *nothing],
+            "base": [base, *nothing],
+        }
+        rollout: dict[str, list[Any]] = {
+            "rank": list(range(actor_n, actor_n + rollout_n)),
+            "link": links,
+            "wired": wired[:-1],
+            "mapped": mapped[:-1],
+            "base": [base] * rollout_n,
+        }
+        return actor, rollout
+
+    async def init_process_group(self, **arguments: Any) -> None:
+        """Connect to the parent, and wait for the children. The arguments are those of `build_topology`."""
+        feed = self._feed
+        if feed is None:
+            raise UsageError(f"{self.name}: prepare comes before init_process_group")
+        self._rank = int(arguments["rank"])
+        wired, self._mapped = tuple(arguments["wired"] or ()), tuple(arguments["mapped"] or ())
+        base = arguments["base"]
+        self._from_base = None if base is None else Proof(*base)
+        await self._outlet.begin(feed, wired)
+        if arguments["link"] is not None:
+            self._link = msgspec.convert(arguments["link"], Link)
+            if self._client is None and not self._link.mapped:
+                self._client = UCXXClient(wire="auto" if self._wires is None else self._wires, settings=_SETTINGS)
+            self._upstream = await Upstream.connect(
+                self._link.parent, self._link.address, self._link.port, self._link.token, self.name
+            )
+        await feed.joined([*wired, *self._mapped])
+
+    async def finalize(self) -> None:
+        """Leave the group; the version before the one that is held is given up. Legal in every state."""
+        upstream, self._upstream = self._upstream, None
+        feed, self._feed = self._feed, None
+        previous, self._previous = self._previous, None
+        self._link = None
+        try:
+            if upstream is not None:
+                upstream.close()
+            if feed is not None:
+                await feed.close()
+        finally:
+            self._outlet.abandon()
+            if previous is not None:
+                previous.release()
+
+    async def close(self) -> None:
+        """Give everything back, the version that is held too. Idempotent."""
+        try:
+            await self.finalize()
+        finally:
+            held, self._held = self._held, None
+            if held is not None:
+                held.release()
+            client, self._client = self._client, None
+            if client is not None:
+                await client.close()
+            await in_thread(self._outlet.close)
+            await in_thread(self._copies.close)
+
+    # --- weights ---------------------------------------------------------------------------------------------
+    async def send_weights(self, weights: Weights, global_steps: int) -> Proof | None:
+        """Send, if this is the first trainer. A delta goes out where the group has the version before."""
+        if self._feed is None:
+            raise UsageError(f"{self.name}: send_weights comes after init_process_group")
+        if self._rank != 0:
+            await drain(weights)
+            return None
+        sending = Sending(self._feed, self._outlet, self._bucket_bytes, self._specs, self._base, self._progress)
+        try:
+            proof, layout = await sending.run(weights, global_steps, self._from_base)
+        except BaseException as error:
+            kind = type(error).__name__
+            await told(self._feed, Failed(kind, str(error) or kind))
+            raise
+        self._specs = layout.specs
+        return proof
+
+    async def receive(self, global_steps: int) -> Held:
+        """The complete version, proven; it is held from now on, and the one before until `finalize`."""
+        link, upstream, feed = self._link, self._upstream, self._feed
+        if link is None or upstream is None or feed is None:
+            raise UsageError(f"{self.name}: receive_weights comes after init_process_group")
+        try:
+            held = await self._receive(link, upstream, feed, global_steps)
+        except BaseException:
+            upstream.close()  # the parent need not wait for this one
+            raise
+        if self._previous is not None:
+            self._previous.release()
+        self._previous, self._held = self._held, held
+        return held
+
+    async def _receive(self, link: Link, upstream: Upstream, feed: Feed, version: int) -> Held:
+        if link.mapped:
+            return await map_(upstream, version, link.rank)
+        if self._client is None:
+            raise InternalError("a replica that lands has a client")
+        landing = Landing(
+            upstream,
+            self._client,
+            link.rank,
+            self._copies,
+            feed,
+            self._mapped,
+            self._outlet,
+            self._held,
+            _READ_TIMEOUT_S,
+            self._progress,
+        )
+        return await landing.run(version)
+
+    def revert(self) -> None:
+        """Hold the version before again: the new one could not be loaded. Only until `finalize`.
+
+        Raises WeightsError where there is none.
+        """
+        if self._previous is None:
+            raise WeightsError(f"{self.name} holds no version before {self.proof}")
+        held, self._held, self._previous = self._held, self._previous, None
+        if held is not None:
+            held.release()
+
+    async def receive_weights(self, global_steps: int) -> AsyncIterator[tuple[str, Any]]:
+        """Arrays in memory that stays as long as they live. Nothing is yielded before all is proven."""
+        held = await self.receive(global_steps)
+        for name, array in held.arrays().items():
+            yield name, array
+
+    async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
+        """The version that is held."""
+        if self._held is not None:
+            for name, array in self._held.arrays().items():
+                yield name, array
+
+    @property
+    def held(self) -> Held | None:
+        """The complete version in this member's hands."""
+        return self._held
+
+    async def __aenter__(self) -> RingEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(WeightsError):
+            await self.close()

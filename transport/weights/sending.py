@@ -1,0 +1,201 @@
+"""The trainer's side of the data path: tensors into buckets, whole or as changes against the last version."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from transport import _native
+from transport.leases import WriteLease
+from transport.payload import as_host_array
+from transport.progress import Progress, silent
+from transport.schema import DTYPES, TensorSpec
+from transport.weights import delta
+from transport.weights.engine import Weights
+from transport.weights.feed import Feed
+from transport.weights.layout import Cursor, VersionLayout, spec_of
+from transport.weights.messages import Begin, End
+from transport.weights.outlet import Outlet
+from transport.weights.steps import Proof
+from transport.weights.threads import in_thread
+
+_CHUNK_BYTES = (
+    2 << 20
+)  # of a tensor that is compared at a time: above the cost of calls, within a core's caches (measured)
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Base:
+    """The sender's own copy of the last version, against which changes are found."""
+
+    def __init__(self) -> None:
+        self.proof: Proof | None = None
+        self.layout: VersionLayout | None = None
+        self._row: Bytes | None = None
+
+    def row(self, layout: VersionLayout) -> Bytes:
+        """The memory; its content counts for nothing until `complete`."""
+        if self._row is None or self.layout != layout:
+            self._row = np.zeros(layout.total, np.uint8)
+        self.layout, self.proof = layout, None
+        return self._row
+
+    def complete(self, proof: Proof) -> None:
+        """The memory is this version now."""
+        self.proof = proof
+
+
+async def iterate(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
+    """Either kind of iterator as an asynchronous one."""
+    if isinstance(weights, Iterable):
+        for name, value in weights:
+            yield name, value
+    else:
+        async for name, value in weights:
+            yield name, value
+
+
+async def drain(weights: Weights) -> None:
+    """Take every tensor and keep none: producing them is what the other trainers wait for."""
+    async for _ in iterate(weights):
+        pass
+
+
+class Sending:
+    """One version on its way. Make it, `run` it once."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        outlet: Outlet,
+        bucket_bytes: int,
+        specs: tuple[TensorSpec, ...] | None,
+        base: Base | None,
+        progress: Progress = silent,
+    ) -> None:
+        self._feed = feed
+        self._outlet = outlet
+        self._bucket_bytes = bucket_bytes
+        self._specs = specs
+        self._base = base
+        self._progress = progress
+        self._hasher = _native.Checksum()
+
+    async def run(self, weights: Weights, version: int, from_base: Proof | None) -> tuple[Proof, VersionLayout]:
+        """Send everything; returns when every child has read every bucket.
+
+        Raises SchemaError for tensors that the layout does not have, MemberLostError when no child is left.
+        """
+        if self._specs is None:  # nobody has said what will come: hold it until its end is known
+            held = [(name, as_host_array(value, name)) async for name, value in iterate(weights)]
+            self._specs = tuple(spec_of(name, array) for name, array in held)
+            weights = held
+        layout = VersionLayout.of(self._specs)
+        changes = from_base is not None and self._base is not None and self._base.layout == layout
+        await self._feed.tell(
+            Begin(
+                version,
+                tuple((spec.name, spec.dtype, spec.shape) for spec in layout.specs),
+                from_base.version if from_base and changes else -1,
+                from_base.checksum if from_base and changes else 0,
+            ),
+            self._feed.children,
+        )
+        row = None if self._base is None else self._base.row(layout)
+        if changes and row is not None:
+            await self._send_changes(weights, layout, row)
+        else:
+            await self._send_all(weights, layout, row)
+        proof = Proof(version, self._hasher.digest())
+        await self._feed.tell(End(self._outlet.buckets, proof.checksum), self._feed.children)
+        await self._outlet.drained()
+        if self._base is not None:
+            self._base.complete(proof)
+        return proof, layout
+
+    # --- everything -----------------------------------------------------------------------------------
+    async def _send_all(self, weights: Weights, layout: VersionLayout, row: Bytes | None) -> None:
+        """Fill bucket after bucket; a tensor that crosses a boundary is split there."""
+        buckets = layout.buckets(self._bucket_bytes)
+        ends = iter(buckets)
+        start, end = next(ends, (0, 0))
+        parts: list[tuple[int, Bytes]] = []  # (place in the bucket, bytes) of the bucket being gathered
+        cursor = Cursor(layout)
+        async for name, value in iterate(weights):
+            for offset, data in cursor.take(name, as_host_array(value, name)):
+                while len(data):
+                    fits = data[: end - offset]
+                    parts.append((offset - start, fits))
+                    offset, data = offset + len(fits), data[len(fits) :]
+                    if offset == end:
+                        await self._send_bucket(start, end, parts, row)
+                        self._progress(self._outlet.buckets, len(buckets), end)
+                        parts = []
+                        start, end = next(ends, (end, end))
+        cursor.finish()
+
+    async def _send_bucket(self, start: int, end: int, parts: list[tuple[int, Bytes]], row: Bytes | None) -> None:
+        def fill(lease: WriteLease) -> None:
+            hasher = _native.Checksum()
+            for at, data in parts:
+                hasher.copy(lease.memory[at : at + len(data)], data.data)
+            lease.checksum = hasher.digest()
+            self._hasher.update(lease.memory)
+            if row is not None:
+                _native.copy(row[start:end].data, lease.memory)
+
+        await self._outlet.send(end - start, fill, start)
+        self._outlet.bytes_copied += 0 if row is None else end - start
+
+    # --- what changed ----------------------------------------------------------------------------------
+    async def _send_changes(self, weights: Weights, layout: VersionLayout, row: Bytes) -> None:
+        cursor = Cursor(layout)
+        sizes = {place.offset: DTYPES[place.spec.dtype].itemsize for place in layout.places}
+        scratch = np.empty(self._bucket_bytes, np.uint8)
+        used, records = 0, list[tuple[int, int, int, int]]()
+        async for name, value in iterate(weights):
+            for offset, data in cursor.take(name, as_host_array(value, name)):
+                if offset not in sizes or name != _name_at(layout, offset):  # a gap: zeros, then and now
+                    self._hasher.update(data.data)
+                    continue
+                for at, chunk in _chunks(offset, data, self._bucket_bytes):
+                    if used + len(chunk) + 8 > len(scratch):
+                        await self._send_records(scratch[:used], records)
+                        used, records = 0, []
+                    record = await in_thread(self._compare, at, chunk, row, sizes[offset], scratch[used:])
+                    if record is not None:
+                        records.append(record)
+                        used += record.encoded_bytes
+                        self._outlet.bytes_copied += record.encoded_bytes
+                self._progress(offset + len(data), layout.total, self._outlet.bytes_sent)
+        cursor.finish()
+        if records:
+            await self._send_records(scratch[:used], records)
+
+    def _compare(self, at: int, chunk: Bytes, row: Bytes, itemsize: int, out: Bytes) -> delta.Record | None:
+        self._hasher.update(chunk.data)
+        return delta.encode(at, chunk, row[at : at + len(chunk)], itemsize, out)
+
+    async def _send_records(self, data: Bytes, records: list[tuple[int, int, int, int]]) -> None:
+        def fill(lease: WriteLease) -> None:
+            _native.copy(lease.memory, data.data)
+
+        if len(data):
+            await self._outlet.send(len(data), fill, 0, records)
+
+
+def _name_at(layout: VersionLayout, offset: int) -> str | None:
+    names: dict[int, str] = layout.__dict__.setdefault(
+        "_names", {place.offset: place.spec.name for place in layout.places if place.nbytes}
+    )
+    return names.get(offset)
+
+
+def _chunks(offset: int, data: Bytes, bucket_bytes: int) -> Iterator[tuple[int, Bytes]]:
+    """Pieces that fit a bucket even if all of them changed; cut at multiples of 64 bytes."""
+    step = max(64, min(_CHUNK_BYTES, bucket_bytes // 2) // 64 * 64)
+    for at in range(0, len(data), step):
+        yield offset + at, data[at : at + step]

@@ -1,0 +1,176 @@
+"""The engine in verl's checkpoint-engine registry: import this module, and backend "payload_transport" is there.
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=payload_transport
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.weights.verl
+
+verl calls `prepare`, `init_process_group` and `finalize` without awaiting them, so the engine has a loop in a thread
+of its own; tensors are produced on the caller's loop, where their collectives belong. Without verl, `engine_class`
+makes the same class upon any base with its methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import warnings
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from transport.background import LoopThread
+from transport.errors import MissingDependencyError
+from transport.weights.engine import Metadata, Weights
+from transport.weights.ring_engine import RingEngine
+
+BACKEND = "payload_transport"
+
+_END = ("", None)  # no tensor has this name
+
+
+class _Adapter:
+    """What `engine_class` puts upon verl's base class. One object for each worker process.
+
+    Args:
+        bucket_size: bytes.
+        is_master: as verl gives it; who sends is decided by `build_topology`.
+        tensors: what is yielded: "torch" tensors in host memory that share the landed version's, or "numpy" arrays.
+        options: of `RingEngine`.
+    """
+
+    wire_format = "named_tensors"
+
+    def __init__(
+        self, bucket_size: int, is_master: bool = False, *, tensors: Literal["torch", "numpy"] = "torch", **options: Any
+    ) -> None:
+        if tensors == "torch":
+            _torch()
+        self.is_master = is_master
+        self.bucket_size = bucket_size
+        self._tensors = tensors
+        self._steps = 0
+        self._loop = LoopThread("transport weights")
+        options.setdefault(
+            "name", f"{'actor' if is_master else 'worker'} {id(self):x} {np.random.default_rng().bytes(4).hex()}"
+        )
+        self._engine = RingEngine(bucket_bytes=-(-bucket_size // 64) * 64, **options)
+
+    # --- called without await ---------------------------------------------------------------------------------------
+    def prepare(self) -> Metadata:
+        """See `WeightEngine`."""
+        return self._loop.run(self._engine.prepare())
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """See `WeightEngine`."""
+        return RingEngine.build_topology(actor_wg_world_size, rollout_world_size, metadata)
+
+    def init_process_group(self, **kwargs: Any) -> None:
+        """See `WeightEngine`."""
+        self._loop.run(self._engine.init_process_group(**kwargs))
+
+    def finalize(self) -> None:
+        """See `WeightEngine`."""
+        self._loop.run(self._engine.finalize())
+
+    def close(self) -> None:
+        """Give everything back. verl ends its workers instead."""
+        self._loop.run(self._engine.close())
+        self._loop.close()
+
+    # --- called with await --------------------------------------------------------------------------------------------
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, Any]:
+        """Send, or drain where this is not the first trainer. Returns metrics for verl's step."""
+        bridged = _bridge(weights, asyncio.get_running_loop())
+        proof = await asyncio.wrap_future(
+            self._loop.submit(self._engine.send_weights(bridged, self._step(global_steps)))
+        )
+        if proof is None:
+            return {}
+        return {
+            f"payload_transport/{name}": getattr(self._engine.statistics(), name) for name in ("version", "bytes_sent")
+        }
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
+        """Nothing is yielded before the whole version is here and proven.
+
+        The tensors are views of it; they stay readable as long as they live. A consumer that stops in the middle
+        leaves the engine at the version before.
+        """
+        held = await asyncio.wrap_future(self._loop.submit(self._engine.receive(self._step(global_steps))))
+        taken = False
+        try:
+            for name, array in held.arrays().items():
+                yield name, self._tensor(array)
+            taken = True
+        finally:
+            if not taken:
+                with contextlib.suppress(Exception):  # the first version has none before it
+                    self._engine.revert()
+
+    async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
+        """The version that is held."""
+        held = self._engine.held
+        for name, array in {} if held is None else held.arrays().items():
+            yield name, self._tensor(array)
+
+    def _step(self, global_steps: int | None) -> int:
+        self._steps = self._steps + 1 if global_steps is None else global_steps
+        return self._steps
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> Any:
+        if self._tensors == "numpy":
+            return array
+        torch = _torch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
+            flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        return flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependencyError('verl works on torch tensors: pip install torch, or tensors="numpy"') from error
+    return torch
+
+
+async def _bridge(weights: Weights, home: asyncio.AbstractEventLoop) -> AsyncIterator[tuple[str, Any]]:
+    """The iterator's items, each produced on the loop it belongs to, for the engine's loop."""
+    plain = iter(weights) if isinstance(weights, Iterable) else None
+
+    async def step() -> tuple[str, Any]:
+        if plain is not None:
+            return next(plain, _END)
+        assert not isinstance(weights, Iterable)
+        return await anext(weights, _END)
+
+    while True:
+        item = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(step(), home))
+        if item is _END:
+            return
+        yield item
+
+
+def engine_class(base: type[Any]) -> type[Any]:
+    """The engine as a subclass of verl's `CheckpointEngine`, or of what has its methods."""
+    return type("PayloadTransportCheckpointEngine", (_Adapter, base), {"__doc__": _Adapter.__doc__})
+
+
+def register() -> type[Any]:
+    """Put the engine into verl's registry. Raises MissingDependencyError where verl cannot be imported."""
+    try:
+        from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"verl's checkpoint engines cannot be imported ({error}): pip install verl"
+        ) from error
+    made: type[Any] = CheckpointEngineRegistry.register(BACKEND)(engine_class(CheckpointEngine))
+    return made
+
+
+with contextlib.suppress(MissingDependencyError):
+    register()

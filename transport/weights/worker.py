@@ -1,0 +1,205 @@
+"""What a rollout engine implements to get weights, and a replica: such a worker beside its end of the transport.
+
+    class MyWorker(RolloutWorker):
+        def abort(self): self.llm.abort_all_requests()
+        def release_kv_cache(self): self.llm.sleep(level=1)
+        def load(self, weights, version): self.llm.load_weights(weights.items())
+        def resume_kv_cache(self): self.llm.wake_up(tags=["kv_cache"])
+        def resume_generation(self): self.llm.resume()
+
+Each may be a coroutine function; others run in a thread. Raise, or return an exception, to say that it did not work.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from transport.errors import MemberFailedError, WeightsChecksumError
+from transport.weights.copies import Held
+from transport.weights.engine import Metadata
+from transport.weights.layout import weights_checksum
+from transport.weights.ring_engine import RingEngine
+from transport.weights.steps import Proof
+from transport.weights.threads import settled
+
+
+class RolloutWorker(abc.ABC):
+    """An inference engine as an update sees it."""
+
+    @abc.abstractmethod
+    def abort(self) -> Any:
+        """Stop generating; what is under way is saved or given up. May be asked of a worker that has stopped."""
+
+    @abc.abstractmethod
+    def release_kv_cache(self) -> Any:
+        """Free the cache. May be asked of a worker that has none."""
+
+    @abc.abstractmethod
+    def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        """Take complete, verified weights. They stay readable as long as their arrays are kept.
+
+        A load that raises may leave anything behind: the replica loads the version before again.
+        """
+
+    @abc.abstractmethod
+    def resume_kv_cache(self) -> Any:
+        """Have a cache again. May be asked of a worker that has one."""
+
+    @abc.abstractmethod
+    def resume_generation(self) -> Any:
+        """Generate again, with the weights loaded last."""
+
+    def served_checksum(self) -> int | None:
+        """`weights_checksum` of what would be served now; None: it cannot be told, and a load that returned counts."""
+        return None
+
+
+class ReferenceWorker(RolloutWorker):
+    """A worker on numpy, for tests, the demo and the benchmark. Serves whatever `weights` holds.
+
+    resident: "mapped" serves the landed version itself, without a copy; "own" copies it aside and then swaps;
+        "in_place" overwrites tensor after tensor, as engines on devices do: undefined in the middle of a load.
+    """
+
+    def __init__(self, resident: str = "mapped") -> None:
+        self.resident = resident
+        self.weights: dict[str, np.ndarray[Any, Any]] = {}
+        self.version = -1
+        self.generating = True
+        self.cache = True
+
+    def abort(self) -> Any:
+        self.generating = False
+
+    def release_kv_cache(self) -> Any:
+        self.cache = False
+
+    def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
+        if self.resident == "in_place" and self.weights.keys() == weights.keys():
+            for name, array in weights.items():
+                self.load_tensor(name, array)
+        elif self.resident == "mapped":
+            self.weights = dict(weights)
+        else:
+            self.weights = {name: np.array(array) for name, array in weights.items()}
+        self.version = version
+
+    def load_tensor(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        """Overwrite one tensor of a worker that loads in place."""
+        self.weights[name][...] = array
+
+    def resume_kv_cache(self) -> Any:
+        self.cache = True
+
+    def resume_generation(self) -> Any:
+        self.generating = True
+
+    def served_checksum(self) -> int | None:
+        return weights_checksum(self.weights) if self.weights else None
+
+
+class Replica:
+    """A worker and its engine, as a manager drives them. Belongs to one loop; closing is its owner's."""
+
+    def __init__(self, engine: RingEngine, worker: RolloutWorker) -> None:
+        self.engine = engine
+        self.worker = worker
+        self.name = engine.name
+        self._loaded: Proof | None = None  # None: nothing, or nobody knows what
+
+    # --- the worker's part -------------------------------------------------------------------------------------
+    async def abort(self) -> None:
+        """Stop generating."""
+        await call(self.worker.abort)
+
+    async def release_kv_cache(self) -> None:
+        """Free the cache."""
+        await call(self.worker.release_kv_cache)
+
+    async def resume_kv_cache(self) -> None:
+        """Have a cache again."""
+        await call(self.worker.resume_kv_cache)
+
+    async def resume_generation(self) -> None:
+        """Generate again."""
+        await call(self.worker.resume_generation)
+
+    # --- the engine's part -------------------------------------------------------------------------------------
+    async def prepare(self) -> Metadata:
+        """See `WeightEngine`."""
+        return await self.engine.prepare()
+
+    async def init_process_group(self, arguments: dict[str, Any]) -> None:
+        """See `WeightEngine`."""
+        await self.engine.init_process_group(**arguments)
+
+    async def finalize(self) -> None:
+        """See `WeightEngine`."""
+        await self.engine.finalize()
+
+    async def receive_weights(self, version: int) -> Proof:
+        """Receive, load and prove version ``version``.
+
+        When loading fails, is cancelled or gives something else, the version before is loaded again, if there was one.
+        """
+        held = await self.engine.receive(version)
+        try:
+            await self._load(held)
+            return held.proof
+        except BaseException as error:
+            await self._restore(error)
+            raise
+
+    async def _load(self, held: Held) -> None:
+        self._loaded = None
+        await call(self.worker.load, held.arrays(), held.proof.version)
+        served = await call(self.worker.served_checksum)
+        if served is not None and served != held.proof.checksum:
+            raise WeightsChecksumError(
+                f"{self.name} was given {held.proof} and would serve {served:016x}: its load changed or lost tensors"
+            )
+        self._loaded = held.proof
+
+    async def _restore(self, first: BaseException) -> None:
+        """Back to the version before, which is still held. What goes wrong becomes a note of ``first``."""
+        try:
+            self.engine.revert()
+            if self.engine.held is not None:
+                await settled(asyncio.ensure_future(self._load(self.engine.held)))
+        except BaseException as error:
+            first.add_note(f"{self.name}: the version before could not be restored: {type(error).__name__}: {error}")
+
+    async def prove(self) -> Proof | None:
+        """The version that would be served, by the checksum of all its bytes. None: it cannot be told."""
+        if self._loaded is None:
+            return None
+        served = await call(self.worker.served_checksum)
+        if served is not None and served != self._loaded.checksum:
+            return None
+        return self._loaded
+
+
+async def call(method: Any, *arguments: Any) -> Any:
+    """A worker's method, whichever kind it is. Raises what it raises, and MemberFailedError for an error it returns."""
+    if inspect.iscoroutinefunction(method):
+        result = await method(*arguments)
+    else:
+        result = await settled(asyncio.ensure_future(asyncio.to_thread(method, *arguments)))
+    check(result, getattr(method, "__name__", "a call"))
+    return result
+
+
+def check(result: object, what: str) -> None:
+    """Some engines return their errors. Raises MemberFailedError for one; what is no error is left alone."""
+    if isinstance(result, BaseException):
+        raise MemberFailedError(f"{what} returned {type(result).__name__}: {result}") from result
+    if isinstance(result, Mapping) and (result.get("error") or result.get("success") is False):
+        raise MemberFailedError(f"{what} returned {dict(result)!r:.200}")
+    if result is False:
+        raise MemberFailedError(f"{what} returned False")
