@@ -49,6 +49,7 @@ class UCXXRolloutMixin:
     _ucxx_queue: TicketQueue | None = None
     _ucxx_announcement: Announcement | None = None
     _ucxx_readers = 1
+    _ucxx_grouped = False
 
     def setup_ucxx(
         self,
@@ -57,6 +58,7 @@ class UCXXRolloutMixin:
         slots: int = 64,
         slot_bytes: int | None = None,
         readers: int = 1,
+        grouped: bool = False,
         overflow: Overflow = "block",
         ports: Sequence[int] = (0,),
         name: str | None = None,
@@ -75,6 +77,8 @@ class UCXXRolloutMixin:
             schema, slots, slot_bytes, overflow, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a
                 restarted worker takes its old ring over and `reconcile` publishes what the queue does not know.
             readers: how many ranks read each payload.
+            grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
+                the queue (`GroupQueue`), not one for each rank.
             queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
             ports, addresses, wires, secret, mode, linger_s: of the server, see `UCXXServer`.
             directory: where the server is published for as long as this worker lives.
@@ -101,6 +105,7 @@ class UCXXRolloutMixin:
             ring.close()
             raise
         self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = ring, queue, readers
+        self._ucxx_grouped = grouped
         if ring.native.taken_over and queue is not None:
             self.reconcile()
         return ring
@@ -147,12 +152,17 @@ class UCXXRolloutMixin:
                     raise
         if self._ucxx_queue is not None:
             try:
-                self._ucxx_queue.publish(queued(ticket), readers=ticket.readers, policy_version=policy_version)
+                self._ucxx_queue.publish(
+                    queued(ticket), readers=self._deliveries(ticket), policy_version=policy_version
+                )
             except BaseException:
                 with contextlib.suppress(TransportError):
                     ring.discard(ticket)
                 raise
         return ticket
+
+    def _deliveries(self, ticket: Ticket) -> int:
+        return 1 if self._ucxx_grouped else ticket.readers
 
     def reconcile(self) -> tuple[int, int]:
         """Bring ring and queue to agree, after either was restarted: (tickets published again, slots freed).
@@ -168,7 +178,7 @@ class UCXXRolloutMixin:
         for ticket in tickets:
             states = known.get(ticket_id(ticket))
             if states is None:
-                published += queue.publish(queued(ticket), readers=ticket.readers)
+                published += queue.publish(queued(ticket), readers=self._deliveries(ticket))
             elif finished(states):
                 freed += ring.discard(ticket)
         log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
