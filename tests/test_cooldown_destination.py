@@ -19,6 +19,7 @@ from transport.cooldown import (
     EpochRecord,
     Outcome,
     Part,
+    bucket,
     recorded_outcomes,
     restore,
 )
@@ -79,6 +80,12 @@ print("http://127.0.0.1:%d" % server.get_host_and_port()[1], file=out, flush=Tru
 sys.stdin.readline()
 server.stop()
 """
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least that S3 takes for a part, so that a few MiB are several."""
+    monkeypatch.setattr(bucket, "_PART", 5 << 20)
 
 
 def folder(request: pytest.FixtureRequest) -> Destination:
@@ -149,9 +156,9 @@ def test_a_folder_is_deleted_with_all_that_is_in_it(destination: Destination) ->
     assert destination.size("xy/c") == 1
 
 
-@pytest.mark.parametrize("size", [0, 10, 18 << 20])
+@pytest.mark.parametrize("size", [0, 6 << 20])
 def test_a_file_that_was_given_up_is_not_there(destination: Destination, size: int) -> None:
-    writer = destination.writer("given/up", 40 << 20)
+    writer = destination.writer("given/up", 12 << 20)
     for _ in range(0, size, PIECE):
         writer.write(bytes(min(size, PIECE)))
     writer.discard()
@@ -168,7 +175,7 @@ def test_one_may_join_where_everything_is_allowed(destination: Destination) -> N
 @needs_s3
 def test_a_checkpoint_goes_to_s3_and_back(tmp_path: Path) -> None:
     """With a coordinator and a client, as in a run; the model is larger than a part of a multipart upload."""
-    model = {"large": secrets.token_bytes(17 << 20), "small": b"1"}
+    model = {"large": secrets.token_bytes(6 << 20), "small": b"1"}
 
     def save(folder: Path, step: int) -> None:
         for name, data in model.items():
@@ -197,13 +204,13 @@ def test_a_checkpoint_goes_to_s3_and_back(tmp_path: Path) -> None:
 def test_an_upload_to_s3_that_is_called_off_leaves_nothing_at_all(tmp_path: Path) -> None:
     """Not even the parts of a multipart upload, which cost money where nobody sees them."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "large").write_bytes(bytes(40 << 20))
+    (tmp_path / "model" / "large").write_bytes(bytes(14 << 20))
     record = EpochRecord(run="run", epoch=1, destination="", cooldown_s=1.0, seed=1)
     stop = Stop()
     begun = []
 
     def progress(done: int, files: int, size: int) -> None:
-        if size > 30 << 20:
+        if size > 9 << 20:
             begun.extend(destination._fs.list_multipart_uploads("checkpoints"))  # type: ignore[attr-defined]
             stop.set()
 

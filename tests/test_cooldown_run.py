@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from redis_server import needs_redis, redis_server
 from support import PATIENCE_S, Child, asynchronous, until
 
 from transport.cooldown import CooldownClient, CooldownHost, Ledger, Outcome, Part, Phase, recorded_outcomes, restore
@@ -25,6 +26,8 @@ from transport.errors import (
     NoCheckpointError,
     UsageError,
 )
+from transport.store import Store
+from transport.store.open import open_store
 from transport.store.sqlite import SQLiteStore
 
 CLIENTS = ("a", "b", "c", "d", "e", "f")
@@ -51,9 +54,9 @@ class Clock:
 class Run:
     """A run's store and destination, and hosts and clients of it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, store: Store) -> None:
         self.path = path
-        self.store = SQLiteStore(path / "store.sqlite3")
+        self.store = store
         self.ledger = Ledger(self.store, "run")
         self.root = path / "destination"
         self.root.mkdir()
@@ -92,9 +95,8 @@ class Run:
 
 @pytest.fixture
 def cooling(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
-    yield run
-    run.store.close()
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        yield Run(tmp_path, store)
 
 
 async def passing(run: Run, work: Awaitable[Any]) -> Any:
@@ -428,6 +430,33 @@ async def test_a_client_that_is_called_off_says_so_and_leaves_no_manifest(coolin
     await until(lambda: cooling.record(7).notes.get("c"))
     assert cooling.record(7).notes["c"].kind is ReportKind.CANCELLED
     assert (await passing(cooling, leading)).outcome is Outcome.TIMED_OUT
+
+
+# --- a store that is lost for a while ---------------------------------------------------------------------
+@needs_redis
+@asynchronous
+async def test_a_redis_server_that_is_killed_in_the_middle_delays_the_checkpoint_only(tmp_path: Path) -> None:
+    half, go_on = threading.Event(), threading.Event()
+
+    def progress(done: int, files: int, size: int) -> None:
+        if done == 2:
+            half.set()
+            go_on.wait(PATIENCE_S)
+
+    with redis_server() as server, open_store(server.place()) as store:
+        run = Run(tmp_path, store)
+        host = run.host()
+        await host.open(7)
+        leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+        taking = asyncio.create_task(run.client("c", progress=progress).cooldown(7))
+        await until(half.is_set)
+        await asyncio.to_thread(server.kill)
+        go_on.set()
+        await until(run.manifests)
+        await asyncio.to_thread(server.start)
+        assert (await taking).part is Part.WON
+        assert (await leading).outcome is Outcome.CHECKPOINTED
+        run.check_restored(7)
 
 
 # --- local copies, arguments ------------------------------------------------------------------------------
