@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,6 +19,17 @@ import sys
 from transport import BlockingClient
 with BlockingClient() as client:
     print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
+FORKING = """
+import os, signal, sys
+from transport import BlockingClient
+with BlockingClient() as client:
+    child = os.fork()
+    if not child:
+        signal.pause()
+    print(child, flush=True)
     sys.stdin.readline()
 """
 
@@ -75,6 +87,19 @@ def test_clients_of_other_processes_are_seen_until_they_end() -> None:
         assert child.process.pid in [client.pid for client in status.clients()]
         child.kill()
         assert child.process.pid not in [client.pid for client in status.clients()]
+
+
+def test_a_forked_child_does_not_keep_a_client_visible() -> None:
+    """The child outlives the client's end and says nothing for it."""
+    with Child(FORKING) as child:
+        grandchild = int(child.line())
+        try:
+            child.tell()
+            assert child.wait() == 0
+            assert child.process.pid not in [client.pid for client in status.clients()]
+            assert f"@transport-client-{child.process.pid}-" not in Path("/proc/net/unix").read_text()
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
 
 
 def test_a_closed_client_is_not_seen() -> None:

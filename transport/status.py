@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -30,6 +31,8 @@ _TABLE: Final = Path("/proc/net/unix")
 _ANSWER_S: Final = 0.5  # a stopped client does not hold the others up
 _MOST_BYTES: Final = 1 << 16
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+_open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
 
 
 class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +62,7 @@ class StatusSocket:
                 listening.close()
             return
         self._listening = listening
+        _open.add(self)
 
     def _answer(self) -> None:
         if self._listening is None:
@@ -73,12 +77,26 @@ class StatusSocket:
     def _status(self) -> ClientStatus:
         return ClientStatus(pid=os.getpid(), program=Path(sys.argv[0] or "python").name, statistics=self._statistics())
 
+    def close_in_child(self) -> None:
+        """In a forked child: the client, and the loop that would answer, are the parent's."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            os.close(listening.detach())  # a loop holds its sockets open, and this one's never lets go here
+
     def close(self) -> None:
         """Idempotent."""
         listening, self._listening = self._listening, None
         if listening is not None:
             self._loop.remove_reader(listening)
             listening.close()
+
+
+def _close_in_child() -> None:
+    for each in list(_open):
+        each.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def clients(table: Path = _TABLE) -> list[ClientStatus]:
@@ -99,6 +117,8 @@ def _ask(name: str) -> ClientStatus | None:
     ):
         asking.settimeout(_ANSWER_S)
         asking.connect(f"\0{name}")
+        if os.getuid() not in (0, _user_of(asking)):  # another user may have taken such a name
+            return None
         answer = b""
         while len(answer) < _MOST_BYTES and (piece := asking.recv(_MOST_BYTES)):
             answer += piece

@@ -76,17 +76,19 @@ def _text(snapshot: Snapshot, rates: dict[str, Rates]) -> str:
 
 
 def _table(snapshot: Snapshot, rates: dict[str, Rates]) -> Table:
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(
-        title=f"{len(snapshot.rings)} rings, {len(snapshot.clients)} clients on this host", caption=_caption(snapshot)
+        title=f"{len(snapshot.rings)} rings, {len(snapshot.clients)} clients on this host",
+        caption=escape(_caption(snapshot)),
     )
     for name in ("ring", "slots free/writing/ready/reading", "processes"):
         table.add_column(name)
     for name in ("writes/s", "reads/s", "MB/s by wire", "drops", "stale", "full"):
         table.add_column(name, justify="right")
     for view in snapshot.rings:
-        table.add_row(*_row(view, rates.get(view.name)))
+        table.add_row(*map(escape, _row(view, rates.get(view.name))))
     return table
 
 
