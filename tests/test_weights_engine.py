@@ -14,7 +14,10 @@ from weights_members import checksum_of, version_of
 
 from transport import _native
 from transport.errors import (
+    AuthenticationError,
+    ChildrenLostError,
     ParentLostError,
+    RetriesExhaustedError,
     SchemaError,
     StaleSlotError,
     UsageError,
@@ -150,6 +153,22 @@ async def test_a_trainer_whose_iterator_fails_tells_why_and_nobody_holds_a_part(
             await each.finalize()
         assert [each.proof for each in made[1:]] == [Proof(1, checksum_of(1))] * 2
         await transfer(made, 3)
+
+
+@asynchronous
+async def test_members_with_another_secret_get_nothing() -> None:
+    trainer = engine("trainer", secret=b"ours")
+    replica = engine("replica", secret=b"theirs", wires=frozenset({"tcp"}))
+    try:
+        await build([trainer, replica])
+        sent, received = await asyncio.gather(
+            trainer.send_weights(iter(version_of(1).items()), 1), replica.receive(1), return_exceptions=True
+        )
+        assert isinstance(received, AuthenticationError | RetriesExhaustedError)
+        assert isinstance(sent, ChildrenLostError)
+    finally:
+        await replica.close()
+        await trainer.close()
 
 
 @asynchronous
