@@ -320,9 +320,8 @@ async def test_a_trainer_killed_in_mid_transfer_leaves_everybody_at_the_version_
     async with crew_of(3) as crew:
         await crew.update()
         await crew.trainer.call("told", "kill", 2)
-        with pytest.raises(MemberLostError) as caught:
+        with pytest.raises(MemberLostError, match="the process of trainer was ended by SIGKILL") as caught:
             await crew.update()
-        assert "trainer" in str(caught.value)
         await crew.serves(1, 1, 1)
         assert await crew.running() == [True] * 3
         assert crew.manager.admitted == dict.fromkeys(crew.manager.admissions, 1)

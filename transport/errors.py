@@ -330,6 +330,14 @@ class MemberLostError(WeightsError):
     """A trainer or replica ended, or its connection broke, in the middle of an update."""
 
 
+class ParentLostError(MemberLostError):
+    """The member that this one pulls from ended or gave up. A consequence: that member's own error is the cause."""
+
+
+class ChildrenLostError(MemberLostError):
+    """Nobody is left who pulls from this member. A consequence: their own errors are the cause."""
+
+
 class MemberFailedError(WeightsError):
     """A trainer or replica answered with an error; the message has its kind and its text."""
 

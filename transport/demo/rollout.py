@@ -35,7 +35,7 @@ class PolicyWorker(ReferenceWorker):
     """A policy as a replica of the weights' transport: loaded in place, proven by what it would play with."""
 
     def __init__(self, policy: Policy) -> None:
-        super().__init__()
+        super().__init__("in_place")
         self._policy = policy
 
     def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:

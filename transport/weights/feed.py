@@ -11,7 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterable
 
-from transport.errors import MemberFailedError, MemberLostError, ProtocolError, TransportError
+from transport.errors import ParentLostError, ProtocolError, TransportError
 from transport.weights.messages import (
     Failed,
     Frame,
@@ -165,11 +165,11 @@ class Upstream:
 
     @classmethod
     async def connect(cls, parent: str, address: str, port: int, token: str, name: str) -> Upstream:
-        """Join a parent's feed. MemberLostError where nobody is; MemberFailedError when it refuses."""
+        """Join a parent's feed. ParentLostError where nobody is, and when it refuses."""
         try:
             reader, writer = await asyncio.open_connection(address, port)
         except OSError as error:
-            raise MemberLostError(f"{parent} cannot be reached at {address}:{port}: {error}") from error
+            raise ParentLostError(f"{parent} cannot be reached at {address}:{port}: {error}") from error
         upstream = cls(parent, reader, writer)
         try:
             writer.write(encode(Hello(token, name)))
@@ -182,13 +182,13 @@ class Upstream:
         return upstream
 
     async def next(self) -> Frame:
-        """The next frame. MemberLostError when the parent is gone, MemberFailedError when it gives up."""
+        """The next frame. ParentLostError when the parent is gone, or gives up."""
         try:
             frame = await _next(self._reader)
         except (OSError, EOFError) as error:
-            raise MemberLostError(f"{self._parent} ended in the middle of the update") from error
+            raise ParentLostError(f"{self._parent} ended in the middle of the update") from error
         if isinstance(frame, Failed):
-            raise MemberFailedError(f"{self._parent}: {frame.kind}: {frame.message}")
+            raise ParentLostError(f"{self._parent}: {frame.kind}: {frame.message}")
         return frame
 
     def close(self) -> None:

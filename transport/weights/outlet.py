@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from transport.errors import ClosedError, MemberLostError, RingFullError
+from transport.errors import ChildrenLostError, ClosedError, RingFullError
 from transport.leases import WriteLease
 from transport.ring import SharedRingBuffer
 from transport.schema import Schema
@@ -96,13 +96,13 @@ class Outlet:
                     self._ring.acknowledge(ticket, rank)
 
     async def reserve(self, size: int) -> WriteLease:
-        """A slot for the next bucket, when one is free. MemberLostError when no child is left to read it."""
+        """A slot for the next bucket, when one is free. ChildrenLostError when no child is left to read it."""
         ring = self._opened()
         schema = Schema.of(data=("uint8", size))
         since = time.monotonic()
         while True:
             if not self.children:
-                raise MemberLostError(f"all of {', '.join(self._children)} are gone; nobody is left to send to")
+                raise ChildrenLostError(f"all of {', '.join(self._children)} are gone; nobody is left to send to")
             seen = ring.native.freed_event()
             with contextlib.suppress(RingFullError):
                 return ring.reserve(schema, readers=len(self._children), timeout_s=0.0)
@@ -174,7 +174,7 @@ class Outlet:
                 since = time.monotonic()
             await in_thread(ring.native.wait_freed, seen, _LOOK_S)
         if not self.children:
-            raise MemberLostError(f"all of {', '.join(self._children)} were gone before the version was sent")
+            raise ChildrenLostError(f"all of {', '.join(self._children)} were gone before the version was sent")
 
     def abandon(self) -> None:
         """What is still in the ring will not be read. Idempotent; legal in any state."""

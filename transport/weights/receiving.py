@@ -18,7 +18,7 @@ import numpy as np
 from transport import _native
 from transport.client import UCXXClient
 from transport.errors import (
-    MemberLostError,
+    ChildrenLostError,
     ProtocolError,
     SchemaError,
     WeightsChecksumError,
@@ -142,7 +142,7 @@ class Landing:
         try:
             await self._feed.tell(Landed(ticket.encode(), checksum), self._mapped)
             await self._feed.tell(end, self._outlet.children)
-            with contextlib.suppress(MemberLostError):
+            with contextlib.suppress(ChildrenLostError):
                 await self._outlet.drained()
         except BaseException:
             held.release()
@@ -219,7 +219,7 @@ class Landing:
                 lease.checksum = payload.ticket.checksum
                 _native.copy(lease.memory, place.data)
 
-            with contextlib.suppress(MemberLostError):  # a landing that loses all its children lands for its host
+            with contextlib.suppress(ChildrenLostError):  # a landing that loses all its children lands for its host
                 await self._outlet.send(len(place), fill, frame.start, frame.records)
         self._progress(frame.index + 1, 0, self._hashed)
 

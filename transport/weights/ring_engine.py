@@ -80,6 +80,7 @@ class RingEngine(WeightEngine):
         host: whoever has the same one can map this member's memory; default: this host.
         address: to listen on; default: the way out of this host.
         wires: what may carry buckets; None: whatever is best, mapped on one host.
+        secret: shared secret that members prove to each other's listeners; every member has the same.
         rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
         stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
     """
@@ -97,6 +98,7 @@ class RingEngine(WeightEngine):
         host: str | None = None,
         address: str | None = None,
         wires: frozenset[Wire] | None = None,
+        secret: bytes | None = None,
         rate: float | None = None,
         stall_s: float = 60.0,
         progress: Progress = silent,
@@ -114,6 +116,7 @@ class RingEngine(WeightEngine):
         self._host = host or host_identity()
         self._address = address or advertised()[0]
         self._wires = wires
+        self._secret = secret
         self._progress = progress
         self._base = Base() if delta else None
         self._outlet = Outlet(
@@ -121,6 +124,7 @@ class RingEngine(WeightEngine):
             in_flight,
             address=self._address,
             wires=None if wires is None else wires - {"mapped"} or None,
+            secret=secret,
             pace=None if rate is None else Pace(rate),
             stall_s=stall_s,
         )
@@ -235,7 +239,9 @@ class RingEngine(WeightEngine):
         if arguments["link"] is not None:
             self._link = msgspec.convert(arguments["link"], Link)
             if self._client is None and not self._link.mapped:
-                self._client = UCXXClient(wire="auto" if self._wires is None else self._wires, settings=_SETTINGS)
+                self._client = UCXXClient(
+                    wire="auto" if self._wires is None else self._wires, secret=self._secret, settings=_SETTINGS
+                )
             self._upstream = await Upstream.connect(
                 self._link.parent, self._link.address, self._link.port, self._link.token, self.name
             )

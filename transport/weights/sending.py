@@ -87,7 +87,7 @@ class Sending:
     async def run(self, weights: Weights, version: int, from_base: Proof | None) -> tuple[Proof, VersionLayout]:
         """Send everything; returns when every child has read every bucket.
 
-        Raises SchemaError for tensors that the layout does not have, MemberLostError when no child is left.
+        Raises SchemaError for tensors that the layout does not have, ChildrenLostError when no child is left.
         """
         if self._specs is None:  # nobody has said what will come: hold it until its end is known
             held = [(name, as_host_array(value, name)) async for name, value in iterate(weights)]

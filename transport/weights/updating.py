@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
-from transport.errors import MemberFailedError, WeightsTimeoutError
+from transport.errors import ChildrenLostError, MemberFailedError, ParentLostError, WeightsTimeoutError
 from transport.weights.admission import Event
 from transport.weights.engine import Metadata, WeightEngine
 from transport.weights.steps import CLOSING, Do, Proof, Step, UpdateMachine, Verdict
@@ -128,7 +128,7 @@ class Run:
                 self.machine.admit(name for name, verdict in self.verdicts.items() if verdict.event in proven)
 
     async def _step(self, do: Do) -> list[tuple[str, BaseException]]:
-        """Do a step with all its members at once; who failed, in the order of time."""
+        """Do a step with all its members at once; who failed, causes before consequences, in the order of time."""
         if do.step is Step.GROUP:
             return []
         if do.step is Step.TOPOLOGY:
@@ -155,7 +155,8 @@ class Run:
             )
         if late:
             await asyncio.wait(late, timeout=_GRACE_S)
-        return failed
+        # Several learn of one death within moments, in any order: its cause comes first.
+        return sorted(failed, key=lambda each: isinstance(each[1], ParentLostError | ChildrenLostError))
 
     def _topology(self) -> list[tuple[str, BaseException]]:
         trainers, replicas = list(self._trainers), list(self.machine.group)
