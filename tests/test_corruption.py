@@ -10,7 +10,7 @@ import pytest
 from support import Child
 
 # each a process that meets some hundred corruptions
-SEEDS = range(int(os.environ.get("TRANSPORT_CORRUPTION_SEEDS", "4")))
+SEEDS = range(int(os.environ.get("CORRUPTION_SEEDS", "4")))
 
 # A victim uses a ring in every way while its bytes change. SIGALRM ends one that hangs, and a signal one that crashes.
 VICTIM = """

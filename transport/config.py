@@ -46,6 +46,7 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
     secret_file: str = ""
     metrics_port: Port | None = None
     metrics_bind: str = "127.0.0.1"
+    store: str = ""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
     log_format: Literal["text", "json"] = "text"
 
@@ -95,6 +96,8 @@ MEANINGS: Final[Mapping[str, str]] = {
     "pool_endpoints_per_port": "connections of a client to one port",
     "pool_endpoints_idle": "idle connections of a client",
     "connections_per_listener": "connections that a listener admits",
+    "handshakes_per_host": "handshakes under way with one host",
+    "listener_memory_bytes": "memory of its own at which a listener process begins anew",
     "listener_idle_eviction_s": "idle time after which a listener closes a connection",
     "ack_delay_s": "how long an acknowledgement waits for a request to ride with",
     "ack_timeout_s": "how long a listener keeps a slot for an acknowledgement; longest pause before one is sent again",
@@ -113,6 +116,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "secret_file": "file with the shared secret that clients and listeners prove to have; empty: none",
     "metrics_port": "port of the Prometheus metrics, 0: any free one; not set: no metrics",
     "metrics_bind": "local address of that port",
+    "store": "URL of the store that `transport cooldown` and `transport demo --checkpoint` use; empty: the demo's file",
     "log_level": "DEBUG, INFO, WARNING or ERROR",
     "log_format": "text, or json: an object per line with ticket, port and attempt as fields",
 }

@@ -31,7 +31,7 @@ class WallClock:
         """What a process needs to go by this clock."""
         if not self.steps:
             return {}
-        return {"LD_PRELOAD": str(self._library), "TRANSPORT_SOAK_CLOCK": str(self._file)}
+        return {"LD_PRELOAD": str(self._library), "SOAK_CLOCK": str(self._file)}
 
     def step(self, offset_s: int) -> None:
         """From now on it is off by so much."""

@@ -14,7 +14,7 @@ static int (*real_clock_gettime)(clockid_t, struct timespec*);
 
 __attribute__((constructor)) static void open_file(void) {
   real_clock_gettime = (int (*)(clockid_t, struct timespec*))dlsym(RTLD_NEXT, "clock_gettime");
-  const char* path = getenv("TRANSPORT_SOAK_CLOCK");
+  const char* path = getenv("SOAK_CLOCK");
   const int file = path == NULL ? -1 : open(path, O_RDONLY | O_CLOEXEC);
   if (file < 0) return;
   void* mapped = mmap(NULL, sizeof(long), PROT_READ, MAP_SHARED, file, 0);

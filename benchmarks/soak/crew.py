@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-MARK = "TRANSPORT_SOAK"
+MARK = "SOAK_RUN"
 HERE = Path(__file__).parent
 _PR_SET_CHILD_SUBREAPER = 36
 _MODULES = {b"transport.supervisor": "supervisor", b"transport.listener_process": "listener"}

@@ -16,7 +16,7 @@ from pathlib import Path
 from crew import Member
 from faults import Fault
 
-ISOLATED = "TRANSPORT_SOAK_ISOLATED"  # set in the namespaces
+ISOLATED = "SOAK_ISOLATED"  # set in the namespaces
 _SLOWEST = "8kbit"  # of the loopback while it is stalled
 
 

@@ -79,7 +79,7 @@ class Soak:
         if options.build is not None:
             self._environment |= {
                 "PYTHONPATH": f"{HERE / 'points'}{os.pathsep}{root}",
-                "TRANSPORT_SOAK_POINTS": json.dumps(
+                "SOAK_POINTS": json.dumps(
                     {"folder": str(folder), "seed": options.seed, "share": _SHARE, "build": str(options.build)}
                 ),
             }

@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from transport.cli.output import JsonTarget, emit
+from transport.config import configuration
 from transport.errors import UsageError
 from transport.places import SQLitePlace, parse_place
 
@@ -85,8 +86,8 @@ def status(
 
 
 def default_store() -> str:
-    """The store's URL where none is given: TRANSPORT_STORE, or the file in which the demo keeps its epochs."""
-    given = os.environ.get("TRANSPORT_STORE")
+    """The store's URL where none is given: the configured one, or the file in which the demo keeps its epochs."""
+    given = configuration().store
     if given:
         return given
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")

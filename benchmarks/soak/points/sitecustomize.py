@@ -1,7 +1,7 @@
 """Imported by every Python process of a soak with fault points: puts the test build of the native modules in place of
 the installed ones, and sets this process's trap: one named step at which it dies or stops, on its n-th passing.
 
-What is armed follows from TRANSPORT_SOAK_POINTS (see `points.Points`). Steps of the queue are marked here, around the
+What is armed follows from SOAK_POINTS (see `points.Points`). Steps of the queue are marked here, around the
 methods whose beginning and end they are; those of ring, listener and client are compiled in (native/fault.hpp).
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_TOLD = os.environ.get("TRANSPORT_SOAK_POINTS")
+_TOLD = os.environ.get("SOAK_POINTS")
 _NATIVE = ("transport._native", "transport._ucp")
 
 # By role; those of which a process has never heard are never passed, and cost nothing.
