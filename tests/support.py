@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,32 @@ over_ucx = pytest.mark.parametrize("wire", ["tcp", "shm"])
 def settings_with(**changed: Any) -> Settings:
     """The defaults, but for some."""
     return msgspec.structs.replace(DEFAULTS, **changed)
+
+
+# --- leaving ---------------------------------------------------------------------------------------
+class _Leaving:
+    """A native ring that detaches when the others do: each has looked for the others before any of them is gone."""
+
+    def __init__(self, native: Any, together: threading.Barrier) -> None:
+        self._native = native
+        self._together = together
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def close(self) -> None:
+        self._together.wait(PATIENCE_S)
+        self._native.close()
+
+
+@contextlib.contextmanager
+def leaving_at_once(rings: list[SharedRingBuffer]) -> Iterator[ThreadPoolExecutor]:
+    """Threads, one for each ring to be closed in, in the worst order."""
+    together = threading.Barrier(len(rings))
+    for ring in rings:
+        ring.native = _Leaving(ring.native, together)  # type: ignore[assignment]
+    with ThreadPoolExecutor(len(rings)) as threads:
+        yield threads
 
 
 # --- waiting -------------------------------------------------------------------------------------

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support import SHM, Child, noise, read_bytes, segment_file, slot_state
+from support import SHM, Child, leaving_at_once, noise, read_bytes, segment_file, slot_state
 
-from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo
+from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo, _native
 from transport.errors import (
     ClosedError,
     LayoutError,
@@ -25,6 +25,7 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
+from transport.ring import remove_dead
 
 STEPS = Schema.of(obs=("float32", UpTo(10), 3), done=("bool", UpTo(10)), version=("int64",))
 WRITER = """
@@ -121,6 +122,25 @@ def test_the_segment_goes_with_the_last_of_its_users(ring: SharedRingBuffer) -> 
     assert not file.exists()
     reader.close()
     assert segment_file(ring).exists()
+
+
+def test_of_several_that_leave_at_once_the_last_one_removes_the_segment() -> None:
+    rings = [SharedRingBuffer.create(slots=1, slot_bytes=10)]
+    rings += [SharedRingBuffer.attach(rings[0].name, role="reader") for _ in range(3)]
+    with leaving_at_once(rings) as threads:
+        list(threads.map(SharedRingBuffer.close, rings))
+    assert rings[0].name not in _native.segments()
+
+
+def test_remove_dead_takes_segments_of_its_prefix_that_nobody_uses(ring: SharedRingBuffer) -> None:
+    made = [SharedRingBuffer.create(slots=1, slot_bytes=10, prefix="mine-") for _ in range(2)]
+    assert all(each.name.startswith("/transport-mine-") for each in made)
+    made[0].native.close()  # as if it had been killed
+    assert not remove_dead("mine-")
+    assert [segment_file(each).exists() for each in (*made, ring)] == [False, True, True]
+    made[1].native.close()
+    assert remove_dead("mine-")
+    assert [segment_file(each).exists() for each in (*made, ring)] == [False, False, True]
 
 
 USES: dict[str, Callable[[SharedRingBuffer, Ticket], object]] = {

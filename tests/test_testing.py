@@ -51,6 +51,36 @@ def test_a_segment_is_named_unless_a_stranger_may_have_made_it(monkeypatch: pyte
         segment.unlink()
 
 
+def test_a_segment_of_a_process_that_was_there_before_counts_when_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(testing, "_strangers_run", lambda ours: False)
+    segment = Path("/dev/shm") / f"{testing.SEGMENT_PREFIX}{uuid.uuid4().hex}"
+    code = (
+        "import mmap, sys\n"
+        "input()\n"
+        "file = open(sys.argv[1], 'wb+')\n"
+        "file.truncate(4096)\n"
+        "mapped = mmap.mmap(file.fileno(), 4096)\n"
+        "print('mapped', flush=True)\n"
+        "input()\n"
+    )
+    command = [sys.executable, "-c", code, str(segment)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            before = ResourceSnapshot.take()
+            child.stdin.write(b"\n")
+            child.stdin.flush()
+            assert child.stdout.readline() == b"mapped\n"
+            assert f"shared memory {segment}" not in before.leaks(grace_s=0)
+            child.communicate(b"\n")
+            assert f"shared memory {segment}" in before.leaks(grace_s=0)
+        finally:
+            segment.unlink(missing_ok=True)
+
+
 def test_a_child_is_named_alive_or_not_waited_for() -> None:
     before = ResourceSnapshot.take()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import asynchronous
+from support import asynchronous, leaving_at_once
 from weights_members import checksum_of, version_of
 
 from transport import _native
@@ -24,7 +24,7 @@ from transport.errors import (
     WeightsChecksumError,
     WeightsError,
 )
-from transport.weights.copies import Copies, attach
+from transport.weights.copies import Copies, Held, attach
 from transport.weights.feed import Feed, Upstream
 from transport.weights.layout import VersionLayout, specs_of, weights_checksum
 from transport.weights.manager import WeightUpdate
@@ -189,6 +189,40 @@ async def test_a_wrong_order_of_calls_is_refused() -> None:
 def test_sizes_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         engine("e", **options)
+
+
+def test_a_third_segment_goes_once_it_is_free() -> None:
+    copies = Copies("third-")
+
+    def segments() -> int:
+        return sum(name.startswith("/transport-third-") for name in _native.segments())
+
+    try:
+        first, _, third = [copies.take(100, readers=1) for _ in range(3)]
+        copies.trim()
+        assert segments() == 3  # none is free
+        first.abort()
+        third.abort()
+        copies.trim()
+        assert segments() == 2
+    finally:
+        copies.close()
+    assert segments() == 0
+
+
+def test_of_readers_that_let_go_of_a_dead_landings_version_the_last_one_removes_it() -> None:
+    layout = VersionLayout.of(specs_of(version_of(1)))
+    copies = Copies()
+    lease = copies.take(layout.total, readers=3)
+    lease.memory[:] = bytes(layout.total)
+    checksum = lease.checksum = _native.checksum(lease.memory)
+    ticket = lease.publish()
+    held = [attach(ticket, rank, layout, 1, checksum) for rank in range(3)]
+    for ring in copies._rings:
+        ring.native.close()  # as if it had been killed
+    with leaving_at_once([each._attached for each in held if each._attached]) as threads:
+        list(threads.map(Held.release, held))
+    assert ticket.segment not in _native.segments()
 
 
 def test_a_landed_version_that_changed_afterwards_is_not_mapped() -> None:

@@ -20,7 +20,7 @@ import uvloop
 from support import asynchronous, until
 from weights_members import Worker, checksum_of, version_of
 
-from transport import SharedRingBuffer
+from transport import SharedRingBuffer, _native
 from transport.errors import (
     MemberFailedError,
     MemberLostError,
@@ -28,6 +28,7 @@ from transport.errors import (
     WeightsChecksumError,
     WeightsTimeoutError,
 )
+from transport.testing import ResourceSnapshot
 from transport.weights.admission import State
 from transport.weights.layout import VersionLayout, specs_of
 from transport.weights.manager import Outcome, WeightUpdate
@@ -113,6 +114,7 @@ async def crew_of(replicas: int, **options: Any) -> AsyncIterator[Crew]:
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Callable[[Callable[[Crew], Awaitable[None]]], None]]:
     """A crew whose members live through what these tests do to them; each test leaves it with a version everywhere."""
+    before = ResourceSnapshot.take()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
         runner.run(asyncio.to_thread(int))  # its thread is there before the first test looks
@@ -135,6 +137,8 @@ def shared() -> Iterator[Callable[[Callable[[Crew], Awaitable[None]]], None]]:
             yield run
         finally:
             runner.run(crew.close())
+    now = ResourceSnapshot.take()
+    assert before._replace(threads=now.threads).leaks() == []  # pytest-timeout has a thread of its own
 
 
 # --- members that live -----------------------------------------------------------------------------------------
@@ -297,6 +301,25 @@ async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_o
             await updating
         await crew.serves(3, 3, -1, -1)
         assert crew.manager.admitted == {"replica 0": 3, "replica 1": 3}
+
+
+@asynchronous
+async def test_when_every_member_is_killed_their_closing_removes_what_they_left() -> None:
+    async with crew_of(3) as crew:
+        await crew.update()
+        members = [crew.trainer, *crew.replicas]
+
+        def left() -> list[str]:
+            return [name for name in _native.segments() for member in members if member.prefix in name]
+
+        assert left()
+        for member in members:
+            member.process.kill()
+        await until(lambda: all(member.lost for member in members))
+        await asyncio.gather(*(member.process.wait() for member in members))
+        assert left()
+        await crew.close()
+        assert left() == []
 
 
 @asynchronous

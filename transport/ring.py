@@ -100,6 +100,7 @@ class SharedRingBuffer:
         slots: int = 64,
         slot_bytes: int | None = None,
         name: str | None = None,
+        prefix: str = "",
         overflow: Overflow = "block",
     ) -> Self:
         """Make the ring, or take over the one of a dead writer when ``name`` exists.
@@ -109,6 +110,7 @@ class SharedRingBuffer:
             slots: payloads the ring holds, unread ones included.
             slot_bytes: payload bytes per slot; default the schema's largest payload.
             name: only for a ring that a restarted writer shall find again; default random.
+            prefix: begins the random name, so that whoever outlives a killed writer knows its segments.
             overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest unread.
 
         Raises:
@@ -130,7 +132,7 @@ class SharedRingBuffer:
         if slots < 1 or slot_bytes < 1:
             raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
         fingerprint = schema.fingerprint if schema is not None else bytes(16)
-        segment = name if name is not None else f"/transport-{secrets.token_hex(8)}"
+        segment = name if name is not None else f"/transport-{prefix}{secrets.token_hex(8)}"
         if not segment.startswith("/transport-"):
             segment = f"/transport-{segment}"
         try:
@@ -142,7 +144,7 @@ class SharedRingBuffer:
         ring = cls(native, schema, overflow)
         ring._made_here = True
         if name is None:  # one with a name may be meant for whoever takes it over
-            ring._forgotten = weakref.finalize(ring, _leave, native, ring._pages)
+            ring._forgotten = weakref.finalize(ring, _forget, native, ring._pages)
         return ring
 
     @classmethod
@@ -174,7 +176,7 @@ class SharedRingBuffer:
                 "both sides must use the same tensors, dtypes and shapes"
             )
         ring = cls(native, schema, "block", writable=role == "writer")
-        ring._forgotten = weakref.finalize(ring, _leave, native, ring._pages, only_empty=True)
+        ring._forgotten = weakref.finalize(ring, _forget, native, ring._pages, only_empty=True)
         return ring
 
     def close(self) -> None:
@@ -190,10 +192,7 @@ class SharedRingBuffer:
         self._pages.release()
         if self._made_here:
             self._give_up_unread()
-        _, _, ready, reading = self.native.state_counts()
-        if self._made_here or ready + reading == 0:
-            self.native.unlink_if_last()
-        self.native.close()
+        _leave(self.native, only_empty=not self._made_here)
 
     def _give_up_unread(self) -> None:
         """Discard what is unread; a reader that looks at a slot keeps its memory until it lets go."""
@@ -451,13 +450,43 @@ class SharedRingBuffer:
         return changed
 
 
-def _leave(native: _native.Ring, pages: RegisteredPages, *, only_empty: bool = False) -> None:
+def _forget(native: _native.Ring, pages: RegisteredPages, *, only_empty: bool = False) -> None:
     """For whoever ends without `close`: no segment stays behind, unless somebody lives that needs it."""
     pages.release()
     with contextlib.suppress(_native.RingFault):  # a forked child's end is none of the ring's business
-        if native.closed:
-            return
-        _, _, ready, reading = native.state_counts()
-        if not only_empty or ready + reading == 0:
-            native.unlink_if_last()
-        native.close()
+        if not native.closed:
+            _leave(native, only_empty=only_empty)
+
+
+def _leave(native: _native.Ring, *, only_empty: bool) -> None:
+    """Detach; the last one removes the segment.
+
+    Of several that leave at once, each may still see another's place. So whoever may remove it looks again when its
+    own place is free: the last to get there finds nobody.
+    """
+    _, _, ready, reading = native.state_counts()
+    removes = not only_empty or ready + reading == 0
+    removed = removes and native.unlink_if_last()
+    native.close()
+    if removes and not removed:
+        remove_if_dead(native.name)
+
+
+def remove_if_dead(name: str) -> bool:
+    """Remove a segment that nobody lives to use, unread payloads included. False: somebody does, or it is gone."""
+    try:
+        return _native.Ring.unlink_if_dead(name)
+    except _native.RingFault:  # gone, or another user's
+        return False
+
+
+def remove_dead(prefix: str) -> bool:
+    """Remove the segments of this ``prefix`` (of `SharedRingBuffer.create`) that nobody lives to use. Blocks.
+
+    False: some are in use, and still there.
+    """
+    beginning = f"/transport-{prefix}"
+    for name in _native.segments():
+        if name.startswith(beginning):
+            remove_if_dead(name)
+    return not any(name.startswith(beginning) for name in _native.segments())

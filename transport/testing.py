@@ -9,7 +9,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Container, Coroutine
+from collections.abc import Container, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -36,7 +36,8 @@ class ResourceSnapshot(NamedTuple):
         assert not before.leaks()
 
     Descriptors are compared by number and target. Processes are the children, and after ``mark_descendants`` all
-    descendants. A segment does not tell who made it, so new ones count only while no stranger runs this package.
+    descendants. A segment does not tell who made it, so new ones count only while no stranger runs this package; what a
+    process has mapped that was there before is that process's, and no leak before its own end.
     Native threads are not seen, because libraries keep theirs for life.
     """
 
@@ -75,6 +76,9 @@ class ResourceSnapshot(NamedTuple):
     def _new_since(self) -> list[str]:
         now = self.take()
         new_segments = {name: what for name, what in now.segments.items() if name not in self.segments}
+        if new_segments and self.processes:
+            theirs = _mapped_by(self.processes)
+            new_segments = {name: what for name, what in new_segments.items() if name not in theirs}
         if new_segments and _strangers_run(now.processes):
             new_segments = {}
         return [
@@ -148,6 +152,16 @@ def _processes() -> dict[int, str]:
                 found[pid] = f"descendant process {pid} ({name})"
         except OSError:  # it ended meanwhile, or is another user's
             continue
+    return found
+
+
+def _mapped_by(processes: Iterable[int]) -> set[str]:
+    """Names of the segments that any of these processes has mapped."""
+    found: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):  # it has ended
+            lines = Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines()
+            found.update(line.rpartition(f"{_SHARED_MEMORY}/")[2] for line in lines if f" {_SHARED_MEMORY}/" in line)
     return found
 
 

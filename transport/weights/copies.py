@@ -14,7 +14,7 @@ import numpy as np
 from transport import _native
 from transport.errors import ClosedError, RingFullError, WeightsChecksumError
 from transport.leases import ReadLease, WriteLease
-from transport.ring import SharedRingBuffer
+from transport.ring import SharedRingBuffer, remove_if_dead
 from transport.schema import Schema
 from transport.ticket import Ticket
 from transport.weights.layout import VersionLayout
@@ -59,6 +59,7 @@ class Held:
         if not ring.native.keeper_alive:  # whoever landed it is gone, and cannot tidy up
             ring.discard(self._lease.ticket)
         ring.close()
+        remove_if_dead(ring.name)  # also when it died just now, or a dead reader's pin is still on the slot
 
 
 def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, checksum: int) -> Held:
@@ -82,9 +83,10 @@ def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, check
 
 
 class Copies:
-    """The segments of one process that lands versions. One thread at a time."""
+    """The segments of one process that lands versions; their names begin with ``prefix``. One thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
         self._rings: list[SharedRingBuffer] = []
 
     def take(self, total: int, readers: int) -> WriteLease:
@@ -97,15 +99,15 @@ class Copies:
             if ring.slot_capacity >= total:
                 with contextlib.suppress(RingFullError):
                     return ring.reserve(schema, readers=readers, timeout_s=0.0)
-        self._trim()
-        ring = SharedRingBuffer.create(slots=1, slot_bytes=max(1, total), overflow="error")
+        self.trim(_KEPT - 1)
+        ring = SharedRingBuffer.create(slots=1, slot_bytes=max(1, total), prefix=self._prefix, overflow="error")
         self._rings.append(ring)
         return ring.reserve(schema, readers=readers, timeout_s=0.0)
 
-    def _trim(self) -> None:
-        """Close free segments that are too small, or too many."""
+    def trim(self, kept: int = _KEPT) -> None:
+        """Close free segments, the oldest first, while there are more than so many."""
         for ring in list(self._rings):
-            if len(self._rings) >= _KEPT and ring.native.state_counts()[0] == ring.slot_count:
+            if len(self._rings) > kept and ring.native.state_counts()[0] == ring.slot_count:
                 self._rings.remove(ring)
                 ring.close()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping
@@ -22,12 +23,14 @@ import msgspec
 
 from transport import errors
 from transport.errors import MemberFailedError, MemberLostError, TransportError
+from transport.ring import remove_dead
 from transport.weights.engine import Metadata
 from transport.weights.steps import Proof
-from transport.weights.threads import ended
+from transport.weights.threads import ended, in_thread
 
 _STOP_S = 20.0
 _MOST_LINE = 64 << 20
+_untidy: set[str] = set()  # prefixes of ended members whose segments may be mapped by others
 
 
 class Request(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,11 +55,13 @@ class ProcessMember:
 
     Attributes:
         lost: whether its process has ended.
+        prefix: of its segments' names.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, prefix: str) -> None:
         self.name = name
         self.process = process
+        self.prefix = prefix
         self.lost = False
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
@@ -78,9 +83,11 @@ class ProcessMember:
             limit=_MOST_LINE,
             env={**os.environ, **(environment or {})},
         )
-        member = cls(name, process)
+        prefix = f"weights-{secrets.token_hex(8)}-"
+        member = cls(name, process, prefix)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode({"name": name, **config}) + b"\n")
+        told = {"name": name, **config, "engine": {**config.get("engine", {}), "prefix": prefix}}
+        process.stdin.write(msgspec.json.encode(told) + b"\n")
         return member
 
     async def _read(self) -> None:
@@ -158,8 +165,15 @@ class ProcessMember:
     async def resume_generation(self) -> None:
         await self.call("resume_generation")
 
+    async def tidy(self) -> None:
+        """Remove the segments that a killed process has left, once nobody has them mapped any more."""
+        await in_thread(remove_dead, self.prefix)
+
     async def close(self) -> None:
-        """End the process: its input ends, and when that does not help it is killed. Idempotent."""
+        """End the process: its input ends, and when that does not help it is killed. Idempotent.
+
+        No segment stays of it, nor of members that ended before it and whose last reader it was.
+        """
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -170,6 +184,10 @@ class ProcessMember:
             await self.process.wait()
         await asyncio.wait([self._reading], timeout=_STOP_S)
         await ended(self._reading)
+        _untidy.add(self.prefix)
+        for prefix in list(_untidy):
+            if await in_thread(remove_dead, prefix):
+                _untidy.discard(prefix)
 
 
 def _proof(value: Any) -> Proof | None:

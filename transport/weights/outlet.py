@@ -40,6 +40,7 @@ class Outlet:
         secret: bytes | None = None,
         pace: Pace | None = None,
         stall_s: float = 60.0,
+        prefix: str = "",
     ) -> None:
         self._bucket_bytes = bucket_bytes
         self._in_flight = in_flight
@@ -48,6 +49,7 @@ class Outlet:
         self._secret = secret
         self._pace = pace
         self._stall_s = stall_s
+        self._prefix = prefix
         self._ring: SharedRingBuffer | None = None
         self._server: UCXXServer | None = None
         self._feed: Feed | None = None
@@ -66,7 +68,7 @@ class Outlet:
             await in_thread(self._open)
 
     def _open(self) -> None:
-        ring = SharedRingBuffer.create(slots=self._in_flight, slot_bytes=self._bucket_bytes)
+        ring = SharedRingBuffer.create(slots=self._in_flight, slot_bytes=self._bucket_bytes, prefix=self._prefix)
         try:
             self._server = UCXXServer(
                 ring, (0,), addresses=(self._address,), wires=self._wires, secret=self._secret, mode="thread"

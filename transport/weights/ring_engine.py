@@ -83,6 +83,7 @@ class RingEngine(WeightEngine):
         secret: shared secret that members prove to each other's listeners; every member has the same.
         rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
         stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
+        prefix: begins the random names of its segments, so that whoever outlives a killed member can remove them.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class RingEngine(WeightEngine):
         secret: bytes | None = None,
         rate: float | None = None,
         stall_s: float = 60.0,
+        prefix: str = "",
         progress: Progress = silent,
     ) -> None:
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
@@ -127,8 +129,9 @@ class RingEngine(WeightEngine):
             secret=secret,
             pace=None if rate is None else Pace(rate),
             stall_s=stall_s,
+            prefix=prefix,
         )
-        self._copies = Copies()
+        self._copies = Copies(prefix)
         self._client: UCXXClient | None = None
         self._feed: Feed | None = None
         self._upstream: Upstream | None = None
@@ -262,6 +265,7 @@ class RingEngine(WeightEngine):
             self._outlet.abandon()
             if previous is not None:
                 previous.release()
+                await in_thread(self._copies.trim)
 
     async def close(self) -> None:
         """Give everything back, the version that is held too. Idempotent."""

@@ -35,7 +35,10 @@ class TrainerMember(Protocol):
 
 
 class ReplicaMember(Protocol):
-    """A replica, here (`worker.Replica`) or in another process. One whose process is gone has an attribute ``lost``."""
+    """A replica, here (`worker.Replica`) or in another process.
+
+    One whose process is gone has an attribute ``lost``, and may have ``tidy()`` for what it left on its host.
+    """
 
     @property
     def name(self) -> str: ...
@@ -126,6 +129,18 @@ class Run:
                 self.verdicts = judge(self)
                 proven = (Event.PROVEN_NEW, Event.PROVEN_OLD)
                 self.machine.admit(name for name, verdict in self.verdicts.items() if verdict.event in proven)
+        await self._tidy()
+
+    async def _tidy(self) -> None:
+        """What killed members left goes now: earlier, somebody of their host may still be about to map it."""
+        members: list[TrainerMember | ReplicaMember] = [*self._trainers.values(), *self._replicas.values()]
+        for member in members:
+            tidy = getattr(member, "tidy", None)
+            if tidy is not None and getattr(member, "lost", False):
+                try:
+                    await tidy()
+                except Exception:  # the update is what it is; memory that stays is found by `transport reclaim`
+                    log.exception("the segments of %s could not be removed", member.name)
 
     async def _step(self, do: Do) -> list[tuple[str, BaseException]]:
         """Do a step with all its members at once; who failed, causes before consequences, in the order of time."""
