@@ -20,7 +20,7 @@ import uvloop
 from support import asynchronous, until
 from weights_members import Worker, checksum_of, version_of
 
-from transport import SharedRingBuffer
+from transport import SharedRingBuffer, _native
 from transport.errors import (
     MemberFailedError,
     MemberLostError,
@@ -28,6 +28,7 @@ from transport.errors import (
     WeightsChecksumError,
     WeightsTimeoutError,
 )
+from transport.testing import ResourceSnapshot
 from transport.weights.admission import State
 from transport.weights.layout import VersionLayout, specs_of
 from transport.weights.manager import Outcome, WeightUpdate
@@ -40,6 +41,18 @@ pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 ENGINE: dict[str, Any] = {"bucket_bytes": 16384, "address": "127.0.0.1"}
 LIMITS = Limits()
+
+
+@pytest.fixture(autouse=True)
+def leak_check(request: pytest.FixtureRequest, ucx_warm_up: None) -> Iterator[None]:
+    """As everywhere, but a crew that lives on keeps its segments, which come and go with its updates."""
+    lives_on = "shared" in request.fixturenames
+    before = ResourceSnapshot.take()
+    yield
+    leaks = before.leaks(grace_s=0.0) if lives_on else before.leaks()
+    leaks = [each for each in leaks if not (lives_on and "shared memory" in each)]
+    if leaks:
+        pytest.fail("left behind: " + "; ".join(leaks), pytrace=False)
 
 
 class Crew:
@@ -135,6 +148,8 @@ def shared() -> Iterator[Callable[[Callable[[Crew], Awaitable[None]]], None]]:
             yield run
         finally:
             runner.run(crew.close())
+            mine = tuple(member.segments for member in (crew.trainer, *crew.replicas))
+            assert [name for name in _native.segments() if name.startswith(mine)] == []
 
 
 # --- members that live -----------------------------------------------------------------------------------------

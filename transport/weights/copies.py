@@ -7,6 +7,7 @@ free again when all have let go. The memory of a version that somebody still ser
 from __future__ import annotations
 
 import contextlib
+import secrets
 from typing import Any
 
 import numpy as np
@@ -81,10 +82,16 @@ def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, check
         raise
 
 
+def segment_name(prefix: str | None) -> str | None:
+    """A new name that begins so: whoever knows the prefix can tidy up behind a process that was killed."""
+    return None if prefix is None else f"{prefix}-{secrets.token_hex(6)}"
+
+
 class Copies:
     """The segments of one process that lands versions. One thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, segments: str | None = None) -> None:
+        self._segments = segments
         self._rings: list[SharedRingBuffer] = []
 
     def take(self, total: int, readers: int) -> WriteLease:
@@ -98,7 +105,9 @@ class Copies:
                 with contextlib.suppress(RingFullError):
                     return ring.reserve(schema, readers=readers, timeout_s=0.0)
         self._trim()
-        ring = SharedRingBuffer.create(slots=1, slot_bytes=max(1, total), overflow="error")
+        ring = SharedRingBuffer.create(
+            slots=1, slot_bytes=max(1, total), name=segment_name(self._segments), overflow="error"
+        )
         self._rings.append(ring)
         return ring.reserve(schema, readers=readers, timeout_s=0.0)
 

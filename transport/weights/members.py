@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from typing import Any, Self
 
 import msgspec
 
-from transport import errors
+from transport import _native, errors
 from transport.errors import MemberFailedError, MemberLostError, TransportError
 from transport.weights.engine import Metadata
 from transport.weights.steps import Proof
@@ -52,12 +53,14 @@ class ProcessMember:
 
     Attributes:
         lost: whether its process has ended.
+        segments: what the names of its shared memory begin with.
     """
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, segments: str) -> None:
         self.name = name
         self.process = process
         self.lost = False
+        self.segments = segments
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
         self._reading = asyncio.get_running_loop().create_task(self._read())
@@ -78,9 +81,13 @@ class ProcessMember:
             limit=_MOST_LINE,
             env={**os.environ, **(environment or {})},
         )
-        member = cls(name, process)
+        segments = f"/transport-weights-{secrets.token_hex(8)}"
+        member = cls(name, process, segments)
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode({"name": name, **config}) + b"\n")
+        process.stdin.write(
+            msgspec.json.encode({"name": name, **config, "engine": {**config.get("engine", {}), "segments": segments}})
+            + b"\n"
+        )
         return member
 
     async def _read(self) -> None:
@@ -99,10 +106,18 @@ class ProcessMember:
             self.lost = True
             status = await self.process.wait()
             how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            self._tidy_up()
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(MemberLostError(f"the process of {self.name} {how}"))
             self._waiting.clear()
+
+    def _tidy_up(self) -> None:
+        """Remove what the process left in shared memory; what others still map goes when they let go of it."""
+        for segment in _native.segments():
+            if segment.startswith(self.segments):
+                with contextlib.suppress(_native.RingFault):
+                    _native.Ring.unlink_if_dead(segment)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Call a method there. Raises what it raises, by its kind, and MemberLostError when the process ends."""

@@ -18,6 +18,7 @@ from transport.schema import Schema
 from transport.server import UCXXServer
 from transport.slots import SlotState
 from transport.ticket import Ticket
+from transport.weights.copies import segment_name
 from transport.weights.feed import Feed
 from transport.weights.messages import Bucket
 from transport.weights.pace import Pace
@@ -40,6 +41,7 @@ class Outlet:
         secret: bytes | None = None,
         pace: Pace | None = None,
         stall_s: float = 60.0,
+        segments: str | None = None,
     ) -> None:
         self._bucket_bytes = bucket_bytes
         self._in_flight = in_flight
@@ -48,6 +50,7 @@ class Outlet:
         self._secret = secret
         self._pace = pace
         self._stall_s = stall_s
+        self._segments = segments
         self._ring: SharedRingBuffer | None = None
         self._server: UCXXServer | None = None
         self._feed: Feed | None = None
@@ -66,7 +69,9 @@ class Outlet:
             await in_thread(self._open)
 
     def _open(self) -> None:
-        ring = SharedRingBuffer.create(slots=self._in_flight, slot_bytes=self._bucket_bytes)
+        ring = SharedRingBuffer.create(
+            slots=self._in_flight, slot_bytes=self._bucket_bytes, name=segment_name(self._segments)
+        )
         try:
             self._server = UCXXServer(
                 ring, (0,), addresses=(self._address,), wires=self._wires, secret=self._secret, mode="thread"

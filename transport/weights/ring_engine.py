@@ -82,6 +82,7 @@ class RingEngine(WeightEngine):
         wires: what may carry buckets; None: whatever is best, mapped on one host.
         secret: shared secret that members prove to each other's listeners; every member has the same.
         rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
+        segments: what the names of its shared memory begin with, "/transport-…"; default: random names.
         stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
     """
 
@@ -101,6 +102,7 @@ class RingEngine(WeightEngine):
         secret: bytes | None = None,
         rate: float | None = None,
         stall_s: float = 60.0,
+        segments: str | None = None,
         progress: Progress = silent,
     ) -> None:
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
@@ -127,8 +129,9 @@ class RingEngine(WeightEngine):
             secret=secret,
             pace=None if rate is None else Pace(rate),
             stall_s=stall_s,
+            segments=segments,
         )
-        self._copies = Copies()
+        self._copies = Copies(segments)
         self._client: UCXXClient | None = None
         self._feed: Feed | None = None
         self._upstream: Upstream | None = None
