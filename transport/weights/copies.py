@@ -59,7 +59,7 @@ class Held:
         self._lease.consume()
         if not ring.native.keeper_alive:  # whoever landed it is gone, and cannot tidy up
             ring.discard(self._lease.ticket)
-        ring.close()
+        _leave(ring)
 
 
 def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, checksum: int) -> Held:
@@ -132,4 +132,11 @@ class Copies:
     def close(self) -> None:
         """Give up all segments; those mapped elsewhere live as long as they are. Idempotent."""
         while self._rings:
-            self._rings.pop().close()
+            _leave(self._rings.pop())
+
+
+def _leave(ring: SharedRingBuffer) -> None:
+    """Close, and remove the segment if nobody is left: two that leave at once each see the other still there."""
+    ring.close()
+    with contextlib.suppress(_native.RingFault):  # mostly: it is gone already
+        _native.Ring.unlink_if_dead(ring.name)
