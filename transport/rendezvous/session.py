@@ -239,7 +239,7 @@ class Session:
                 self._seat_lost()
 
     def _seat_lost(self) -> None:
-        log.warning("%s: the lease of its seat ended; it counts as gone in round %d", self.name, self._member.round)
+        log.info("%s: the lease of its seat ended; it counts as gone in round %d", self.name, self._member.round)
         self._seat, self._seat_version = None, ABSENT
         self._member.apply(Event.SEAT_LOST)
 

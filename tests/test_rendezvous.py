@@ -1,0 +1,281 @@
+"""Rendezvous in real processes over the embedded store: members killed and stopped, hosts killed, stores lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support import Child, asynchronous, eventually
+
+from transport.errors import ClosedError, RunLostError, StoreUnavailableError
+from transport.rendezvous import Archive, Closing, Place, Reason, Rendezvous, Rules
+from transport.rendezvous.records import Phase, Round
+from transport.store import SQLiteStore
+from transport.store.memory import MemoryStore
+
+RUN = "run"
+QUICK: dict[str, Any] = {
+    "lease_s": 1.0,
+    "poll_s": 0.1,
+    "last_call_s": 0.5,
+    "join_timeout_s": 30.0,
+    "store_patience_s": 1.0,
+    "host_poll_least_s": 0.05,
+}
+
+# Joins again and again, and does what it is told in between. Ends with the run's exit code.
+MEMBER = """
+import asyncio, json, sys
+from transport.errors import RunLostError
+from transport.rendezvous import Archive, Place, Reason, Rendezvous, Rules
+from transport.store import SQLiteStore
+
+path, archive, rules, name = sys.argv[1:]
+
+def say(*words):
+    print(*words, flush=True)
+
+async def told(words):
+    return (await words.readline()).decode().split()
+
+async def main():
+    words = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(words), sys.stdin)
+    with SQLiteStore(path) as store:
+        options = dict(archive=Archive(archive), address=name, member=name)
+        async with Rendezvous(store, "run", Rules(**json.loads(rules)), **options) as rendezvous:
+            say("here")
+            while True:
+                found = await rendezvous.join()
+                if not isinstance(found, Place):
+                    break
+                say("rank", found.round, found.rank, found.size)
+                over, order = asyncio.create_task(rendezvous.over()), asyncio.create_task(told(words))
+                await asyncio.wait([over, order], return_when=asyncio.FIRST_COMPLETED)
+                if order.done() and order.result()[:1] == ["done"]:
+                    await rendezvous.finish()
+                elif order.done() and order.result()[:1] == ["close"]:
+                    await rendezvous.close(Reason(order.result()[1]), "told to")
+                elif not order.done():
+                    order.cancel()
+                await over
+            return rendezvous.exit_code
+
+try:
+    status = asyncio.run(main())
+except RunLostError as error:
+    say("lost", error)
+    status = 1
+sys.exit(status)
+"""
+
+
+class Crew:
+    """Member processes of one run."""
+
+    def __init__(self, folder: Path, **rules: Any) -> None:
+        self.store = folder / "store.sqlite3"
+        self.archive = folder / "closed.json"
+        self._rules = json.dumps({**QUICK, **rules})
+        self._stack = contextlib.ExitStack()
+        self._store = self._stack.enter_context(SQLiteStore(self.store))
+
+    def member(self, name: str) -> Child:
+        child = self._stack.enter_context(Child(MEMBER, self.store, self.archive, self._rules, name))
+        assert child.line() == "here"
+        return child
+
+    def round(self) -> Round | None:
+        entry = self._store.get(f"{RUN}/round")
+        return None if entry is None else msgspec.json.decode(entry.value, type=Round)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Crew]:
+    crew = Crew(tmp_path, least=2)
+    yield crew
+    crew.close()
+
+
+def ranks(*members: Child) -> list[str]:
+    return sorted(member.line() for member in members)
+
+
+# --- processes ------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_killed_member_and_everybody_ends_well(crew: Crew) -> None:
+    members = [crew.member("a"), crew.member("b")]
+    assert ranks(*members) == ["rank 1 0 2", "rank 1 1 2"]
+    spare = crew.member("c")
+    members[0].kill()  # the host as well: it came first
+    assert ranks(members[1], spare) == ["rank 2 0 2", "rank 2 1 2"]
+    late = crew.member("d")
+    for each in (members[1], spare):
+        each.tell("done")
+    assert [each.wait() for each in (members[1], spare, late)] == [0, 0, 0]
+    assert Archive(crew.archive).read().reason is Reason.SUCCESS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("reason", "code"), [("success", 0), ("failure", 1), ("no_restart", 93)])
+def test_waiters_end_with_the_code_of_the_reason(crew: Crew, reason: str, code: int) -> None:
+    members = [crew.member("a"), crew.member("b")]
+    ranks(*members)
+    spare = crew.member("c")
+    members[1].tell(f"close {reason}")
+    assert [each.wait() for each in (*members, spare)] == [code] * 3
+    assert crew.round().phase is Phase.CLOSED
+
+
+@pytest.mark.slow
+def test_a_stopped_member_is_replaced_and_comes_back_as_a_spare(crew: Crew) -> None:
+    members = [crew.member("a"), crew.member("b")]
+    ranks(*members)
+    spare = crew.member("c")
+    members[1].process.send_signal(signal.SIGSTOP)
+    assert ranks(members[0], spare) == ["rank 2 0 2", "rank 2 1 2"]
+    members[1].process.send_signal(signal.SIGCONT)
+    members[0].tell("close success")
+    assert [each.wait() for each in (*members, spare)] == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_store_that_is_lost_ends_everybody_and_the_archive_says_how(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, least=1)
+    try:
+        member = crew.member("a")
+        assert member.line() == "rank 1 0 1"
+        spare = crew.member("b")
+        crew.store.write_bytes(b"no database any more")
+        for path in tmp_path.glob("store.sqlite3-*"):
+            path.write_bytes(b"")
+        assert member.wait() == 1
+        assert spare.wait() == 1
+    finally:
+        with contextlib.suppress(Exception):
+            crew.close()
+
+
+# --- in this process ----------------------------------------------------------------------------------------
+@asynchronous
+async def test_a_rendezvous_of_one_begins_finishes_and_says_so() -> None:
+    with MemoryStore() as store:
+        async with Rendezvous(store, RUN, Rules(**QUICK), address="here:1") as alone:
+            place = await alone.join()
+            assert isinstance(place, Place)
+            assert (place.rank, place.size, place.leader, alone.is_host) == (0, 1, "here:1", True)
+            assert [peer.member for peer in (await alone.roster()).peers] == [alone.member]
+            closing = await alone.finish()
+            assert closing is not None
+            assert closing.reason is Reason.SUCCESS
+            assert alone.exit_code == 0
+            assert await alone.join() == closing
+
+
+@asynchronous
+async def test_a_restart_ends_in_a_new_round() -> None:
+    with MemoryStore() as store:
+        async with Rendezvous(store, RUN, Rules(**QUICK)) as alone:
+            assert (await alone.join()).round == 1
+            assert await alone.restart("no memory") is None
+            assert (await alone.join()).round == 2
+
+
+@asynchronous
+async def test_a_cancelled_wait_changes_nothing() -> None:
+    with MemoryStore() as store:
+        async with Rendezvous(store, RUN, Rules(**{**QUICK, "least": 2})) as one:
+            waiting = asyncio.create_task(one.join())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            async with Rendezvous(store, RUN, Rules(**{**QUICK, "least": 2})) as other:
+                found = await asyncio.gather(one.join(), other.join())
+                assert sorted(place.rank for place in found) == [0, 1]
+
+
+@asynchronous
+async def test_leaving_ends_waits_and_frees_the_place_at_once() -> None:
+    with MemoryStore() as store:
+        rules = Rules(**{**QUICK, "lease_s": 3600.0})
+        async with Rendezvous(store, RUN, rules) as spare:
+            async with Rendezvous(store, RUN, rules) as first:
+                await first.join()
+                waiting = asyncio.create_task(spare.join())
+                over = asyncio.create_task(first.over())
+                await asyncio.sleep(0)
+            with pytest.raises(ClosedError):
+                await over
+            assert (await waiting).round == 2
+            await spare.close(Reason.SUCCESS)
+        with pytest.raises(ClosedError):
+            await spare.join()
+
+
+class Away(MemoryStore):
+    """A store that can be cut off."""
+
+    away = False
+
+    def get_many(self, keys: Any) -> Any:
+        if self.away:
+            raise StoreUnavailableError("the store is away")
+        return super().get_many(keys)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@asynchronous
+async def test_waiters_learn_of_the_stores_loss_or_from_the_archive(tmp_path: Path, closed: bool) -> None:
+    archive = Archive(tmp_path / "closed.json")
+    with Away() as store:
+        async with Rendezvous(store, RUN, Rules(**QUICK), archive=archive) as member:
+            await member.join()
+            waiting = asyncio.create_task(member.wait_closed())
+            store.away = True
+            if closed:
+                entry = member._session._member.incarnation
+                archive.write(Closing(reason=Reason.NO_RESTART, round=1, incarnation=entry, by="x"))
+                assert (await waiting).reason is Reason.NO_RESTART
+                assert member.exit_code == 93
+            else:
+                with pytest.raises(RunLostError, match="of no use"):
+                    await waiting
+                assert member.exit_code == 1
+
+
+@asynchronous
+async def test_another_programs_record_ends_the_member_with_an_error_that_names_it() -> None:
+    from transport.errors import StoreUnsuitableError
+
+    with MemoryStore() as store:
+        store.put(f"{RUN}/round", b"mine!")
+        async with Rendezvous(store, RUN, Rules(**QUICK)) as member:
+            with pytest.raises(StoreUnsuitableError, match="run/round"):
+                await member.join()
+
+
+def test_leases_go_on_while_the_loop_is_blocked() -> None:
+    """A program that keeps its loop from running must not lose its place for it."""
+
+    async def main() -> None:
+        with MemoryStore() as store:
+            async with Rendezvous(store, RUN, Rules(**QUICK)) as member:
+                place = await member.join()
+                seat = f"{RUN}/1/seat/0"
+                lease = store._memory.records[seat].ends_at
+                eventually(lambda: store._memory.records[seat].ends_at > lease + QUICK["lease_s"])
+                assert place.round == 1
+                assert member.place == place
+
+    asyncio.run(main())
