@@ -12,13 +12,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from redis_server import needs_redis, redis_server
 from support import Child, asynchronous, eventually
 
-from transport.errors import ClosedError, RunLostError, StoreUnavailableError
+from transport.errors import ClosedError, RunLostError, StoreUnavailableError, StoreUnsuitableError
 from transport.rendezvous import Archive, Closing, Place, Reason, Rendezvous, Rules
 from transport.rendezvous.records import Phase, Round
-from transport.store import SQLiteStore
 from transport.store.memory import MemoryStore
+from transport.store.open import open_store
 
 RUN = "run"
 QUICK: dict[str, Any] = {
@@ -35,9 +36,9 @@ MEMBER = """
 import asyncio, json, sys
 from transport.errors import RunLostError
 from transport.rendezvous import Archive, Place, Reason, Rendezvous, Rules
-from transport.store import SQLiteStore
+from transport.store.open import open_store
 
-path, archive, rules, name = sys.argv[1:]
+url, archive, rules, name = sys.argv[1:]
 
 def say(*words):
     print(*words, flush=True)
@@ -48,7 +49,7 @@ async def told(words):
 async def main():
     words = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(words), sys.stdin)
-    with SQLiteStore(path) as store:
+    with open_store(url) as store:
         options = dict(archive=Archive(archive), address=name, member=name)
         async with Rendezvous(store, "run", Rules(**json.loads(rules)), **options) as rendezvous:
             say("here")
@@ -80,15 +81,15 @@ sys.exit(status)
 class Crew:
     """Member processes of one run."""
 
-    def __init__(self, folder: Path, **rules: Any) -> None:
-        self.store = folder / "store.sqlite3"
+    def __init__(self, folder: Path, url: str, **rules: Any) -> None:
+        self.url = url
         self.archive = folder / "closed.json"
         self._rules = json.dumps({**QUICK, **rules})
         self._stack = contextlib.ExitStack()
-        self._store = self._stack.enter_context(SQLiteStore(self.store))
+        self._store = self._stack.enter_context(open_store(url))
 
     def member(self, name: str) -> Child:
-        child = self._stack.enter_context(Child(MEMBER, self.store, self.archive, self._rules, name))
+        child = self._stack.enter_context(Child(MEMBER, self.url, self.archive, self._rules, name))
         assert child.line() == "here"
         return child
 
@@ -100,11 +101,17 @@ class Crew:
         self._stack.close()
 
 
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 @pytest.fixture
 def crew(tmp_path: Path) -> Iterator[Crew]:
-    crew = Crew(tmp_path, least=2)
-    yield crew
-    crew.close()
+    with Crew(tmp_path, f"sqlite://{tmp_path}/store.sqlite3", least=2) as crew:
+        yield crew
 
 
 def ranks(*members: Child) -> list[str]:
@@ -149,21 +156,49 @@ def test_a_stopped_member_is_replaced_and_comes_back_as_a_spare(crew: Crew) -> N
     assert [each.wait() for each in (*members, spare)] == [0, 0, 0]
 
 
+@needs_redis
 @pytest.mark.slow
-def test_a_store_that_is_lost_ends_everybody_and_the_archive_says_how(tmp_path: Path) -> None:
-    crew = Crew(tmp_path, least=1)
-    try:
+def test_a_store_that_is_lost_ends_everybody_within_its_patience(tmp_path: Path) -> None:
+    with redis_server() as server, Crew(tmp_path, server.place(), least=2) as crew:
+        members = [crew.member("a"), crew.member("b")]
+        ranks(*members)
+        spare = crew.member("c")
+        server.kill()
+        for each in (*members, spare):
+            assert "was of no use for" in each.line()
+        assert [each.wait() for each in (*members, spare)] == [1, 1, 1]
+
+
+@needs_redis
+@pytest.mark.slow
+def test_a_store_that_is_lost_after_the_end_costs_nothing(tmp_path: Path) -> None:
+    with redis_server() as server, Crew(tmp_path, server.place(), least=1) as crew:
         member = crew.member("a")
-        assert member.line() == "rank 1 0 1"
+        ranks(member)
         spare = crew.member("b")
-        crew.store.write_bytes(b"no database any more")
-        for path in tmp_path.glob("store.sqlite3-*"):
-            path.write_bytes(b"")
-        assert member.wait() == 1
-        assert spare.wait() == 1
-    finally:
-        with contextlib.suppress(Exception):
-            crew.close()
+        spare.process.send_signal(signal.SIGSTOP)
+        member.tell("close no_restart")
+        assert member.wait() == 93
+        server.kill()
+        spare.process.send_signal(signal.SIGCONT)
+        assert spare.wait() == 93
+
+
+@needs_redis
+@pytest.mark.slow
+def test_a_store_that_comes_back_in_time_costs_at_most_a_round(tmp_path: Path) -> None:
+    with redis_server() as server, Crew(tmp_path, server.place(), least=2, store_patience_s=15.0) as crew:
+        members = [crew.member("a"), crew.member("b")]
+        ranks(*members)
+        server.kill()
+        server.start()
+        for each in members:
+            each.tell("done")
+        for each in members:  # whose lease ended meanwhile has to join, and to be done, once more
+            with contextlib.suppress(AssertionError, BrokenPipeError):
+                if each.line().startswith("rank 2"):
+                    each.tell("done")
+        assert [each.wait() for each in members] == [0, 0]
 
 
 # --- in this process ----------------------------------------------------------------------------------------
@@ -256,8 +291,6 @@ async def test_waiters_learn_of_the_stores_loss_or_from_the_archive(tmp_path: Pa
 
 @asynchronous
 async def test_another_programs_record_ends_the_member_with_an_error_that_names_it() -> None:
-    from transport.errors import StoreUnsuitableError
-
     with MemoryStore() as store:
         store.put(f"{RUN}/round", b"mine!")
         async with Rendezvous(store, RUN, Rules(**QUICK)) as member:

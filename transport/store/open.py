@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from transport.errors import ConfigurationError
 from transport.places import SQLitePlace, parse_place
 from transport.store.base import Store
+from transport.store.redis import RedisStore
 from transport.store.sqlite import SQLiteStore
 
 
 def open_store(url: str) -> Store:
-    """Open ``sqlite:///path/of/file``; the path is absolute (``sqlite:file`` is relative).
+    """Open ``sqlite:///path/of/file`` (absolute; ``sqlite:file`` is relative) or ``redis://host:port/db?run=name``.
 
-    Raises ConfigurationError for text that names no place, StoreUnsuitableError for a place that cannot hold a store.
+    Raises:
+        ConfigurationError: the text names no place.
+        StoreUnsuitableError: the place cannot hold a store.
+        StoreUnavailableError: the server does not answer.
+        MissingDependencyError: the redis package is not installed.
     """
     place = parse_place(url)
     if isinstance(place, SQLitePlace):
         return SQLiteStore(place.path)
-    raise ConfigurationError("a store on Redis is not there yet: give sqlite:///path/of/file")
+    return RedisStore(place)

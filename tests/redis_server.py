@@ -1,0 +1,83 @@
+"""A real redis-server for tests: on a free port of loopback, with an append-only file, killed and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+WHY_NOT = (
+    "\033[31mSKIPPED: Redis is not tested: redis-server is missing (apt-get install redis-server)\033[0m"
+    if shutil.which("redis-server") is None
+    else "\033[31mSKIPPED: Redis is not tested: the redis package is missing (pip install redis)\033[0m"
+    if importlib.util.find_spec("redis") is None
+    else ""
+)
+needs_redis = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+class RedisServer:
+    """A server whose every answered write is in its append-only file."""
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self.directory = directory
+        self.options = options
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def place(self, run: str = "test", database: int = 0) -> str:
+        return f"redis://127.0.0.1:{self.port}/{database}?run={run}"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers. With the same files and port as before."""
+        import redis
+
+        arguments = {
+            "bind": "127.0.0.1", "port": str(self.port), "dir": str(self.directory), "save": "",
+            "appendonly": "yes", "appendfsync": "always",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            ["redis-server", *(word for name, value in arguments.items() for word in (f"--{name}", value)), *self.options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        with redis.Redis(host="127.0.0.1", port=self.port) as client:
+            while True:
+                assert self.process.poll() is None, "redis-server did not start"
+                with contextlib.suppress(redis.exceptions.ConnectionError):
+                    client.ping()
+                    return
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def flush(self) -> None:
+        """Forget everything."""
+        import redis
+
+        with redis.Redis(host="127.0.0.1", port=self.port) as client:
+            client.flushall()
+
+
+@contextlib.contextmanager
+def redis_server(*options: str) -> Iterator[RedisServer]:
+    with tempfile.TemporaryDirectory(prefix="redis-test-") as directory:
+        server = RedisServer(Path(directory), *options)
+        try:
+            yield server
+        finally:
+            server.kill()

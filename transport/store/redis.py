@@ -1,0 +1,245 @@
+"""Store on a Redis server, for the members of a cluster. See base.py for what a store promises.
+
+Every operation is one Lua script, which the server runs in one step; each first removes the records whose lease has
+ended by the server's clock (its wall clock: a step of it moves leases). While the server is away nobody can renew:
+leases that end meanwhile have ended. What survives its restart is what its append-only file has: everything that was
+answered with ``appendfsync always``, up to the last second with ``everysec``.
+
+Values and versions are two hashes, so that a counter is the server's own; a sorted set of keys serves `scan`, one of
+lease ends serves their end. A revision of the whole store gives the versions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from transport.database import Words
+from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
+from transport.places import RedisPlace
+from transport.redis_link import RedisLink, Script
+from transport.store.base import (
+    ABSENT,
+    RECHECK_S,
+    Change,
+    Entry,
+    Store,
+    check_changes,
+    check_key,
+    check_lease,
+    check_prefix,
+)
+
+_WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
+_KEYS = ("values", "versions", "index", "leases", "revision")
+
+_COMMON = """
+local values, versions, index, leases, revision = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local channel = ARGV[2]
+local now = now_ms()
+local function remove(key)
+    redis.call('HDEL', values, key)
+    redis.call('HDEL', versions, key)
+    redis.call('ZREM', index, key)
+    redis.call('ZREM', leases, key)
+end
+local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
+for _, key in ipairs(ended) do remove(key) end
+if #ended > 0 then redis.call('PUBLISH', channel, '') end
+local function get_many(keys)
+    local found = {}
+    for first = 1, #keys, 1000 do
+        local part = {unpack(keys, first, math.min(first + 999, #keys))}
+        local their_values = redis.call('HMGET', values, unpack(part))
+        local their_versions = redis.call('HMGET', versions, unpack(part))
+        for at = 1, #part do
+            found[#found + 1] = their_values[at]
+            found[#found + 1] = their_versions[at]
+        end
+    end
+    return found
+end
+"""
+_GET_MANY = Script(_COMMON + "return get_many(cmsgpack.unpack(ARGV[3]))")
+_LOOK = Script(
+    _COMMON
+    + """
+local ends = redis.call('ZSCORE', leases, ARGV[3])
+return {redis.call('HGET', values, ARGV[3]), redis.call('HGET', versions, ARGV[3]), ends and tostring(ends - now)}
+"""
+)
+_SCAN = Script(
+    _COMMON
+    + """
+local from = ARGV[3] == '' and '-' or '[' .. ARGV[3]
+local to = ARGV[3] == '' and '+' or '(' .. ARGV[3] .. '\\127'
+local keys = redis.call('ZRANGEBYLEX', index, from, to)
+return {keys, get_many(keys)}
+"""
+)
+# Each change is five arguments: key, "1" for a value and "" for a deletion, value, expected version, lease in ms.
+_PUT_MANY = Script(
+    _COMMON
+    + """
+local before = remembered()
+if before then return before end
+for at = 3, #ARGV, 5 do
+    local expected = ARGV[at + 3]
+    if expected ~= '' and (redis.call('HGET', versions, ARGV[at]) or '0') ~= expected then return 0 end
+end
+local made = {}
+for at = 3, #ARGV, 5 do
+    local key, lease = ARGV[at], ARGV[at + 4]
+    if ARGV[at + 1] == '' then
+        remove(key)
+        made[#made + 1] = 0
+    else
+        local version = redis.call('INCR', revision)
+        redis.call('HSET', values, key, ARGV[at + 2])
+        redis.call('HSET', versions, key, version)
+        redis.call('ZADD', index, 0, key)
+        if lease == '' then redis.call('ZREM', leases, key) else redis.call('ZADD', leases, now + lease, key) end
+        made[#made + 1] = version
+    end
+end
+redis.call('PUBLISH', channel, '')
+return remember(made)
+"""
+)
+_ADD = Script(
+    _COMMON
+    + """
+local before = remembered()
+if before then return before end
+local sum = redis.pcall('HINCRBY', values, ARGV[3], ARGV[4])
+if type(sum) == 'table' then
+    if not string.find(sum.err, 'integer') and not string.find(sum.err, 'overflow') then return sum end
+    return 0
+end
+redis.call('HSET', versions, ARGV[3], redis.call('INCR', revision))
+redis.call('ZADD', index, 0, ARGV[3])
+redis.call('PUBLISH', channel, '')
+return remember(redis.call('HGET', values, ARGV[3]))
+"""
+)
+_RENEW = Script(
+    _COMMON
+    + """
+local kept = {}
+for at = 4, #ARGV, 2 do
+    if redis.call('HGET', versions, ARGV[at]) == ARGV[at + 1] and redis.call('ZSCORE', leases, ARGV[at]) then
+        redis.call('ZADD', leases, now + ARGV[3], ARGV[at])
+        kept[#kept + 1] = ARGV[at]
+    end
+end
+return kept
+"""
+)
+
+
+class RedisStore(Store):
+    """A store of one run on a server.
+
+    Args:
+        place: server and run, see `parse_place`.
+        patience_s: how long to wait for a server that is away before StoreUnavailableError.
+        clock: seconds that leases are measured with; None: the server's own, which all members share.
+    """
+
+    def __init__(
+        self, place: RedisPlace, *, patience_s: float = 10.0, clock: Callable[[], float] | None = None
+    ) -> None:
+        self._clock = clock
+        self._link = RedisLink(place, "store", _WORDS, patience_s=patience_s)
+
+    def __repr__(self) -> str:
+        return f"<RedisStore {self._link.name} {'closed' if self._link.closed else 'open'}>"
+
+    def close(self) -> None:
+        """Close the connections and end waits in other threads with ClosedError. The records stay."""
+        self._link.close()
+
+    def _run(self, script: Script, *arguments: str | bytes | int) -> object:
+        now_ms = None if self._clock is None else round(self._clock() * 1000)
+        return self._link.run(script, _KEYS, (self._link.channel, *arguments), now_ms)
+
+    # --- reading -------------------------------------------------------------------------------
+    def get(self, key: str) -> Entry | None:
+        """The record, or None."""
+        return self._look(key)[0]
+
+    def _look(self, key: str) -> tuple[Entry | None, float | None]:
+        """The record, and in how many seconds its lease ends."""
+        answer = self._run(_LOOK, check_key(key))
+        assert isinstance(answer, list)
+        value, version, *ends = answer
+        entry = None if version is None else Entry(value, int(version))
+        return entry, float(ends[0]) / 1000 if ends and ends[0] is not None else None
+
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        """The records in the order of ``keys``, one consistent snapshot."""
+        packed = msgspec.msgpack.encode([check_key(key) for key in keys])
+        return _entries(self._run(_GET_MANY, packed))
+
+    def scan(self, prefix: str) -> Mapping[str, Entry]:
+        """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
+        answer = self._run(_SCAN, check_prefix(prefix))
+        assert isinstance(answer, list)
+        keys, flat = answer
+        return {key.decode(): entry for key, entry in zip(keys, _entries(flat), strict=True) if entry is not None}
+
+    # --- writing -------------------------------------------------------------------------------
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        """All writes or none: the new versions (ABSENT where deleted); None when one record is not as expected."""
+        arguments: list[str | bytes | int] = []
+        for key, value, expected, lease_s in check_changes(changes):
+            arguments += (
+                key,
+                "" if value is None else "1",
+                b"" if value is None else value,
+                "" if expected is None else expected,
+                "" if lease_s is None else max(1, round(lease_s * 1000)),
+            )
+        answer = self._run(_PUT_MANY, *arguments)
+        return [int(version) for version in answer] if isinstance(answer, list) else None
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Add to a counter, which begins at 0; returns its new value. A lease that it has goes on."""
+        answer = self._run(_ADD, check_key(key), str(amount))
+        if not isinstance(answer, bytes):
+            raise UsageError(f"{key} is no counter, or would leave 64 bits")
+        return int(answer)
+
+    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        """Begin leases anew, versions unchanged; returns the keys that still had their version and a lease."""
+        check_lease(lease_s)
+        arguments: list[str | int] = []
+        for key, version in leases.items():
+            arguments += (check_key(key), version)
+        answer = self._run(_RENEW, max(1, round(lease_s * 1000)), *arguments)
+        assert isinstance(answer, list)
+        return {key.decode() for key in answer}
+
+    # --- waiting -------------------------------------------------------------------------------
+    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
+        """Wait until the record has another version than ``version``; returns what is there, at the latest then."""
+        check_key(key)
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            seen = self._link.seen()  # before looking, so that what changes in between ends the wait at once
+            entry, ends_s = self._look(key)
+            remaining_s = give_up_at - time.monotonic()
+            if (entry.version if entry else ABSENT) != version or remaining_s <= 0:
+                return entry
+            self._link.wait(seen, min(remaining_s, RECHECK_S, RECHECK_S if ends_s is None else max(0.001, ends_s)))
+
+
+def _entries(flat: object) -> list[Entry | None]:
+    """Values and versions in turn, as records."""
+    assert isinstance(flat, list)
+    return [
+        None if version is None else Entry(value, int(version))
+        for value, version in zip(flat[::2], flat[1::2], strict=True)
+    ]
