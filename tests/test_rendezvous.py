@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ MEMBER = """
 import asyncio, json, sys
 from transport.errors import RunLostError
 from transport.rendezvous import Archive, Place, Reason, Rendezvous, Rules
+from transport.places import parse_place
+from transport.store import RedisStore
 from transport.store.open import open_store
 
 url, archive, rules, name = sys.argv[1:]
@@ -49,7 +52,7 @@ async def told(words):
 async def main():
     words = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(words), sys.stdin)
-    with open_store(url) as store:
+    with RedisStore(parse_place(url), patience_s=0.3) if url.startswith("redis") else open_store(url) as store:
         options = dict(archive=Archive(archive), address=name, member=name)
         async with Rendezvous(store, "run", Rules(**json.loads(rules)), **options) as rendezvous:
             say("here")
@@ -99,7 +102,6 @@ class Crew:
 
     def close(self) -> None:
         self._stack.close()
-
 
     def __enter__(self) -> Crew:
         return self
@@ -259,14 +261,24 @@ async def test_leaving_ends_waits_and_frees_the_place_at_once() -> None:
 
 
 class Away(MemoryStore):
-    """A store that can be cut off."""
+    """A store that can be cut off, or hold its answers back."""
 
     away = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+        self.answers.set()
 
     def get_many(self, keys: Any) -> Any:
         if self.away:
             raise StoreUnavailableError("the store is away")
+        self.answers.wait()
         return super().get_many(keys)
+
+    def renew(self, leases: Any, lease_s: float) -> Any:
+        self.answers.wait()
+        return super().renew(leases, lease_s)
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -287,6 +299,30 @@ async def test_waiters_learn_of_the_stores_loss_or_from_the_archive(tmp_path: Pa
                 with pytest.raises(RunLostError, match="of no use"):
                     await waiting
                 assert member.exit_code == 1
+
+
+@asynchronous
+async def test_a_member_whose_store_holds_its_answers_back_stops_when_its_lease_has_ended() -> None:
+    """Others may have its place by then, though no call has failed."""
+    with Away() as store:
+        async with Rendezvous(store, RUN, Rules(**{**QUICK, "store_patience_s": 60.0})) as member:
+            await member.join()
+            store.answers.clear()
+            assert await member.over() is None
+            again = asyncio.create_task(member.join())
+            await asyncio.sleep(0)
+            store.answers.set()
+            assert (await again).round == 2
+
+
+@asynchronous
+async def test_a_store_that_never_answers_is_lost() -> None:
+    with Away() as store:
+        async with Rendezvous(store, RUN, Rules(**QUICK)) as member:
+            store.answers.clear()
+            with pytest.raises(RunLostError, match="holds a call back"):
+                await member.wait_closed()
+            store.answers.set()
 
 
 @asynchronous

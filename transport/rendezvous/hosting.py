@@ -108,7 +108,7 @@ class Hosting:
         """Everybody who has joined, in one snapshot; cheap while too few have."""
         if self._watched != (current.number, current.term):
             self._watched, self._since = (current.number, current.term), now
-        open_s = max(0.0, now - self._since)
+        open_s = now - self._since
         key = self._keys.slots(current.number)
         taken = _number(self._store.get(key))
         if taken < current.least and open_s < self._rules.join_timeout_s:

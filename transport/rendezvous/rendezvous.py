@@ -229,14 +229,19 @@ class Rendezvous:
                 if view.closing is None:
                     raise view.error or RunLostError("how the run ended cannot be learned")
                 return view
+            if view.state is State.ACTIVE and self._session.seat_ended:
+                # The thread may be waiting for the store; others may already give this place away.
+                self._session.surrender()
+                view = view._replace(state=State.AWAY, place=None)
             if reached(view):
                 return view
             try:
                 await asyncio.wait_for(changed.wait(), self._session.rules.poll_s)
             except TimeoutError:
-                # the store may hold the thread for longer than it promises
-                if self._session.silent_s > 2 * self._session.rules.store_patience_s:
-                    raise RunLostError("the store answers neither yes nor no") from None
+                rules = self._session.rules
+                if self._session.silent_s > rules.store_patience_s + rules.lease_s:
+                    silent = f"{self._session.silent_s:.0f} s"
+                    raise RunLostError(f"the store was of no use for {silent}: it holds a call back") from None
 
     async def _call(self, action: Callable[[], Result]) -> Result:
         """Run a call that blocks in a thread; cancelled, it goes on there, and `aclose` waits for it."""

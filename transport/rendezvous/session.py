@@ -43,6 +43,22 @@ from transport.store.base import ABSENT, Store
 log = logging.getLogger(__name__)
 
 
+class ForwardClock:
+    """Seconds by ``clock`` without its steps back, which would hold up every time limit. Thread-safe."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._read = self._now = clock()
+
+    def __call__(self) -> float:
+        with self._lock:
+            read = self._clock()
+            self._now += max(0.0, read - self._read)
+            self._read = read
+            return self._now
+
+
 class Look(NamedTuple):
     """The round and its version as one snapshot had them; ``hosted``: somebody holds the host's lease."""
 
@@ -66,7 +82,7 @@ class Session:
     Args:
         member: a name that nobody else has, not even this member's predecessor.
         address: what others reach it by.
-        clock: seconds that never go back.
+        clock: seconds; steps back of it are left out.
     """
 
     def __init__(
@@ -88,7 +104,7 @@ class Session:
         self._store = store
         self._address = address
         self._archive = archive
-        self._clock = clock
+        self._clock = clock = ForwardClock(clock)
         self._lock = threading.RLock()
         self._member = Member()
         self._hosting = Hosting(store, self.keys, self.name, rules)
@@ -97,6 +113,7 @@ class Session:
         self._seat_until = 0.0  # by our clock, which began before the store's: a seat is never thought to be longer
         self._wanted = Status.HERE
         self._wanted_message = ""
+        self._surrendered = False
         self._beaten_at = self._used_at = clock()
         self._seated_at: float | None = None  # when the gate's wait began
 
@@ -109,19 +126,24 @@ class Session:
         return View(self._member.state, self._member.place, self._member.closing, self.error)
 
     @property
+    def ended(self) -> bool:
+        """Whether the run has ended for this member; then no step does anything."""
+        return self._member.state is State.ENDED
+
+    @property
     def is_host(self) -> bool:
         """Whether this member decides, as far as it knows."""
         return self._hosting.version != ABSENT
 
     @property
-    def seat_ends_at(self) -> float:
-        """When the member must take itself for gone unless the store says otherwise. By its clock."""
-        return self._seat_until if self._seat_version != ABSENT else float("-inf")
+    def seat_ended(self) -> bool:
+        """Whether the member must take itself for gone, since no renewal was confirmed within a lease. Never waits."""
+        return self._seat_version != ABSENT and self._clock() >= self._seat_until
 
     @property
     def silent_s(self) -> float:
         """Seconds since the store was last of use."""
-        return max(0.0, self._clock() - self._used_at)
+        return self._clock() - self._used_at
 
     def wait_s(self) -> float:
         """How long nothing is to be done unless the round changes."""
@@ -134,6 +156,7 @@ class Session:
     def join(self) -> None:
         """Want a place in the next round."""
         with self._lock:
+            self._give_up()
             if self._member.state is State.ACTIVE:
                 raise UsageError(f"{self.name} has a rank in a round that still runs; it cannot join another one")
             self._member.apply(Event.JOIN)
@@ -145,6 +168,10 @@ class Session:
             if self._member.state is State.ACTIVE:
                 self._wanted, self._wanted_message = status, message
         self.step()
+
+    def surrender(self) -> None:
+        """The seat is given up at the next step, even if its lease was renewed after all. Never waits."""
+        self._surrendered = True
 
     def leave(self) -> None:
         """Give seat and host's lease up, so that nobody waits for them to end. Raises StoreError."""
@@ -191,6 +218,7 @@ class Session:
                 return
             try:
                 self._beat()
+                self._give_up()
                 self._look_and_act()
                 self._used_at = self._clock()
             except StoreError as error:
@@ -222,7 +250,7 @@ class Session:
 
     def _beat(self) -> None:
         now = self._clock()
-        if 0 <= now - self._beaten_at < self.rules.beat_s:
+        if now - self._beaten_at < self.rules.beat_s:
             return
         leases = dict(self._hosting.lease())
         seat = self._seat
@@ -238,6 +266,14 @@ class Session:
             else:
                 self._seat_lost()
 
+    def _give_up(self) -> None:
+        seat, version = self._seat, self._seat_version
+        if self._surrendered and seat is not None and version != ABSENT:
+            self._seat_lost()
+            with contextlib.suppress(StoreError):  # otherwise its lease ends
+                self._store.compare_and_set(self.keys.seat(seat.round, seat.slot), None, version)
+        self._surrendered = False
+
     def _seat_lost(self) -> None:
         log.info("%s: the lease of its seat ended; it counts as gone in round %d", self.name, self._member.round)
         self._seat, self._seat_version = None, ABSENT
@@ -246,12 +282,12 @@ class Session:
     def _look_and_act(self) -> None:
         member = self._member
         look = self._look()
-        if look.round is None and member.state is not State.ENDED:
+        if look.round is None and not self.ended:
             self._found(self._clock())
-            if member.state is State.ENDED:
+            if self.ended:
                 return
             look = self._look()
-        if member.state is State.ENDED:
+        if self.ended:
             self._settle(member.closing)
             return
         if look.round is None:
@@ -307,6 +343,7 @@ class Session:
         version = self._store.put(key, encode(seat), lease_s=self.rules.lease_s)
         self._seat, self._seat_version, self._seat_until = seat, version, begun + self.rules.lease_s
         self._wanted, self._wanted_message = Status.HERE, ""
+        self._surrendered = False
         self._seated_at = begun
         member.apply(Event.SEAT)
 
