@@ -218,4 +218,4 @@ class RunOfMembers(RuleBasedStateMachine):
 
 
 TestRunOfMembers = RunOfMembers.TestCase
-TestRunOfMembers.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestRunOfMembers.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transport.progress import Progress
 
 app = typer.Typer(
-    help="Measure reads, scaling and the ring on this host.",
+    help="Measure reads, scaling, the ring and rendezvous on this host.",
     epilog="Example: transport bench loopback --peers all --plot bench.png",
     pretty_exceptions_enable=False,
 )
@@ -26,6 +26,8 @@ app = typer.Typer(
 _LOOPBACK_EXAMPLE = "Example: transport bench loopback --sizes 64KiB,1MiB --peers all --plot bench.png"
 _SCALING_EXAMPLE = "Example: transport bench scaling --clients 1,16 --listeners 1,2 --json -"
 _RING_EXAMPLE = "Example: transport bench ring --json ring.json"
+
+_RENDEZVOUS_EXAMPLE = "Example: transport bench rendezvous --members 10000 --store redis://localhost/0?run=bench"
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
 _EVERYWHERE = "mapped,shm,tcp"
@@ -126,6 +128,31 @@ def ring(json_target: JsonTarget = None) -> None:
     emit(report, "\n".join([_about(report), "", measuring.table(rows)]), json_target)
 
 
+@app.command("rendezvous", epilog=_RENDEZVOUS_EXAMPLE)
+def rendezvous(
+    members: Annotated[str, typer.Option(metavar="N,…", help="Members of a round.")] = "1000,3000,10000",
+    store: Annotated[
+        str | None, typer.Option(metavar="URL", help="Where they meet; default: an SQLite file that is then removed.")
+    ] = None,
+    json_target: JsonTarget = None,
+) -> int:
+    """One round with simulated members: store operations, and the host's read of everybody.
+
+    Exit status 1 when the ranks were not a permutation.
+    """
+    from transport.bench import rendezvous as measuring
+    from transport.bench.machine import machine
+    from transport.bench.result import Report
+
+    counts = _counts("--members", members, most=100_000)
+    about = machine()
+    with _bar("measuring", json_target) as progress:
+        rows = measuring.measure(counts, store, progress)
+    report = Report(machine=about, settings={}, rows=rows)
+    emit(report, "\n".join([_about(report), "", measuring.table(rows)]), json_target)
+    return 0 if all(row["verified"] for row in rows) else 1
+
+
 def _check_device(name: str) -> None:
     from transport.streams import require_device
 
@@ -140,13 +167,13 @@ def _sizes(texts: str) -> list[int]:
     return sorted({parse_size(text) for text in texts.split(",")})
 
 
-def _counts(option: str, texts: str) -> list[int]:
+def _counts(option: str, texts: str, most: int = _MOST_COUNT) -> list[int]:
     try:
         counts = sorted({int(text) for text in texts.split(",")})
     except ValueError:
         raise UsageError(f"{option} {texts}: give whole numbers, separated by commas") from None
-    if not 1 <= counts[0] <= counts[-1] <= _MOST_COUNT:
-        raise UsageError(f"{option} {texts}: each is from 1 to {_MOST_COUNT}")
+    if not 1 <= counts[0] <= counts[-1] <= most:
+        raise UsageError(f"{option} {texts}: each is from 1 to {most}")
     return counts
 
 

@@ -283,10 +283,7 @@ class Session:
         member = self._member
         look = self._look()
         if look.round is None and not self.ended:
-            self._found(self._clock())
-            if self.ended:
-                return
-            look = self._look()
+            look = self._found(self._clock())
         if self.ended:
             self._settle(member.closing)
             return
@@ -326,13 +323,14 @@ class Session:
         member.look(current, place)
         return Look(current, self.version, host_entry is not None)
 
-    def _found(self, now: float) -> None:
-        """There is no run yet, or none any more: begin it unless it is known to have ended."""
+    def _found(self, now: float) -> Look:
+        """There is no run yet, or none any more: begin it unless it is known to have ended. Then look again."""
         closing = self._archive.read() if self._archive is not None else None
         if closing is not None:
-            self._settle(closing)
-        else:
-            self._hosting.found(secrets.token_hex(8), now)
+            self._end(closing, None)
+            return Look(None, ABSENT, False)
+        self._hosting.found(secrets.token_hex(8), now)
+        return self._look()
 
     def _sit(self) -> None:
         member = self._member

@@ -1,0 +1,166 @@
+"""One round of a run with many simulated members: what it costs the store, and how long the host's read takes.
+
+Every member is a real `Session`, stepped by one thread; the store is a real one. So the counts are those of a real run,
+and the times are those of one client that does everybody's work in turn. Between rounds a real member makes one call
+per poll, and one per beat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transport.bench.result import aligned
+from transport.progress import Progress
+from transport.rendezvous.member import State
+from transport.rendezvous.records import Keys
+from transport.rendezvous.rules import Rules
+from transport.rendezvous.session import Session
+from transport.store.base import Change, Entry, Store
+from transport.store.open import open_store
+
+Row = dict[str, Any]
+
+_LEASE_S = 3600.0  # nobody beats while a round is measured: beats depend on time, not on the round
+_LOOKS = 7  # of the host at everybody, once the round runs
+_CHUNK = 1000
+
+
+class CountingStore(Store):
+    """Another store, with counts of calls and records, and the times of large reads and writes."""
+
+    def __init__(self, inner: Store) -> None:
+        self.calls = self.records_read = self.records_written = 0
+        self.large_reads: list[tuple[int, float]] = []  # records, seconds
+        self.large_writes: list[tuple[int, float]] = []
+        self._inner = inner
+
+    def get(self, key: str) -> Entry | None:
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        self.calls += 1
+        self.records_read += len(keys)
+        begun = time.perf_counter()
+        entries = self._inner.get_many(keys)
+        if len(keys) > 10:
+            self.large_reads.append((len(keys), time.perf_counter() - begun))
+        return entries
+
+    def scan(self, prefix: str) -> Mapping[str, Entry]:
+        self.calls += 1
+        found = self._inner.scan(prefix)
+        self.records_read += len(found)
+        return found
+
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        self.calls += 1
+        self.records_written += len(changes)
+        begun = time.perf_counter()
+        versions = self._inner.put_many(changes)
+        if len(changes) > 10:
+            self.large_writes.append((len(changes), time.perf_counter() - begun))
+        return versions
+
+    def add(self, key: str, amount: int = 1) -> int:
+        self.calls += 1
+        self.records_written += 1
+        return self._inner.add(key, amount)
+
+    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        self.calls += 1
+        self.records_written += len(leases)
+        return self._inner.renew(leases, lease_s)
+
+    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
+        self.calls += 1
+        self.records_read += 1
+        return self._inner.watch(key, version, timeout_s)
+
+    def close(self) -> None:
+        """The inner store is its owner's."""
+
+
+def measure(counts: Sequence[int], url: str | None, progress: Progress) -> list[Row]:
+    """A row for each number of members. What a round wrote is removed again."""
+    rows = []
+    progress(0, len(counts), 0)
+    with _store(url) as (name, store):
+        for done, members in enumerate(counts, 1):
+            rows.append({"case": "round", "store": name, **one_round(store, members)})
+            progress(done, len(counts), 0)
+    return rows
+
+
+def one_round(inner: Store, members: int) -> Row:
+    """Join, complete, learn the places, and look at everybody some more."""
+    store = CountingStore(inner)
+    now = 0.0
+    run = f"bench-{secrets.token_hex(6)}"
+    rules = Rules(least=members, lease_s=_LEASE_S)
+    sessions = [
+        Session(store, run, f"member-{number}", rules, address="192.0.2.1:12345", clock=lambda: now)
+        for number in range(members)
+    ]
+    host = sessions[0]
+    try:
+        begun = time.perf_counter()
+        for session in sessions:
+            session.join()
+        joined = time.perf_counter()
+        now += rules.host_poll_most_s
+        host.step()  # looks at everybody and completes the round
+        completed = time.perf_counter()
+        for session in sessions:
+            session.step()
+        placed = time.perf_counter()
+        calls, read, written = store.calls, store.records_read, store.records_written
+        ranks = sorted(place.rank for each in sessions if (place := each.view.place) is not None)
+        verified = ranks == list(range(members)) and all(each.view.state is State.ACTIVE for each in sessions)
+        looks = []
+        for _ in range(_LOOKS):
+            now += rules.host_poll_most_s
+            looking = time.perf_counter()
+            host.step()
+            looks.append(time.perf_counter() - looking)
+        reads = [seconds for records, seconds in store.large_reads if records > members]
+        return {
+            "members": members,
+            "calls": calls,
+            "calls_per_member": round(calls / members, 2),
+            "records_read": read,
+            "records_written": written,
+            "join_s": round(joined - begun, 3),
+            "complete_ms": round((completed - joined) * 1e3, 2),
+            "places_s": round(placed - completed, 3),
+            "host_read_ms": round(statistics.median(reads) * 1e3, 2) if reads else 0.0,
+            "host_read_ms_best": round(min(reads) * 1e3, 2) if reads else 0.0,
+            "host_look_ms": round(statistics.median(looks) * 1e3, 2),
+            "verified": verified,
+        }
+    finally:
+        keys = list(inner.scan(f"{Keys(run).run}/"))
+        for first in range(0, len(keys), _CHUNK):
+            inner.put_many([Change(key, None) for key in keys[first : first + _CHUNK]])
+
+
+@contextlib.contextmanager
+def _store(url: str | None) -> Iterator[tuple[str, Store]]:
+    with contextlib.ExitStack() as stack:
+        if url is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="transport-bench-"))
+            url = f"sqlite://{Path(folder) / 'store.sqlite3'}"
+        yield url.partition(":")[0], stack.enter_context(open_store(url))
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as text."""
+    names = [name for name in rows[0] if name != "case"] if rows else []
+    cells = [[name.replace("_", " ") for name in names], *([str(row[name]) for name in names] for row in rows)]
+    return "\n".join(aligned(cells, right=frozenset(range(1, len(names)))))
