@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
@@ -21,6 +23,13 @@ WHY_NOT = (
     else ""
 )
 needs_redis = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test run that is aborted leaves no server
 
 
 class RedisServer:
@@ -47,16 +56,25 @@ class RedisServer:
             "appendonly": "yes", "appendfsync": "always",
         }  # fmt: skip
         self.process = subprocess.Popen(
-            ["redis-server", *(word for name, value in arguments.items() for word in (f"--{name}", value)), *self.options],
+            [
+                "redis-server",
+                *(word for name, value in arguments.items() for word in (f"--{name}", value)),
+                *self.options,
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
         )
         with redis.Redis(host="127.0.0.1", port=self.port) as client:
             while True:
                 assert self.process.poll() is None, "redis-server did not start"
-                with contextlib.suppress(redis.exceptions.ConnectionError):
+                try:
                     client.ping()
-                    return
+                except redis.exceptions.AuthenticationError:
+                    return  # an answer, too
+                except redis.exceptions.ConnectionError:
+                    continue
+                return
 
     def kill(self) -> None:
         """SIGKILL, as a crash."""

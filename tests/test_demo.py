@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from redis_server import needs_redis, redis_server
 
 from transport import SharedRingBuffer
 from transport.blocking import BlockingClient
@@ -24,7 +25,7 @@ from transport.demo.plan import POLICY_SCHEMA, POLICY_TOPIC, Plan
 from transport.demo.policy import Policy
 from transport.demo.rollout import PolicyFollower
 from transport.demo.summary import Summary, summarise
-from transport.queue import QueueDepth, SQLiteQueue
+from transport.queue import QueueDepth, SQLiteQueue, open_queue
 from transport.testing import ResourceSnapshot
 
 pytest.importorskip("gymnasium")
@@ -81,7 +82,7 @@ class Demo(NamedTuple):
 @contextlib.contextmanager
 def running(tmp_path: Path, *arguments: str) -> Iterator[Demo]:
     temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary.mkdir(exist_ok=True)
     mark = secrets.token_hex(8)
     process = subprocess.Popen(
         [sys.executable, "-m", "transport", "demo", *arguments],
@@ -154,6 +155,46 @@ def test_a_queue_of_ones_own_stays_and_is_finished(tmp_path: Path) -> None:
     assert status == 0, err
     with SQLiteQueue(queue) as kept:
         assert kept.depth() == QueueDepth(done=16)
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_redis
+def test_the_run_goes_over_a_redis_server_and_leaves_nothing_there(tmp_path: Path) -> None:
+    import redis
+
+    with redis_server() as server, redis.Redis(port=server.port) as client:
+        arguments = ("--episodes", "64", "--readers", "2", "--target", "0", "--json", "-")
+        with running(tmp_path, *arguments, "--queue", f"redis://127.0.0.1:{server.port}/0") as demo:
+            status, out, err = demo.finished()
+        assert status == 0, err
+        result = json.loads(out)
+        assert (result["deliveries"], result["lost"], result["duplicates"], result["unread"]) == (128, 0, 0, 0)
+        left = {key for key in client.keys("*") if b":answer:" not in key}  # a worker's last answers end by themselves
+        assert left == set()
+    assert demo.left() == []
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_redis
+def test_a_named_run_stays_and_its_server_may_be_killed_meanwhile(tmp_path: Path) -> None:
+    with redis_server() as server:
+        arguments = ("--episodes", "160", "--target", "0", "--json", "-", "--queue", server.place("kept"))
+        with running(tmp_path, *arguments) as demo:
+            demo.until_at_work()
+            server.kill()
+            server.start()
+            status, out, err = demo.finished()
+        assert status == 0, err
+        result = json.loads(out)
+        assert (result["deliveries"], result["lost"], result["duplicates"], result["unread"]) == (160, 0, 0, 0)
+        with open_queue(server.place("kept")) as queue:
+            assert queue.depth().done == 160
+        with running(tmp_path, *arguments) as again:
+            status, _, err = again.finished()
+        assert status == 2
+        assert "was used before" in err.splitlines()[-1]
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+from queue_conformance import in_thread
 from redis_server import RedisServer, needs_redis, redis_server
 from store_conformance import StoreConformance
+from store_model import StoreMachine
 
+from transport.errors import (
+    ClosedError,
+    ConfigurationError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+    StoreUnsuitableError,
+)
 from transport.places import RedisPlace, parse_place
-from transport.store import RedisStore
+from transport.store import ABSENT, Change, Entry, RedisStore, open_store
 
 pytestmark = needs_redis
 
@@ -60,3 +73,180 @@ def harness(server: RedisServer) -> Iterator[RedisHarness]:
 
 class TestConformance(StoreConformance):
     pass
+
+
+@pytest.mark.usefixtures("server")
+class TestModel:
+    def test_random_operations_agree_with_a_model(self, server: RedisServer) -> None:
+        class Machine(StoreMachine):
+            @staticmethod
+            def make_harness() -> RedisHarness:
+                server.flush()
+                return RedisHarness(server)
+
+        case = Machine.TestCase
+        case.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+        case().runTest()
+
+
+def test_open_store_opens_the_run_of_a_url(server: RedisServer) -> None:
+    with open_store(server.place("one")) as one, open_store(server.place("two")) as two:
+        one.put("a", b"1")
+        assert two.get("a") is None
+        assert repr(one) == f"<RedisStore 127.0.0.1:{server.port}/0 run one open>"
+
+
+def test_every_key_of_a_run_is_in_one_slot_of_a_cluster(server: RedisServer) -> None:
+    import redis
+
+    with open_store(server.place("one")) as store:
+        store.put("a", b"1", lease_s=60)
+        store.add("n")
+    with redis.Redis(port=server.port) as client:
+        keys = client.keys("*")
+        assert keys
+        assert all(key.startswith(b"transport:{one}:store:") for key in keys)
+
+
+# --- the server's end ----------------------------------------------------------------------------------
+def test_records_survive_the_servers_death_and_waiters_go_on() -> None:
+    with redis_server() as server, RedisStore(place(server), patience_s=30) as store:
+        version = store.put("a", b"1")
+        leased = store.put("leased", b"1", lease_s=600)
+        found, thread = in_thread(lambda: store.watch("a", version, 60))
+        server.kill()
+        writes, writer = in_thread(lambda: store.compare_and_set("a", b"2", version))  # while it is away
+        server.start()
+        writer.join()
+        thread.join()
+        assert found == [Entry(b"2", writes[0])]
+        assert store.renew({"leased": leased}, 600) == {"leased"}
+
+
+def test_a_server_that_stays_away_is_told_within_the_patience() -> None:
+    with redis_server() as server, RedisStore(place(server), patience_s=0.05) as store:
+        version = store.put("a", b"1")
+        outcomes, thread = in_thread(lambda: _kind_of(lambda: store.watch("a", version, 60)))
+        server.kill()
+        thread.join()
+        assert outcomes == [StoreUnavailableError]
+        with pytest.raises(StoreUnavailableError, match="has not answered") as told:
+            store.put("a", b"2")
+        assert told.value.retryable
+
+
+def test_close_ends_the_wait_for_a_server_that_is_away() -> None:
+    with redis_server() as server:
+        store = RedisStore(place(server), patience_s=30)
+        server.kill()
+        outcomes, thread = in_thread(lambda: _kind_of(lambda: store.get("a")))
+        store.close()
+        thread.join()
+        assert outcomes == [ClosedError]
+
+
+def _kind_of(call: object) -> type[BaseException] | None:
+    try:
+        call()  # type: ignore[operator]
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def test_a_write_whose_answer_was_lost_is_done_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    import redis
+
+    with RedisStore(place(server)) as store:
+        evalsha = redis.Redis.evalsha
+        lost = []
+
+        def lose_the_first_answer(self: redis.Redis, *arguments: object) -> object:
+            answer = evalsha(self, *arguments)
+            if not lost:
+                lost.append(answer)
+                raise redis.exceptions.ConnectionError("cut after the server had done it")
+            return answer
+
+        store.add("n", 0)  # the scripts are there
+        store.put("x", b"0")
+        monkeypatch.setattr(redis.Redis, "evalsha", lose_the_first_answer)
+        assert store.add("n") == 1
+        lost.clear()
+        version = store.compare_and_set("a", b"1", ABSENT)
+        assert version is not None
+        assert [int(each) for each in lost[0]] == [version]
+        assert store.get("a") == Entry(b"1", version)
+
+
+# --- servers that will not do --------------------------------------------------------------------------
+def test_a_server_that_throws_records_away_is_refused() -> None:
+    with (
+        redis_server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server,
+        pytest.raises(StoreUnsuitableError, match="set noeviction"),
+    ):
+        RedisStore(place(server))
+
+
+def test_a_full_server_stores_nothing_of_the_call() -> None:
+    with redis_server("--maxmemory", "8mb") as server, RedisStore(place(server)) as store:
+        with pytest.raises(StoreFullError, match="has no room"):
+            for number in range(20):
+                store.put_many([Change(f"{number}/a", bytes(1 << 20)), Change(f"{number}/b", b"")])
+        assert len(store.scan("")) % 2 == 0
+
+
+def test_a_wrong_password_is_refused_without_showing_it() -> None:
+    with redis_server("--requirepass", "right") as server:
+        url = f"redis://:wrong-secret@127.0.0.1:{server.port}/0?run=x"
+        with pytest.raises(StoreUnsuitableError, match="does not admit this user") as told:
+            open_store(url)
+        assert "wrong-secret" not in str(told.value)
+
+
+def test_another_kind_of_failure_is_a_store_error(server: RedisServer) -> None:
+    import redis
+
+    with open_store(server.place()) as store, redis.Redis(port=server.port) as client:
+        client.set("transport:{test}:store:values", "no hash")
+        with pytest.raises(StoreError, match="WRONGTYPE"):
+            store.put("a", b"1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("redis://host", "needs run=name"),
+        ("redis://host?run=", "needs run=name"),
+        ("redis://host?run=a b", "needs run=name"),
+        ("redis://host?run=a&run=b", "needs run=name"),
+        ("redis://host?run=a&fun=b", "unknown option fun"),
+        ("redis://host/name?run=a", "database of a Redis place is a number"),
+        ("redis:///0?run=a", "without a host"),
+        ("redis://host:port/0?run=a", "no URL"),
+        ("sqlite://host/file", "names no file"),
+        ("sqlite:///", "names no file"),
+        ("etcd://host", "kind 'etcd' is not known"),
+        ("", "kind '' is not known"),
+    ],
+)
+def test_text_that_names_no_place_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        open_store(text)
+
+
+# --- forks ---------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # what is tested is that it is safe
+def test_a_forked_child_and_its_parent_use_the_store(server: RedisServer) -> None:
+    with RedisStore(place(server)) as store:
+        found, thread = in_thread(lambda: store.watch("a", ABSENT, 30))
+        child = os.fork()
+        if not child:
+            outcome = 1
+            with contextlib.suppress(BaseException):
+                store.put("a", b"the child's")
+                outcome = 0 if store.watch("a", ABSENT, 5) else 2
+            os._exit(outcome)
+        assert os.waitpid(child, 0)[1] == 0
+        thread.join()
+        assert found[0].value == b"the child's"
+        assert store.add("n") == 1

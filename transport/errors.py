@@ -232,6 +232,12 @@ class QueueBusyError(QueueError):
     retryable = True
 
 
+class QueueUnavailableError(QueueError):
+    """The queue's server does not answer; whether a change took place is unknown. Asking again does no harm."""
+
+    retryable = True
+
+
 class QueueUnsuitableError(QueueError, UsageError):
     """The place cannot hold this queue: a network file system, another program's file, an unknown version."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import parse_qs, urlsplit, urlunsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 
 from transport.errors import ConfigurationError
 
@@ -18,6 +18,11 @@ class SQLitePlace(NamedTuple):
     """A file of this host."""
 
     path: Path
+
+    @property
+    def text(self) -> str:
+        """What `parse_place` makes this of."""
+        return "sqlite://" + quote(str(self.path.absolute()))
 
 
 class RedisPlace(NamedTuple):
@@ -40,7 +45,7 @@ def parse_place(text: str) -> SQLitePlace | RedisPlace:
     if parts.scheme == "sqlite":
         if parts.netloc or parts.query or parts.fragment or not parts.path.strip("/"):
             raise ConfigurationError(f"{text!r} names no file: give sqlite:///path/of/file, with three slashes")
-        return SQLitePlace(Path(parts.path))
+        return SQLitePlace(Path(unquote(parts.path)))
     if parts.scheme not in ("redis", "rediss"):
         raise ConfigurationError(f"a place of the kind {parts.scheme!r} is not known: give {FORMS}")
     if not parts.hostname:

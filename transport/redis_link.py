@@ -190,6 +190,16 @@ class RedisLink:
                 f"{self.name} throws records away when its memory is full (maxmemory-policy {policy}): set noeviction"
             )
 
+    def remove_all(self) -> None:
+        """Delete what this store or queue holds. Not for one that somebody still uses."""
+        pattern = self._prefix + "*"  # nothing in a run's name is special in a pattern
+
+        def attempt(client: redis.Redis) -> None:
+            for name in list(client.scan_iter(pattern, count=1000)):
+                client.unlink(name)
+
+        self._patiently(attempt)
+
     # --- connections ---------------------------------------------------------------------------
     def _room(self) -> _Room:
         if self._closed:
@@ -260,7 +270,7 @@ class RedisLink:
         """In a thread: every message, every new subscription and every loss is a wake-up."""
         pause_s = _BACKOFF_FIRST_S
         while not room.ended.is_set():
-            bell = room.client.pubsub()
+            bell = room.client.pubsub()  # type: ignore[no-untyped-call]  # the package leaves it so
             try:
                 bell.subscribe(self._bell_channel())
                 while not room.ended.is_set():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from transport.cli.output import JsonTarget, emit
-from transport.errors import UsageError
+from transport.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
     from transport.wires import Wire
@@ -25,7 +27,11 @@ def demo(
     episodes: Annotated[int, typer.Option(min=1, help="Payloads: episodes of all rollouts together.")] = 480,
     readers: Annotated[int, typer.Option(min=1, max=14, help="Trainers; each reads every payload once.")] = 1,
     queue: Annotated[
-        str, typer.Option(metavar="sqlite|PATH", help="Ticket queue: temporary, or a new file that stays.")
+        str,
+        typer.Option(
+            metavar="sqlite|PATH|redis://…",
+            help="Ticket queue: temporary, a new file that stays, or redis://host:port/db, where ?run=name stays.",
+        ),
     ] = _EMBEDDED,
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help=f"What may carry payloads: auto, or some of {', '.join(_DEMO_WIRES)}.")
@@ -41,7 +47,7 @@ def demo(
     Exit status 1 when a payload was lost or came twice, or the policy did not learn.
     """
     wires = _wires(wire)
-    queue_path = _queue_path(queue)
+    queue_text, temporary = _queue_text(queue)
 
     import uvloop
 
@@ -52,10 +58,13 @@ def demo(
     plan = Plan(rollouts=rollouts, trainers=readers, episodes=episodes, wires=wires, seed=seed)
     try:
         with Display(episodes) as display:
-            summary = uvloop.run(run_demo(plan, display, queue_path))
+            summary = uvloop.run(run_demo(plan, display, queue_text))
     except InterruptedBySignal as interruption:
         print(f"transport demo: stopped by {interruption}; nothing is left behind", file=sys.stderr)
         return 128 + interruption.number
+    finally:
+        if temporary:
+            _remove_run(temporary)
     emit(summary, str(summary), json_target)
     problems = summary.problems(episodes, target)
     if problems:
@@ -79,12 +88,30 @@ def _wires(names: str) -> tuple[Wire, ...]:
     return tuple(wire for wire in WIRES if wire in wanted)
 
 
-def _queue_path(queue: str) -> Path | None:
+def _queue_text(queue: str) -> tuple[str | None, str | None]:
+    """The place of the queue, None for a temporary file; and that of a run on a server that is to be removed."""
+    from transport.places import RedisPlace, SQLitePlace, parse_place
+
     if queue == _EMBEDDED:
-        return None
-    if "://" in queue:
-        raise UsageError(f"--queue {queue}: this version has the embedded queue only; use --queue sqlite, or a path")
-    path = Path(queue)
-    if path.exists():
+        return None, None
+    if queue.startswith(("redis://", "rediss://")) and "?" not in queue:
+        queue = f"{queue}?run=demo-{secrets.token_hex(6)}"
+        parse_place(queue)
+        return queue, queue
+    place = parse_place(queue) if "://" in queue else SQLitePlace(Path(queue))
+    if isinstance(place, RedisPlace):
+        return queue, None
+    if place.path.exists():
         raise UsageError(f"--queue {queue}: exists, and its tickets would be mixed with the demo's; name a new file")
-    return path
+    return place.text, None
+
+
+def _remove_run(text: str) -> None:
+    from transport.places import RedisPlace, parse_place
+    from transport.queue import RedisQueue
+
+    place = parse_place(text)
+    if isinstance(place, RedisPlace):
+        # A server that is gone keeps what it had, and the first error is the one to see.
+        with contextlib.suppress(TransportError), RedisQueue(place, patience_s=1.0) as queue:
+            queue.remove()

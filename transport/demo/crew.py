@@ -72,7 +72,7 @@ class Crew:
         return [*self.trainers, *self.rollouts]
 
     @contextlib.asynccontextmanager
-    async def at_work(self, directory: Path, queue: Path) -> AsyncIterator[None]:
+    async def at_work(self, directory: Path, queue: str) -> AsyncIterator[None]:
         """Start everybody; at the end of the ``with`` everybody has stopped."""
         try:
             for rank in range(self._plan.trainers):
@@ -92,11 +92,11 @@ class Crew:
             each.result()
 
     # --- one worker -------------------------------------------------------------------------------------
-    async def _start(self, kind: str, index: int, directory: Path, queue: Path) -> Worker:
+    async def _start(self, kind: str, index: int, directory: Path, queue: str) -> Worker:
         config = WorkerConfig(
             plan=self._plan,
             index=index,
-            queue=str(queue),
+            queue=queue,
             ring=f"/transport-demo-{secrets.token_hex(8)}",
             directory=str(directory),
             parent=os.getpid(),

@@ -13,9 +13,11 @@ from pathlib import Path
 from transport.demo.crew import Crew
 from transport.demo.display import Display
 from transport.demo.messages import RolloutDone, TrainerDone
-from transport.demo.plan import Plan
+from transport.demo.plan import POLICY_TOPIC, Plan
 from transport.demo.summary import Summary, summarise
-from transport.queue import SQLiteQueue
+from transport.errors import UsageError
+from transport.places import SQLitePlace
+from transport.queue import QueueDepth, TicketQueue, open_queue
 
 
 class InterruptedBySignal(Exception):
@@ -26,11 +28,11 @@ class InterruptedBySignal(Exception):
         self.number = number
 
 
-async def run_demo(plan: Plan, display: Display, queue_path: Path | None = None) -> Summary:
+async def run_demo(plan: Plan, display: Display, queue_text: str | None = None) -> Summary:
     """Run the demo. Whatever happens, no process, segment or temporary file of it is left.
 
     Args:
-        queue_path: new file for the ticket queue, which stays; None: in the temporary directory.
+        queue_text: place of a ticket queue that is new, and stays; None: a file in the temporary directory.
 
     Raises:
         InterruptedBySignal: SIGINT or SIGTERM.
@@ -39,9 +41,10 @@ async def run_demo(plan: Plan, display: Display, queue_path: Path | None = None)
     started = time.monotonic()
     crew = Crew(plan, display.say, lambda crew: _show(crew, display))
     with tempfile.TemporaryDirectory(prefix="transport-demo-", ignore_cleanup_errors=True) as directory:
-        path = queue_path or Path(directory) / "tickets.sqlite"
-        with SQLiteQueue(path) as queue:
-            async with _unless_interrupted(), crew.at_work(Path(directory), path):
+        text = queue_text or SQLitePlace(Path(directory) / "tickets.sqlite").text
+        with open_queue(text) as queue:
+            _refuse_used(queue)
+            async with _unless_interrupted(), crew.at_work(Path(directory), text):
                 await crew.work_done()
             for failure in queue.failures():
                 display.say(
@@ -56,6 +59,11 @@ async def run_demo(plan: Plan, display: Display, queue_path: Path | None = None)
         depth,
         time.monotonic() - started,
     )
+
+
+def _refuse_used(queue: TicketQueue) -> None:
+    if queue.depth() != QueueDepth() or queue.latest(POLICY_TOPIC) is not None:
+        raise UsageError(f"--queue: {queue!r} was used before, and its tickets would be mixed with the demo's")
 
 
 def _show(crew: Crew, display: Display) -> None:

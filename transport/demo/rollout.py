@@ -17,7 +17,7 @@ from transport.demo.plan import BACKLOG, BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, P
 from transport.demo.policy import Policy
 from transport.demo.worker import LOOK_S, Parent, run
 from transport.errors import LinkError, RingFullError, StaleSlotError
-from transport.queue import SQLiteQueue, TicketQueue
+from transport.queue import TicketQueue, open_queue
 from transport.rollout import UCXXRolloutMixin
 from transport.ticket import Ticket
 
@@ -89,7 +89,7 @@ def rollout(config: WorkerConfig, parent: Parent) -> None:
     """Play the share, report, and serve what was played until told to stop."""
     plan = config.plan
     player = Player(config, parent)
-    with SQLiteQueue(config.queue) as queue:
+    with open_queue(config.queue) as queue:
         try:
             player.setup_ucxx(
                 EPISODE_SCHEMA,

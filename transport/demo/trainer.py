@@ -18,7 +18,7 @@ from transport.demo.policy import Learner, Policy
 from transport.demo.worker import LOOK_S, Parent, run
 from transport.errors import InternalError
 from transport.packer import UCXXDataPackerMixin
-from transport.queue import Claim, SQLiteQueue, TicketQueue
+from transport.queue import Claim, TicketQueue, open_queue
 from transport.received import ReceivedPayload
 from transport.rollout import UCXXRolloutMixin
 from transport.ticket import Ticket
@@ -159,7 +159,7 @@ def check(payload: ReceivedPayload) -> None:
 def trainer(config: WorkerConfig, parent: Parent) -> None:
     """Consume every episode, report, and hand out the newest policy until told to stop."""
     with contextlib.ExitStack() as stack:
-        queue = stack.enter_context(SQLiteQueue(config.queue))
+        queue = stack.enter_context(open_queue(config.queue))
         policy = Policy(config.plan.seed)  # the rollouts begin with the same one
         learner = publisher = None
         if config.index == 0:

@@ -12,6 +12,8 @@ from transport.queue.base import (
     TicketQueue,
     finished,
 )
+from transport.queue.open import open_queue
+from transport.queue.redis import RedisQueue
 from transport.queue.sqlite import SQLiteQueue
 
 __all__ = [
@@ -23,7 +25,9 @@ __all__ = [
     "Notice",
     "QueueDepth",
     "QueuedTicket",
+    "RedisQueue",
     "SQLiteQueue",
     "TicketQueue",
     "finished",
+    "open_queue",
 ]

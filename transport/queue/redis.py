@@ -1,0 +1,267 @@
+"""Ticket queue on a Redis server, for the processes of a cluster. See base.py for what a queue promises.
+
+Tickets stand in a stream, and each rank is a consumer group of it: what a rank has not been given yet is where its
+group stands, so publishing costs the same for one reader and for sixteen, and ``XINFO`` and ``XPENDING`` show who has
+what. Around that, all in scripts, stands what streams lack:
+
+* Leases are a sorted set by their end, not the idle time that XAUTOCLAIM judges by, which says nothing of a claimant
+  that renews; the clock is the server's, and a claim may outlive any number of commands.
+* XACK asks for no proof. A claim's token is compared first; it has a random part, so that a claim made again after the
+  append-only file lost its end is another one.
+* What comes back (a retry, the end of a lease) stands in a sorted set by its place in the stream, which is before all
+  that was never claimed. A group has no way back.
+* The stream is never trimmed, since MAXLEN would take unread entries: a ticket leaves it when its last rank is done.
+  ``max_tickets`` is the bound, and publishing beyond it raises QueueFullError.
+
+While the server is away nobody can renew: leases that end meanwhile have ended.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from transport.database import Words
+from transport.errors import (
+    QueueError,
+    QueueFullError,
+    QueueUnavailableError,
+    QueueUnsuitableError,
+    RankError,
+    UsageError,
+)
+from transport.places import RedisPlace
+from transport.queue.base import (
+    KEEP_FINISHED,
+    MAX_DELIVERIES,
+    Claim,
+    DeliveryState,
+    Failure,
+    Notice,
+    QueueDepth,
+    QueuedTicket,
+    TicketQueue,
+)
+from transport.queue.redis_scripts import (
+    ANNOUNCE,
+    CLAIM,
+    DEPTH,
+    FAILURES,
+    KEYS,
+    KNOWN,
+    LATEST,
+    MOVE,
+    NEXT_DUE,
+    PUBLISH,
+    RENEW,
+)
+from transport.redis_link import RedisLink, Script
+from transport.settings import DEFAULTS
+
+Answer = TypeVar("Answer")
+
+MAX_READERS = 16
+RECHECK_S = 1.0  # a wake-up may be lost with a connection, and nobody wakes for the end of a lease
+_IDS_PER_QUERY = 1000
+
+_WORDS = Words("queue", QueueError, QueueFullError, QueueUnavailableError, QueueUnsuitableError)
+
+
+class RedisQueue(TicketQueue):
+    """The queue of one run on a server.
+
+    Args:
+        place: server and run, see `parse_place`.
+        lease_s: how long a claim is its claimant's without renewal.
+        max_deliveries: claims in vain after which a delivery is dead.
+        max_tickets: unfinished tickets beyond which publishing raises QueueFullError. None: the server's memory.
+        keep_finished: how many finished tickets are remembered (about 200 bytes each).
+        patience_s: how long to wait for a server that is away before QueueUnavailableError.
+        clock: seconds that leases are measured with; None: the server's own.
+    """
+
+    def __init__(
+        self,
+        place: RedisPlace,
+        *,
+        lease_s: float = DEFAULTS.claim_lease_s,
+        max_deliveries: int = MAX_DELIVERIES,
+        max_tickets: int | None = None,
+        keep_finished: int = KEEP_FINISHED,
+        patience_s: float = 10.0,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.lease_s = lease_s
+        self._max_deliveries = max_deliveries
+        self._max_tickets = max_tickets
+        self._keep_finished = keep_finished
+        self._clock = clock
+        self._link = RedisLink(place, "queue", _WORDS, patience_s=patience_s)
+
+    def __repr__(self) -> str:
+        return f"<RedisQueue {self._link.name} {'closed' if self._link.closed else 'open'}>"
+
+    def close(self) -> None:
+        """Close the connections and end waits in other threads with ClosedError. The tickets stay."""
+        self._link.close()
+
+    def remove(self) -> None:
+        """Delete the queue with all its tickets from the server. Not for one that somebody still uses."""
+        self._link.remove_all()
+
+    def _run(self, script: Script, *arguments: str | bytes | int) -> list[bytes | int]:
+        now_ms = None if self._clock is None else round(self._clock() * 1000)
+        common = (self._link.channel, self._max_deliveries, self._keep_finished)
+        answer = self._link.run(script, KEYS, (*common, *arguments), now_ms)
+        return answer if isinstance(answer, list) else [answer]
+
+    # --- publishing ----------------------------------------------------------------------------
+    def publish(
+        self,
+        tickets: QueuedTicket | Iterable[QueuedTicket],
+        *,
+        readers: int = 1,
+        policy_version: int | None = None,
+    ) -> int:
+        """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
+        if not 1 <= readers <= MAX_READERS:
+            raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
+        batch = [tickets] if isinstance(tickets, QueuedTicket) else list(tickets)
+        words: list[str | bytes] = [word for ticket in batch for word in (ticket.id, ticket.data)]
+        version = "" if policy_version is None else str(policy_version)
+        bound = "" if self._max_tickets is None else str(self._max_tickets)
+        new = int(self._run(PUBLISH, readers, version, bound, *words)[0])
+        if new < 0:
+            raise QueueFullError(
+                f"the queue at {self._link.name} has {self._max_tickets} unfinished tickets: trainers are slower than "
+                "rollouts, or gone; try again later"
+            )
+        return new
+
+    def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
+        """State per rank of each ticket that the queue knows; ids it does not know are absent (publish them again)."""
+        wanted = list(ticket_ids)
+        states: dict[str, tuple[DeliveryState, ...]] = {}
+        for start in range(0, max(1, len(wanted)), _IDS_PER_QUERY):
+            part = wanted[start : start + _IDS_PER_QUERY]
+            for ticket_id, names in zip(part, self._run(KNOWN, *part), strict=True):
+                if isinstance(names, bytes) and names:
+                    states[ticket_id] = tuple(DeliveryState(name) for name in names.decode().split())
+        return states
+
+    # --- claiming ------------------------------------------------------------------------------
+    def claim(self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str) -> list[Claim]:
+        """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
+        if n < 1:
+            raise UsageError(f"n={n}; at least one delivery is claimed")
+        if not 0 <= rank < MAX_READERS:
+            raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
+
+        def recheck_s() -> float:
+            due_ms = int(self._run(NEXT_DUE, rank)[0])
+            return RECHECK_S if due_ms < 0 else min(RECHECK_S, due_ms / 1000)
+
+        return self._wait_for(lambda: self._try_claim(n, rank, consumer) or None, timeout_s, recheck_s) or []
+
+    def _try_claim(self, n: int, rank: int, consumer: str) -> list[Claim]:
+        flat = self._run(CLAIM, rank, n, consumer, round(self.lease_s * 1000), secrets.token_hex(8))
+        rows = zip(*(iter(flat),) * 5, strict=True)
+        return [
+            Claim(_text(ticket_id), _bytes(data), rank, int(attempts), _text(token), int(version) if version else None)
+            for ticket_id, data, attempts, token, version in rows
+        ]
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Begin the lease anew; returns the claims that are still the caller's, whether claimed or arrived."""
+        return self._accepted(claims, self._run(RENEW, round(self.lease_s * 1000), *_tokens(claims)))
+
+    # --- finishing -----------------------------------------------------------------------------
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+        """Consume; returns the claims that were still the caller's. Only what is returned may be trained on."""
+        return self._move(claims, "claimed", "done" if trained else "arrived")
+
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Arrived deliveries were trained on; returns those that were still the caller's, not lost."""
+        return self._move(claims, "arrived", "done")
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """Nobody can or should read this delivery (its payload is gone). False if not owned."""
+        return bool(self._move([claim], "claimed", "discarded", reason))
+
+    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
+        """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        return bool(self._move([claim], "claimed", "ready", reason, delay_s))
+
+    def _move(self, claims: Sequence[Claim], held: str, to: str, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
+        """Bring claims from state ``held`` to ``to``; returns those that were the caller's."""
+        return self._accepted(claims, self._run(MOVE, held, to, reason, round(delay_s * 1000), *_tokens(claims)))
+
+    @staticmethod
+    def _accepted(claims: Sequence[Claim], flags: Sequence[bytes | int]) -> list[Claim]:
+        return [claim for claim, flag in zip(claims, flags, strict=True) if flag]
+
+    # --- looking -------------------------------------------------------------------------------
+    def depth(self, rank: int | None = None) -> QueueDepth:
+        """Counts of one rank, or of all."""
+        flat = self._run(DEPTH)
+        counts: dict[str, int] = {}
+        for field, amount in zip(flat[::2], flat[1::2], strict=True):
+            of_rank, _, name = _text(field).partition("/")
+            if rank is None or int(of_rank) == rank:
+                counts[name] = counts.get(name, 0) + int(amount)
+        return QueueDepth(**counts)
+
+    def failures(self, limit: int = 100) -> list[Failure]:
+        """The last deliveries that were discarded, died or were lost, the latest published first."""
+        rows = zip(*(iter(self._run(FAILURES, limit)),) * 6, strict=True)
+        return [
+            Failure(
+                _text(ticket_id), int(rank), DeliveryState(_text(state)), int(attempts), _text(consumer), _text(reason)
+            )
+            for ticket_id, rank, state, attempts, consumer, reason in rows
+        ]
+
+    # --- notices -------------------------------------------------------------------------------
+    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
+        """Replace the topic's notice, unless it has this version or a later one (then False)."""
+        return bool(self._run(ANNOUNCE, topic, version, payload)[0])
+
+    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
+
+        def look() -> Notice | None:
+            version, payload = self._run(LATEST, topic)
+            if not isinstance(payload, bytes) or (newer_than is not None and int(version) <= newer_than):
+                return None
+            return Notice(topic, int(version), payload)
+
+        return self._wait_for(look, timeout_s, lambda: RECHECK_S)
+
+    # --- waiting -------------------------------------------------------------------------------
+    def _wait_for(
+        self, look: Callable[[], Answer | None], timeout_s: float, recheck_s: Callable[[], float]
+    ) -> Answer | None:
+        """What ``look`` finds, looking again at every wake-up and after ``recheck_s``; None when the time is over."""
+        give_up_at = time.monotonic() + timeout_s
+        while True:
+            seen = self._link.seen() if timeout_s > 0 else 0  # before looking; what changes in between ends the wait
+            answer = look()
+            remaining_s = give_up_at - time.monotonic()
+            if answer is not None or remaining_s <= 0:
+                return answer
+            self._link.wait(seen, min(remaining_s, max(0.001, recheck_s())))
+
+
+def _tokens(claims: Sequence[Claim]) -> list[str | int]:
+    return [word for claim in claims for word in (claim.token, claim.rank)]
+
+
+def _text(word: bytes | int) -> str:
+    return _bytes(word).decode()
+
+
+def _bytes(word: bytes | int) -> bytes:
+    assert isinstance(word, bytes)
+    return word
