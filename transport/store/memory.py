@@ -53,7 +53,7 @@ class MemoryStore(Store):
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic, beside: MemoryStore | None = None) -> None:
-        self._memory = _Memory(clock) if beside is None else beside._memory
+        self._memory: _Memory = _Memory(clock) if beside is None else beside._memory
         self._changed = self._memory.changed
         self._closed = False
 
