@@ -60,7 +60,15 @@ bench: build/peers/stamp ## reads over every wire beside the peers, drawn in doc
 # --- checking ---------------------------------------------------------------------------------------------------------
 test: lint native-test model pytest ## the whole suite: lint, native tests under sanitizers, the model, pytest
 
-pytest: $(VENV)/installed
+# Tests of Redis start servers of their own; without the program they skip, and say so in red.
+.PHONY: redis
+redis:
+	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	  echo "installing redis-server …" && DEBIAN_FRONTEND=noninteractive \
+	  apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } || \
+	  printf '\033[31m%s\033[0m\n' "Redis is not tested: apt-get install redis-server" >&2
+
+pytest: $(VENV)/installed | redis
 	@$(BIN)/python -m pytest
 
 # With GPU_PYTHON=… that interpreter and its packages are used, and nothing is fetched.

@@ -163,6 +163,37 @@ class QueueConformance:
         assert queue.depth(1) == QueueDepth(ready=1)
         assert len(queue.claim(1, rank=1, consumer="b")) == 1
 
+    # --- the age of what is claimed --------------------------------------------------------------
+    def test_what_is_too_old_is_discarded_and_counted_and_the_rest_is_claimed(self, queue: TicketQueue) -> None:
+        for number, version in enumerate([1, 5, 2, None, 4, 3]):
+            queue.publish(ticket(number), policy_version=version)
+        claims = queue.claim(3, consumer="a", oldest_version=4)
+        assert [claim.policy_version for claim in claims] == [5, None, 4]
+        assert queue.depth() == QueueDepth(ready=1, claimed=3, discarded=2, aged=2)
+        assert queue.claim(1, consumer="a", oldest_version=4) == []
+        assert queue.depth() == QueueDepth(claimed=3, discarded=3, aged=3)
+        latest = queue.failures()[0]
+        assert (latest.ticket_id, latest.state, latest.attempts) == (ticket(5).id, DISCARDED, 0)
+        assert (latest.consumer, latest.reason) == ("a", "policy version 3 is older than 4")
+        assert queue.known([ticket(0).id]) == {ticket(0).id: (DISCARDED,)}
+
+    def test_age_is_judged_again_when_a_ticket_comes_back_and_by_each_rank(self, queue: TicketQueue) -> None:
+        queue.publish(ticket(0), policy_version=3, readers=2)
+        [claim] = queue.claim(1, consumer="a", oldest_version=3)
+        assert queue.retry(claim)
+        assert queue.claim(1, consumer="a", oldest_version=4) == []
+        assert queue.depth(0) == QueueDepth(discarded=1, aged=1, retried=1)
+        assert len(queue.claim(1, rank=1, consumer="b")) == 1
+
+    def test_a_claim_that_finds_only_old_tickets_waits_for_a_new_one(
+        self, harness: Harness, queue: TicketQueue
+    ) -> None:
+        queue.publish(tickets(3), policy_version=1)
+        claims, thread = in_thread(lambda: queue.claim(1, 30, consumer="a", oldest_version=2))
+        harness.open().publish(ticket(7), policy_version=2)
+        thread.join()
+        assert ids(claims[0]) == [ticket(7).id]
+
     # --- acknowledged on arrival -----------------------------------------------------------------
     def test_arrived_then_finished_is_done(self, harness: Harness, queue: TicketQueue) -> None:
         queue.publish(ticket(0))

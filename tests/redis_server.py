@@ -50,6 +50,8 @@ class RedisServer:
     def start(self) -> None:
         """Start it, and wait until it answers. With the same files and port as before."""
         import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
 
         arguments = {
             "bind": "127.0.0.1", "port": str(self.port), "dir": str(self.directory), "save": "",
@@ -65,7 +67,8 @@ class RedisServer:
             stderr=subprocess.DEVNULL,
             preexec_fn=_die_with_parent,
         )
-        with redis.Redis(host="127.0.0.1", port=self.port) as client:
+        never = Retry(NoBackoff(), 0)  # the package's own pauses are long
+        with redis.Redis(host="127.0.0.1", port=self.port, retry=never) as client:
             while True:
                 assert self.process.poll() is None, "redis-server did not start"
                 try:

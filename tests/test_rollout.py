@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from transport.errors import BusyPortError, ClosedError, QueueError, RingFullError, SchemaError
-from transport.queue.base import QueuedTicket
+from transport.queue.base import DeliveryState, QueuedTicket
 from transport.queue.sqlite import SQLiteQueue
 from transport.ring import SharedRingBuffer
 from transport.rollout import UCXXRolloutMixin, queued, ticket_id
@@ -54,6 +54,20 @@ def test_a_written_trajectory_is_a_published_ticket(worker: Worker, queue: SQLit
     assert ticket.metadata == {"reward": 2.5}
     assert len(ticket.ports) == 1
     assert ticket.addresses
+
+
+def test_a_groups_payload_is_one_delivery_for_all_its_ranks(queue: SQLiteQueue) -> None:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=2, readers=3, grouped=True, queue=queue, mode="thread")
+    try:
+        ticket = worker.write_to_buffer(VALUES)
+        assert ticket.readers == 3
+        assert queue.known([ticket_id(ticket)]) == {ticket_id(ticket): (DeliveryState.READY,)}
+        worker.ring.write(VALUES, readers=3)
+        assert worker.reconcile() == (1, 0)
+        assert queue.depth().ready == 2
+    finally:
+        worker.cleanup_ucxx()
 
 
 def test_a_payload_that_does_not_fit_publishes_nothing(worker: Worker, queue: SQLiteQueue) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -133,6 +136,67 @@ def test_a_server_that_stays_away_is_told_within_the_patience() -> None:
         with pytest.raises(StoreUnavailableError, match="has not answered") as told:
             store.put("a", b"2")
         assert told.value.retryable
+
+
+def test_a_stopped_server_is_told_like_one_that_is_away_and_a_patient_member_goes_on() -> None:
+    with (
+        redis_server() as server,
+        RedisStore(place(server), patience_s=0.05) as store,
+        RedisStore(place(server), patience_s=30) as patient,
+    ):
+        assert server.process is not None
+        store.add("n")
+        os.kill(server.process.pid, signal.SIGSTOP)
+        with pytest.raises(StoreUnavailableError, match="has not answered"):
+            store.get("n")
+        sums, thread = in_thread(lambda: patient.add("n"))
+        os.kill(server.process.pid, signal.SIGCONT)
+        thread.join()
+        assert sums == [2]
+
+
+def test_close_ends_a_command_that_a_stopped_server_does_not_answer() -> None:
+    with redis_server() as server:
+        assert server.process is not None
+        store = RedisStore(place(server), patience_s=30)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        outcomes, thread = in_thread(lambda: _kind_of(lambda: store.get("a")))
+        store.close()
+        thread.join()
+        assert outcomes == [ClosedError]
+
+
+def test_close_beside_busy_threads_ends_them_all_with_closed(server: RedisServer) -> None:
+    def work(store: RedisStore) -> type[BaseException] | None:
+        def forever() -> None:
+            while True:
+                store.add("n")
+
+        return _kind_of(forever)
+
+    for _ in range(10):
+        store = RedisStore(place(server))
+        pairs = [in_thread(lambda store=store: work(store)) for _ in range(3)]
+        store.watch("n", ABSENT, 30)
+        store.close()
+        for outcomes, thread in pairs:
+            thread.join()
+            assert outcomes == [ClosedError]
+
+
+def test_processes_take_different_numbers_and_see_each_others_writes(server: RedisServer) -> None:
+    program = f"""
+from transport.store import open_store
+with open_store({server.place()!r}) as store:
+    store.watch("go", 0, 60)
+    print(*[store.add("slot") for _ in range(50)])
+"""
+    children = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    with RedisStore(place(server)) as store:
+        store.put("go", b"")
+        taken = [int(word) for child in children for word in child.communicate(timeout=60)[0].split()]
+        assert sorted(taken) == list(range(1, 101))
+        assert store.add("slot", 0) == 100
 
 
 def test_close_ends_the_wait_for_a_server_that_is_away() -> None:

@@ -31,9 +31,21 @@ class ClaimBook:
         rank: which of each payload's readers the trainer is.
         consumer: the trainer's name in the queue's reports.
         ack: "on_arrival" reports payloads as arrived when they are collected, as trained on when they are settled.
+        max_policy_age: by how many versions what is claimed may be behind the trainer's; None: by any number.
     """
 
-    def __init__(self, queue: TicketQueue | None, rank: int, consumer: str, ack: AckMode, settings: Settings) -> None:
+    def __init__(
+        self,
+        queue: TicketQueue | None,
+        rank: int,
+        consumer: str,
+        ack: AckMode,
+        settings: Settings,
+        max_policy_age: int | None = None,
+    ) -> None:
+        if max_policy_age is not None and max_policy_age < 0:
+            raise UsageError(f"max_policy_age={max_policy_age}; give policy versions from 0")
+        self._max_policy_age = max_policy_age
         self._queue = queue
         self._rank = rank
         self._consumer = consumer
@@ -52,11 +64,19 @@ class ClaimBook:
         """Claims that are neither settled nor given back."""
         return list(self._in_hand.values())
 
-    def claim(self, n: int, timeout_s: float) -> list[Claim]:
-        """Up to ``n`` claims; waits for the first up to ``timeout_s``. UsageError without a queue."""
+    def claim(self, n: int, timeout_s: float, policy_version: int | None = None) -> list[Claim]:
+        """Up to ``n`` claims; waits for the first up to ``timeout_s``. UsageError without a queue.
+
+        With ``max_policy_age`` the trainer says which ``policy_version`` it trains; the queue discards what is older.
+        """
         if self._queue is None:
             raise UsageError("claim_tickets() needs setup_ucxx_packer(queue=...)")
-        claims = self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer)
+        oldest = None
+        if self._max_policy_age is not None:
+            if policy_version is None:
+                raise UsageError("claim_tickets() needs policy_version=, since max_policy_age was given at setup")
+            oldest = policy_version - self._max_policy_age
+        claims = self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest)
         self._in_hand.update((claim.token, claim) for claim in claims)
         return claims
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self
 
 from transport.acks import Ack
 from transport.buffers import BufferPool
+from transport.directory import Directory, Finder
 from transport.errors import (
     ClosedError,
     StaleSlotError,
@@ -63,6 +64,7 @@ class UCXXClient:
         device_receive: how a payload over a wire gets into device memory. "staged": into pinned host memory, verified
             there, copied on the stream; "direct": UCX writes large ones into it, where its context knows device memory
             (for RDMA; over shm and tcp staging is as fast or faster, docs/GPU.md).
+        directory: where servers publish themselves; asked when a ticket's own ports do not answer.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class UCXXClient:
         verify: bool = True,
         device: str | None = None,
         device_receive: DeviceReceive = "staged",
+        directory: Directory | None = None,
         settings: Settings = DEFAULTS,
     ) -> None:
         if ack not in ("on_arrival", "on_consumed", "manual"):
@@ -93,6 +96,7 @@ class UCXXClient:
             self._settings, self._wires, secret, self._mapped.detach_finished, device_memory=device_receive == "direct"
         )
         self._remote = RemoteReads(self._links, self._settings, self._wires, verify)
+        self._finder = None if directory is None else Finder(directory)
         self._buffers = BufferPool()
         self._bytes_by_wire: dict[str, int] = {}
         self._counts = dict.fromkeys(("reads", "stale", "failed_reads"), 0)
@@ -118,7 +122,8 @@ class UCXXClient:
         Raises:
             StaleSlotError: consumed by this rank, overwritten, discarded or expired. Final.
             RetriesExhaustedError, DeadlineExceededError: every attempt failed; ``__cause__`` is the last failure.
-            PayloadLostError: every port answers that it serves another ring.
+            PayloadLostError: every port answers that it serves another ring; or none answers, and nobody has published
+                the ring for a while (`transport.directory`).
             WireNotAllowedError: only wires that the policy excludes lead there.
             BufferUnsuitableError, RankError: nothing was sent.
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
@@ -128,7 +133,20 @@ class UCXXClient:
     async def _read(
         self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, *, spent: bool = False
     ) -> ReceivedPayload:
-        """`read` with a deadline. ``spent``: one attempt was made already, as part of a batch."""
+        """`read` with a deadline, also where the ring is served by now. ``spent``: one attempt was made already."""
+        if self._finder is None:
+            return await self._read_here(ticket, out, rank, deadline, spent)
+        ticket = self._finder.current(ticket)
+        try:
+            return await self._read_here(ticket, out, rank, deadline, spent)
+        except TransportError as error:
+            moved = await self._finder.after(ticket, error)
+            if moved is None:
+                raise
+        return await self._read_here(moved, out, rank, deadline, False)
+
+    async def _read_here(self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, spent: bool) -> ReceivedPayload:
+        """`_read` by the ticket's own addresses and ports."""
         self._check(ticket, rank)
         target = destination = None
         if out is not None or self._landing.always:

@@ -238,6 +238,10 @@ class QueueUnavailableError(QueueError):
     retryable = True
 
 
+class GroupBrokenError(QueueError):
+    """The ranks of a model-parallel group cannot agree any more. Start the group again, under another name."""
+
+
 class QueueUnsuitableError(QueueError, UsageError):
     """The place cannot hold this queue: a network file system, another program's file, an unknown version."""
 

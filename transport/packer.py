@@ -29,6 +29,7 @@ from typing import Any, Literal
 from transport.background import LoopThread
 from transport.claims import ClaimBook
 from transport.client import WirePolicy
+from transport.directory import Directory
 from transport.duplicates import ConsumedRecord
 from transport.errors import (
     AuthenticationError,
@@ -72,37 +73,44 @@ class UCXXDataPackerMixin:
         rank: int = 0,
         consumer: str | None = None,
         ack: AckMode = "on_consumed",
+        max_policy_age: int | None = None,
         wire: WirePolicy = "auto",
         secret: bytes | None = None,
         settings: Settings = DEFAULTS,
         consumed: ConsumedRecord | None = None,
         device: str | None = None,
+        directory: Directory | None = None,
         progress: Progress | Literal["bar"] | None = None,
     ) -> None:
         """Start the background loop and the client. Called again, it cleans up first.
 
         Args:
             schemas: of rings whose tickets do not describe their payloads.
-            queue: where claims come from; None: tickets come another way, and `consume` acknowledges slots only.
+            queue: where claims come from, for a rank of a model-parallel group a `GroupQueue`; None: tickets come
+                another way, and `consume` acknowledges slots only.
             rank: which of each payload's readers this trainer is.
             consumer: name in the queue's reports; default host and process id.
             ack: "on_consumed" (see above); "on_arrival" acknowledges what is collected, so what a dying trainer had
                 in memory is lost, and reported by the queue.
+            max_policy_age: by how many versions what is claimed may be behind the ``policy_version`` that
+                `claim_tickets` is told; what is older is discarded and counted by the queue.
             consumed: record from a checkpoint, so that a restarted trainer drops what it had trained on.
             device: "cupy" or "torch" (":1" for the second device): payloads are put into its memory while the trainer
                 computes, and their arrays are that library's. What the trainer's stream does with an array that it
                 looked up comes after its arrival.
+            directory: asked where a ring is served by now, when a ticket's own ports do not answer.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws that on the terminal.
         """
         self.cleanup_ucxx_packer()
         thread = LoopThread("transport data packer")
         try:
-            client = thread.run(make_client(schemas, wire, secret, settings, device))
+            client = thread.run(make_client(schemas, wire, secret, settings, device, directory))
         except BaseException:
             thread.close()
             raise
-        claims = ClaimBook(queue, rank, consumer or f"{socket.gethostname()}:{os.getpid()}", ack, settings)
+        name = consumer or f"{socket.gethostname()}:{os.getpid()}"
+        claims = ClaimBook(queue, rank, name, ack, settings, max_policy_age)
         record = consumed if consumed is not None else ConsumedRecord(settings)
         shown = contextlib.ExitStack()
         show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
@@ -121,9 +129,12 @@ class UCXXDataPackerMixin:
         return self._ucxx
 
     # --- claiming and consuming -------------------------------------------------------------------------
-    def claim_tickets(self, n: int, timeout_s: float = 0.0) -> list[Claim]:
-        """Up to ``n`` claims for this rank, renewed until consumed or failed; waits ``timeout_s`` for the first."""
-        return self._packer.claims.claim(n, timeout_s)
+    def claim_tickets(self, n: int, timeout_s: float = 0.0, *, policy_version: int | None = None) -> list[Claim]:
+        """Up to ``n`` claims for this rank, renewed until consumed or failed; waits ``timeout_s`` for the first.
+
+        policy_version: the one that is trained now; needed with ``max_policy_age``.
+        """
+        return self._packer.claims.claim(n, timeout_s, policy_version)
 
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch, first to the queue, then to the rings; returns what may be trained on, each once.

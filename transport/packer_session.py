@@ -15,6 +15,7 @@ from transport.acks import Identity
 from transport.background import Job, LoopThread
 from transport.claims import ClaimBook
 from transport.client import UCXXClient, WirePolicy
+from transport.directory import Directory
 from transport.duplicates import ConsumedRecord
 from transport.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.progress import Progress
@@ -124,10 +125,17 @@ class PackerSession:
 
 
 async def make_client(
-    schemas: Sequence[Schema], wire: WirePolicy, secret: bytes | None, settings: Settings, device: str | None
+    schemas: Sequence[Schema],
+    wire: WirePolicy,
+    secret: bytes | None,
+    settings: Settings,
+    device: str | None,
+    directory: Directory | None = None,
 ) -> UCXXClient:
     """The session's client. "manual" with either ack mode of the packer: the queue hears of a payload first."""
-    return UCXXClient(schemas=schemas, wire=wire, ack="manual", secret=secret, settings=settings, device=device)
+    return UCXXClient(
+        schemas=schemas, wire=wire, ack="manual", secret=secret, settings=settings, device=device, directory=directory
+    )
 
 
 async def _statistics(client: UCXXClient) -> ClientStatistics:

@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 OLDEST = (6, 2)
 _REMEMBER_MS = 60_000  # answers to writes
 MOST_PATIENCE_S = 30.0  # well below that
-_COMMAND_TIMEOUT_S = 5.0  # a server that is stopped, or a cut cable
+_COMMAND_TIMEOUT_S = 5.0  # at most; a server that is stopped, or a cut cable
+_LEAST_COMMAND_TIMEOUT_S = 0.25
 _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
 _JOIN_S = 10.0
@@ -93,7 +94,8 @@ class RedisLink:
 
     Args:
         part: of the run's keys, "store" or "queue".
-        patience_s: how long to wait for a server that is away, at most ``MOST_PATIENCE_S``.
+        patience_s: how long to wait for a server that is away, at most ``MOST_PATIENCE_S``. One that is stopped may
+            take a command's time limit longer, which is the patience too, at most 5 s.
     """
 
     def __init__(self, place: RedisPlace, part: str, words: Words, *, patience_s: float = 10.0) -> None:
@@ -156,6 +158,9 @@ class RedisLink:
                     raise self._words.busy(
                         f"the {self._words.what} at {self.name} has not answered for {self._patience_s:g} s: {error}"
                     ) from error
+            except (AttributeError, ValueError):
+                if not self._closed:  # else another thread took the connection away in the middle
+                    raise
             if room.ended.wait(pause_s * random.uniform(0.5, 1.0)):
                 continue  # to the error
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
@@ -213,10 +218,11 @@ class RedisLink:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
+        timeout_s = max(_LEAST_COMMAND_TIMEOUT_S, min(self._patience_s, _COMMAND_TIMEOUT_S))
         client: redis.Redis = self._redis.Redis.from_url(
             self._place.url,
-            socket_timeout=_COMMAND_TIMEOUT_S,
-            socket_connect_timeout=_COMMAND_TIMEOUT_S,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
             socket_keepalive=True,
             retry=Retry(NoBackoff(), 0),
             protocol=2,

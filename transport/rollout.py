@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from transport.directory import Announcement, Directory
 from transport.errors import ClosedError, RingFullError, TransportError
 from transport.overflow import Overflow
 from transport.queue.base import QueuedTicket, TicketQueue, finished
@@ -46,7 +47,9 @@ class UCXXRolloutMixin:
     _ucxx_ring: SharedRingBuffer | None = None
     _ucxx_server: UCXXServer | None = None
     _ucxx_queue: TicketQueue | None = None
+    _ucxx_announcement: Announcement | None = None
     _ucxx_readers = 1
+    _ucxx_grouped = False
 
     def setup_ucxx(
         self,
@@ -55,6 +58,7 @@ class UCXXRolloutMixin:
         slots: int = 64,
         slot_bytes: int | None = None,
         readers: int = 1,
+        grouped: bool = False,
         overflow: Overflow = "block",
         ports: Sequence[int] = (0,),
         name: str | None = None,
@@ -64,6 +68,7 @@ class UCXXRolloutMixin:
         secret: bytes | None = None,
         mode: Literal["process", "thread"] = "process",
         linger_s: float | None = None,
+        directory: Directory | None = None,
         settings: Settings = DEFAULTS,
     ) -> SharedRingBuffer:
         """Make the ring and serve it. Called again, it cleans up first.
@@ -72,8 +77,11 @@ class UCXXRolloutMixin:
             schema, slots, slot_bytes, overflow, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a
                 restarted worker takes its old ring over and `reconcile` publishes what the queue does not know.
             readers: how many ranks read each payload.
+            grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
+                the queue (`GroupQueue`), not one for each rank.
             queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
             ports, addresses, wires, secret, mode, linger_s: of the server, see `UCXXServer`.
+            directory: where the server is published for as long as this worker lives.
         """
         self.cleanup_ucxx()
         ring = SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, name=name, overflow=overflow)
@@ -88,10 +96,16 @@ class UCXXRolloutMixin:
                 mode=mode,
                 linger_s=linger_s,
             ).start()
+            if directory is not None:
+                self._ucxx_announcement = Announcement(directory, ring, self._ucxx_server)
         except BaseException:
+            if self._ucxx_server is not None:
+                self._ucxx_server.close()
+                self._ucxx_server = None
             ring.close()
             raise
         self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = ring, queue, readers
+        self._ucxx_grouped = grouped
         if ring.native.taken_over and queue is not None:
             self.reconcile()
         return ring
@@ -138,12 +152,17 @@ class UCXXRolloutMixin:
                     raise
         if self._ucxx_queue is not None:
             try:
-                self._ucxx_queue.publish(queued(ticket), readers=ticket.readers, policy_version=policy_version)
+                self._ucxx_queue.publish(
+                    queued(ticket), readers=self._deliveries(ticket), policy_version=policy_version
+                )
             except BaseException:
                 with contextlib.suppress(TransportError):
                     ring.discard(ticket)
                 raise
         return ticket
+
+    def _deliveries(self, ticket: Ticket) -> int:
+        return 1 if self._ucxx_grouped else ticket.readers
 
     def reconcile(self) -> tuple[int, int]:
         """Bring ring and queue to agree, after either was restarted: (tickets published again, slots freed).
@@ -159,7 +178,7 @@ class UCXXRolloutMixin:
         for ticket in tickets:
             states = known.get(ticket_id(ticket))
             if states is None:
-                published += queue.publish(queued(ticket), readers=ticket.readers)
+                published += queue.publish(queued(ticket), readers=self._deliveries(ticket))
             elif finished(states):
                 freed += ring.discard(ticket)
         log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
@@ -177,9 +196,12 @@ class UCXXRolloutMixin:
         """
         server, self._ucxx_server = self._ucxx_server, None
         ring, self._ucxx_ring = self._ucxx_ring, None
+        announcement, self._ucxx_announcement = self._ucxx_announcement, None
         self._ucxx_queue = None
         with contextlib.ExitStack() as stack:  # the ring goes even if the server does not stop in order
             if ring is not None:
                 stack.callback(ring.close)
+            if announcement is not None:
+                stack.callback(announcement.close)  # readers may ask until the last payload is read
             if server is not None:
                 server.close(drain_s)

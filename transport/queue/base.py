@@ -84,6 +84,7 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0
     retried: int = 0  # how often a claim was given back
     expired: int = 0  # how often a lease ended before its claim did
+    aged: int = 0  # of the discarded: those of too old a policy for who asked
 
     @property
     def unfinished(self) -> int:
@@ -115,6 +116,11 @@ def finished(states: Sequence[DeliveryState]) -> bool:
     return all(state.final for state in states)
 
 
+def too_old(version: int, oldest_version: int) -> str:
+    """Reason of a delivery that was discarded for its age."""
+    return f"policy version {version} is older than {oldest_version}"
+
+
 class TicketQueue(abc.ABC):
     """A queue of tickets. All methods are thread-safe and block; call them from threads, not from an event loop.
 
@@ -134,10 +140,14 @@ class TicketQueue(abc.ABC):
         """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
 
     @abc.abstractmethod
-    def claim(self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str) -> list[Claim]:
+    def claim(
+        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``.
 
-        ``consumer`` names the claimant in reports. Returns an empty list when the time is over.
+        ``consumer`` names the claimant in reports. Returns an empty list when the time is over. What is due and of an
+        older policy than ``oldest_version`` is discarded instead, with that reason, and counted as ``aged``; what was
+        published without a version is never too old.
         """
 
     @abc.abstractmethod

@@ -152,7 +152,9 @@ class RedisQueue(TicketQueue):
         return states
 
     # --- claiming ------------------------------------------------------------------------------
-    def claim(self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str) -> list[Claim]:
+    def claim(
+        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
         if n < 1:
             raise UsageError(f"n={n}; at least one delivery is claimed")
@@ -163,10 +165,15 @@ class RedisQueue(TicketQueue):
             due_ms = int(self._run(NEXT_DUE, rank)[0])
             return RECHECK_S if due_ms < 0 else min(RECHECK_S, due_ms / 1000)
 
-        return self._wait_for(lambda: self._try_claim(n, rank, consumer) or None, timeout_s, recheck_s) or []
+        return (
+            self._wait_for(lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s, recheck_s)
+            or []
+        )
 
-    def _try_claim(self, n: int, rank: int, consumer: str) -> list[Claim]:
-        flat = self._run(CLAIM, rank, n, consumer, round(self.lease_s * 1000), secrets.token_hex(8))
+    def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
+        lease_ms, random = round(self.lease_s * 1000), secrets.token_hex(8)
+        oldest = "" if oldest_version is None else str(oldest_version)
+        flat = self._run(CLAIM, rank, n, consumer, lease_ms, random, oldest)
         rows = zip(*(iter(flat),) * 5, strict=True)
         return [
             Claim(_text(ticket_id), _bytes(data), rank, int(attempts), _text(token), int(version) if version else None)

@@ -127,12 +127,13 @@ return remember(#new)
 """
 )
 
-# rank, how many, consumer, lease in ms, random part of the tokens. Five words for each claim. What is remembered are
-# deliveries, not their bytes.
+# rank, how many, consumer, lease in ms, random part of the tokens, oldest version or "". Five words for each claim.
+# What is remembered are deliveries, not their bytes.
 CLAIM = Script(
     _PREPARED
     + """
 local rank, wanted, consumer, lease, random = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8]), ARGV[9]
+local oldest = tonumber(ARGV[10])
 local group = 'rank' .. rank
 local taken = remembered()
 local answer = {}
@@ -153,6 +154,14 @@ taken = {}
 local function take(seq, data)
     local delivery = seq .. '/' .. rank
     local row = row_of(delivery)
+    local version = tonumber(cmsgpack.unpack(redis.call('HGET', info, seq)).version)
+    if oldest and version and version < oldest then
+        row.consumer = consumer
+        count(rank, 'aged', 1)
+        local reason = string.format('policy version %.0f is older than %.0f', version, oldest)
+        move(delivery, row, 'discarded', reason)
+        return
+    end
     count(rank, row.state, -1)
     count(rank, 'claimed', 1)
     row.state, row.consumer, row.attempts = 'claimed', consumer, row.attempts + 1
@@ -166,7 +175,9 @@ for _, seq in ipairs(redis.call('ZRANGEBYSCORE', delayed_of(rank), '-inf', now))
     redis.call('ZREM', delayed_of(rank), seq)
     redis.call('ZADD', back_of(rank), seq, seq)
 end
-for _, seq in ipairs(redis.call('ZRANGE', back_of(rank), 0, wanted - 1)) do
+while #taken < wanted do
+    local seq = redis.call('ZRANGE', back_of(rank), 0, 0)[1]
+    if not seq then break end
     redis.call('ZREM', back_of(rank), seq)
     local entry = redis.call('XCLAIM', tickets, group, consumer, 0, seq .. '-0')[1]
     take(seq, entry[2][2])

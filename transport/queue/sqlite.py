@@ -26,6 +26,7 @@ from transport.queue.base import (
     QueueDepth,
     QueuedTicket,
     TicketQueue,
+    too_old,
 )
 from transport.settings import DEFAULTS
 from transport.wake import Bell
@@ -94,6 +95,7 @@ WHERE rank = ? AND state = 'ready' AND not_before <= ? ORDER BY seq LIMIT ?"""
 _CLAIM = """
 UPDATE deliveries SET state = 'claimed', attempts = attempts + 1, lease_ends = ?, consumer = ?
 WHERE seq = ? AND rank = ?"""
+_DISCARD_AGED = "UPDATE deliveries SET state = 'discarded', consumer = ?, reason = ? WHERE seq = ? AND rank = ?"
 _COUNT = "INSERT INTO counts VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET amount = amount + 1"
 _HELD = "WHERE seq = ? AND rank = ? AND attempts = ?"
 _PURGE = """
@@ -210,7 +212,9 @@ class SQLiteQueue(TicketQueue):
         return states
 
     # --- claiming ------------------------------------------------------------------------------
-    def claim(self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str) -> list[Claim]:
+    def claim(
+        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
         if n < 1:
             raise UsageError(f"n={n}; at least one delivery is claimed")
@@ -222,9 +226,12 @@ class SQLiteQueue(TicketQueue):
                 (due_at,) = connection.execute(_NEXT_DUE, (rank,)).fetchone()
             return RECHECK_S if due_at is None else min(RECHECK_S, due_at - self._clock())
 
-        return self._wait_for(lambda: self._try_claim(n, rank, consumer) or None, timeout_s, recheck_s) or []
+        return (
+            self._wait_for(lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s, recheck_s)
+            or []
+        )
 
-    def _try_claim(self, n: int, rank: int, consumer: str) -> list[Claim]:
+    def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
         # Look before taking the write lock: many waiters wake for one ticket, and all but one find nothing.
         with self._database.reading() as connection:
             (due,) = connection.execute(_ANYTHING_DUE, {"rank": rank, "now": self._clock()}).fetchone()
@@ -232,8 +239,19 @@ class SQLiteQueue(TicketQueue):
             return []
         with self._database.transaction() as connection:
             now = self._end_leases(connection)
-            rows = connection.execute(_OLDEST_READY, (rank, now, n)).fetchall()
-            connection.executemany(_CLAIM, [(now + self.lease_s, consumer, row[0], rank) for row in rows])
+            rows: list[tuple[int, str, bytes, int, int | None]] = []
+            while len(rows) < n:
+                found = connection.execute(_OLDEST_READY, (rank, now, n - len(rows))).fetchall()
+                if not found:
+                    break
+                aged = [row for row in found if None not in (row[4], oldest_version) and row[4] < oldest_version]
+                kept = [row for row in found if row not in aged] if aged else found
+                connection.executemany(_CLAIM, [(now + self.lease_s, consumer, row[0], rank) for row in kept])
+                connection.executemany(
+                    _DISCARD_AGED, [(consumer, too_old(row[4], oldest_version or 0), row[0], rank) for row in aged]
+                )
+                connection.executemany(_COUNT, [(rank, "aged")] * len(aged))
+                rows += kept
         return [
             Claim(ticket_id, data, rank, attempts + 1, f"{seq}:{attempts + 1}", policy_version)
             for seq, ticket_id, data, attempts, policy_version in rows
