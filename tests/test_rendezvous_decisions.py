@@ -98,6 +98,7 @@ def test_everybody_has_one_place_and_ranks_do_not_depend_on_the_order_of_reading
         (Sight(a_round(Phase.RUNNING), seats("a", status=Status.DONE), peers("a", "b")), OpenNext),
         (Sight(a_round(Phase.RUNNING), seats("a", "b", status=Status.RESTART), peers("a", "b")), OpenNext),
         (Sight(a_round(Phase.RUNNING, 2), seats("a", "b", number=1), peers("a", "b")), OpenNext),
+        (Sight(a_round(Phase.RUNNING), seats("a", "b"), ()), OpenNext),
         (Sight(a_round(Phase.CLOSED), seats("a"), peers("a", "b")), None),
     ],
 )

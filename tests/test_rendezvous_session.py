@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from simulated_run import RULES, RUN, SimulatedMember, SimulatedRun
 
-from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError
+from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreUnsuitableError
 from transport.rendezvous.member import State
 from transport.rendezvous.records import Phase, Reason, Role, Status
 from transport.rendezvous.rules import Rules
@@ -282,6 +282,23 @@ def test_a_store_that_was_emptied_is_no_new_run_to_its_members(run: SimulatedRun
     assert newcomer.state is State.SEATED
     with pytest.raises(RunLostError):
         members[0].session.close(Reason.SUCCESS)
+
+
+def test_a_round_whose_roster_was_lost_is_followed_by_another(run: SimulatedRun) -> None:
+    members = run.joined(3)
+    run.run(3)
+    run.store.delete(f"{RUN}/1/roster")
+    members[0].session._hosting._roster = None  # as a host that has just taken over
+    run.run(3)
+    assert run.round().number == 2
+    assert "lost the roster" in run.round().why
+
+
+def test_another_programs_counter_ends_the_run_for_its_members(run: SimulatedRun) -> None:
+    host = run.joined(1)[0]
+    run.store.put(f"{RUN}/1/slots", b"many")
+    run.run(2)
+    assert isinstance(host.session.view.error, StoreUnsuitableError)
 
 
 def test_a_closed_run_stays_closed_even_in_an_emptied_store(run: SimulatedRun) -> None:

@@ -16,12 +16,9 @@ from redis_server import needs_redis
 from support import eventually
 from two_hosts import Host, two_hosts, why_not
 
-WHY_NOT = why_not()
-
 pytestmark = [
     pytest.mark.ucx,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(WHY_NOT), reason=f"two hosts are not tested: {WHY_NOT}"),
     needs_redis,
 ]
 
@@ -115,6 +112,8 @@ print(flush=True)
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
+    if reason := why_not():
+        pytest.skip(f"two hosts are not tested: {reason}")
     with two_hosts(tmp_path_factory.mktemp("hosts")) as both:
         yield both
 

@@ -9,6 +9,7 @@ stopped, and looks at an old picture, decides nothing.
               least did not come within join_timeout_s           close: failure
     running   everybody with a rank says done                    close: success
               somebody with a rank is gone, or wants a restart   open the next round; at most_rounds close: failure
+              nobody knows who has a rank                        the same
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ def _all_done(sight: Sight, rules: Rules) -> Act | None:
 
 
 def _broken(sight: Sight, rules: Rules) -> Act | None:
+    if not sight.active:
+        return _reopen(sight, rules, "the store has lost the roster")
     by_slot = {seat.slot: seat for seat in sight.seats if seat.round == sight.round.number}
     for rank, peer in enumerate(sight.active):
         seat = by_slot.get(peer.slot)

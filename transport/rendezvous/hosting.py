@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from transport.errors import StoreError
+from transport.errors import StoreError, StoreUnsuitableError
 from transport.rendezvous.closing import closed
 from transport.rendezvous.host import Act, Close, Complete, OpenNext, Sight, decide
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Role, Roster, Round, Seat, decode, encode
@@ -22,6 +22,7 @@ from transport.store.base import ABSENT, Change, Entry, Store
 log = logging.getLogger(__name__)
 
 _LOOKS = 4  # at a gate that so many pass at the same time; then again at the next poll
+_MOST_SLOTS = 1 << 20  # of a round; beyond it the counter is somebody else's
 _CHUNK = 1000  # keys deleted in one call
 
 
@@ -110,7 +111,7 @@ class Hosting:
             self._watched, self._since = (current.number, current.term), now
         open_s = now - self._since
         key = self._keys.slots(current.number)
-        taken = _number(self._store.get(key))
+        taken = _number(key, self._store.get(key))
         if taken < current.least and open_s < self._rules.join_timeout_s:
             return Sight(current, (), open_s=open_s), version
         before = self._peers(current.number - 1)
@@ -122,7 +123,7 @@ class Hosting:
             if first is None or first.version != version:
                 return None
             here, there = entries[2 : 2 + taken], entries[2 + taken :]
-            if (now_taken := _number(counter)) > taken:
+            if (now_taken := _number(key, counter)) > taken:
                 taken = now_taken  # somebody came meanwhile, and may be looked at, too
                 continue
             returning = frozenset(
@@ -138,7 +139,7 @@ class Hosting:
             [self._keys.round, *(self._keys.seat(current.number, peer.slot) for peer in peers)]
         )
         first = entries[0]
-        if first is None or not peers:
+        if first is None:
             return None
         return Sight(current, _seats(entries[1:]), peers), first.version
 
@@ -192,8 +193,14 @@ class Hosting:
             self._store.put_many([Change(key, None) for key in keys[begin : begin + _CHUNK]])
 
 
-def _number(entry: Entry | None) -> int:
-    return 0 if entry is None else int(entry.value)
+def _number(key: str, entry: Entry | None) -> int:
+    try:
+        taken = 0 if entry is None else int(entry.value)
+    except ValueError:
+        taken = -1
+    if not 0 <= taken <= _MOST_SLOTS:
+        raise StoreUnsuitableError(f"the store has no count of slots under {key!r}; choose another run name")
+    return taken
 
 
 def _seats(entries: list[Entry | None]) -> list[Seat]:

@@ -169,7 +169,10 @@ class Rendezvous:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Leave: others need not wait for this member's leases to end. Takes up to one poll. Idempotent."""
+        """Leave, so that others need not wait for this member's leases to end. Idempotent.
+
+        Takes up to one poll, and as long as the store holds a call back.
+        """
         self._stopping.set()
         if self._thread is not None:
             await asyncio.shield(self._gone())
