@@ -8,14 +8,17 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from queue_conformance import LEASE_S, ids, in_thread, ticket, tickets
 from redis_server import WHY_NOT, RedisServer, needs_redis, redis_server
 
 from transport.errors import ConfigurationError, GroupBrokenError, RankError
 from transport.group import GroupQueue, _Vote, decide
+from transport.packer import UCXXDataPackerMixin
 from transport.places import parse_place
 from transport.queue import DeliveryState, QueueDepth, RedisQueue, SQLiteQueue, TicketQueue, open_queue
+from transport.rollout import UCXXRolloutMixin
 from transport.store import SQLiteStore, Store, open_store
 
 
@@ -99,6 +102,17 @@ def test_what_all_could_read_is_consumed_once_and_by_all(place: Place) -> None:
     acked = at_once(*(lambda at=at: group[at].ack_many(claims[at]) for at in range(3)))
     assert [ids(each) for each in acked] == [[item.id for item in tickets(3)]] * 3
     assert place.queue.depth() == QueueDepth(done=3)
+
+
+def test_the_leader_consumes_once_and_a_follower_keeps_its_answer(place: Place) -> None:
+    place.queue.publish(ticket(0))
+    group = place.group()
+    claims = [member.claim(1, rank=rank, consumer="g") for rank, member in enumerate(group)]
+    assert at_once(*(lambda at=at: group[at].ack_many(claims[at]) for at in range(2))) == claims
+    assert group[0].ack_many(claims[0]) == []
+    assert not group[0].retry(claims[0][0])
+    assert group[1].ack_many(claims[1]) == claims[1]
+    assert place.queue.depth() == QueueDepth(done=1)
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -230,3 +244,41 @@ def test_processes_of_a_group_train_on_the_same_in_the_same_order(tmp_path: Path
         assert said[0] == said[1]
         assert sorted(said[0]) == sorted(item.id for item in tickets(40))
         assert queue.depth() == QueueDepth(done=40, retried=4)
+
+
+class Rollout(UCXXRolloutMixin):
+    """The mixin alone."""
+
+
+class Packer(UCXXDataPackerMixin):
+    """The mixin alone."""
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_the_packers_of_a_group_train_on_the_same_payloads(place: Place) -> None:
+    rollout, packers = Rollout(), [Packer(), Packer()]
+    rollout.setup_ucxx(slots=8, slot_bytes=4096, readers=2, grouped=True, queue=place.queue, mode="thread")
+    try:
+        for rank, (packer, member) in enumerate(zip(packers, place.group(), strict=True)):
+            packer.setup_ucxx_packer(queue=member, rank=rank, wire={"mapped"})
+        tickets = [rollout.write_to_buffer({"step": np.int64(step)}) for step in range(6)]
+        rollout.ring.discard(tickets[2])  # nobody can read it
+
+        def train(packer: Packer) -> list[int]:
+            packer.start_prefetch(packer.claim_tickets(6, 30))
+            batch = packer.collect_prefetch()
+            assert batch is not None
+            payloads = packer.consume(batch)
+            steps = [int(payload["step"]) for payload in payloads]
+            for payload in payloads:
+                payload.release()
+            return steps
+
+        assert at_once(*(lambda packer=packer: train(packer) for packer in packers)) == [[0, 1, 3, 4, 5]] * 2
+        assert place.queue.depth() == QueueDepth(done=5, discarded=1)
+        assert rollout.ring_statistics().ready == 0
+    finally:
+        for packer in packers:
+            packer.cleanup_ucxx_packer()
+        rollout.cleanup_ucxx()

@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreError, UsageError
+from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreError
 from transport.queue.base import (
     Claim,
     DeliveryState,
@@ -145,7 +145,8 @@ class GroupQueue(TicketQueue):
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
         """Consume what every rank could; returns the same claims at every rank. Waits for the other ranks.
 
-        Raises GroupBrokenError when the decision cannot be learned.
+        Asked again, the leader is refused as by any queue, and a follower gets the same answer. Raises GroupBrokenError
+        when the decision cannot be learned, or cannot be told: these deliveries are done then, and trained on by none.
         """
         return self._agree(claims, "ack" if trained else "arrive")
 
@@ -163,6 +164,10 @@ class GroupQueue(TicketQueue):
         return self._follow(claims, phase)
 
     def _lead(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
+        before = self._store.get_many([self._key("decided", phase, claim.token) for claim in claims])
+        claims = [claim for claim, decision in zip(claims, before, strict=True) if decision is None]
+        if not claims:
+            return []
         votes = self._votes(claims, phase)
         decisions = [decide([_Vote(True), *each]) for each in votes]
         wanted = [claim for claim, decision in zip(claims, decisions, strict=True) if decision.yes]
@@ -194,11 +199,16 @@ class GroupQueue(TicketQueue):
 
     def _decided(self, outcomes: Sequence[tuple[Claim, bool]], phase: Phase) -> None:
         changes = [
-            Change(self._key("decided", phase, claim.token), b"yes" if yes else b"no", ABSENT, _KEEP_S)
+            Change(self._key("decided", phase, claim.token), b"yes" if yes else b"no", None, _KEEP_S)
             for claim, yes in outcomes
         ]
-        if self._store.put_many(changes) is None:
-            raise UsageError("a claim of the group was consumed, or given up, before")
+        try:
+            self._store.put_many(changes)
+        except StoreError as error:
+            raise GroupBrokenError(
+                f"the queue has been told of {len(outcomes)} claims, and the ranks of {self._prefix} have not: "
+                "start the group again, under another name"
+            ) from error
 
     def _give_up(self, claim: Claim, decision: _Vote) -> bool:
         if decision.final:
