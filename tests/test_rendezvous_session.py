@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,8 @@ from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, St
 from transport.rendezvous.member import State
 from transport.rendezvous.records import Phase, Reason, Role, Status
 from transport.rendezvous.rules import Rules
+from transport.store.base import Entry
+from transport.store.memory import MemoryStore
 
 
 @pytest.fixture
@@ -292,6 +294,22 @@ def test_a_round_whose_roster_was_lost_is_followed_by_another(run: SimulatedRun)
     run.run(3)
     assert run.round().number == 2
     assert "lost the roster" in run.round().why
+
+
+class BusyGate(MemoryStore):
+    """Somebody takes a slot whenever the host looks."""
+
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        if f"{RUN}/1/slots" in keys and len(keys) > 2:
+            self.add(f"{RUN}/1/slots")
+        return super().get_many(keys)
+
+
+def test_a_gate_that_is_passed_without_end_closes_all_the_same(run: SimulatedRun) -> None:
+    run.store = BusyGate(beside=run.store)
+    members = run.joined(3)
+    run.run(3)
+    assert ranks(members) == [0, 1, 2]
 
 
 def test_another_programs_counter_ends_the_run_for_its_members(run: SimulatedRun) -> None:

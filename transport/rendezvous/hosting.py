@@ -21,7 +21,7 @@ from transport.store.base import ABSENT, Change, Entry, Store
 
 log = logging.getLogger(__name__)
 
-_LOOKS = 4  # at a gate that so many pass at the same time; then again at the next poll
+_LOOKS = 4  # at a gate that is being passed; who comes during the last one becomes a spare
 _MOST_SLOTS = 1 << 20  # of a round; beyond it the counter is somebody else's
 _CHUNK = 1000  # keys deleted in one call
 
@@ -116,14 +116,14 @@ class Hosting:
             return Sight(current, (), open_s=open_s), version
         before = self._peers(current.number - 1)
         old = [self._keys.seat(current.number - 1, peer.slot) for peer in before]
-        for _ in range(_LOOKS):
+        for left in reversed(range(_LOOKS)):
             seats = [self._keys.seat(current.number, slot) for slot in range(taken)]
             entries = self._store.get_many([self._keys.round, key, *seats, *old])
             first, counter = entries[:2]
             if first is None or first.version != version:
                 return None
             here, there = entries[2 : 2 + taken], entries[2 + taken :]
-            if (now_taken := _number(key, counter)) > taken:
+            if left and (now_taken := _number(key, counter)) > taken:
                 taken = now_taken  # somebody came meanwhile, and may be looked at, too
                 continue
             returning = frozenset(
