@@ -11,10 +11,9 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
-from transport.database import Database, Synchronous, Words
+from transport.database import Synchronous, Words
 from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError, RankError, UsageError
 from transport.queue.base import (
     KEEP_FINISHED,
@@ -29,7 +28,7 @@ from transport.queue.base import (
     too_old,
 )
 from transport.settings import DEFAULTS
-from transport.wake import Bell
+from transport.shared_file import SharedFile
 
 Answer = TypeVar("Answer")
 
@@ -103,7 +102,7 @@ DELETE FROM tickets WHERE open = 0
     AND seq <= (SELECT seq FROM tickets WHERE open = 0 ORDER BY seq DESC LIMIT 1 OFFSET ?)"""
 
 
-class SQLiteQueue(TicketQueue):
+class SQLiteQueue(SharedFile, TicketQueue):
     """A queue in the file ``path`` (with ``-wal``, ``-shm`` and ``.wake`` beside it), made where it does not exist.
 
     Args:
@@ -134,8 +133,8 @@ class SQLiteQueue(TicketQueue):
         self._keep_finished = keep_finished
         self._clock = clock
         self._published_since_purge = 0
-        self._database = Database(
-            Path(path),
+        self._open(
+            path,
             schema=_SCHEMA,
             application_id=APPLICATION_ID,
             version=SCHEMA_VERSION,
@@ -145,20 +144,6 @@ class SQLiteQueue(TicketQueue):
             max_bytes=max_bytes,
             busy_timeout_s=busy_timeout_s,
         )
-        self._bell = Bell(self.path.with_name(self.path.name + ".wake"), _WORDS)
-
-    def __repr__(self) -> str:
-        return f"<SQLiteQueue {self.path} {'closed' if self._database.closed else 'open'}>"
-
-    @property
-    def path(self) -> Path:
-        """The file, as an absolute path."""
-        return self._database.path
-
-    def close(self) -> None:
-        """Close the file and end waits in other threads with ClosedError. The file and its tickets stay."""
-        self._bell.close()
-        self._database.close()
 
     # --- publishing ----------------------------------------------------------------------------
     def publish(

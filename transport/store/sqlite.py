@@ -14,10 +14,10 @@ import re
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
-from transport.database import Database, Synchronous, Words
+from transport.database import Synchronous, Words
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
+from transport.shared_file import SharedFile
 from transport.store.base import (
     ABSENT,
     RECHECK_S,
@@ -29,7 +29,6 @@ from transport.store.base import (
     check_lease,
     check_prefix,
 )
-from transport.wake import Bell
 
 APPLICATION_ID = 0x5452_5053  # "TRPS"
 SCHEMA_VERSION = 1
@@ -64,7 +63,7 @@ _DELETE = "DELETE FROM records WHERE key = ?"
 _RENEW = "UPDATE records SET lease_ends = ? WHERE key = ? AND version = ? AND lease_ends IS NOT NULL"
 
 
-class SQLiteStore(Store):
+class SQLiteStore(SharedFile, Store):
     """A store in the file ``path`` (with ``-wal``, ``-shm`` and ``.wake`` beside it), made where it does not exist.
 
     Args:
@@ -85,8 +84,8 @@ class SQLiteStore(Store):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._database = Database(
-            Path(path),
+        self._open(
+            path,
             schema=_SCHEMA,
             application_id=APPLICATION_ID,
             version=SCHEMA_VERSION,
@@ -96,20 +95,6 @@ class SQLiteStore(Store):
             max_bytes=max_bytes,
             busy_timeout_s=busy_timeout_s,
         )
-        self._bell = Bell(self.path.with_name(self.path.name + ".wake"), _WORDS)
-
-    def __repr__(self) -> str:
-        return f"<SQLiteStore {self.path} {'closed' if self._database.closed else 'open'}>"
-
-    @property
-    def path(self) -> Path:
-        """The file, as an absolute path."""
-        return self._database.path
-
-    def close(self) -> None:
-        """Close the file and end waits in other threads with ClosedError. The file and its records stay."""
-        self._bell.close()
-        self._database.close()
 
     # --- reading -------------------------------------------------------------------------------
     def get(self, key: str) -> Entry | None:
