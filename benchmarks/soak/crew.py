@@ -18,6 +18,7 @@ from typing import NamedTuple
 MARK = "SOAK_RUN"
 HERE = Path(__file__).parent
 _PR_SET_CHILD_SUBREAPER = 36
+_LAST_WORDS_BYTES = 3000  # of a log, in the report of an end that nobody asked for
 _MODULES = {b"transport.supervisor": "supervisor", b"transport.listener_process": "listener"}
 
 
@@ -38,6 +39,7 @@ class Child:
         self.lives = 0
         self.crashes: list[str] = []
         self.process: subprocess.Popen[bytes] | None = None
+        self._log = Path(os.devnull)
         self._script = HERE / script
         self._part = part
         self._environment = environment
@@ -45,6 +47,7 @@ class Child:
     def start(self, errors: Path) -> None:
         """Begin the next life."""
         self.lives += 1
+        self._log = errors
         with errors.open("ab") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, str(self._script), self._part().decode()],
@@ -62,7 +65,8 @@ class Child:
         if status is None:
             return False
         if status not in (0, -9):
-            self.crashes.append(f"{self.name} {self.process.pid} ended with status {status}")
+            last_words = self._log.read_bytes()[-_LAST_WORDS_BYTES:].decode(errors="replace")
+            self.crashes.append(f"{self.name} {self.process.pid} ended with status {status}; its log:\n{last_words}")
         if self.process.stdin is not None:
             self.process.stdin.close()
         self.process = None
