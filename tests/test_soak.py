@@ -51,6 +51,11 @@ def test_what_was_only_intended_may_be_missing_but_not_for_one_rank_only() -> No
     assert (verdict.lost, verdict.never_published) == (1, 2)
 
 
+def test_a_payload_that_one_rank_consumed_is_due_to_every_rank_though_its_writer_never_said_that_it_is_there() -> None:
+    accounts = heard("w1: I 1 0 2", "w1: P 1 0=a", "t0: C 0 1=0 1=1", "t2: C 1 1=0")
+    assert (accounts.consumed_total, accounts.expected()) == (3, 4)
+
+
 def test_what_a_successor_found_in_the_ring_counts_as_published() -> None:
     assert heard("w0: I 0 0 2", "w0: F 0 1").verdict().lost == 1
 

@@ -23,11 +23,15 @@ class _Book:
     consumed: list[bytearray] = field(init=False)
     intended: int = 0
     finished: bool = False
+    known: bytearray = field(default_factory=bytearray)  # published, or consumed by some rank without being said to be
+    due: int = 0  # payloads known
 
     def __post_init__(self) -> None:
         self.consumed = [bytearray() for _ in range(self.readers)]
 
     def mark(self, marks: bytearray, number: int) -> int:
+        if marks is not self.known and self.mark(self.known, number) == 1:
+            self.due += 1
         if number >= len(marks):
             marks.extend(bytes(max(4096, number + 1 - len(marks))))
         marks[number] = min(255, marks[number] + 1)
@@ -74,8 +78,8 @@ class Accounts:
         return self._books[writer].finished
 
     def expected(self) -> int:
-        """Deliveries of what is published."""
-        return sum(book.readers * self.published_by(writer) for writer, book in enumerate(self._books))
+        """Deliveries of what is published, also by a writer that was killed before it could say so."""
+        return sum(book.readers * book.due for book in self._books)
 
     # --- what processes say -------------------------------------------------------------------------
     def hear(self, source: str, words: list[str]) -> None:
