@@ -116,7 +116,7 @@ build/model: $(wildcard native/model/*.pml) native/model/check.py
 # libFuzzer over what is parsed in native code; what it has learnt stays in build/fuzz.
 FUZZ_SECONDS ?= 60
 FUZZ_FLAGS := -std=c++20 -O1 -g -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Inative
-FUZZ_SOURCES := native/ring.cpp native/ring_look.cpp native/segment.cpp
+FUZZ_SOURCES := native/ring.cpp native/ring_life.cpp native/ring_look.cpp native/segment.cpp
 
 build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
 	@command -v clang++ >/dev/null || { echo "clang++ is missing: apt-get install clang" >&2; exit 2; }

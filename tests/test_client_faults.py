@@ -352,7 +352,7 @@ async def test_a_port_that_serves_another_ring_is_not_asked_again(first: int, kn
         if known:
             ring.native.set_ports(ports)
         async with UCXXClient(wire={"tcp"}) as client:
-            client._links._rotation = first
+            client._links.routes._rotation = first
             for seed in range(10):
                 ticket = msgspec.structs.replace(ring.write_raw(noise(10_000, seed)), ports=ports)
                 assert np.array_equal((await client.read(ticket))["data"], noise(10_000, seed))

@@ -198,7 +198,7 @@ async def test_a_flush_that_fails_by_a_fault_of_ours_keeps_no_link(caplog: pytes
 # --- routes ------------------------------------------------------------------------------------------------
 @asynchronous
 async def test_the_ring_being_read_is_not_forgotten_for_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.links._MOST_ROUTES", 2)
+    monkeypatch.setattr("transport.routes._MOST_ROUTES", 2)
     with serving(slots=4, slot_bytes=1000) as (ring, _):
         ticket = ring.write_raw(noise(100))
         async with UCXXClient(wire={"tcp"}, ack="manual") as client:

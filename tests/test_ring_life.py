@@ -25,7 +25,7 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
-from transport.ring import remove_dead
+from transport.segments import remove_dead
 
 STEPS = Schema.of(obs=("float32", UpTo(10), 3), done=("bool", UpTo(10)), version=("int64",))
 WRITER = """

@@ -11,27 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from functools import partial
 from typing import Any, Literal, Self
 
-from transport.acks import Ack
 from transport.buffers import BufferPool
+from transport.deliveries import Deliveries
 from transport.directory import Directory, Finder
-from transport.errors import (
-    ClosedError,
-    StaleSlotError,
-    TransportError,
-    UsageError,
-)
-from transport.landing import DevicePayload, DeviceReceive, Landing, Target
+from transport.errors import ClosedError, StaleSlotError, TransportError, UsageError
+from transport.landing import DeviceReceive, Landing, Target
 from transport.link import Want
 from transport.links import Links
 from transport.mapped import MappedRings
 from transport.payload import check_destination
-from transport.pool import PortKey
 from transport.received import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.remote import RemoteReads, grouped
 from transport.retry import Deadline
@@ -41,7 +33,7 @@ from transport.status import StatusSocket
 from transport.ticket import Ticket
 from transport.trace import Trace, key_of
 from transport.wire import Kind, Record, SlotFate, fate_of
-from transport.wires import WIRES, Wire
+from transport.wires import Wire, named_wires
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +81,7 @@ class UCXXClient:
         if device_receive not in ("staged", "direct"):
             raise UsageError(f"device_receive={device_receive!r}; choose 'staged' or 'direct'")
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.get_ident()
-        self._wires: frozenset[Wire] | None = None if wire == "auto" else _wires(wire)
-        self._schemas = {schema.fingerprint_hex: schema for schema in schemas}
-        self._ack: AckMode = ack
+        self._wires: frozenset[Wire] | None = None if wire == "auto" else named_wires(wire)
         self._settings = settings.validate()
         self._mapped = MappedRings()
         self._landing = Landing(device, device_receive, settings.staging_bytes)
@@ -103,8 +92,8 @@ class UCXXClient:
         self._finder = None if directory is None else Finder(directory)
         self._trace = trace
         self._buffers = BufferPool()
-        self._bytes_by_wire: dict[str, int] = {}
-        self._counts = dict.fromkeys(("reads", "stale", "failed_reads"), 0)
+        self._deliveries = Deliveries(schemas, ack, self._links, self._mapped, self._buffers, trace)
+        self._counts = dict.fromkeys(("stale", "failed_reads"), 0)
         self._closed = False
         self._status = StatusSocket(self._loop, self.statistics)
 
@@ -178,9 +167,10 @@ class UCXXClient:
         try:
             if target is not None:
                 return await self._read_to_device(ticket, rank, target, deadline, spent)
-            payload = self._read_mapped(ticket, rank, out, destination)
-            if payload is None:
-                payload = await self._read_remote(ticket, rank, out, destination, deadline, spent)
+            ring = self._mapped.find(ticket) if self._allows("mapped") else None
+            if ring is not None:
+                return self._deliveries.mapped(ring, ticket, rank, out, destination)
+            return await self._read_remote(ticket, rank, out, destination, deadline, spent)
         except StaleSlotError:
             self._counts["stale"] += 1
             self._links.ledger.settled(ticket.identity, rank)
@@ -188,7 +178,6 @@ class UCXXClient:
         except TransportError:
             self._counts["failed_reads"] += 1
             raise
-        return payload
 
     async def read_many(
         self,
@@ -267,39 +256,6 @@ class UCXXClient:
     def _allows(self, wire: Wire) -> bool:
         return self._wires is None or wire in self._wires
 
-    # --- same host ----------------------------------------------------------------------------------
-    def _read_mapped(self, ticket: Ticket, rank: int, out: Any, destination: Any) -> ReceivedPayload | None:
-        """The payload from the segment itself; None when it has to come over a wire."""
-        if not self._allows("mapped"):
-            return None
-        ring = self._mapped.find(ticket)
-        if ring is None:
-            return None
-        schema = self._schema(ticket)
-        view = None
-        if out is None:
-            view = self._mapped.read(ring, ticket, rank, consume=self._ack == "on_arrival")
-        if view is not None:
-            self._count_read("mapped", ticket.size)
-            hold = view.hold
-            return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon)
-        if destination is None:
-            destination = self._buffers.take(ticket.size)
-        self._mapped.copy_out(ring, ticket, rank, destination)
-        self._count_read("mapped", ticket.size)
-        data = destination if out is None else out
-        payload = ReceivedPayload(ticket, rank, "mapped", data, schema, partial(ring.acknowledge, ticket, rank))
-        if self._ack == "on_arrival":
-            payload.ack()
-        return payload
-
-    def _schema(self, ticket: Ticket) -> Schema | None:
-        return ticket.schema or self._schemas.get(ticket.schema_fingerprint)
-
-    def _count_read(self, wire: Wire, size: int) -> None:
-        self._counts["reads"] += 1
-        self._bytes_by_wire[wire] = self._bytes_by_wire.get(wire, 0) + size
-
     # --- into device memory -------------------------------------------------------------------------
     async def _read_to_device(
         self, ticket: Ticket, rank: int, target: Target, deadline: Deadline, spent: bool
@@ -312,14 +268,9 @@ class UCXXClient:
                 direct,
                 lambda buffer: self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent),
             )
-            return self._received(ticket, rank, wire, port, target)
+            return self._deliveries.received(ticket, rank, wire, port, target)
         self._landing.from_ring(ring, ticket, rank, target)
-        self._count_read("mapped", ticket.size)
-        acknowledge = partial(ring.acknowledge, ticket, rank)
-        payload = DevicePayload(ticket, rank, "mapped", target, self._schema(ticket), acknowledge)
-        if self._ack == "on_arrival":
-            payload.ack()
-        return payload
+        return self._deliveries.copied_to_device(ring, ticket, rank, target)
 
     # --- over a wire --------------------------------------------------------------------------------
     async def _read_remote(
@@ -327,20 +278,7 @@ class UCXXClient:
     ) -> ReceivedPayload:
         buffer = self._buffers.take(ticket.size) if destination is None else destination
         wire, port = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent)
-        return self._received(ticket, rank, wire, port, buffer if out is None else out)
-
-    def _received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
-        self._count_read(wire, ticket.size)
-        make = DevicePayload if type(data) is Target else ReceivedPayload
-        schema = self._schema(ticket)
-        if self._ack != "on_arrival":
-            return make(ticket, rank, wire, data, schema, lambda: self._acknowledge(ticket, rank, via))
-        self._links.acknowledge(Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key), via)
-        if self._trace is not None:
-            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
-        payload = make(ticket, rank, wire, data, schema, _acknowledged)
-        payload.acknowledged = True
-        return payload
+        return self._deliveries.received(ticket, rank, wire, port, buffer if out is None else out)
 
     async def _read_batch(
         self, group: list[Ticket], rank: int, deadline: Deadline
@@ -359,7 +297,7 @@ class UCXXClient:
             return outcomes, []
         wire, port, failures = await self._remote.read_batch(wants, deadline)
         if failures is None:
-            received = self._received
+            received = self._deliveries.received
             outcomes += [
                 ReadOutcome(ticket, received(ticket, rank, wire, port, destination), None)
                 for ticket, _, destination, _ in wants
@@ -369,7 +307,7 @@ class UCXXClient:
         for want, failure in zip(wants, failures, strict=True):
             if failure is None:
                 data = self._landing.from_host(want.destination) if self._landing.always else want.destination
-                payload = self._received(want.ticket, rank, wire, port, data)
+                payload = self._deliveries.received(want.ticket, rank, wire, port, data)
                 outcomes.append(ReadOutcome(want.ticket, payload, None))
             elif failure.retryable:
                 left.append(want.ticket)
@@ -389,19 +327,7 @@ class UCXXClient:
         if ring is not None:
             return ring.acknowledge(ticket, rank)
         self._links.ports(ticket)  # makes the way to its ring known
-        return self._acknowledge(ticket, rank, None)
-
-    def _acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
-        if self._closed:
-            raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed")
-        ack = Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key)
-        if self._trace is not None:
-            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
-        if threading.get_ident() == self._thread:
-            self._links.acknowledge(ack, via)
-        else:  # a payload is acknowledged where it is used, which may be the trainer's thread
-            self._loop.call_soon_threadsafe(self._links.acknowledge, ack, via)
-        return True
+        return self._deliveries.acknowledge(ticket, rank, None)
 
     async def discard(self, ticket: Ticket, timeout: float | None = None) -> bool:
         """Free a payload that nobody wants, for all ranks. False when it was gone before.
@@ -438,9 +364,10 @@ class UCXXClient:
         counts, ledger = self._links.counts(), self._links.ledger
         return ClientStatistics(
             **self._counts,
+            reads=self._deliveries.reads,
             retries=self._remote.retries,
             checksum_failures=self._remote.checksum_failures,
-            bytes_by_wire=dict(self._bytes_by_wire),
+            bytes_by_wire=dict(self._deliveries.bytes_by_wire),
             links_opened=self._links.opened,
             links_idle=counts.idle,
             links_in_use=counts.in_use,
@@ -457,6 +384,7 @@ class UCXXClient:
         if self._closed:
             return
         self._closed = True
+        self._deliveries.closed = True
         self._status.close()
         await self._links.close()
         self._landing.close()
@@ -471,17 +399,6 @@ class UCXXClient:
         await self.close()
 
 
-def _acknowledged() -> bool:
-    return False
-
-
 def _bare(error: TransportError) -> TransportError:
     """The error as a value: the frames of its traceback would keep the payloads read beside it alive."""
     return error.with_traceback(None)
-
-
-def _wires(wanted: Iterable[Wire]) -> frozenset[Wire]:
-    names = {str(wanted)} if isinstance(wanted, str) else set(wanted)
-    if not names or not names <= set(WIRES):
-        raise UsageError(f"wire={sorted(names)}; choose 'auto' or some of {', '.join(WIRES)}")
-    return frozenset(wire for wire in WIRES if wire in names)

@@ -1,7 +1,7 @@
 """All connections of a client: ports by health, links by pool, acknowledgements by ledger.
 
-Pool, quarantine and ledger say what to do; this file does it: opens, closes, sends, waits. It belongs to the client's
-loop.
+Routes, pool, quarantine and ledger say what to do; this file does it: opens, closes, sends, waits. It belongs to the
+client's loop.
 """
 
 from __future__ import annotations
@@ -9,32 +9,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from transport.acks import Ack, AckLedger
-from transport.addresses import LOOPBACK
 from transport.errors import (
     ClosedError,
     DeadlineExceededError,
     LinkError,
     RefusedError,
     TransportError,
-    UnreachableError,
     WireNotAllowedError,
     WrongRingError,
 )
 from transport.link import Link, Want, new_tag_base
 from transport.pool import EndpointPool, PoolCounts, PortKey
 from transport.quarantine import PortQuarantine
+from transport.routes import Route, Routes
 from transport.settings import Settings
-from transport.ticket import Ticket, host_identity
 from transport.ucx import Worker
 from transport.wire import Kind, Record
 from transport.wires import Wire, settings_for
@@ -43,20 +38,8 @@ log = logging.getLogger(__name__)
 
 _BYE_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0  # for the last acknowledgements; a ring that cannot be reached does not hold the client up
-_MOST_ROUTES = 4096
 _LONGEST_SLEEP_S = 30.0
 _LOOK_S = 1.0  # while acknowledgements are unconfirmed: is the connection that carried them still there?
-
-
-class _Route(msgspec.Struct):
-    """How a ring was last reached, for acknowledgements that go out later."""
-
-    hosts: tuple[str, ...]
-    ports: tuple[int, ...]
-    pairs: list[PortKey]  # (host, port) of every listener, best host first
-    hosts_named: tuple[str, ...]  # by the last ticket
-    ports_named: tuple[int, ...]
-    wrong: set[PortKey] = msgspec.field(default_factory=set)  # those that serve another ring now
 
 
 class Links:
@@ -89,14 +72,15 @@ class Links:
         self._waiting: dict[PortKey, deque[asyncio.Future[Link | None]]] = {}
         self._tag_bases: dict[Link, int] = {}
         self._opening_bases: set[int] = set()
-        self._routes: dict[str, _Route] = {}
-        self._rotation = random.randrange(1 << 16)
         self._wake = asyncio.Event()
         self._flushes: dict[str, asyncio.Task[None]] = {}
         self._closed = False
         self.opened = 0
         self.quarantine = PortQuarantine(settings)
         self.ledger = AckLedger(settings)
+        self.routes = Routes(self.quarantine, self.ledger)
+        self.ports = self.routes.ports  # asked at every read: no call in between
+        self.next_port = self.routes.next_port
         self._tender = asyncio.get_running_loop().create_task(self._tend(), name="transport client")
 
     def __repr__(self) -> str:
@@ -106,55 +90,10 @@ class Links:
         """Idle, lent and opening links."""
         return self._pool.counts()
 
-    def ports(self, ticket: Ticket) -> list[PortKey]:
-        """(address, port) of every listener that may serve the ticket's ring, best address first."""
-        route = self._routes.get(ticket.ring)
-        if route is not None and route.ports_named == ticket.ports and route.hosts_named == ticket.addresses:
-            return route.pairs
-        hosts = tuple(
-            dict.fromkeys((LOOPBACK, *ticket.addresses) if ticket.host == host_identity() else ticket.addresses)
-        )
-        # what a listener said last is fresher than the ticket
-        numbers = tuple(dict.fromkeys((*(route.ports if route else ()), *ticket.ports)))
-        if not hosts or not numbers:
-            raise UnreachableError(f"ticket {ticket.name} names no address and port; is its ring being served?")
-        pairs = [(host, number) for host in hosts for number in numbers]
-        if route is not None and route.pairs == pairs:
-            route.hosts_named, route.ports_named = ticket.addresses, ticket.ports
-        else:
-            wrong = route.wrong if route else set()
-            self._routes[ticket.ring] = _Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, wrong)
-            if len(self._routes) > _MOST_ROUTES:
-                kept = {ticket.ring, *self.ledger.pending_rings()}
-                self._routes.pop(next((ring for ring in self._routes if ring not in kept), ""), None)
-        return pairs
-
-    def next_port(self, ring: str, ports: list[PortKey]) -> PortKey:
-        """The healthiest port; the next one each time, so that load is spread. Addresses are tried in their order."""
-        self._rotation += 1
-        route = self._routes.get(ring)  # None: forgotten, for many others have been read since
-        wrong = route.wrong if route is not None else frozenset()
-        if not wrong and not self.quarantine:
-            if len(ports) == 1:
-                return ports[0]
-            best = sum(port[0] == ports[0][0] for port in ports)  # they stand first
-            return ports[self._rotation % best]
-        now = time.monotonic()
-        candidates = [port for port in ports if port not in wrong] or ports
-        preferred = [port for port in candidates if port[0] == candidates[0][0]]
-        healthy = [port for port in preferred if not self.quarantine.is_quarantined(port, now)]
-        return self.quarantine.order(healthy or candidates, now, self._rotation)[0]
-
-    def healthy(self, port: PortKey) -> bool:
-        """Whether the port is not quarantined."""
-        return not self.quarantine.is_quarantined(port, time.monotonic())
-
     def failed(self, ring: str, port: PortKey, error: TransportError) -> bool:
         """Note a failure of the port; True when it serves another ring now."""
-        route = self._routes.get(ring)
         if isinstance(error, WrongRingError):
-            if route is not None:
-                route.wrong.add(port)
+            self.routes.serves_another(ring, port)
             return True
         if isinstance(error, LinkError) and not isinstance(error, DeadlineExceededError):
             log.info("port %s:%d is quarantined: %s", *port, error, extra={"port": f"{port[0]}:{port[1]}"})
@@ -163,18 +102,6 @@ class Links:
         elif isinstance(error, RefusedError):
             self.quarantine.succeeded(port)  # a refusal is an answer
         return False
-
-    def all_wrong(self, ring: str, ports: list[PortKey]) -> bool:
-        """Whether every port has said that it serves another ring."""
-        route = self._routes.get(ring)
-        return route is not None and route.wrong >= set(ports)
-
-    def succeeded(self, ring: str, port: PortKey) -> None:
-        """The port answered for its ring."""
-        if self.quarantine:
-            self.quarantine.succeeded(port)
-        if (route := self._routes.get(ring)) is not None and route.wrong:
-            route.wrong.discard(port)
 
     def request(self, link: Link, wants: list[Want]) -> tuple[int, asyncio.Future[Any]]:
         """Send wants with the acknowledgements that are waiting for this ring: the message number, and its outcome."""
@@ -287,10 +214,7 @@ class Links:
             raise WireNotAllowedError(
                 f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires or ())}"
             )
-        route = self._routes.get(ring)
-        if route is not None and link.ports and link.ports != route.ports:
-            pairs = [(host, number) for host in route.hosts for number in link.ports]
-            self._routes[ring] = _Route(route.hosts, link.ports, pairs, (), (), route.wrong)
+        self.routes.listeners_said(ring, link.ports)
         return link
 
     def checkin(self, link: Link) -> None:
@@ -402,14 +326,14 @@ class Links:
 
     async def _flush(self, ring: str) -> None:
         """Send what is pending for a ring, now; failures leave it pending, with a longer pause."""
-        route = self._routes.get(ring)
+        route = self.routes.find(ring)
         if route is None:
             self.ledger.forget_ring(ring)
             return
         for via in self.ledger.vias(ring):
             await self._flush_to(ring, route, via)
 
-    async def _flush_to(self, ring: str, route: _Route, via: Hashable | None) -> None:
+    async def _flush_to(self, ring: str, route: Route, via: Hashable | None) -> None:
         ports = route.pairs
         port = via if via in ports else self.next_port(ring, ports)
         if via is not None and port != via:

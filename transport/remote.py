@@ -145,7 +145,7 @@ class RemoteReads:
                 *(ticket.name, number, *port, error),
                 extra={"ticket": key_of(ticket), "port": f"{port[0]}:{port[1]}", "attempt": number},
             )
-            another = number < len(ports) and links.healthy(links.next_port(ticket.ring, ports))
+            another = number < len(ports) and links.routes.healthy(links.next_port(ticket.ring, ports))
             plan.failed(error, time.monotonic(), elsewhere=another)
             return wrong_ring
 
@@ -161,7 +161,7 @@ class RemoteReads:
                     if self._trace is not None:
                         self._trace.span("back-off", key_of(ticket), begun, attempt=number)
                 case GiveUp(error):
-                    if refused and links.all_wrong(ticket.ring, ports):
+                    if refused and links.routes.all_wrong(ticket.ring, ports):
                         raise PayloadLostError(
                             f"payload {ticket.name}: no listener serves its ring {ticket.ring[:8]} any more"
                         ) from error
@@ -174,7 +174,7 @@ class RemoteReads:
                     except TransportError as error:
                         refused |= note(port, error)
                         continue
-                    links.succeeded(ticket.ring, port)
+                    links.routes.succeeded(ticket.ring, port)
                     return result, port
 
     # --- one attempt --------------------------------------------------------------------------------

@@ -9,9 +9,7 @@ Any thread may call any method. Blocking calls release the GIL; inside an event 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,7 @@ from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 
 import numpy as np
 
-from transport import _native
+from transport import _native, segments
 from transport.devices import DeviceTensor
 from transport.errors import (
     InternalError,
@@ -36,7 +34,8 @@ from transport.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.overflow import Overflow, Overflowing
 from transport.payload import describe, describe_exact, pack_into
 from transport.schema import Schema
-from transport.slots import COUNTERS, RingStatistics, SlotState, named
+from transport.segments import Role
+from transport.slots import RingStatistics, SlotState, named, statistics_of
 from transport.streams import RegisteredPages
 from transport.ticket import Ticket
 
@@ -132,25 +131,15 @@ class SharedRingBuffer:
         if slots < 1 or slot_bytes < 1:
             raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
         fingerprint = schema.fingerprint if schema is not None else bytes(16)
-        segment = name if name is not None else f"/transport-{prefix}{secrets.token_hex(8)}"
-        if not segment.startswith("/transport-"):
-            segment = f"/transport-{segment}"
-        try:
-            native = _native.Ring.create(segment, slots, slot_bytes, fingerprint)
-        except _native.RingFault as fault:
-            raise named(fault) from None
-        if native.taken_over:
-            log.warning("took over ring %s of a dead writer, %d payloads unread", segment, native.state_counts()[2])
+        native = segments.create(segments.random_name(prefix) if name is None else name, slots, slot_bytes, fingerprint)
         ring = cls(native, schema, overflow)
         ring._made_here = True
         if name is None:  # one with a name may be meant for whoever takes it over
-            ring._forgotten = weakref.finalize(ring, _forget, native, ring._pages)
+            ring._forgotten = weakref.finalize(ring, segments.forget, native, ring._pages)
         return ring
 
     @classmethod
-    def attach(
-        cls, name: str, schema: Schema | None = None, *, role: Literal["writer", "listener", "reader", "observer"]
-    ) -> Self:
+    def attach(cls, name: str, schema: Schema | None = None, *, role: Role) -> Self:
         """Attach to an existing ring. Each process that writes, serves or maps takes one of 16 owner places.
 
         Raises:
@@ -159,16 +148,7 @@ class SharedRingBuffer:
             NoOwnerError: sixteen living processes are attached already.
             SharedMemoryError: the segment belongs to another user.
         """
-        number = {
-            "writer": _native.ROLE_WRITER,
-            "listener": _native.ROLE_LISTENER,
-            "reader": _native.ROLE_READER,
-            "observer": _native.ROLE_OBSERVER,
-        }[role]
-        try:
-            native = _native.Ring.attach(name, number, writable_payload=role == "writer")
-        except _native.RingFault as fault:
-            raise named(fault) from None
+        native = segments.attach(name, role)
         if schema is not None and native.fingerprint != schema.fingerprint:
             native.close()
             raise SchemaError(
@@ -176,7 +156,7 @@ class SharedRingBuffer:
                 "both sides must use the same tensors, dtypes and shapes"
             )
         ring = cls(native, schema, "block", writable=role == "writer")
-        ring._forgotten = weakref.finalize(ring, _forget, native, ring._pages, only_empty=True)
+        ring._forgotten = weakref.finalize(ring, segments.forget, native, ring._pages, only_empty=True)
         return ring
 
     def close(self) -> None:
@@ -191,18 +171,8 @@ class SharedRingBuffer:
             self._forgotten.detach()
         self._pages.release()
         if self._made_here:
-            self._give_up_unread()
-        _leave(self.native, only_empty=not self._made_here)
-
-    def _give_up_unread(self) -> None:
-        """Discard what is unread; a reader that looks at a slot keeps its memory until it lets go."""
-        given_up = 0
-        for slot in range(self.slot_count):
-            info = self.native.info(slot)
-            if info.state in (SlotState.READY, SlotState.READING):
-                given_up += self.native.discard(slot, info.generation)
-        if given_up:
-            log.info("ring %s was closed with %d payloads unread", self.ring_id[:8], given_up)
+            segments.give_up_unread(self.native)
+        segments.leave(self.native, only_empty=not self._made_here)
 
     def __enter__(self) -> Self:
         return self
@@ -415,17 +385,7 @@ class SharedRingBuffer:
 
     def statistics(self) -> RingStatistics:
         """States and counters at this moment."""
-        free, writing, ready, reading = self._call(self.native.state_counts)
-        counters = {name: value for name, value in self.native.counters().items() if name in COUNTERS}
-        return RingStatistics(
-            slots=self.slot_count,
-            slot_capacity_bytes=self.slot_capacity,
-            free=free,
-            writing=writing,
-            ready=ready,
-            reading=reading,
-            **counters,
-        )
+        return self._call(statistics_of, self.native)
 
     def tickets(self) -> list[Ticket]:
         """Tickets of all published, not fully consumed payloads, oldest first; for republishing after a crash."""
@@ -448,45 +408,3 @@ class SharedRingBuffer:
         if changed:
             log.warning("ring %s: took back %d slots of dead processes", self.ring_id[:8], changed)
         return changed
-
-
-def _forget(native: _native.Ring, pages: RegisteredPages, *, only_empty: bool = False) -> None:
-    """For whoever ends without `close`: no segment stays behind, unless somebody lives that needs it."""
-    pages.release()
-    with contextlib.suppress(_native.RingFault):  # a forked child's end is none of the ring's business
-        if not native.closed:
-            _leave(native, only_empty=only_empty)
-
-
-def _leave(native: _native.Ring, *, only_empty: bool) -> None:
-    """Detach; the last one removes the segment.
-
-    Of several that leave at once, each may still see another's place. So whoever may remove it looks again when its
-    own place is free: the last to get there finds nobody.
-    """
-    _, _, ready, reading = native.state_counts()
-    removes = not only_empty or ready + reading == 0
-    removed = removes and native.unlink_if_last()
-    native.close()
-    if removes and not removed:
-        remove_if_dead(native.name)
-
-
-def remove_if_dead(name: str) -> bool:
-    """Remove a segment that nobody lives to use, unread payloads included. False: somebody does, or it is gone."""
-    try:
-        return _native.Ring.unlink_if_dead(name)
-    except _native.RingFault:  # gone, or another user's
-        return False
-
-
-def remove_dead(prefix: str) -> bool:
-    """Remove the segments of this ``prefix`` (of `SharedRingBuffer.create`) that nobody lives to use. Blocks.
-
-    False: some are in use, and still there.
-    """
-    beginning = f"/transport-{prefix}"
-    for name in _native.segments():
-        if name.startswith(beginning):
-            remove_if_dead(name)
-    return not any(name.startswith(beginning) for name in _native.segments())

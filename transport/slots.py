@@ -70,7 +70,22 @@ class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
         return {wire: getattr(self, f"bytes_{wire}") for wire in ("mapped", "shm", "tcp", "rdma", "cuda")}
 
 
-COUNTERS = frozenset(RingStatistics.__struct_fields__)
+_COUNTERS = frozenset(RingStatistics.__struct_fields__)
+
+
+def statistics_of(native: _native.Ring) -> RingStatistics:
+    """States and counters of a ring at this moment."""
+    free, writing, ready, reading = native.state_counts()
+    return RingStatistics(
+        slots=native.slot_count,
+        slot_capacity_bytes=native.slot_capacity,
+        free=free,
+        writing=writing,
+        ready=ready,
+        reading=reading,
+        **{name: value for name, value in native.counters().items() if name in _COUNTERS},
+    )
+
 
 _FAULTS: dict[int, type[TransportError]] = {
     _native.FAULT_EXISTS: RingBusyError,

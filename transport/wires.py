@@ -7,11 +7,12 @@ may use.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
-from transport.errors import WireNotAllowedError
+from transport.errors import UsageError, WireNotAllowedError
 
 Wire = Literal["mapped", "shm", "tcp", "rdma", "cuda"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
@@ -32,6 +33,14 @@ _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
     "rdma": ("rc", "dc", "ud", "tcp"),
     "cuda": ("cuda", "tcp"),
 }
+
+
+def named_wires(wanted: Iterable[Wire]) -> frozenset[Wire]:
+    """The wires that a caller names. Raises UsageError for a name that is none, and for no name."""
+    names = {str(wanted)} if isinstance(wanted, str) else set(wanted)
+    if not names or not names <= set(WIRES):
+        raise UsageError(f"wire={sorted(names)}; choose 'auto' or some of {', '.join(WIRES)}")
+    return frozenset(wire for wire in WIRES if wire in names)
 
 
 @cache

@@ -23,11 +23,16 @@
 #include <utility>
 #include <vector>
 
+#include "../clock.hpp"
+
 namespace transport::ucp {
 
 class Endpoint;
 class Engine;
 class Listener;
+
+// Signed, so that differences may be negative.
+inline std::int64_t now_ns() { return static_cast<std::int64_t>(monotonic_ns()); }
 
 // Refused by UCX at once, with its status; never a matter of a peer that is gone, which `done` reports.
 class UcxFault : public std::exception {

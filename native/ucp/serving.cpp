@@ -1,3 +1,4 @@
+// A client's connection: its messages in, answers and payloads out. What its reads hold is in attempts.cpp.
 #include "serving.hpp"
 
 #include <algorithm>
@@ -5,15 +6,12 @@
 #include <utility>
 
 #include "../clock.hpp"
-#include "../error.hpp"
 #include "../fault.hpp"
-#include "../siphash.hpp"
 
 namespace transport::ucp {
 
 namespace {
 
-constexpr std::size_t kRepliesKept = 64;
 constexpr std::size_t kChargedToEach = 256;  // what UCX needs for a message beside its bytes, roughly
 
 // How a send ends whose client went away.
@@ -35,162 +33,6 @@ bool is_of_the_peer(ucs_status_t status) {
 double now_s() { return static_cast<double>(monotonic_ns()) * 1e-9; }
 
 }  // namespace
-
-// --- service: payloads --------------------------------------------------------------------------------------
-Service::Service(Engine& engine, Ring& ring, const Limits& limits)
-    : engine_(engine.shared_from_this()),
-      ring_(ring),
-      limits_(limits),
-      mapping_(ring.mapping()),
-      slot_count_(ring.identity().slot_count),
-      of_slot_(slot_count_) {
-  ring.require_open();
-  engine_->sort_unexpected = [this](ucp_tag_t tag, std::size_t length, ucp_tag_message_h message) {
-    return keep(tag, length, message);
-  };
-}
-
-// What nobody who was admitted has sent is dropped, so that strangers cannot fill this process's memory.
-bool Service::keep(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message) {
-  const auto found = of_base_.find(static_cast<std::uint32_t>(tag >> 32));
-  return found != of_base_.end() && found->second->keep(tag & 0xffffffff, length, message);
-}
-
-bool Service::known(const Record& record) const {
-  return record.slot < slot_count_ && record.key == slot_key(ring_.identity().secret, record.slot, record.generation);
-}
-
-Code Service::begin(Connection& connection, const Record& record, Attempt*& attempt, Answer& answer) {
-  if (!known(record)) return Code::wrong_key;
-  if (draining || connection.attempts_ >= limits_.most_attempts) return Code::busy;
-  if (record.rank >= kMaxReaders) return Code::rank;
-  if (free_ == nullptr) free_ = &made_.emplace_back();  // before there is a pin that a lack of memory would leave
-  const PinAnswer pinned = ring_.pin(record.slot, record.generation, record.rank);
-  if (pinned != PinAnswer::ok)  // ranks that the payload has no reader for are born done
-    return pinned == PinAnswer::done && record.rank >= ring_.info(record.slot).readers ? Code::rank : Code::stale;
-  const SlotInfo info = ring_.info(record.slot);
-  const bool expired = info.deadline_ns != 0 && info.deadline_ns <= realtime_ns();
-  if (info.length != record.length || expired) {
-    ring_.unpin(record.slot, record.generation);
-    if (info.length != record.length) return Code::length;
-    ring_.discard(record.slot, record.generation);
-    return Code::stale;
-  }
-  ring_.count(connection.carried_, info.length);
-
-  answer.flags = kChecked;
-  answer.length = info.length;
-  answer.checksum = info.checksum;
-  attempt = std::exchange(free_, free_->next);
-  const double through_s = static_cast<double>(info.length) / limits_.slowest_rate;
-  *attempt = {&connection,
-              record.slot,
-              record.generation,
-              record.rank,
-              Attempt::State::sending,
-              connection.last_active_ + through_s,
-              nullptr,
-              connection.first_,
-              nullptr,
-              of_slot_[record.slot]};
-  if (attempt->next != nullptr) attempt->next->previous = attempt;
-  if (attempt->next_of_slot != nullptr) attempt->next_of_slot->previous_of_slot = attempt;
-  connection.first_ = of_slot_[record.slot] = attempt;
-  ++connection.attempts_;
-  ++attempts_;
-  return Code::accepted;
-}
-
-// A reader has the payload, whichever connection or port it came through.
-void Service::acknowledge(const Record& record) {
-  if (!known(record) || record.rank >= kMaxReaders) return;
-  FAULT_POINT("serve.acknowledging");
-  Attempt* marked = nullptr;
-  const auto same = [&](const Attempt& each) {
-    return each.generation == record.generation && each.rank == record.rank;
-  };
-  for (Attempt* each = of_slot_[record.slot]; each != nullptr; each = each->next_of_slot)
-    if (same(*each) && each->idle()) marked = each;
-  if (marked == nullptr)
-    ring_.consume(record.slot, record.generation, record.rank);
-  else if (ring_.mark_consumed(record.slot, record.generation, record.rank))
-    drop(*marked);  // its pin went in the same swap
-  for (Attempt* each = of_slot_[record.slot]; each != nullptr;) {
-    Attempt* const next = each->next_of_slot;
-    if (same(*each)) {
-      if (each->idle())
-        end(*each);
-      else
-        each->state = Attempt::State::acknowledged;
-    }
-    each = next;
-  }
-}
-
-std::uint64_t Service::fate(const Record& record) const {
-  const SlotInfo info = ring_.info(record.slot);
-  const bool there = info.state == State::ready || info.state == State::reading;
-  if (info.generation != record.generation || !there) return static_cast<std::uint64_t>(Fate::gone);
-  const bool consumed = record.rank < kMaxReaders && (info.done >> record.rank & 1) != 0;
-  return static_cast<std::uint64_t>(consumed ? Fate::consumed : Fate::readable);
-}
-
-bool Service::consumed_elsewhere(const Attempt& attempt) const {
-  const SlotInfo info = ring_.info(attempt.slot);
-  return info.generation != attempt.generation || (info.done >> attempt.rank & 1) != 0;
-}
-
-void Service::sent(Attempt& attempt) {
-  FAULT_POINT("serve.sent");
-  const bool over = attempt.state == Attempt::State::acknowledged;
-  attempt.state = Attempt::State::idle;
-  if (over) end(attempt);
-}
-
-void Service::end(Attempt& attempt) {
-  const std::uint32_t slot = attempt.slot, generation = attempt.generation;
-  drop(attempt);
-  const Ring::InUse use(ring_);
-  try {
-    ring_.unpin(slot, generation);
-  } catch (const RingFault&) {  // the ring was closed, and its pins with it
-  }
-}
-
-void Service::drop(Attempt& attempt) {
-  Connection& connection = *attempt.connection;
-  (attempt.previous != nullptr ? attempt.previous->next : connection.first_) = attempt.next;
-  if (attempt.next != nullptr) attempt.next->previous = attempt.previous;
-  (attempt.previous_of_slot != nullptr ? attempt.previous_of_slot->next_of_slot : of_slot_[attempt.slot]) =
-      attempt.next_of_slot;
-  if (attempt.next_of_slot != nullptr) attempt.next_of_slot->previous_of_slot = attempt.previous_of_slot;
-  attempt.connection = nullptr;
-  attempt.next = std::exchange(free_, &attempt);
-  --connection.attempts_;
-  --attempts_;
-  tell_quiet();
-}
-
-void Service::when_quiet(void* token) {
-  std::swap(quiet_, token);
-  if (token != nullptr) engine_->emit({token});
-  tell_quiet();
-}
-
-void Service::tell_quiet() {
-  if (attempts_ == 0 && quiet_ != nullptr) engine_->emit({std::exchange(quiet_, nullptr)});
-}
-
-std::shared_ptr<Reply> Service::take_reply() {
-  if (replies_.empty()) return std::make_shared<Reply>(mapping_);
-  const auto reply = std::move(replies_.back());
-  replies_.pop_back();
-  return reply;
-}
-
-void Service::give_back(std::shared_ptr<Reply> reply) {
-  if (replies_.size() < kRepliesKept) replies_.push_back(std::move(reply));
-}
 
 // --- connection: messages in --------------------------------------------------------------------------------
 std::shared_ptr<Connection> Connection::open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,

@@ -14,8 +14,9 @@ import numpy as np
 from transport import _native
 from transport.errors import ClosedError, RingFullError, WeightsChecksumError
 from transport.leases import ReadLease, WriteLease
-from transport.ring import SharedRingBuffer, remove_if_dead
+from transport.ring import SharedRingBuffer
 from transport.schema import Schema
+from transport.segments import remove_if_dead
 from transport.ticket import Ticket
 from transport.weights.layout import VersionLayout
 from transport.weights.steps import Proof

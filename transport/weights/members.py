@@ -23,7 +23,7 @@ import msgspec
 
 from transport import errors
 from transport.errors import MemberFailedError, MemberLostError, TransportError
-from transport.ring import remove_dead
+from transport.segments import remove_dead
 from transport.weights.engine import Metadata
 from transport.weights.steps import Proof
 from transport.weights.threads import ended, in_thread

@@ -1,0 +1,141 @@
+"""From what has been read to a `ReceivedPayload`: counted, described, and acknowledged, or to be.
+
+    mapped             a view of the slot, or a copy out of it
+    copied_to_device   the copy out of the slot is queued
+    received           the bytes came over a wire and are verified
+
+One for each client, on its loop; a payload's acknowledgement may come from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from transport.acks import Ack
+from transport.buffers import BufferPool
+from transport.errors import ClosedError
+from transport.landing import DevicePayload, Target
+from transport.links import Links
+from transport.mapped import MappedRings
+from transport.pool import PortKey
+from transport.received import AckMode, ReceivedPayload
+from transport.ring import SharedRingBuffer
+from transport.schema import Schema
+from transport.ticket import Ticket
+from transport.trace import Trace, key_of
+from transport.wires import Wire
+
+
+class Deliveries:
+    """Makes the payloads of one client.
+
+    Args:
+        schemas: of rings whose tickets do not describe their payloads themselves.
+        ack: when a payload is acknowledged, see `UCXXClient`.
+        trace: is told of acknowledgements.
+
+    Attributes:
+        closed: set by the client; nothing over a wire is acknowledged any more.
+        reads: payloads made.
+        bytes_by_wire: of them.
+    """
+
+    def __init__(
+        self,
+        schemas: Sequence[Schema],
+        ack: AckMode,
+        links: Links,
+        rings: MappedRings,
+        buffers: BufferPool,
+        trace: Trace | None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._schemas = {schema.fingerprint_hex: schema for schema in schemas}
+        self._ack: AckMode = ack
+        self._links = links
+        self._mapped = rings
+        self._buffers = buffers
+        self._trace = trace
+        self.closed = False
+        self.reads = 0
+        self.bytes_by_wire: dict[str, int] = {}
+
+    def _schema(self, ticket: Ticket) -> Schema | None:
+        return ticket.schema or self._schemas.get(ticket.schema_fingerprint)
+
+    def _count(self, wire: Wire, size: int) -> None:
+        self.reads += 1
+        self.bytes_by_wire[wire] = self.bytes_by_wire.get(wire, 0) + size
+
+    # --- same host ----------------------------------------------------------------------------------
+    def mapped(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, out: Any, destination: Any) -> ReceivedPayload:
+        """The payload from the segment itself: a view of it, or a copy in ``destination``, the bytes of ``out``.
+
+        Raises what `SharedRingBuffer.read_raw` raises.
+        """
+        schema = self._schema(ticket)
+        view = None
+        if out is None:
+            view = self._mapped.read(ring, ticket, rank, consume=self._ack == "on_arrival")
+        if view is not None:
+            self._count("mapped", ticket.size)
+            hold = view.hold
+            return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon)
+        if destination is None:
+            destination = self._buffers.take(ticket.size)
+        self._mapped.copy_out(ring, ticket, rank, destination)
+        self._count("mapped", ticket.size)
+        data = destination if out is None else out
+        payload = ReceivedPayload(ticket, rank, "mapped", data, schema, partial(ring.acknowledge, ticket, rank))
+        if self._ack == "on_arrival":
+            payload.ack()
+        return payload
+
+    def copied_to_device(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> ReceivedPayload:
+        """The payload whose copy out of the slot is queued."""
+        self._count("mapped", ticket.size)
+        acknowledge = partial(ring.acknowledge, ticket, rank)
+        payload = DevicePayload(ticket, rank, "mapped", target, self._schema(ticket), acknowledge)
+        if self._ack == "on_arrival":
+            payload.ack()
+        return payload
+
+    # --- over a wire --------------------------------------------------------------------------------
+    def received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
+        """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`."""
+        self._count(wire, ticket.size)
+        make = DevicePayload if type(data) is Target else ReceivedPayload
+        schema = self._schema(ticket)
+        if self._ack != "on_arrival":
+            return make(ticket, rank, wire, data, schema, lambda: self.acknowledge(ticket, rank, via))
+        self._links.acknowledge(Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key), via)
+        if self._trace is not None:
+            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
+        payload = make(ticket, rank, wire, data, schema, _acknowledged)
+        payload.acknowledged = True
+        return payload
+
+    def acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
+        """Have an acknowledgement sent, through port ``via`` or whichever is next.
+
+        Raises ClosedError when the client is closed.
+        """
+        if self.closed:
+            raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed")
+        ack = Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key)
+        if self._trace is not None:
+            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
+        if threading.get_ident() == self._thread:
+            self._links.acknowledge(ack, via)
+        else:  # a payload is acknowledged where it is used, which may be the trainer's thread
+            self._loop.call_soon_threadsafe(self._links.acknowledge, ack, via)
+        return True
+
+
+def _acknowledged() -> bool:
+    return False
