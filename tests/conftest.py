@@ -18,7 +18,10 @@ from mounts import own_shared_memory
 
 from transport.testing import ResourceSnapshot, mark_descendants, run
 
-pytest.register_assert_rewrite("queue_conformance", "queue_model", "store_conformance", "store_model")
+pytest.register_assert_rewrite(
+    *("queue_conformance", "queue_model", "store_conformance", "store_model"),
+    *("cooldown_runs", "native_rings", "packers", "supervised"),
+)
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     own_shared_memory()  # so that one worker's segments are no leaks of the other's tests

@@ -1,96 +1,30 @@
-"""Coordinator, clients, store and destination together: an epoch's end, and everything that can go wrong at it."""
+"""Coordinator, clients, store and destination together: an epoch's end, and reports that must not count at it."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from redis_server import needs_redis, redis_server
+from cooldown_runs import CLIENTS, Run, passing
 from support import PATIENCE_S, Child, asynchronous, until
 
-from transport.cooldown import CooldownClient, CooldownHost, Ledger, Outcome, Part, Phase, recorded_outcomes, restore
+from transport.cooldown import Ledger, Outcome, Part, Phase, recorded_outcomes, restore
 from transport.cooldown import client as client_module
 from transport.cooldown.client import prune
 from transport.cooldown.folder import Folder
 from transport.cooldown.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_place
 from transport.errors import (
     ConfigurationError,
-    CoordinatorLostError,
-    DestinationDeniedError,
     NoCheckpointError,
     UsageError,
 )
-from transport.store import Store
-from transport.store.open import open_store
 from transport.store.sqlite import SQLiteStore
-
-CLIENTS = ("a", "b", "c", "d", "e", "f")
-MODEL = {"weights": bytes(range(256)) * 40_000, "layers/0": b"zero", "layers/1": b"one"}
-
-
-def save(folder: Path, step: int) -> None:
-    for name, data in MODEL.items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(data)
-    (folder / "step").write_text(str(step))
-
-
-class Clock:
-    """Moves when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Run:
-    """A run's store and destination, and hosts and clients of it."""
-
-    def __init__(self, path: Path, store: Store) -> None:
-        self.path = path
-        self.store = store
-        self.ledger = Ledger(self.store, "run")
-        self.root = path / "destination"
-        self.root.mkdir()
-        self.clock = Clock()
-
-    def host(self, **changed: Any) -> CooldownHost:
-        options = {"cooldown_s": 6.0, "seed": 8, "clock": self.clock, **changed}
-        return CooldownHost(self.store, "run", str(self.root), **options)
-
-    def client(self, name: str, **changed: Any) -> CooldownClient:
-        options = {"save": save, "scratch": self.path / "scratch" / name, **changed}
-        return CooldownClient(self.store, "run", name, **options)
-
-    def record(self, epoch: int) -> EpochRecord:
-        record, _ = self.ledger.look(epoch)
-        assert record is not None
-        return record
-
-    def check_restored(self, epoch: int) -> None:
-        """The epoch's checkpoint is what was saved, by the store's record and by the one at the destination."""
-        destination = Folder(self.root)
-        for number, record in enumerate((self.record(epoch), recorded_outcomes(destination, "run")[epoch])):
-            restored = restore(record, destination, self.path / f"restored-{epoch}-{number}")
-            found = {name: path.read_bytes() for name, path in restored.files.items()}
-            assert found == {**MODEL, "step": str(record.step).encode()}
-
-    def manifests(self) -> list[str]:
-        return [path.parent.parent.name for path in sorted(self.root.rglob("manifest.json"))]
-
-    async def time_out(self) -> None:
-        """Let the clock run until the host has noticed."""
-        while True:
-            self.clock.now += 5.0
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -99,17 +33,7 @@ def cooling(tmp_path: Path) -> Iterator[Run]:
         yield Run(tmp_path, store)
 
 
-async def passing(run: Run, work: Awaitable[Any]) -> Any:
-    """The work's result, while the clock runs fast."""
-    clock = asyncio.create_task(run.time_out())
-    try:
-        return await work
-    finally:
-        clock.cancel()
-        await asyncio.gather(clock, return_exceptions=True)
-
-
-# --- the way through ------------------------------------------------------------------------------------
+# --- the way through ------------------------------------------------------------------------------
 @asynchronous
 async def test_an_epoch_ends_with_the_first_checkpoint(cooling: Run) -> None:
     host = cooling.host()
@@ -153,7 +77,7 @@ async def test_two_that_finish_at_once_make_one_checkpoint(cooling: Run, monkeyp
     cooling.check_restored(7)
 
 
-# --- nobody ---------------------------------------------------------------------------------------------
+# --- nobody ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("clients", [CLIENTS, ()])
 @asynchronous
 async def test_nobody_elected_is_healthy(cooling: Run, clients: tuple[str, ...]) -> None:
@@ -237,7 +161,7 @@ async def test_another_completes_what_a_killed_client_could_not(cooling: Run) ->
     cooling.check_restored(7)
 
 
-# --- reports that must not count ------------------------------------------------------------------------
+# --- reports that must not count ------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("client", "epoch", "refusal"),
     [("a", 7, Refusal.NOT_ELECTED), ("c", 6, Refusal.OTHER_EPOCH), ("c", 7, Refusal.MANIFEST_MISSING)],
@@ -300,166 +224,7 @@ async def test_an_upload_that_was_damaged_is_refused_and_made_again(
     cooling.check_restored(7)
 
 
-# --- destinations ---------------------------------------------------------------------------------------
-@asynchronous
-async def test_nobody_joins_a_destination_that_is_not_there(cooling: Run) -> None:
-    with pytest.raises(Exception, match="may not join: it cannot list") as caught:
-        await cooling.client("a").join(str(cooling.root / "missing"))
-    assert not isinstance(caught.value, DestinationDeniedError)
-
-
-@asynchronous
-async def test_a_destination_that_comes_back_gets_its_checkpoint(cooling: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_AGAIN_FIRST_S", 0.01)
-    host = cooling.host()
-    await host.open(7)
-    away = cooling.root.with_name("away")
-    cooling.root.rename(away)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
-    taking = asyncio.create_task(cooling.client("c").cooldown(7))
-    await until(lambda: cooling.record(7).notes.get("c"))
-    assert cooling.record(7).notes["c"].kind is ReportKind.FAILED
-    assert "No such file" in cooling.record(7).notes["c"].detail
-    away.rename(cooling.root)
-    assert (await taking).part is Part.WON
-    assert (await leading).outcome is Outcome.CHECKPOINTED
-    cooling.check_restored(7)
-
-
-@asynchronous
-async def test_a_destination_that_stays_away_is_a_time_out(cooling: Run) -> None:
-    host = cooling.host()
-    await host.open(7)
-    cooling.root.rmdir()
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
-    taking = asyncio.create_task(cooling.client("c").cooldown(7))
-    await until(lambda: cooling.record(7).notes.get("c"))
-    record = await passing(cooling, leading)
-    assert record.outcome is Outcome.TIMED_OUT
-    assert (await taking).part is Part.FAILED
-    assert cooling.record(7) == record  # the second place is gone; the first has it
-
-
-# --- coordinators that end, and calling off --------------------------------------------------------------
-@asynchronous
-async def test_a_new_coordinator_carries_a_cooldown_on(cooling: Run) -> None:
-    first = cooling.host()
-    await first.open(7)
-    leading = asyncio.create_task(first.cooldown(7, 30, CLIENTS))
-    await until(lambda: cooling.record(7).phase is Phase.COOLDOWN)
-    leading.cancel()
-    await asyncio.gather(leading, return_exceptions=True)
-    taking = asyncio.create_task(cooling.client("e").cooldown(7))
-    await until(cooling.manifests)
-    record = await cooling.host(seed=99).cooldown(7, 31, ("other",))  # what was begun stays as it was begun
-    assert (record.outcome, record.step, record.seed) == (Outcome.CHECKPOINTED, 30, 8)
-    assert (await taking).part is Part.WON
-    cooling.check_restored(7)
-
-
-_COORDINATOR = """
-import asyncio, sys
-from pathlib import Path
-from transport.cooldown import CooldownHost
-from transport.store.sqlite import SQLiteStore
-
-async def main():
-    path = Path(sys.argv[1])
-    with SQLiteStore(path / "store.sqlite3") as store:
-        host = CooldownHost(store, "run", str(path / "destination"), cooldown_s=60, seed=8)
-        await host.open(7)
-        leading = asyncio.create_task(host.cooldown(7, 1, tuple("abcdef")))
-        while host._ledger.look(7)[0].phase.value != "cooldown":
-            await asyncio.sleep(0.01)
-        print("cooldown", flush=True)
-        await leading
-
-asyncio.run(main())
-"""
-
-
-@asynchronous
-async def test_a_coordinator_that_is_killed_is_replaced(cooling: Run) -> None:
-    with Child(_COORDINATOR, cooling.path, env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as child:
-        assert await asyncio.to_thread(child.line) == "cooldown"
-        child.kill()
-    taking = asyncio.create_task(cooling.client("c").cooldown(7))
-    record = await cooling.host().cooldown(7, 1, CLIENTS)
-    assert record.outcome is Outcome.CHECKPOINTED
-    assert (await taking).part is Part.WON
-    cooling.check_restored(7)
-
-
-@asynchronous
-async def test_two_coordinators_come_to_one_end(cooling: Run) -> None:
-    await cooling.host().open(7)
-    ends = await asyncio.gather(
-        cooling.host().cooldown(7, 1, CLIENTS), cooling.host().cooldown(7, 1, CLIENTS), cooling.client("c").cooldown(7)
-    )
-    assert ends[0] == ends[1] == ends[2].record == cooling.record(7)
-    cooling.check_restored(7)
-
-
-@asynchronous
-async def test_a_client_whose_coordinator_is_silent_learns_it(cooling: Run) -> None:
-    await cooling.host().open(7)
-    with pytest.raises(CoordinatorLostError, match="a new one carries on"):
-        await cooling.client("c", patience_s=0.1).cooldown(7)
-
-
-@asynchronous
-async def test_a_client_that_is_called_off_says_so_and_leaves_no_manifest(cooling: Run) -> None:
-    half, go_on = threading.Event(), threading.Event()
-
-    def progress(done: int, files: int, size: int) -> None:
-        if done == 2:
-            half.set()
-            go_on.wait(PATIENCE_S)
-
-    host = cooling.host()
-    await host.open(7)
-    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
-    taking = asyncio.create_task(cooling.client("c", progress=progress).cooldown(7))
-    await until(half.is_set)
-    taking.cancel()
-    await asyncio.sleep(0)
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await taking
-    assert not list(cooling.root.rglob("epoch-*/c/*/*"))
-    await until(lambda: cooling.record(7).notes.get("c"))
-    assert cooling.record(7).notes["c"].kind is ReportKind.CANCELLED
-    assert (await passing(cooling, leading)).outcome is Outcome.TIMED_OUT
-
-
-# --- a store that is lost for a while ---------------------------------------------------------------------
-@needs_redis
-@asynchronous
-async def test_a_redis_server_that_is_killed_in_the_middle_delays_the_checkpoint_only(tmp_path: Path) -> None:
-    half, go_on = threading.Event(), threading.Event()
-
-    def progress(done: int, files: int, size: int) -> None:
-        if done == 2:
-            half.set()
-            go_on.wait(PATIENCE_S)
-
-    with redis_server() as server, open_store(server.place()) as store:
-        run = Run(tmp_path, store)
-        host = run.host()
-        await host.open(7)
-        leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
-        taking = asyncio.create_task(run.client("c", progress=progress).cooldown(7))
-        await until(half.is_set)
-        await asyncio.to_thread(server.kill)
-        go_on.set()
-        await until(run.manifests)
-        await asyncio.to_thread(server.start)
-        assert (await taking).part is Part.WON
-        assert (await leading).outcome is Outcome.CHECKPOINTED
-        run.check_restored(7)
-
-
-# --- local copies, arguments ------------------------------------------------------------------------------
+# --- local copies, arguments ----------------------------------------------------------------------
 @asynchronous
 async def test_local_copies_are_pruned(cooling: Run) -> None:
     host = cooling.host()

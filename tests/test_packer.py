@@ -1,51 +1,29 @@
-"""UCXXDataPackerMixin: layers of retry with a scripted client, and the whole path over real rings, queue and UCX."""
+"""UCXXDataPackerMixin: the whole path over real rings, queue and UCX."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from support import eventually
+from packers import FAST, SCHEMA, Packer, Worker, fetch, write
 
 from transport.duplicates import ConsumedRecord
 from transport.errors import (
     AuthenticationError,
-    ClosedError,
-    ConnectionLostError,
     DeadlineExceededError,
     QueueBusyError,
-    RetriesExhaustedError,
     StaleSlotError,
-    TransportError,
     UsageError,
 )
-from transport.packer import FetchedBatch, UCXXDataPackerMixin
+from transport.packer import UCXXDataPackerMixin
 from transport.queue.base import DeliveryState
 from transport.queue.sqlite import SQLiteQueue
-from transport.received import ReadOutcome
 from transport.retry import Deadline
-from transport.rollout import UCXXRolloutMixin, queued, ticket_id
-from transport.schema import Schema, UpTo
-from transport.settings import DEFAULTS
-from transport.ticket import Ticket, host_identity
-
-SCHEMA = Schema.of(obs=("float32", UpTo(64), 4), step=("int64",))
-FAST = msgspec.structs.replace(DEFAULTS, backoff_first_s=1e-4, backoff_most_s=1e-3)
-
-
-class Packer(UCXXDataPackerMixin):
-    """The mixin alone."""
-
-
-class Worker(UCXXRolloutMixin):
-    """The mixin alone."""
+from transport.rollout import queued, ticket_id
 
 
 class BasePacker:
@@ -81,20 +59,6 @@ def packer(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Iterator[Packe
     packer.cleanup_ucxx_packer()
 
 
-def write(worker: Worker, step: int) -> Ticket:
-    return worker.write_to_buffer(
-        {"obs": np.full((step + 1, 4), step, np.float32), "step": step}, metadata={"reward": float(step)}
-    )
-
-
-def fetch(packer: Packer, n: int) -> FetchedBatch:
-    packer.start_prefetch(packer.claim_tickets(n, timeout_s=20))
-    batch = packer.collect_prefetch(timeout=20)
-    assert batch is not None
-    return batch
-
-
-# --- the whole path ---------------------------------------------------------------------------------------------------
 @pytest.mark.ucx
 def test_a_batch_arrives_in_order_and_is_trained_on_once(worker: Worker, packer: Packer, queue: SQLiteQueue) -> None:
     for step in range(6):
@@ -354,232 +318,3 @@ def test_a_duplicate_frees_its_slot(worker: Worker, queue: SQLiteQueue, wire: st
     assert batch.items[0].duplicate
     packer.cleanup_ucxx_packer()
     assert worker.ring_statistics().ready == 0
-
-
-# --- cold start, cancellation, shutdown -------------------------------------------------------------------------------
-def test_before_setup_and_after_cleanup_every_call_says_what_to_do() -> None:
-    packer = Packer()
-    for _ in range(2):
-        with pytest.raises(ClosedError, match="setup_ucxx_packer"):
-            packer.start_prefetch([])
-        packer.setup_ucxx_packer()
-        packer.cleanup_ucxx_packer()
-        packer.cleanup_ucxx_packer()
-
-
-def test_collecting_on_a_cold_start_gives_nothing() -> None:
-    packer = Packer()
-    packer.setup_ucxx_packer()
-    assert packer.collect_prefetch() is None
-    assert packer.wait_prefetch(0.0) is False
-    packer.cleanup_ucxx_packer()
-
-
-def test_setup_again_cleans_up_first() -> None:
-    packer = Packer()
-    packer.setup_ucxx_packer()
-    packer.setup_ucxx_packer()
-    assert sum(thread.name == "transport data packer" for thread in threading.enumerate()) == 1
-    packer.cleanup_ucxx_packer()
-
-
-class StalledClient:
-    """A client whose reads begin and never end."""
-
-    def __init__(self) -> None:
-        self.begun = threading.Event()
-        self.cancelled = False
-
-    async def read_many(self, tickets: Any, **_: Any) -> AsyncGenerator[ReadOutcome, None]:
-        self.begun.set()
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.cancelled = True
-        yield ReadOutcome(tickets[0], None, None)
-
-    async def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
-def test_stopping_in_mid_fetch_gives_the_claims_back(queue: SQLiteQueue, how: str) -> None:
-    queue.publish(queued(ticket_of(0)))
-    packer = Packer()
-    packer.setup_ucxx_packer(queue=queue)
-    client = StalledClient()
-    replace_client(packer, client)
-    packer.start_prefetch(packer.claim_tickets(1, 20))
-    assert client.begun.wait(20)
-    getattr(packer, how)()
-    assert client.cancelled
-    assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
-    packer.cleanup_ucxx_packer()
-
-
-@pytest.mark.ucx
-@pytest.mark.parametrize("wire", ["mapped", "tcp"])
-@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
-def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
-    worker: Worker, queue: SQLiteQueue, wire: str, how: str
-) -> None:
-    for step in range(2):
-        write(worker, step)
-    packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={wire})
-    session = packer._packer
-    arrived = threading.Event()
-
-    async def read_many(tickets: Any, **options: Any) -> AsyncGenerator[ReadOutcome, None]:
-        """All payloads arrive, but the last one is never told of."""
-        payloads = [await session.client.read(ticket, rank=options["rank"]) for ticket in tickets]
-        yield ReadOutcome(tickets[0], payloads[0], None)
-        arrived.set()
-        await asyncio.Event().wait()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session.client, "read_many", read_many)
-        packer.start_prefetch(packer.claim_tickets(2, 20))
-        assert arrived.wait(20)
-        getattr(packer, how)()
-    assert (queue.depth().ready, queue.depth().claimed, queue.depth().arrived) == (2, 0, 0)
-    assert worker.ring_statistics().consumes == 0
-    another = Packer()
-    another.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={wire})
-    assert sorted(int(payload["step"]) for payload in another.consume(fetch(another, 2))) == [0, 1]
-    another.cleanup_ucxx_packer()
-    packer.cleanup_ucxx_packer()
-    assert queue.depth().done == 2
-
-
-@pytest.mark.ucx
-@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
-def test_a_batch_that_arrived_and_was_not_collected_goes_to_another_trainer(
-    worker: Worker, queue: SQLiteQueue, how: str
-) -> None:
-    for step in range(2):
-        write(worker, step)
-    packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={"tcp"})
-    packer.start_prefetch(packer.claim_tickets(2, 20))
-    assert packer.wait_prefetch(20)
-    getattr(packer, how)()
-    packer.cleanup_ucxx_packer()
-    assert (queue.depth().ready, queue.depth().claimed, queue.depth().arrived) == (2, 0, 0)
-    eventually(lambda: worker.ring_statistics().ready == 2)  # its listener sees in its own time that the reader left
-
-
-# --- layers 2 and 3, with a scripted client ---------------------------------------------------------------------------
-class ScriptedClient:
-    """Answers each ticket with the outcomes scripted for it, in turn; the last one repeats."""
-
-    def __init__(self, script: dict[int, list[TransportError | None]]) -> None:
-        self.script = script
-        self.calls: dict[int, int] = {}
-
-    def _answer(self, ticket: Ticket) -> Any:
-        call = self.calls.get(ticket.slot, 0)
-        self.calls[ticket.slot] = call + 1
-        outcomes = self.script[ticket.slot]
-        return outcomes[min(call, len(outcomes) - 1)]
-
-    async def read(self, ticket: Ticket, **_: Any) -> Any:
-        outcome = self._answer(ticket)
-        if outcome is not None:
-            raise outcome
-        return FakePayload(ticket)
-
-    async def read_many(self, tickets: list[Ticket], **_: Any) -> AsyncGenerator[Any, None]:
-        for ticket in tickets:
-            outcome = self._answer(ticket)
-            yield ReadOutcome(ticket, None if outcome else FakePayload(ticket), outcome)  # type: ignore[arg-type]
-
-    async def close(self) -> None:
-        pass
-
-
-class FakePayload:
-    """As much of a payload as the layers touch."""
-
-    def __init__(self, ticket: Ticket) -> None:
-        self.ticket = ticket
-
-    def release(self) -> None:
-        pass
-
-
-def ticket_of(slot: int) -> Ticket:
-    return Ticket(
-        ring="ab" * 16, host=host_identity(), addresses=("127.0.0.1",), ports=(1,), slot=slot, generation=1, key=1,
-        size=8, created=0.0,
-    )  # fmt: skip
-
-
-def replace_client(packer: Packer, client: Any) -> None:
-    assert packer._ucxx is not None
-    packer._ucxx.thread.run(packer._ucxx.client.close())
-    packer._ucxx.client = client
-
-
-def scripted(script: dict[int, list[TransportError | None]]) -> tuple[Packer, ScriptedClient]:
-    packer = Packer()
-    packer.setup_ucxx_packer(settings=FAST)
-    client = ScriptedClient(script)
-    replace_client(packer, client)
-    return packer, client
-
-
-def run_fetch(packer: Packer, slots: list[int], seconds: float = 60.0) -> FetchedBatch:
-    deadline = Deadline.after(seconds, time.monotonic())
-    batch = packer._packer.thread.run(packer._ucxx_dp_fetch_all([ticket_of(slot) for slot in slots], deadline))
-    packer.cleanup_ucxx_packer()
-    return batch
-
-
-def test_a_ticket_that_always_fails_costs_calls_times_rounds_and_no_more() -> None:
-    packer, client = scripted({0: [ConnectionLostError("gone")]})
-    batch = run_fetch(packer, [0])
-    assert client.calls[0] == FAST.calls_per_ticket * FAST.rounds_per_batch
-    assert batch.rounds == FAST.rounds_per_batch
-    assert isinstance(batch.items[0].error, RetriesExhaustedError)
-    assert batch.items[0].error.__cause__ is not None
-
-
-def test_a_final_error_is_tried_once() -> None:
-    packer, client = scripted({0: [StaleSlotError("gone")], 1: [None]})
-    batch = run_fetch(packer, [0, 1])
-    assert client.calls == {0: 1, 1: 1}
-    assert batch.rounds == 1
-    assert isinstance(batch.items[0].error, StaleSlotError)
-    assert batch.items[1].payload is not None
-
-
-def test_a_later_round_reads_only_what_failed() -> None:
-    lost = ConnectionLostError("cut")
-    packer, client = scripted({0: [None], 1: [lost, lost, None], 2: [lost, None]})
-    batch = run_fetch(packer, [0, 1, 2])
-    assert client.calls == {0: 1, 1: 3, 2: 2}
-    assert batch.rounds == 2
-    assert batch.failures == []
-
-
-def test_a_final_error_on_a_second_call_ends_the_ticket() -> None:
-    packer, client = scripted({0: [ConnectionLostError("cut"), StaleSlotError("gone")]})
-    batch = run_fetch(packer, [0])
-    assert client.calls[0] == 2
-    assert isinstance(batch.items[0].error, StaleSlotError)
-
-
-def test_no_round_begins_after_the_deadline() -> None:
-    packer, client = scripted({0: [ConnectionLostError("cut")]})
-    batch = run_fetch(packer, [0], seconds=0.0)
-    assert client.calls[0] == 1
-    assert batch.rounds == 1
-    assert isinstance(batch.items[0].error, DeadlineExceededError)
-
-
-def test_a_ticket_twice_in_a_batch_is_read_once() -> None:
-    packer, client = scripted({0: [None]})
-    batch = run_fetch(packer, [0, 0])
-    assert client.calls[0] == 1
-    assert [item.payload is not None for item in batch.items] == [True, True]
