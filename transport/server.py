@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -40,7 +41,8 @@ log = logging.getLogger(__name__)
 MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner places, the writer one
 
 _START_TIMEOUT_S = 60.0
-_STARTS = 3  # of a supervisor that is killed before it has reported
+_STARTS = 3  # of a supervisor that ends before it has reported
+_STARTS_IF_KILLED = 10  # from outside, by SIGKILL: nothing is wrong with itself
 _DIED = "died"  # in place of an error's name
 _RESTART_PAUSE_S = 0.1  # doubled at each failure in a row
 _RESTART_MOST_S = 10.0
@@ -193,9 +195,10 @@ class _Processes:
         self._watcher: threading.Thread | None = None
 
     def start(self, _: tuple[int, ...]) -> tuple[int, ...]:
-        for left in reversed(range(_STARTS)):
+        for starts in itertools.count(1):
             report = self._spawn()
-            if report.error != _DIED or not left:
+            killed = self._process is not None and self._process.returncode == -signal.SIGKILL
+            if report.error != _DIED or starts >= (_STARTS_IF_KILLED if killed else _STARTS):
                 break
             log.warning("%s while it started; starting it again", report.message)
             self._stop_orphans()  # or its listeners would keep the ports that the next one is to have

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import sys
@@ -46,6 +47,7 @@ _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 5.0
 _TRIES_ON_A_BUSY_PORT = 5
 _TRIES_OF_A_START = 3  # of a listener that dies, or is silent, before it has said anything
+_TRIES_IF_KILLED = 10  # from outside, by SIGKILL: nothing is wrong with itself
 _SILENT = "no report"  # of such a one, in place of an error's name
 _PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of a writer that was before
 
@@ -86,6 +88,7 @@ class Place:
         self.failures = 0
         self.not_before = 0.0
         self.last_error = ListenerReport()
+        self.killed = False  # its listener, from outside and before it had reported
 
     def __repr__(self) -> str:
         return f"<Place port {self.port} {'own' if self.process else 'none or adopted'} failures {self.failures}>"
@@ -193,17 +196,17 @@ class Supervisor:
 
     async def filled_at_first(self) -> None:
         """Until every place has a listener or the reason why it can have none; one that just died is tried again."""
-        for _ in range(_TRIES_OF_A_START):
+        for tries in itertools.count(1):
             await self.filled()
             again = [place for place in self.unserved() if not place.refused]
-            if not again or self._stop:
+            most = _TRIES_IF_KILLED if all(place.killed for place in again) else _TRIES_OF_A_START
+            if not again or self._stop or tries > most:
                 return
             for place in again:
                 place.not_before = 0.0
                 if place.last_error.error == BusyPortError.__name__:
                     place.port = 0
             self.fill()
-        await self.filled()
 
     def tell_ports(self) -> None:
         """Put the places' ports into the ring's table, which new tickets take them from."""
@@ -222,6 +225,7 @@ class Supervisor:
             self._wake.set()
         place.last_error = report
         process = place.process
+        place.killed = process is not None and process.returncode == -signal.SIGKILL
         if report.error or process is None:
             log.warning("listener on port %d: %s: %s", place.port, report.error, report.message)
             await self._kill(place)
@@ -254,16 +258,22 @@ class Supervisor:
             )
             async with asyncio.timeout(_START_TIMEOUT_S):
                 config = msgspec.structs.replace(self._config.listener, port=place.port)
-                return await self._exchange(place.process, config)
+                report = await self._exchange(place.process, config)
+                return report if report is not None else await self._last_words(place.process)
         except (TimeoutError, OSError, msgspec.MsgspecError) as error:
             return ListenerReport(error=_SILENT, message=f"the listener did not report ({error!r})")
 
-    async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> ListenerReport:
+    async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> ListenerReport | None:
         if process.stdin is None or process.stdout is None:
             raise OSError("the listener has no pipes")
         process.stdin.write(msgspec.json.encode(config))
         process.stdin.close()
-        return msgspec.json.decode(await process.stdout.readline(), type=ListenerReport)
+        line = await process.stdout.readline()
+        return msgspec.json.decode(line, type=ListenerReport) if line.endswith(b"\n") else None
+
+    async def _last_words(self, process: asyncio.subprocess.Process) -> ListenerReport:
+        """Of a listener that has ended, or is about to, without a report."""
+        return ListenerReport(error=_SILENT, message=f"the listener ended with status {await process.wait()}")
 
     async def _watch(self, place: Place, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()

@@ -21,6 +21,9 @@ WIRES: tuple[Wire, ...] = get_args(Wire)
 _CHOSEN = {
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "512k",
+    # Connecting may end in two ways only, later: UCX frees a connection whose peer goes away while the call still waits,
+    # and would use it afterwards.
+    "TCP_CONN_NB": "y",
     "TCP_CM_REUSEADDR": "y",  # a killed listener is back on its port at once, not after a minute
     "MM_ERROR_HANDLING": "y",  # shared memory stays possible although error handling is on
     "RNDV_THRESH": "1m",  # receives are posted before they are asked for: eager saves a round trip

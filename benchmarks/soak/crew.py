@@ -57,6 +57,10 @@ class Child:
                 env=self._environment(),
             )
 
+    def lives_on(self) -> bool:
+        """Whether it runs, as far as can be told."""
+        return self.process is not None and self.process.poll() is None
+
     def ended(self) -> bool:
         """Whether it is gone; an end that nobody asked for is remembered."""
         if self.process is None:

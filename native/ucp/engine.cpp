@@ -4,13 +4,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "sockets.hpp"
 
 namespace transport::ucp {
 
 namespace {
 
 constexpr std::int64_t kLongestTurnNs = 2'000'000;  // then the loop's other work has its turn
-constexpr std::int64_t kQuietNs = 5'000'000;
+constexpr std::int64_t kShuttingNs = 1'000'000'000;  // at most
+constexpr auto kShuttingPause = std::chrono::microseconds(200);
 constexpr std::int64_t kShortestSpinNs = 5'000;
 constexpr std::int64_t kGatherNs = 20'000;  // what comes with an event is handed over with it
 
@@ -141,8 +146,7 @@ void Engine::close() {
   settle();
   if (!foreign()) {
     close_postponed(INT64_MAX);
-    wait_for_quiet();
-    for (const auto& door : doors_) ucp_listener_destroy(door->handle);
+    shut_doors();
     // ucxx receives what nobody has asked for before it destroys a worker, and would wait for ever for a payload whose
     // sender is gone.
     ucp_tag_recv_info_t info;
@@ -153,17 +157,18 @@ void Engine::close() {
   worker_ = nullptr;
 }
 
-// Until nobody has tried to connect for a moment: connections that the kernel has taken and UCX has not yet heard of
-// would call a listener that is gone. Somebody who never stops trying can still be met.
-void Engine::wait_for_quiet() {
-  if (doors_.empty()) return;
+// UCX destroys a listener, but not the connections that it has taken and not yet heard a request on: when that comes,
+// UCX's own thread calls the listener that is gone. So they end before it does.
+void Engine::shut_doors() {
+  for (const auto& door : doors_) ignore_newcomers(door->at);
   const std::int64_t begun = now_ns();
-  std::int64_t quiet_since = begun;
-  for (std::int64_t now = begun; now - quiet_since < kQuietNs && now - begun < 40 * kQuietNs; now = now_ns()) {
-    const std::uint64_t before = turned_away_;
-    ucp_worker_progress(worker_);
-    if (turned_away_ != before) quiet_since = now;
+  for (const auto& door : doors_) {
+    while (!end_connections(door->at) && now_ns() - begun < kShuttingNs) {
+      ucp_worker_progress(worker_);
+      std::this_thread::sleep_for(kShuttingPause);  // UCX's own thread is at it
+    }
   }
+  for (const auto& door : doors_) ucp_listener_destroy(door->handle);
 }
 
 }  // namespace transport::ucp

@@ -11,6 +11,7 @@
 // `done` and deferred work run inside of them or of the call that starts a request, and never re-enter progress.
 #pragma once
 
+#include <netinet/in.h>
 #include <ucp/api/ucp.h>
 
 #include <cstddef>
@@ -186,6 +187,7 @@ class Listener {
     Engine& engine;
     Listener* owner;  // null: nobody is taken any more
     ucp_listener_h handle = nullptr;
+    sockaddr_in at{};
   };
   static void arrived(ucp_conn_request_h request, void* door);
   Engine& engine_;
@@ -276,7 +278,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::int64_t due_ns;
   };
   void close_postponed(std::int64_t now);
-  void wait_for_quiet();
+  void shut_doors();
 
   ucp_worker_h worker_;
   const int pid_;

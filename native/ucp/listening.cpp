@@ -27,7 +27,8 @@ Listener::Listener(Engine& engine, const std::string& address, std::uint16_t por
     close();
     throw UcxFault(status, "asking for the port");
   }
-  port_ = ntohs(reinterpret_cast<const sockaddr_in&>(attributes.sockaddr).sin_port);
+  door_->at = reinterpret_cast<const sockaddr_in&>(attributes.sockaddr);
+  port_ = ntohs(door_->at.sin_port);
 }
 
 Listener::~Listener() { close(); }
