@@ -266,8 +266,9 @@ class Supervisor:
     async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> ListenerReport | None:
         if process.stdin is None or process.stdout is None:
             raise OSError("the listener has no pipes")
-        process.stdin.write(msgspec.json.encode(config))
-        process.stdin.close()
+        with contextlib.suppress(RuntimeError):  # uvloop's, where the process has ended by now
+            process.stdin.write(msgspec.json.encode(config))
+            process.stdin.close()
         line = await process.stdout.readline()
         return msgspec.json.decode(line, type=ListenerReport) if line.endswith(b"\n") else None
 
