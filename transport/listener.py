@@ -123,8 +123,7 @@ class Listener:
     async def stop(self, drain_s: float = 0.0, *, exiting: bool = False) -> None:
         """Accept no more, let reads under way be acknowledged for up to ``drain_s``, then close everything.
 
-        ``exiting``: the process ends now, and with it the worker and its port. UCX is not safe from clients that are
-        connecting while a listener is destroyed; the kernel is.
+        ``exiting``: the process ends now, and the kernel ends the worker and its port quicker than UCX does.
         """
         self.draining = True
         if self._listening is not None:
