@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from typing import TYPE_CHECKING
 
 from transport import authentication, wire
@@ -49,6 +50,8 @@ class Connection:
         self._closed = False
         self._wire_settled = False
         self.opened = False
+        self._began = time.monotonic()
+        self._heard = False
 
     @property
     def host(self) -> str:
@@ -68,6 +71,11 @@ class Connection:
     def attempts(self) -> int:
         """Reads that have not been acknowledged."""
         return self._native.attempts if self._native is not None else 0
+
+    @property
+    def last_active(self) -> float:
+        """When the admitted client last said something, in monotonic seconds; 0.0 before."""
+        return self._native.last_active if self._native is not None else 0.0
 
     async def serve(self) -> None:
         """Run until the connection ends. Errors end this connection only."""
@@ -96,6 +104,8 @@ class Connection:
     async def _receive_handshake(self, expected: type[wire.Handshake]) -> wire.Handshake:
         prefix = bytearray(wire.PREFIX_BYTES)
         await self._endpoint.receive_stream(prefix)
+        self._heard = True
+        self._listener.heard()
         kind, length = wire.decode_prefix(prefix)
         body = bytearray(length)
         if length:
@@ -192,12 +202,20 @@ class Connection:
         if self._closed:
             return
         self._closed = True
+        silent = not self._heard and self._in_shared_memory()
         self._endpoint.abort()
         if self._native is not None:
             self._native.close()
         if not self._ended.done():
             self._ended.set_result(0)
         self._listener.forget(self)
+        if silent:
+            self._listener.missed(self._began)
+
+    def _in_shared_memory(self) -> bool:
+        with contextlib.suppress(TransportError):  # the peer may be gone
+            return self._endpoint.wire() == "shm"
+        return False
 
 
 def random_tag_base() -> int:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from transport import wire
 from transport.connection import Connection, random_tag_base
 from transport.errors import ClosedError
+from transport.hearing import Hearing
 from transport.ring import SharedRingBuffer
 from transport.settings import DEFAULTS, Settings
 from transport.ucx import Endpoint, Listening, Worker, engine
@@ -47,9 +48,9 @@ class Listener:
         secret: shared secret that clients must prove to have; None: none is asked.
         wires: the wires UCX may use; None: whatever is best.
         bind: local IPv4 address to listen on; "": all of them.
-        overgrown: called in a sweep that finds the process larger than ``listener_memory_bytes``, for a listener that
-            has a process of its own: UCX keeps what peers send in more ways than can be counted here, so that the last
-            resort is to begin anew.
+        begin_anew: called with the reason when nothing helps but to end and be started again, for a listener that has a
+            process of its own: it has grown beyond ``listener_memory_bytes``, since UCX keeps what peers send in more
+            ways than can be counted here, or has gone deaf (hearing.py).
     """
 
     def __init__(
@@ -60,14 +61,16 @@ class Listener:
         secret: bytes | None = None,
         wires: frozenset[Wire] | None = None,
         bind: str = "",
-        overgrown: Callable[[int], object] | None = None,
+        begin_anew: Callable[[str], object] | None = None,
     ) -> None:
         self.ring = ring
         self.settings = settings
         self.secret = secret
         self._wires = wires
         self._bind = bind
-        self._overgrown = overgrown
+        self._begin_anew = begin_anew
+        self._hearing = Hearing()
+        self._heard_at = 0.0  # when a client that was not yet admitted last said something
         self._worker: Worker | None = None
         self._listening: Listening | None = None
         self._connections: dict[Connection, asyncio.Task[None]] = {}
@@ -182,6 +185,17 @@ class Listener:
         self._connections.pop(connection, None)
         self._tag_bases.discard(connection.tag_base)
 
+    def heard(self) -> None:
+        """A client that is not yet admitted has said something."""
+        self._heard_at = time.monotonic()
+
+    def missed(self, began: float) -> None:
+        """A connection over shared memory ended before anything was heard on it."""
+        last_heard = max([self._heard_at, *(each.last_active for each in self._connections)])
+        deaf = self._hearing.missed(began, time.monotonic(), last_heard)
+        if deaf and self._begin_anew is not None and not self.draining:
+            self._begin_anew("nothing arrives over shared memory any more")
+
     # --- once a second ------------------------------------------------------------------------------
     async def _sweep(self) -> None:
         while True:
@@ -195,8 +209,8 @@ class Listener:
             connection.sweep(now)
         if self._worker is not None:
             self._worker.kick()  # ends that native code has to tell
-        if self._overgrown is not None and (size := own_memory()) > self.settings.listener_memory_bytes:
-            self._overgrown(size)
+        if self._begin_anew is not None and (size := own_memory()) > self.settings.listener_memory_bytes:
+            self._begin_anew(f"it has grown to {size >> 20} MiB, beyond listener_memory_bytes")
 
 
 async def serve_until(

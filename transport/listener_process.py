@@ -30,7 +30,7 @@ from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 
-OVERGROWN = 3  # exit status
+BEGUN_ANEW = 3  # exit status
 _MODULE = b"transport.listener_process"  # as it stands on the command line
 
 _answers = 1  # descriptor
@@ -114,11 +114,11 @@ async def _stop_when_orphaned(ring: SharedRingBuffer, settings: Settings, stop: 
         await asyncio.sleep(settings.heartbeat_s)
 
 
-def _begin_anew(size: int) -> NoReturn:
+def _begin_anew(reason: str) -> NoReturn:
     """End at once: the kernel gives the pins and the memory back, and the supervisor starts the next one."""
-    log.error("this listener has grown to %d MiB, beyond listener_memory_bytes; it begins anew", size >> 20)
+    log.error("this listener begins anew: %s", reason)
     logging.shutdown()
-    os._exit(OVERGROWN)
+    os._exit(BEGUN_ANEW)
 
 
 async def _serve(config: ListenerConfig) -> int:
@@ -138,7 +138,7 @@ async def _serve(config: ListenerConfig) -> int:
             secret=config.secret,
             wires=config.wires,
             bind=config.bind,
-            overgrown=_begin_anew,
+            begin_anew=_begin_anew,
         )
         try:
             port = listener.start(config.port)

@@ -21,8 +21,8 @@ WIRES: tuple[Wire, ...] = get_args(Wire)
 _CHOSEN = {
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "512k",
-    # Connecting may end in two ways only, later: UCX frees a connection whose peer goes away while the call still waits,
-    # and would use it afterwards.
+    # A connection whose peer goes away during the call is freed by UCX, which would use it afterwards; so the call does
+    # not wait.
     "TCP_CONN_NB": "y",
     "TCP_CM_REUSEADDR": "y",  # a killed listener is back on its port at once, not after a minute
     "MM_ERROR_HANDLING": "y",  # shared memory stays possible although error handling is on
