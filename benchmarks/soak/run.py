@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -276,7 +277,10 @@ class Soak:
             self._hardship.tend()
             reap_orphans({child.process.pid for child in self._children if child.process is not None})
             time.sleep(_LOOK_S)
-        left = [f"{each.role} {each.pid}" for each in self._members()]
+        late = self._members()
+        if late:
+            self._say_where(late)
+        left = [f"{each.role} {each.pid}" for each in late]
         left += [str(path) for path in Path("/dev/shm").glob(f"transport-soak-{self._plan.run}-*")]
         for child in self._children:
             if not force and child.process is not None:
@@ -304,9 +308,7 @@ class Soak:
 
     def _dump(self) -> None:
         """Where everybody is, into their logs; what the rings and the queue say."""
-        for each in self._members():
-            if each.role in ("writer", "trainer"):
-                os.kill(each.pid, signal.SIGUSR1)
+        self._say_where(self._members())
         for writer in range(len(READERS)):
             try:
                 with SharedRingBuffer.attach(self._plan.ring(writer), role="observer") as ring:
@@ -315,6 +317,12 @@ class Soak:
                 print(error, file=sys.stderr)
         with self._queue() as queue:
             print(queue.depth(), queue.failures(10), file=sys.stderr)
+
+    def _say_where(self, them: list[Member]) -> None:
+        for each in them:
+            if each.role in ("writer", "trainer"):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(each.pid, signal.SIGUSR1)
         time.sleep(1.0)
 
     def _queue(self) -> SQLiteQueue:
