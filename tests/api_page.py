@@ -55,10 +55,13 @@ def _section(title: str, thing: Any) -> str:
 
 
 def _members(thing: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that the class defines, in its order."""
-    for name, member in vars(thing).items():
-        if not name.startswith("_") and isinstance(member, FunctionType | classmethod | staticmethod | property):
-            yield name, member
+    """Public methods and properties that the class defines, in its order; then those of a base without a section."""
+    bases = [base for base in thing.__bases__ if base.__module__ == "transport.segments"]
+    for kind in (thing, *bases):
+        for name, member in vars(kind).items():
+            public = isinstance(member, FunctionType | classmethod | staticmethod | property)
+            if public and not name.startswith("_") and (kind is thing or name not in vars(thing)):
+                yield name, member
 
 
 def _entry(name: str, member: Any) -> str:

@@ -133,7 +133,7 @@ def spoken(what: Callable[[random.Random], bytes], held: int) -> Callable[[int, 
         while made < count and not told():
             found = connected(port)
             if found is None:
-                time.sleep(0.01)
+                time.sleep(0.01)  # nothing tells when a port listens again: the attacked listener may have begun anew
                 continue
             made += 1
             with contextlib.suppress(OSError):
@@ -153,7 +153,7 @@ def slowly(port: int, count: int) -> int:
         for each in open_ones:
             with contextlib.suppress(OSError):
                 each.send(b"\x01")
-        time.sleep(0.05)
+        time.sleep(0.05)  # the attack itself is slow
     return len(open_ones)
 
 

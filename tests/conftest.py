@@ -20,7 +20,7 @@ from transport.testing import ResourceSnapshot, mark_descendants, run
 
 pytest.register_assert_rewrite(
     *("queue_conformance", "queue_model", "store_conformance", "store_model"),
-    *("cooldown_runs", "native_rings", "packers", "supervised"),
+    *("cooldown_runs", "native_rings", "packers", "supervised", "demos"),
 )
 
 if "PYTEST_XDIST_WORKER" in os.environ:

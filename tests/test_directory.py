@@ -216,6 +216,7 @@ def test_an_old_ticket_finds_the_server_that_was_restarted_elsewhere(store: SQLi
                 with client.read(ticket) as payload:
                     assert payload["x"].tolist() == [0, 1, 2, 3, 4]
                     assert payload.ticket.ports == published.ports
+            assert client.statistics().failed_reads == 0
     finally:
         second.end(kill=False)
     assert Directory(store).find(old[0].ring) is None  # withdrawn
@@ -239,6 +240,7 @@ def test_a_dead_servers_tickets_are_lost_once_its_lease_has_ended(store: SQLiteS
                 failures.append(type(failed.value))
                 assert failed.value.retryable or failed.value.unreadable
             assert all(issubclass(kind, LinkError) for kind in failures[:-1])
+            assert client.statistics().failed_reads == len(failures)
         finally:
             thread.run(client.close())
     finally:

@@ -61,7 +61,7 @@ class Source:
                 elif self._fault:  # a path: says that it is here, and goes on when the test does
                     Path(self._fault).touch()
                     while not Path(f"{self._fault}.go").exists():
-                        time.sleep(0.005)
+                        time.sleep(0.005)  # a file wakes nobody
             yield item
 
     def told(self, fault: str, when: int) -> None:

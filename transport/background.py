@@ -143,7 +143,7 @@ class LoopThread:
         job = self.submit(coroutine)
         try:
             return job.result(timeout)
-        except BaseException:
+        except BaseException:  # an interrupt or a timeout, too: the coroutine ends before it is raised
             job.end()
             raise
 

@@ -21,7 +21,7 @@ class BlockingClient:
         self._thread = LoopThread("transport blocking client")
         try:
             self._client = self._thread.run(_make(arguments))
-        except BaseException:
+        except BaseException:  # an interrupt, too: nobody has this object to close its thread
             self._thread.close()
             raise
         self._at_exit = AtExit(self.close)  # runs before that of the thread, which was registered before

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 
 from transport.buffers import BufferPool
 from transport.deliveries import Deliveries
-from transport.directory import Directory, Finder
+from transport.directory import MAY_HAVE_MOVED, Directory, Finder
 from transport.errors import ClosedError, StaleSlotError, TransportError, UsageError
 from transport.landing import DeviceReceive, Landing, Target
 from transport.link import Want
@@ -150,15 +150,21 @@ class UCXXClient:
             return await self._read_here(ticket, out, rank, deadline, spent)
         ticket = self._finder.current(ticket)
         try:
-            return await self._read_here(ticket, out, rank, deadline, spent)
-        except TransportError as error:
-            moved = await self._finder.after(ticket, error)
+            return await self._read_here(ticket, out, rank, deadline, spent, last=False)
+        except MAY_HAVE_MOVED as error:
+            moved = None
+            try:
+                moved = await self._finder.after(ticket, error)
+            finally:
+                self._counts["failed_reads"] += moved is None
             if moved is None:
                 raise
         return await self._read_here(moved, out, rank, deadline, False)
 
-    async def _read_here(self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, spent: bool) -> ReceivedPayload:
-        """`_read` by the ticket's own addresses and ports."""
+    async def _read_here(
+        self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, spent: bool, *, last: bool = True
+    ) -> ReceivedPayload:
+        """`_read` by the ticket's own addresses and ports. Not ``last``: the ring may be found elsewhere."""
         self._check(ticket, rank)
         target = destination = None
         if out is not None or self._landing.always:
@@ -175,8 +181,8 @@ class UCXXClient:
             self._counts["stale"] += 1
             self._links.ledger.settled(ticket.identity, rank)
             raise
-        except TransportError:
-            self._counts["failed_reads"] += 1
+        except TransportError as error:
+            self._counts["failed_reads"] += last or not isinstance(error, MAY_HAVE_MOVED)
             raise
 
     async def read_many(
@@ -202,7 +208,7 @@ class UCXXClient:
             try:
                 while work:
                     await finished.put(await self._read_group(work.pop(), rank, deadline))
-            except Exception as error:
+            except Exception as error:  # is raised where the outcomes are waited for
                 await finished.put(error)
 
         runners = [self._loop.create_task(run()) for _ in range(min(concurrency, len(work)))]

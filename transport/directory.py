@@ -43,6 +43,9 @@ log = logging.getLogger(__name__)
 LEASE_S = 30.0
 _PREFIX = "servers/"
 _EPOCHS = "servers-epoch"
+# After these a reader asks whether the ring is served elsewhere by now.
+MAY_HAVE_MOVED = (LinkError, PayloadLostError)
+
 _MOST_RINGS = 4096  # that a reader keeps in mind
 _JOIN_S = 60.0  # longer than a store's own patience
 
@@ -248,7 +251,7 @@ class Finder:
 
     async def after(self, ticket: Ticket, error: TransportError) -> Ticket | None:
         """What to read instead after ``error``; None where it stands. Raises PayloadLostError, see above."""
-        if not isinstance(error, LinkError | PayloadLostError):
+        if not isinstance(error, MAY_HAVE_MOVED):
             return None
         try:
             serving = await asyncio.to_thread(self._directory.find, ticket.ring)

@@ -18,7 +18,7 @@ from transport import wire
 from transport.connection import Connection, random_tag_base
 from transport.errors import ClosedError
 from transport.hearing import Hearing
-from transport.ring import SharedRingBuffer
+from transport.segments import Attachment
 from transport.settings import DEFAULTS, Settings
 from transport.ucx import Endpoint, Listening, Worker, engine
 from transport.wires import Wire, settings_for
@@ -55,7 +55,7 @@ class Listener:
 
     def __init__(
         self,
-        ring: SharedRingBuffer,
+        ring: Attachment,
         *,
         settings: Settings = DEFAULTS,
         secret: bytes | None = None,

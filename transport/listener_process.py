@@ -23,7 +23,7 @@ from transport.errors import TransportError
 from transport.lifetime import Lifetime, Phase
 from transport.listener import Listener, serve_until
 from transport.logs import LogFormat, handler
-from transport.ring import SharedRingBuffer
+from transport.segments import Attachment, attached
 from transport.settings import Settings
 from transport.supervisor_lock import supervised
 from transport.wires import Wire
@@ -102,7 +102,7 @@ def keep_stdout_for_the_answer() -> None:
     os.dup2(2, 1)
 
 
-async def _stop_when_orphaned(ring: SharedRingBuffer, settings: Settings, stop: asyncio.Event) -> None:
+async def _stop_when_orphaned(ring: Attachment, settings: Settings, stop: asyncio.Event) -> None:
     """Without writer and supervisor nobody else ends this process or removes the segment."""
     lifetime = Lifetime(settings.linger_s)
     while True:
@@ -127,7 +127,7 @@ async def _serve(config: ListenerConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     try:
-        ring = SharedRingBuffer.attach(config.segment, role="listener")
+        ring = attached(config.segment, "listener")
     except TransportError as error:
         answer(ListenerReport(error=type(error).__name__, message=str(error)))
         return 1

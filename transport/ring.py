@@ -9,9 +9,7 @@ Any thread may call any method. Blocking calls release the GIL; inside an event 
 
 from __future__ import annotations
 
-import logging
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 
@@ -34,12 +32,10 @@ from transport.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.overflow import Overflow, Overflowing
 from transport.payload import describe, describe_exact, pack_into
 from transport.schema import Schema
-from transport.segments import Role
+from transport.segments import Attachment
 from transport.slots import RingStatistics, SlotState, named, statistics_of
 from transport.streams import RegisteredPages
 from transport.ticket import Ticket
-
-log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -48,7 +44,7 @@ MAX_READERS = _native.MAX_READERS
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
 
 
-class SharedRingBuffer:
+class SharedRingBuffer(Attachment):
     """A ring of slots in one shared-memory segment. Make it with `create` or `attach`.
 
     Attributes:
@@ -60,26 +56,11 @@ class SharedRingBuffer:
     def __init__(
         self, native: _native.Ring, schema: Schema | None, overflow: Overflow, *, writable: bool = True
     ) -> None:
-        self.native = native
+        super().__init__(native)
         self.schema = schema
         self._overflowing = Overflowing(native, overflow)
-        self.name = native.name
-        self.ring_id = native.ring_id.hex()
-        self.slot_count = native.slot_count
-        self.slot_capacity = native.slot_capacity
         self._secret = native.secret
         self._pages = RegisteredPages(read_only=not writable)
-        self._made_here = False
-        self._forgotten: weakref.finalize[..., SharedRingBuffer] | None = None
-
-    def __repr__(self) -> str:
-        if self.native.closed:
-            return f"<SharedRingBuffer {self.ring_id[:8]} closed>"
-        free, writing, ready, reading = self.native.state_counts()
-        return (
-            f"<SharedRingBuffer {self.ring_id[:8]} {self.slot_count}×{self.slot_capacity} B: "
-            f"{free} free, {writing} writing, {ready} ready, {reading} reading>"
-        )
 
     @property
     def overflow(self) -> Overflow:
@@ -135,11 +116,13 @@ class SharedRingBuffer:
         ring = cls(native, schema, overflow)
         ring._made_here = True
         if name is None:  # one with a name may be meant for whoever takes it over
-            ring._forgotten = weakref.finalize(ring, segments.forget, native, ring._pages)
+            ring._forget_with(ring._pages.release, only_empty=False)
         return ring
 
     @classmethod
-    def attach(cls, name: str, schema: Schema | None = None, *, role: Role) -> Self:
+    def attach(
+        cls, name: str, schema: Schema | None = None, *, role: Literal["writer", "listener", "reader", "observer"]
+    ) -> Self:
         """Attach to an existing ring. Each process that writes, serves or maps takes one of 16 owner places.
 
         Raises:
@@ -156,7 +139,7 @@ class SharedRingBuffer:
                 "both sides must use the same tensors, dtypes and shapes"
             )
         ring = cls(native, schema, "block", writable=role == "writer")
-        ring._forgotten = weakref.finalize(ring, segments.forget, native, ring._pages, only_empty=True)
+        ring._forget_with(ring._pages.release, only_empty=True)
         return ring
 
     def close(self) -> None:
@@ -165,20 +148,11 @@ class SharedRingBuffer:
         The writer gives up with it what is still unread: nobody serves that any more. Others leave it, since what a
         dead writer left may be taken over. The last one removes an empty segment.
         """
-        if self.native.closed:
-            return
-        if self._forgotten is not None:
-            self._forgotten.detach()
-        self._pages.release()
-        if self._made_here:
-            segments.give_up_unread(self.native)
-        segments.leave(self.native, only_empty=not self._made_here)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        if not self.native.closed:
+            self._pages.release()
+            if self._made_here:
+                segments.give_up_unread(self.native)
+        super().close()
 
     # --- writing ------------------------------------------------------------------------------------
     def write(
@@ -401,10 +375,3 @@ class SharedRingBuffer:
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
         return self._call(self._overflowing.discard_expired, time.time() if now is None else now)
-
-    def reclaim(self) -> int:
-        """Take back the slots of owners that died; how many slots changed."""
-        changed = self._call(self.native.reclaim)
-        if changed:
-            log.warning("ring %s: took back %d slots of dead processes", self.ring_id[:8], changed)
-        return changed

@@ -1,15 +1,19 @@
-"""Segments by name: made, taken over, attached to, left, and removed when nobody lives that needs them."""
+"""A process's hold of a ring, and segments by name: made, taken over, left, removed when nobody needs them.
+
+What is in here is all that a listener and its supervisor have of a ring. They start without numpy, and so sooner.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import secrets
-from typing import Final, Literal
+import weakref
+from collections.abc import Callable
+from typing import Final, Literal, Self
 
 from transport import _native
 from transport.slots import SlotState, named
-from transport.streams import RegisteredPages
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +26,69 @@ _ROLES: Final[dict[Role, int]] = {
     "observer": _native.ROLE_OBSERVER,
 }
 _BEGINNING: Final = "/transport-"
+
+
+class Attachment:
+    """One owner of a ring, or an observer of it. A context manager: the end of the ``with`` detaches.
+
+    Attributes:
+        native: the attachment itself.
+        name: of the segment.
+        ring_id: 32 hex digits, random, in every ticket.
+    """
+
+    def __init__(self, native: _native.Ring) -> None:
+        self.native = native
+        self.name = native.name
+        self.ring_id = native.ring_id.hex()
+        self.slot_count = native.slot_count
+        self.slot_capacity = native.slot_capacity
+        self._made_here = False
+        self._forgotten: weakref.finalize[..., Attachment] | None = None
+
+    def __repr__(self) -> str:
+        if self.native.closed:
+            return f"<{type(self).__name__} {self.ring_id[:8]} closed>"
+        free, writing, ready, reading = self.native.state_counts()
+        return (
+            f"<{type(self).__name__} {self.ring_id[:8]} {self.slot_count}×{self.slot_capacity} B: "
+            f"{free} free, {writing} writing, {ready} ready, {reading} reading>"
+        )
+
+    def _forget_with(self, release: Callable[[], None] | None = None, *, only_empty: bool) -> None:
+        """Detach when this object goes without `close`."""
+        self._forgotten = weakref.finalize(self, _forget, self.native, release, only_empty=only_empty)
+
+    def reclaim(self) -> int:
+        """Take back the slots of owners that died; how many slots changed."""
+        try:
+            changed = self.native.reclaim()
+        except _native.RingFault as fault:
+            raise named(fault) from None
+        if changed:
+            log.warning("ring %s: took back %d slots of dead processes", self.ring_id[:8], changed)
+        return changed
+
+    def close(self) -> None:
+        """Give up every hold and detach. Idempotent. The last one removes a segment without unread payloads."""
+        if self.native.closed:
+            return
+        if self._forgotten is not None:
+            self._forgotten.detach()
+        _leave(self.native, only_empty=not self._made_here)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def attached(name: str, role: Role) -> Attachment:
+    """Attach to a ring without looking at payloads. Raises what `SharedRingBuffer.attach` raises."""
+    attachment = Attachment(attach(name, role))
+    attachment._forget_with(only_empty=True)
+    return attachment
 
 
 def random_name(prefix: str) -> str:
@@ -61,15 +128,16 @@ def give_up_unread(native: _native.Ring) -> None:
         log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
 
 
-def forget(native: _native.Ring, pages: RegisteredPages, *, only_empty: bool = False) -> None:
+def _forget(native: _native.Ring, release: Callable[[], None] | None, *, only_empty: bool) -> None:
     """For whoever ends without `close`: no segment stays behind, unless somebody lives that needs it."""
-    pages.release()
+    if release is not None:
+        release()
     with contextlib.suppress(_native.RingFault):  # a forked child's end is none of the ring's business
         if not native.closed:
-            leave(native, only_empty=only_empty)
+            _leave(native, only_empty=only_empty)
 
 
-def leave(native: _native.Ring, *, only_empty: bool) -> None:
+def _leave(native: _native.Ring, *, only_empty: bool) -> None:
     """Detach; the last one removes the segment.
 
     Of several that leave at once, each may still see another's place. So whoever may remove it looks again when its

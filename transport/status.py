@@ -23,6 +23,7 @@ from typing import Final
 import msgspec
 
 from transport.received import ClientStatistics
+from transport.structs import ready
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     program: str
     statistics: ClientStatistics
+
+
+ready(ClientStatus)
 
 
 class StatusSocket:

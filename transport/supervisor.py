@@ -36,7 +36,7 @@ from transport.listener_process import (
     send,
 )
 from transport.logs import handler
-from transport.ring import SharedRingBuffer
+from transport.segments import Attachment, attached
 from transport.supervisor_lock import holding, supervised
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Place:
 class Supervisor:
     """The places of one ring. Owned by the supervisor process's loop."""
 
-    def __init__(self, ring: SharedRingBuffer, config: SupervisorConfig) -> None:
+    def __init__(self, ring: Attachment, config: SupervisorConfig) -> None:
         self._ring = ring
         self._config = config
         self._wake = asyncio.Event()
@@ -335,7 +335,7 @@ async def _supervise(config: SupervisorConfig) -> int:
         if not supervised(config.listener.segment):
             break
         await asyncio.sleep(0.05)
-    with SharedRingBuffer.attach(config.listener.segment, role="observer") as ring, holding(ring.name):
+    with attached(config.listener.segment, "observer") as ring, holding(ring.name):
         supervisor = Supervisor(ring, config)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.request_stop)

@@ -140,19 +140,35 @@ def _processes() -> dict[int, str]:
     """Children of this process, ended ones too, and living processes that carry its mark."""
     found = {}
     mark = f"{_MARK}={os.environ[_MARK]}".encode() if _MARK in os.environ else None
-    for process in Path("/proc").glob("[0-9]*"):
-        pid = int(process.name)
+    own = os.getpid()
+    own_birth = int(_status("self")[2][19])
+    with os.scandir("/proc") as processes:
+        pids = [int(process.name) for process in processes if process.name.isdigit()]
+    for pid in pids:
         try:
-            # The name, in parentheses, may itself contain anything.
-            name, _, fields = (process / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
-            state, parent = fields.split()[:2]
-            if int(parent) == os.getpid():
+            name, state, fields = _status(pid)
+            if int(fields[1]) == own:
                 found[pid] = f"child process {pid} ({name}{', ended but not waited for' if state == 'Z' else ''})"
-            elif mark and pid != os.getpid() and mark in (process / "environ").read_bytes().split(b"\0"):
+            elif mark is None or pid == own or int(fields[19]) < own_birth:
+                continue  # who is older is no descendant: most are, and need no second look
+            elif mark in _content(f"/proc/{pid}/environ").split(b"\0"):
                 found[pid] = f"descendant process {pid} ({name})"
         except OSError:  # it ended meanwhile, or is another user's
             continue
     return found
+
+
+def _status(process: int | str) -> tuple[str, str, list[bytes]]:
+    """Name and state of a process, and its fields from the state on: 1 is the parent, 19 the moment of its birth."""
+    # the name, in parentheses, may itself contain anything
+    name, _, rest = _content(f"/proc/{process}/stat").partition(b"(")[2].rpartition(b")")
+    fields = rest.split(None, 20)
+    return name.decode(errors="replace"), fields[0].decode(), fields
+
+
+def _content(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:  # noqa: PTH123 - hundreds of these before and after every test
+        return file.read()
 
 
 def _mapped_by(processes: Iterable[int]) -> set[str]:

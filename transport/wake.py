@@ -4,13 +4,40 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from transport import _native
 from transport.database import Words
 from transport.errors import ClosedError
 
+Answer = TypeVar("Answer")
+
 _CLOSE_PATIENCE_S = 5.0
+_SHORTEST_WAIT_S = 0.001
+
+
+class Waking(Protocol):
+    """Whatever says that something has changed: a `Bell`, or the link to a server that publishes wake-ups."""
+
+    def seen(self) -> int: ...
+    def wait(self, seen: int, timeout_s: float) -> object: ...
+
+
+def wait_for(
+    waking: Waking, look: Callable[[], Answer | None], timeout_s: float, recheck_s: Callable[[], float]
+) -> Answer | None:
+    """What ``look`` finds, looking again at every wake-up and after ``recheck_s``; None when the time is over."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        seen = waking.seen() if timeout_s > 0 else 0  # before looking: what changes in between ends the wait at once
+        answer = look()
+        remaining_s = give_up_at - time.monotonic()
+        if answer is not None or remaining_s <= 0:
+            return answer
+        waking.wait(seen, min(remaining_s, max(_SHORTEST_WAIT_S, recheck_s())))
 
 
 class Bell:

@@ -153,7 +153,7 @@ class RemoteWriter:
             greeting = msgspec.convert(self._answer(), Greeting)
             if greeting.error:
                 raise LinkError(f"{self._where}: {greeting.error}")
-        except BaseException:
+        except BaseException:  # whatever it was, nobody has this object to close its connection
             self.close()
             raise
         self.machine = greeting.machine

@@ -48,7 +48,7 @@ class Bucket(Destination):
                 f"destinations {scheme}://… need {_PACKAGES[scheme]} ({error}): "
                 f"pip install 'payload-transport[{scheme}]'"
             ) from error
-        except Exception as error:
+        except Exception as error:  # the services' packages have no common base
             raise DestinationError(f"{url}: cannot be opened: {masked(str(error))}") from error
 
     def __repr__(self) -> str:

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from transport.errors import CheckpointDamagedError, UsageError
+from transport.structs import ready
 
 NAME: Final = "manifest.json"
 FILES: Final = "files"  # the folder beside it
@@ -51,6 +52,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def encode(self) -> bytes:
         """As written: the same bytes for the same files."""
         return msgspec.json.encode(self)
+
+
+ready(Manifest)
 
 
 def decode(data: bytes) -> Manifest:

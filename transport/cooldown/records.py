@@ -13,6 +13,7 @@ import msgspec
 
 from transport.cooldown.election import ALGORITHM, elect
 from transport.errors import StoreUnsuitableError, UsageError
+from transport.structs import ready
 
 LAYOUT: Final = 1
 MOST_EPOCH: Final = 10**12 - 1  # twelve digits, so that names sort like numbers
@@ -119,6 +120,8 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
         """Who uploads. Raises UsageError for an algorithm that is not known here."""
         return elect(self.clients, seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
 
+
+ready(Report, EpochRecord)
 
 R = TypeVar("R", Report, EpochRecord)
 

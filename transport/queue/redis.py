@@ -19,9 +19,7 @@ While the server is away nobody can renew: leases that end meanwhile have ended.
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 from transport.database import Words
 from transport.errors import (
@@ -59,8 +57,7 @@ from transport.queue.redis_scripts import (
 )
 from transport.redis_link import RedisLink, Script
 from transport.settings import DEFAULTS
-
-Answer = TypeVar("Answer")
+from transport.wake import wait_for
 
 MAX_READERS = 16
 RECHECK_S = 1.0  # a wake-up may be lost with a connection, and nobody wakes for the end of a lease
@@ -166,7 +163,9 @@ class RedisQueue(TicketQueue):
             return RECHECK_S if due_ms < 0 else min(RECHECK_S, due_ms / 1000)
 
         return (
-            self._wait_for(lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s, recheck_s)
+            wait_for(
+                self._link, lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s, recheck_s
+            )
             or []
         )
 
@@ -244,21 +243,7 @@ class RedisQueue(TicketQueue):
                 return None
             return Notice(topic, int(version), payload)
 
-        return self._wait_for(look, timeout_s, lambda: RECHECK_S)
-
-    # --- waiting -------------------------------------------------------------------------------
-    def _wait_for(
-        self, look: Callable[[], Answer | None], timeout_s: float, recheck_s: Callable[[], float]
-    ) -> Answer | None:
-        """What ``look`` finds, looking again at every wake-up and after ``recheck_s``; None when the time is over."""
-        give_up_at = time.monotonic() + timeout_s
-        while True:
-            seen = self._link.seen() if timeout_s > 0 else 0  # before looking; what changes in between ends the wait
-            answer = look()
-            remaining_s = give_up_at - time.monotonic()
-            if answer is not None or remaining_s <= 0:
-                return answer
-            self._link.wait(seen, min(remaining_s, max(0.001, recheck_s())))
+        return wait_for(self._link, look, timeout_s, lambda: RECHECK_S)
 
 
 def _tokens(claims: Sequence[Claim]) -> list[str | int]:

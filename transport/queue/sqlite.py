@@ -11,7 +11,6 @@ import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 from transport.database import Synchronous, Words
 from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError, RankError, UsageError
@@ -29,8 +28,7 @@ from transport.queue.base import (
 )
 from transport.settings import DEFAULTS
 from transport.shared_file import SharedFile
-
-Answer = TypeVar("Answer")
+from transport.wake import wait_for
 
 APPLICATION_ID = 0x5452_5051  # "TRPQ"
 SCHEMA_VERSION = 1
@@ -212,7 +210,9 @@ class SQLiteQueue(SharedFile, TicketQueue):
             return RECHECK_S if due_at is None else min(RECHECK_S, due_at - self._clock())
 
         return (
-            self._wait_for(lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s, recheck_s)
+            wait_for(
+                self._bell, lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s, recheck_s
+            )
             or []
         )
 
@@ -348,21 +348,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
                 ).fetchone()
             return Notice(*row) if row else None
 
-        return self._wait_for(look, timeout_s, lambda: RECHECK_S)
-
-    # --- waiting -------------------------------------------------------------------------------
-    def _wait_for(
-        self, look: Callable[[], Answer | None], timeout_s: float, recheck_s: Callable[[], float]
-    ) -> Answer | None:
-        """What ``look`` finds, looking again at every wake-up and after ``recheck_s``; None when the time is over."""
-        give_up_at = time.monotonic() + timeout_s
-        while True:
-            seen = self._bell.seen()  # before looking, so that what changes in between ends the wait at once
-            answer = look()
-            remaining_s = give_up_at - time.monotonic()
-            if answer is not None or remaining_s <= 0:
-                return answer
-            self._bell.wait(seen, min(remaining_s, max(0.001, recheck_s())))
+        return wait_for(self._bell, look, timeout_s, lambda: RECHECK_S)
 
 
 def _key(claim: Claim) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ import msgspec
 
 from transport.errors import StoreUnsuitableError, UsageError
 from transport.store.base import Entry
+from transport.structs import ready
 
 MOST_NAME_CHARACTERS = 128  # of runs and members
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME_CHARACTERS)]
@@ -119,6 +120,8 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     round: Count
     peers: tuple[Peer, ...]
 
+
+ready(Closing, Round, Seat, Place, Peer, Roster)
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 

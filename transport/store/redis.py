@@ -11,7 +11,6 @@ lease ends serves their end. A revision of the whole store gives the versions.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
@@ -31,6 +30,7 @@ from transport.store.base import (
     check_lease,
     check_prefix,
 )
+from transport.wake import wait_for
 
 _WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
 _KEYS = ("values", "versions", "index", "leases", "revision")
@@ -226,14 +226,19 @@ class RedisStore(Store):
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         """Wait until the record has another version than ``version``; returns what is there, at the latest then."""
         check_key(key)
-        give_up_at = time.monotonic() + timeout_s
-        while True:
-            seen = self._link.seen()  # before looking, so that what changes in between ends the wait at once
+        entry: Entry | None = None
+        ends_s: float | None = None
+
+        def look() -> bool | None:
+            nonlocal entry, ends_s
             entry, ends_s = self._look(key)
-            remaining_s = give_up_at - time.monotonic()
-            if (entry.version if entry else ABSENT) != version or remaining_s <= 0:
-                return entry
-            self._link.wait(seen, min(remaining_s, RECHECK_S, RECHECK_S if ends_s is None else max(0.001, ends_s)))
+            return (entry.version if entry else ABSENT) != version or None
+
+        def recheck_s() -> float:  # nobody wakes for the end of a lease
+            return RECHECK_S if ends_s is None else min(RECHECK_S, ends_s)
+
+        wait_for(self._link, look, timeout_s, recheck_s)
+        return entry
 
 
 def _entries(flat: object) -> list[Entry | None]:

@@ -29,6 +29,7 @@ from transport.store.base import (
     check_lease,
     check_prefix,
 )
+from transport.wake import wait_for
 
 APPLICATION_ID = 0x5452_5053  # "TRPS"
 SCHEMA_VERSION = 1
@@ -184,15 +185,19 @@ class SQLiteStore(SharedFile, Store):
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
         """Wait until the record has another version than ``version``; returns what is there, at the latest then."""
         check_key(key)
-        give_up_at = time.monotonic() + timeout_s
-        while True:
-            seen = self._bell.seen()  # before looking, so that what changes in between ends the wait at once
-            entry, lease_ends = self._look(key)
-            remaining_s = give_up_at - time.monotonic()
-            if (entry.version if entry else ABSENT) != version or remaining_s <= 0:
-                return entry
-            until_ended_s = RECHECK_S if lease_ends is None else lease_ends - self._clock()  # nobody wakes for that
-            self._bell.wait(seen, min(remaining_s, RECHECK_S, max(0.001, until_ended_s)))
+        entry: Entry | None = None
+        ends: float | None = None
+
+        def look() -> bool | None:
+            nonlocal entry, ends
+            entry, ends = self._look(key)
+            return (entry.version if entry else ABSENT) != version or None
+
+        def recheck_s() -> float:  # nobody wakes for the end of a lease
+            return RECHECK_S if ends is None else min(RECHECK_S, ends - self._clock())
+
+        wait_for(self._bell, look, timeout_s, recheck_s)
+        return entry
 
 
 def _next_revision(connection: sqlite3.Connection) -> int:
