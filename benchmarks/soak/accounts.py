@@ -115,8 +115,8 @@ class Accounts:
         elif kind == "C":
             self._asked.pop(source, None)
             for each in rest:
-                writer, number = map(int, each.split("="))
-                self._consume(int(first), writer, number)
+                writer, number = each.split("=")
+                self._consume(int(first), int(writer), int(number))
         elif kind == "N":
             for each in rest:
                 ticket_id, writer, number = each.split("=")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -58,7 +59,7 @@ def _of_redis(place: RedisPlace, questions: list[Question]) -> dict[Question, Ro
     client = redis.Redis.from_url(place.url, socket_timeout=_PATIENCE_S, socket_connect_timeout=_PATIENCE_S)
     try:
         fields = [f"{token.partition(':')[0]}/{rank}" for rank, token in questions]
-        rows = client.hmget(f"transport:{{{place.run}}}:queue:rows", fields)
+        rows: Any = client.hmget(f"transport:{{{place.run}}}:queue:rows", fields)
     except (redis.exceptions.RedisError, OSError):
         return {}
     finally:

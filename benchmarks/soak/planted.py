@@ -101,7 +101,7 @@ def _rings_begin_anew(module: ModuleType) -> None:
     ring: Any = module.SharedRingBuffer
     original = ring.create.__func__
 
-    def create(cls: Any, *arguments: Any, name: str | None = None, **named: Any) -> Any:
+    def create(cls: Any, /, *arguments: Any, name: str | None = None, **named: Any) -> Any:
         if name is not None and Path(f"/dev/shm{name}").exists():
             with ring.attach(name, role="observer") as old:
                 listeners = [owner.pid for owner in old.native.owners() if owner.alive and owner.port]

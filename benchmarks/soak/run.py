@@ -35,7 +35,14 @@ from transport.queue.base import QueueDepth
 
 READERS = (1, 2)  # by writer
 RANKS = (0, 0, 1)  # by trainer
-WIRES = ([], ["tcp"], ["shm"], ["shm", "tcp"], ["tcp"], [])  # chosen anew in each life; []: auto, which maps
+WIRES: tuple[list[str], ...] = (
+    [],
+    ["tcp"],
+    ["shm"],
+    ["shm", "tcp"],
+    ["tcp"],
+    [],
+)  # chosen anew in each life; []: auto, which maps
 _DISK_BYTES = 256 << 20
 _CLOCK_STEP_S = 30 * 86400  # half of it back, half of it forth
 LAPSES = ("claim.taken", "settle.asked")  # steps of a trainer at which it is stopped until its claims are another's

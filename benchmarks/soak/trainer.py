@@ -60,7 +60,8 @@ class Trainer(UCXXDataPackerMixin):
         for item in batch.items:
             if item.payload is None or item.claim is None:
                 continue
-            writer, number = item.ticket.metadata["w"], item.ticket.metadata["n"]
+            named: Any = item.ticket.metadata
+            writer, number = named["w"], named["n"]
             if not payloads.is_right(writer, number, item.payload.data):
                 self.journal.say("X", rank, f"{writer}={number}", item.payload.wire)
             asked.append(f"{number}={writer}={item.claim.token}")
