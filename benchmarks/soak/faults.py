@@ -24,6 +24,12 @@ class Fault(NamedTuple):
     seconds: float  # how long it lasts; 0 for what is over at once
 
 
+def amounts(kills: int, lapses: int) -> dict[str, int]:
+    """How many faults of each other kind there are beside so many kills."""
+    parts = {"stop": 5, "queue": 10, "cut": 10, "clock": 20, "stall": 50, "port": 50, "disk": 100}
+    return {"lapse": lapses} | {kind: kills // part for kind, part in parts.items()}
+
+
 def schedule(seed: int, deliveries: int, kills: int, others: dict[str, int]) -> list[Fault]:
     """``kills`` kills and ``others`` by kind, spread over the consumption of ``deliveries``, in order."""
     rng = random.Random(seed)

@@ -21,7 +21,7 @@ from accounts import Accounts
 from clock import WallClock
 from closed import Points
 from crew import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
-from faults import Fault, schedule
+from faults import Fault, amounts, schedule
 from hardship import Hardship
 from journal import Reader
 from plan import Plan, TrainerPlan, WriterPlan
@@ -93,7 +93,7 @@ class Soak:
             place = f"redis://127.0.0.1:{self._server.port}/0?run={run}"
         self._plan = Plan(folder=str(folder), queue=place, ack=options.ack, run=run, seed=options.seed)
         self._allowed = allowed(self._plan)
-        self._failures: dict[str, None] = {}  # those of the queue that are not allowed, in order
+        self._failures: dict[tuple[int, str], str] = {}  # of the queue, and not allowed as far as is known
         self._hardship = Hardship(disk if options.isolated else None, options.isolated, self._server)
         self._accounts = Accounts(READERS)
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
@@ -146,18 +146,8 @@ class Soak:
         self._looked_at = began
         total = self._total = sum(self._share(number) * readers for number, readers in enumerate(READERS))
         others = {
-            "stop": self._options.kills // 5,
-            "lapse": self._options.lapses,
-            "queue": self._options.kills // 10,
-            "cut": self._options.kills // 10,
-            "stall": self._options.kills // 50,
-            "port": self._options.kills // 50,
-            "disk": self._options.kills // 100,
-            "clock": self._options.kills // 20,
-        }
-        others = {
             kind: count
-            for kind, count in others.items()
+            for kind, count in amounts(self._options.kills, self._options.lapses).items()
             if kind in self._hardship.kinds or (kind == "clock" and self._clock.steps)
         }
         pending = schedule(self._options.seed, total, self._options.kills, others)[::-1]
@@ -184,7 +174,7 @@ class Soak:
             End(
                 self._accounts.verdict(self._allowed),
                 depth,
-                list(self._failures),
+                [f"rank {rank} {ticket} {reason}" for (rank, ticket), reason in self._failures.items()],
                 self._hardship.counts,
                 self._hardship.kills,
                 len(pending),
@@ -259,8 +249,9 @@ class Soak:
                 if named is not None:
                     reason = reason_of(failure, *named, self._plan)
                     self._accounts.report(failure.rank, *named, reason)
-                if reason.partition(":")[0] not in self._allowed:
-                    self._failures[f"rank {failure.rank} {failure.ticket_id} {reason}"] = None
+                self._failures[failure.rank, failure.ticket_id] = reason
+                if reason.partition(":")[0] in self._allowed:
+                    del self._failures[failure.rank, failure.ticket_id]
             return queue.depth()
 
     def _look_last(self) -> QueueDepth:
