@@ -155,6 +155,17 @@ def _bytes_are_flipped(module: ModuleType) -> None:
     ring.write_raw = write_raw
 
 
+def _nobody_maps(module: ModuleType) -> None:
+    """Mapped payloads cross no wire, and are not compared with their checksum."""
+    packer: Any = module.UCXXDataPackerMixin
+    original = packer.setup_ucxx_packer
+
+    def setup_ucxx_packer(self: Any, *, wire: Any, **named: Any) -> None:
+        original(self, wire=frozenset({"shm", "tcp"}) if wire == "auto" else wire, **named)
+
+    packer.setup_ucxx_packer = setup_ucxx_packer
+
+
 def _nothing_is_verified(module: ModuleType) -> None:
     import msgspec
 
@@ -228,9 +239,9 @@ PLANTS = {
         {"transport.client": _generations_are_not_compared},
     ),
     "flipped": Plant(
-        "bytes change in the ring; the checksum keeps them from being consumed",
+        "bytes change in the ring; over wires, the checksum keeps them from being consumed",
         "lost",
-        {"transport.ring": _bytes_are_flipped},
+        {"transport.ring": _bytes_are_flipped, "transport.packer": _nobody_maps},
         hides="wrong",
     ),
     "flipped-unverified": Plant(
