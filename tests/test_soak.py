@@ -209,9 +209,10 @@ def test_a_planted_fault_is_found_only_by_its_own_figure() -> None:
 
 @pytest.mark.ucx
 @pytest.mark.slow
+@needs_redis
 def test_a_soak_finds_a_queue_that_does_not_fence(tmp_path: Path) -> None:
-    """The long version, with every planted fault, is `make soak-planted`."""
-    size = ["--payloads", "1500", "--kills", "0", "--lapses", "8", "--stuck-s", "15"]
+    """On the queue that the other short soak has not. With every planted fault it is `make soak-planted`."""
+    size = ["--queue", "redis", "--payloads", "1000", "--kills", "0", "--lapses", "5", "--stuck-s", "15"]
     report = mutations.run("unfenced", tmp_path, size)
     assert mutations.found("unfenced", report), json.dumps(report, indent=1)
 
