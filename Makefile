@@ -86,6 +86,8 @@ lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@MYPYPATH=.:benchmarks/soak $(BIN)/mypy benchmarks/soak
+	@MYPYPATH=.:benchmarks/soak:benchmarks/teardown $(BIN)/mypy benchmarks/teardown
 
 # Stamps in build/: the sanitizer builds and the model take a minute each and depend on nothing but their sources.
 build/native-test: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
@@ -108,6 +110,10 @@ SOAK_OPTIONS ?= --payloads 1000000 --kills 1000 --seed 1
 soak: build/faults/stamp ## a million payloads and a thousand kills, every payload accounted for (SOAK_OPTIONS=…)
 	@$(BIN)/python benchmarks/soak --build build/faults --json build/soak.json $(SOAK_OPTIONS)
 
+.PHONY: soak-planted
+soak-planted: $(VENV)/installed ## short soaks with one planted fault each, which they must find (PLANTED_OPTIONS=…)
+	@mkdir -p build && $(BIN)/python benchmarks/soak/mutations.py --json build/soak-planted.json $(PLANTED_OPTIONS)
+
 build/model: $(wildcard native/model/*.pml) native/model/check.py
 	@$(PYTHON) native/model/check.py; status=$$?; \
 	  if [ $$status = 3 ]; then echo "SKIPPED: the models of the protocol are not checked without spin"; \
@@ -124,8 +130,9 @@ build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
 	@clang++ $(FUZZ_FLAGS) $< $(FUZZ_SOURCES) -lrt -o $@
 
 .PHONY: fuzz
-fuzz: build/fuzz/frames build/fuzz/segment ## libFuzzer over frames and segments, FUZZ_SECONDS=60 each
+fuzz: build/fuzz/frames build/fuzz/status build/fuzz/segment ## libFuzzer over frames, answers and segments, FUZZ_SECONDS=60 each
 	@cd build/fuzz && ./frames -max_total_time=$(FUZZ_SECONDS) -max_len=2100 -print_final_stats=1 corpus-frames
+	@cd build/fuzz && ./status -max_total_time=$(FUZZ_SECONDS) -max_len=700 -print_final_stats=1 corpus-status
 	@cd build/fuzz && ./segment -max_total_time=$(FUZZ_SECONDS) -max_len=200 -print_final_stats=1 corpus-segment
 
 model: build/model ## the protocol's models: properties hold, planted faults are found (spin)
@@ -135,8 +142,10 @@ model-full: ## the same with the largest configurations besides
 	@$(PYTHON) native/model/check.py --deep
 
 .PHONY: teardown
-teardown: $(VENV)/installed ## server and client started and stopped 1000 times with reads in flight; memory per cycle
+teardown: $(VENV)/installed ## started and stopped with reads in flight: 1000 times in a process, 200 times as processes
 	@mkdir -p build && $(BIN)/python benchmarks/teardown --json build/teardown.json
+	@$(BIN)/python benchmarks/teardown --mode process --cycles 90 --warm-up 10 --json build/teardown-served.json
+	@$(BIN)/python benchmarks/teardown --processes 200 --json build/teardown-processes.json
 
 docs: $(VENV)/installed ## run the code blocks of the documentation
 	@$(BIN)/python -m pytest tests/test_docs.py

@@ -15,15 +15,17 @@ _EXTREMES = (b"\x00" * 8, b"\xff" * 8, b"\x7f" + b"\xff" * 7, b"\x01" + b"\x00" 
 
 
 def changes(size: int, chance: random.Random) -> Iterator[tuple[int, bytes]]:
-    """(offset, bytes): a few of them, wild or small, anywhere before the payloads."""
+    """(offset, bytes): a few of them, wild, small or plausible, anywhere before the payloads."""
     for _ in range(chance.randrange(1, 30)):
-        # half of them among header, owners and controls
-        offset = chance.randrange(min(size, chance.choice((256, 8192, CONTROL_BYTES))))
-        kind = chance.randrange(3)
+        # many of them among the sizes of the header, and among header, owners and controls
+        offset = chance.randrange(min(size, chance.choice((64, 256, 8192, CONTROL_BYTES))))
+        kind = chance.randrange(4)
         if kind == 0:
             yield offset, bytes([1 << chance.randrange(8)])
         elif kind == 1:
             yield offset, chance.randbytes(chance.randrange(1, 64))
+        elif kind == 2:
+            yield offset // 8 * 8, chance.randrange(1 << chance.choice((6, 15))).to_bytes(8, "little")
         else:
             yield offset // 8 * 8, chance.choice(_EXTREMES)
 
@@ -43,6 +45,10 @@ def use(ring: SharedRingBuffer, chance: random.Random) -> tuple[int, int]:
     slot, rank = chance.randrange(ring.slot_count), chance.randrange(16)
     generation = chance.choice((0, 1, 2, 1 << 29, native.info(slot).generation))
 
+    def look() -> None:
+        for each in range(ring.slot_count):
+            assert native.info(each).length <= ring.slot_capacity, "a length leaves its slot"
+
     def read() -> None:
         for ticket in ring.tickets():
             with ring.read_raw(ticket) as lease:
@@ -52,6 +58,7 @@ def use(ring: SharedRingBuffer, chance: random.Random) -> tuple[int, int]:
         ring.write_raw(chance.randbytes(chance.randrange(ring.slot_capacity + 1)), timeout_s=0.0)
 
     ways: list[Callable[[], object]] = [
+        look,
         read,
         write,
         ring.statistics,

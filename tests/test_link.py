@@ -6,6 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from scripted_endpoint import ScriptedEndpoint, ScriptedWorker, scenario
 from scripted_listener import RING, ScriptedListener, Side
 from support import asynchronous, over_ucx
@@ -31,6 +33,7 @@ from transport.errors import (
 )
 from transport.link import Link, new_tag_base, refusal
 from transport.settings import Settings
+from transport.testing import run
 from transport.wire import Challenge, Hello, Proof, Welcome
 
 OURS, THEIRS = 0x11111111, 0x22222222
@@ -262,6 +265,62 @@ async def test_a_handshake_that_makes_no_sense_is_refused(answer: bytes, error: 
     with pytest.raises(error):
         await opening(endpoint)
     assert endpoint.aborted
+
+
+def damaged(message: bytes, changes: list[tuple[int, int]]) -> bytes:
+    """Some bytes of it are others."""
+    changed = bytearray(message)
+    for place, byte in changes:
+        changed[place % len(changed)] = byte
+    return bytes(changed)
+
+
+u64 = st.integers(0, 2**64 - 1)
+messages = st.one_of(
+    st.builds(
+        welcome,
+        version=st.sampled_from([1, 1, 1, 0, 2]) | u64,
+        ring=st.sampled_from([RING, RING, "", "another"]),
+        tag_base=st.integers(0, 2**32 - 1),
+        inline_limit=st.integers(0, wire.MOST_INLINE),
+        code=st.sampled_from([0, 0, 1, 255]) | u64,
+    ),
+    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=40)),
+    st.just(Proof(b"p")),
+    st.just(Hello(1, 1, RING, 1, bytes(16))),
+).map(wire.encode_handshake)
+pieces = messages | st.binary(max_size=40)
+pieces = pieces | st.builds(
+    damaged, messages, st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=3)
+)
+
+
+@given(st.lists(pieces, max_size=3).map(b"".join), st.sampled_from([None, None, b"secret"]))
+@example(wire.encode_handshake(welcome()), None)
+@example(wire.encode_handshake(welcome()), b"secret")
+@example(wire.encode_handshake(Challenge(bytes(16), b"")) + wire.encode_handshake(welcome()), b"secret")
+def test_whatever_a_listener_says_the_handshake_ends_by_name_or_with_a_sound_welcome(
+    said: bytes, secret: bytes | None
+) -> None:
+    async def shaken() -> Welcome | TransportError:
+        endpoint = ScriptedEndpoint()
+        endpoint.feed(said)
+        shaking = asyncio.ensure_future(link._shake_hands(endpoint, RING, OURS, secret))  # type: ignore[arg-type]
+        for _ in range(10):  # its receives, one after the other
+            await asyncio.sleep(0)
+        endpoint.lose()
+        try:
+            return await shaking
+        except TransportError as error:
+            return error
+
+    end = run(shaken())
+    if isinstance(end, Welcome):
+        assert (end.version, end.ring, end.code) == (1, RING, 0)
+        assert 0 <= end.inline_limit <= wire.MOST_INLINE
+        assert 0 <= end.tag_base < 2**32
+        assert all(0 < port < 65536 for port in end.ports)
+        assert secret is None  # nobody here can prove that it has it
 
 
 @scenario

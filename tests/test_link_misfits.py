@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import random
 import struct
 
 import numpy as np
@@ -22,10 +20,8 @@ from scripted_listener import (
 )
 from support import asynchronous, noise
 
-from transport import wire as frames
 from transport.errors import (
     LengthMismatchError,
-    LinkError,
     ProtocolError,
     TransportError,
 )
@@ -237,84 +233,3 @@ async def test_a_payload_longer_than_its_destination_is_an_error_and_writes_noth
         with pytest.raises(TransportError):
             await reading
         assert (room == UNTOUCHED).all()
-
-
-# --- anything -------------------------------------------------------------------------------------
-def mutated(message: bytes, rng: random.Random) -> bytes:
-    """The message with some of its numbers changed, or its length."""
-    changed = bytearray(message)
-    for _ in range(rng.choice((0, 1, 1, 1, 2, 3))):
-        at = rng.choice((0, 1, 2, 4, 8, *range(16, min(len(changed), 16 + 3 * 32), 32)))
-        at += rng.choice((0, 0, 0, 1, 2, 8)) if at >= 16 else 0
-        changed[at % len(changed)] = rng.choice((0, 1, 2, 3, 7, rng.randrange(256)))
-    if rng.random() < 0.2:
-        del changed[rng.randrange(len(changed)) :]
-    return bytes(changed)
-
-
-def believable(message: bytes, number: int, sizes: list[int]) -> list[Answer] | None:
-    """The answers, if Python finds that they fit a request without acks for payloads of ``sizes``."""
-    try:
-        answered, answers = frames.decode_status(message)
-    except ProtocolError:
-        return None
-    total = sum(len(each.joined) for each in answers if each.joined is not None)
-    announced = int.from_bytes(message[8:12], "little")
-    fits = (
-        answered == number
-        and [each.position for each in answers] == list(range(len(sizes)))
-        and announced == total
-        and len(message) == frames.status_bytes(len(answers), total)
-    )
-    some = [each for each, size in zip(answers, sizes, strict=False) if size <= INLINE]
-    for each, size in zip(answers, sizes, strict=False):
-        fits &= each.joined is None or (each.code == 0 and size <= INLINE and len(each.joined) == size)
-    return answers if fits and (total == 0 or all(each.joined is not None for each in some)) else None
-
-
-@pytest.mark.parametrize("seed", range(4))
-@asynchronous
-async def test_native_code_believes_no_answer_that_wire_does_not(seed: int) -> None:
-    rng = random.Random(seed)
-    believed = 0
-    async with ScriptedListener() as listener:
-        link, side = await listener.linked()
-        for _ in range(150):
-            sizes = [rng.choice((0, 1, 3, INLINE, LARGE, 300)) for _ in range(rng.choice((1, 2, 3)))]
-            wants = [want(size) for size in sizes]
-            number, arriving = link.read(wants, [])
-            await side.asked()
-            refused = rng.random() < 0.4
-            good = [
-                Answer(1, at)
-                if refused and at == 0
-                else joined(at, noise(size).tobytes())
-                if size <= INLINE and not refused
-                else Answer(0, at, size)
-                for at, size in enumerate(sizes)
-            ]
-            message = mutated(bytes(frames.encode_status(number, good)), rng)
-            answers = believable(message, number, sizes)
-            await side.status_bytes(number, message)
-            for each in answers or []:
-                if each.code == 0 and each.joined is None and each.length == sizes[each.position]:
-                    await side.payload(number, each.position, noise(each.length))
-            if len(message) > frames.status_bytes(len(sizes), sum(size for size in sizes if size <= INLINE)):
-                with pytest.raises(LinkError):
-                    await arriving
-                continue
-            outcome = await arriving
-            if answers is None:  # then something is wrong with it for native code, too
-                with contextlib.suppress(ProtocolError):
-                    assert any(isinstance(each, LengthMismatchError) for each in link.outcomes(wants, outcome))
-                continue
-            believed += 1
-            for each, wanted, failure in zip(answers, wants, link.outcomes(wants, outcome), strict=True):
-                size = wanted.ticket.size
-                if each.code == 0 and each.length == size:
-                    assert failure is None
-                    expected = noise(size) if each.joined is None else each.joined
-                    assert bytes(wanted.destination) == bytes(expected)
-                else:
-                    assert failure is not None
-    assert believed > 30

@@ -165,6 +165,24 @@ def test_what_was_done_when_the_answer_was_lost_is_done_once(
         assert queue.depth() == QueueDepth(done=4)
 
 
+def test_an_acknowledgement_that_was_done_unheard_is_given_to_who_asks_again(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody would train on the payload: it is done, and the trainer that held its claim is refused."""
+    with RedisQueue(place(server), patience_s=0.0) as queue:
+        queue.publish(tickets(3))
+        first, *claims = queue.claim(3, consumer="a")
+        queue.ack(first)  # the script is there
+        lost = lose_answers(monkeypatch)
+        for _ in range(2):
+            lost.clear()
+            with pytest.raises(QueueUnavailableError):
+                queue.ack_many(claims)
+        assert queue.depth() == QueueDepth(done=3)
+        assert queue.ack_many(claims) == claims
+        assert queue.ack_many(claims) == []  # it was told, and is not told twice
+
+
 def test_nothing_is_lost_when_the_server_is_killed_and_starts_again() -> None:
     with redis_server() as server, RedisQueue(place(server), patience_s=30) as queue:
         queue.publish(tickets(4), readers=2, policy_version=3)

@@ -4,7 +4,9 @@ What it takes care of, so that nobody above has to:
 
 * A lost connection, or a server that starts again, is waited for with back-off, at most ``patience_s``. A write whose
   answer was lost is asked for again under the same number, and the server gives the answer that it remembers: it is
-  done once. The package's own repetitions would do it twice and are off.
+  done once. So it is where the caller was told that the server is away and asks for the same again, within a minute:
+  an acknowledgement that was done unheard would otherwise be refused. The package's own repetitions would do it twice
+  and are off.
 * Every key begins with ``transport:{run}:`` — runs share a server, and all keys of a run are in one slot of a cluster.
 * A connection must not pass through a fork: either side of one makes its own.
 * A server that throws keys away when its memory is full is refused, as is one that is too old.
@@ -35,6 +37,7 @@ log = logging.getLogger(__name__)
 OLDEST = (6, 2)
 _REMEMBER_MS = 60_000  # answers to writes
 MOST_PATIENCE_S = 30.0  # well below that
+_MOST_UNANSWERED = 256  # writes whose numbers are kept, the latest ones
 _COMMAND_TIMEOUT_S = 5.0  # at most; a server that is stopped, or a cut cable
 _LEAST_COMMAND_TIMEOUT_S = 0.25
 _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
@@ -109,6 +112,7 @@ class RedisLink:
         self._closed = False
         # By process id: a lock that another thread held at the fork would be held for ever in the child.
         self._rooms: dict[int, _Room] = {}
+        self._unanswered: dict[tuple[str, tuple[Any, ...]], str] = {}  # script and arguments → number
         try:
             self._check_server()
         except BaseException:
@@ -131,8 +135,12 @@ class RedisLink:
         return self._prefix + name
 
     def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], now_ms: int | None = None) -> Any:
-        """Run a script once. Raises the ``busy`` kind when the server stays away; it may have run then."""
-        number = secrets.token_hex(12)
+        """Run a script once. Raises the ``busy`` kind when the server stays away; it may have run then.
+
+        Asked for again with the same arguments it is still the same: what has run gives its answer.
+        """
+        asked = (script.sha, tuple(arguments))
+        number = self._unanswered.pop(asked, "") or secrets.token_hex(12)
         arguments = ["" if now_ms is None else now_ms, *arguments]
         every_key = [self.key(f"answer:{number}"), *map(self.key, keys)]
 
@@ -142,7 +150,13 @@ class RedisLink:
             except self._redis.exceptions.NoScriptError:  # the server has been started since
                 return client.eval(script.text, len(every_key), *every_key, *arguments)
 
-        return self._patiently(attempt)
+        try:
+            return self._patiently(attempt)
+        except self._words.busy:
+            self._unanswered[asked] = number
+            while len(self._unanswered) > _MOST_UNANSWERED:
+                del self._unanswered[next(iter(self._unanswered))]
+            raise
 
     def _patiently(self, attempt: Any) -> Any:
         give_up_at = time.monotonic() + self._patience_s

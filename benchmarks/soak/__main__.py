@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from hardship import ISOLATED, isolated
+from planted import PLANTS
 from run import Options, Soak
 
 HERE = Path(__file__).resolve().parent
@@ -27,6 +28,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--payloads", type=int, default=50_000)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--queue", choices=("sqlite", "redis"), default="sqlite", help="redis: a server of its own")
+    parser.add_argument("--ack", choices=("on_consumed", "on_arrival"), default="on_consumed")
+    parser.add_argument("--lapses", type=int, help="trainers stopped until their claims have lapsed (default kills/20)")
+    parser.add_argument("--plant", choices=PLANTS, default="", help="a fault that this run must find (planted.py)")
     parser.add_argument("--build", type=Path, default=None, help="of native modules with fault points (make faults)")
     parser.add_argument("--folder", type=Path, default=Path("build/soak"), help="journals and logs; made anew")
     parser.add_argument("--json", type=Path, default=None, help="where the report goes besides the table")
@@ -51,6 +56,10 @@ def main() -> int:
             stuck_s=chosen.stuck_s,
             build=chosen.build.resolve() if chosen.build is not None else None,
             isolated=os.environ[ISOLATED] == "1",
+            queue=chosen.queue,
+            ack=chosen.ack,
+            lapses=chosen.kills // 20 if chosen.lapses is None else chosen.lapses,
+            plant=chosen.plant,
         )
     )
     report = soak.run()

@@ -2,13 +2,14 @@
 
 A payload is *published* when its writer said so after the queue had its ticket, or when a successor found it in the
 ring. From then on each rank must consume it exactly once. A payload that a killed writer only intended to write may be
-there or not; if one rank has consumed it, all must.
+there or not; if one rank has consumed it, or the queue has reported it, it is due to all. A delivery that the queue
+reported for a reason that is allowed (a deadline that passed) is accounted for, and must not have been consumed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 _MOST_NAMED = 20
@@ -23,7 +24,7 @@ class _Book:
     consumed: list[bytearray] = field(init=False)
     intended: int = 0
     finished: bool = False
-    known: bytearray = field(default_factory=bytearray)  # published, or consumed by some rank without being said to be
+    known: bytearray = field(default_factory=bytearray)  # published, or consumed or reported without being said to be
     due: int = 0  # payloads known
 
     def __post_init__(self) -> None:
@@ -60,8 +61,12 @@ class Accounts:
         self._books = [_Book(each) for each in readers]
         # Claims that a trainer was about to have accepted, by journal: token → (rank, writer, number).
         self._asked: dict[str, dict[str, tuple[int, int, int]]] = {}
+        # Of them, those of trainers that died since: (rank, token) → (rank, writer, number).
+        self._open: dict[tuple[int, str], tuple[int, int, int]] = {}
+        self._names: dict[str, tuple[int, int]] = {}  # ticket id → (writer, number)
         self._wrong: list[str] = []
         self._reported: dict[tuple[int, int, int], str] = {}
+        self._reported_kinds: Counter[str] = Counter()
         self._silent = 0
         self.consumed_total = 0
 
@@ -80,6 +85,14 @@ class Accounts:
     def expected(self) -> int:
         """Deliveries of what is published, also by a writer that was killed before it could say so."""
         return sum(book.readers * book.due for book in self._books)
+
+    def settled(self, allowed: Iterable[str] = ()) -> int:
+        """Deliveries consumed, or reported for one of these reasons."""
+        return self.consumed_total + sum(self._reported_kinds[kind] for kind in allowed)
+
+    def named(self, ticket_id: str) -> tuple[int, int] | None:
+        """Writer and number of a ticket, if a trainer has said them."""
+        return self._names.get(ticket_id)
 
     # --- what processes say -------------------------------------------------------------------------
     def hear(self, source: str, words: list[str]) -> None:
@@ -102,8 +115,12 @@ class Accounts:
         elif kind == "C":
             self._asked.pop(source, None)
             for each in rest:
-                writer, number = map(int, each.split("="))
-                self._consume(int(first), writer, number)
+                writer, number = each.split("=")
+                self._consume(int(first), int(writer), int(number))
+        elif kind == "N":
+            for each in rest:
+                ticket_id, writer, number = each.split("=")
+                self._names[ticket_id] = (int(writer), int(number))
         elif kind == "X":
             self._wrong.append(f"{source}: rank {first} {' '.join(rest)}")
         else:
@@ -115,63 +132,70 @@ class Accounts:
             self.consumed_total += 1
 
     # --- what the auditor finds -----------------------------------------------------------------------
-    def open_questions(self, source: str) -> list[str]:
-        """Tokens of claims that the (dead) process of this journal asked for without saying what became of them."""
-        return list(self._asked.get(source, ()))
+    def died(self, source: str) -> None:
+        """The process of this journal is gone: what it asked for without saying what became of it is a question."""
+        for token, delivery in self._asked.pop(source, {}).items():
+            self._open[delivery[0], token] = delivery
 
-    def answer(self, source: str, accepted: Iterable[str]) -> None:
-        """Of the open questions the queue has accepted these; the others are anybody's again."""
-        asked = self._asked.pop(source, {})
-        for token in accepted:
-            self._consume(*asked[token])
+    def open_questions(self) -> list[tuple[int, str]]:
+        """Rank and token of claims whose trainers died before they could say what became of them."""
+        return list(self._open)
+
+    def answer(self, rank: int, token: str, accepted: bool) -> None:
+        """Of an open question: the queue has accepted the claim, or it is anybody's again."""
+        delivery = self._open.pop((rank, token))
+        if accepted:
+            self._consume(*delivery)
             self._silent += 1
 
     def report(self, rank: int, writer: int, number: int, reason: str) -> None:
-        """The queue ended this delivery without consumption, for ``reason``."""
+        """The queue ended this delivery without consumption. Its kind is what stands before the reason's colon."""
+        if (rank, writer, number) not in self._reported:
+            book = self._books[writer]
+            if not _at(book.known, number):
+                book.mark(book.known, number)
+                book.due += 1
+            self._reported_kinds[reason.partition(":")[0]] += 1
         self._reported[rank, writer, number] = reason
 
     # --- the end ----------------------------------------------------------------------------------------
     def verdict(self, allowed: Iterable[str] = ()) -> Verdict:
-        """``allowed``: reasons, by their first words, for which a payload may end without consumption."""
+        """``allowed``: kinds of reports for which a delivery may end without consumption."""
         allowed = tuple(allowed)
         lost: list[str] = []
         duplicated: list[str] = []
         reported: Counter[str] = Counter()
-        never = 0
+        payloads = deliveries = never = 0
         for writer, book in enumerate(self._books):
-            for number in range(max(book.intended, len(book.published))):
-                times = [_at(consumed, number) for consumed in book.consumed]
-                if not _at(book.published, number) and not any(times):
+            for number in range(max(book.intended, len(book.known))):
+                if not _at(book.known, number):
                     never += number < book.intended
                     continue
-                for rank, count in enumerate(times):
+                payloads += 1
+                deliveries += book.readers
+                for rank in range(book.readers):
+                    count = _at(book.consumed[rank], number)
                     name = f"writer {writer} number {number} rank {rank}"
                     reason = self._reported.get((rank, writer, number), "")
                     if count > 1:
                         duplicated.append(f"{name}: consumed {count} times")
-                    elif count == 0 and reason.startswith(allowed) and reason and allowed:
+                    elif count and reason:
+                        duplicated.append(f"{name}: consumed, and reported: {reason}")
+                    elif not count and reason.partition(":")[0] in allowed:
                         reported[reason.partition(":")[0]] += 1
-                    elif count == 0:
+                    elif not count:
                         lost.append(f"{name}: {reason or 'no trace'}")
-        payloads = sum(len(list(self._published(book))) for book in self._books)
-        deliveries = sum(book.readers * len(list(self._published(book))) for book in self._books)
-        named = [*self._wrong[:_MOST_NAMED], *lost[:_MOST_NAMED], *duplicated[:_MOST_NAMED]]
         return Verdict(
-            payloads,
-            deliveries,
-            never,
-            len(lost),
-            len(duplicated),
-            len(self._wrong),
-            dict(reported),
-            self._silent,
-            named,
+            payloads=payloads,
+            deliveries=deliveries,
+            never_published=never,
+            lost=len(lost),
+            duplicated=len(duplicated),
+            wrong=len(self._wrong),
+            reported=dict(reported),
+            silent=self._silent,
+            named=[*self._wrong[:_MOST_NAMED], *lost[:_MOST_NAMED], *duplicated[:_MOST_NAMED]],
         )
-
-    def _published(self, book: _Book) -> Iterator[int]:
-        for number in range(max(len(book.published), *map(len, book.consumed))):
-            if _at(book.published, number) or any(_at(consumed, number) for consumed in book.consumed):
-                yield number
 
 
 def _at(marks: bytearray, number: int) -> int:

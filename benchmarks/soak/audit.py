@@ -1,31 +1,70 @@
-"""Looks into the queue's file for what nobody lived to say."""
+"""Looks into the queue for what nobody lived to say: which claims of a killed trainer it has accepted."""
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from transport.queue import SQLiteQueue
+import msgspec
+
+from transport.errors import MissingDependencyError
+from transport.places import RedisPlace, SQLitePlace, parse_place
+
+Question = tuple[int, str]  # rank, token of the claim
+_HELD = ("claimed", "arrived")  # by the claim, until its lease ends: what was asked for may still be on its way
+_PATIENCE_S = 1.0
 
 
-def accepted(queue: Path, rank: int, tokens: Iterable[str]) -> list[str]:
-    """Of these claims, those that the queue has accepted."""
-    found = []
-    connection = sqlite3.connect(f"file:{queue}?mode=ro", uri=True, timeout=30.0, isolation_level=None)
+class Row(msgspec.Struct):
+    """One delivery, as the queue has it."""
+
+    state: str
+    token: str
+
+
+def fates(queue: str, questions: Iterable[Question]) -> dict[Question, bool]:
+    """Whether the queue has accepted each claim, as far as that is decided; empty while the queue is away."""
+    place = parse_place(queue)
+    ask = _of_sqlite if isinstance(place, SQLitePlace) else _of_redis
+    decided: dict[Question, bool] = {}
+    for question, row in ask(place, list(questions)).items():  # type: ignore[arg-type]
+        mine = row is not None and row.token == question[1]
+        if row is None or not (mine and row.state in _HELD):
+            decided[question] = mine and row is not None and row.state == "done"
+    return decided
+
+
+def _of_sqlite(place: SQLitePlace, questions: list[Question]) -> dict[Question, Row | None]:
+    found: dict[Question, Row | None] = {}
+    connection = sqlite3.connect(f"file:{Path(place.path)}?mode=ro", uri=True, timeout=30.0, isolation_level=None)
     try:
-        for token in tokens:
-            seq, attempts = token.split(":")
+        for rank, token in questions:
+            seq = int(token.partition(":")[0])
             row = connection.execute(
-                "SELECT state, attempts FROM deliveries WHERE seq = ? AND rank = ?", (int(seq), rank)
+                "SELECT state, attempts FROM deliveries WHERE seq = ? AND rank = ?", (seq, rank)
             ).fetchone()
-            if row == ("done", int(attempts)):
-                found.append(token)
+            found[rank, token] = None if row is None else Row(row[0], f"{seq}:{row[1]}")
     finally:
         connection.close()
     return found
 
 
-def reports(queue: SQLiteQueue, limit: int = 100_000) -> list[tuple[int, str, str]]:
-    """(rank, ticket id, reason) of every delivery that the queue ended without consumption."""
-    return [(each.rank, each.ticket_id, f"{each.reason}") for each in queue.failures(limit)]
+def _of_redis(place: RedisPlace, questions: list[Question]) -> dict[Question, Row | None]:
+    try:
+        import redis
+    except ImportError as error:
+        raise MissingDependencyError(str(error)) from error
+    client = redis.Redis.from_url(place.url, socket_timeout=_PATIENCE_S, socket_connect_timeout=_PATIENCE_S)
+    try:
+        fields = [f"{token.partition(':')[0]}/{rank}" for rank, token in questions]
+        rows: Any = client.hmget(f"transport:{{{place.run}}}:queue:rows", fields)
+    except (redis.exceptions.RedisError, OSError):
+        return {}
+    finally:
+        client.close()
+    return {
+        question: None if row is None else msgspec.msgpack.decode(row, type=Row)
+        for question, row in zip(questions, rows, strict=True)
+    }

@@ -1,4 +1,7 @@
-"""Which traps have closed: processes say so in one file, right before they die or stop (points/sitecustomize.py)."""
+"""Traps (points/sitecustomize.py): which have closed, and those that are set for whoever comes first.
+
+Processes say in one file that they have gone into a trap, right before they die or stop.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,16 @@ class Points:
             pid, point, number = line.split()
             yield int(pid), point, int(number)
 
+    def stop_at(self, point: str) -> None:
+        """The next process that comes to this step in Python stops there."""
+        (self._folder / f"stop.{point}").touch()
+
+    def waits(self) -> bool:
+        """Whether nobody has come yet to a step of `stop_at`."""
+        return any(self._folder.glob("stop.*"))
+
     def end(self) -> None:
-        """Processes that start from now on have no trap."""
+        """Processes that start from now on have no trap, and nobody waits for anybody to stop."""
+        for waiting in self._folder.glob("stop.*"):
+            waiting.unlink(missing_ok=True)
         (self._folder / "points.off").touch()

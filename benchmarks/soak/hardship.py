@@ -15,9 +15,11 @@ from pathlib import Path
 
 from crew import Member
 from faults import Fault
+from queues import RedisServer
 
 ISOLATED = "SOAK_ISOLATED"  # set in the namespaces
 _SLOWEST = "8kbit"  # of the loopback while it is stalled
+_KILLED_SERVERS = 0.7  # of the faults of the queue's server; the others stop it
 
 
 def isolated(command: list[str]) -> list[str]:
@@ -38,11 +40,13 @@ class Hardship:
     Args:
         disk: mount point of the queue's own small file system; None: it has none.
         network: whether the loopback is the soak's own.
+        server: of the queue, if it has one.
     """
 
-    def __init__(self, disk: Path | None, network: bool) -> None:
+    def __init__(self, disk: Path | None, network: bool, server: RedisServer | None) -> None:
         self._disk = disk
         self._network = network
+        self._server = server
         self.counts: Counter[str] = Counter()
         self._stopped: dict[int, float] = {}  # pid → when it goes on
         self._thieves: list[tuple[float, socket.socket]] = []
@@ -53,12 +57,14 @@ class Hardship:
     def kinds(self) -> frozenset[str]:
         """Kinds of faults that can be done here."""
         network = {"cut", "stall"} if self._network else set()
-        return frozenset({"kill", "stop", "port"} | network | ({"disk"} if self._disk else set()))
+        own = {name for name, there in (("disk", self._disk), ("queue", self._server)) if there}
+        return frozenset({"kill", "stop", "lapse", "port"} | network | own)
 
     @property
     def quiet(self) -> bool:
         """Nothing is wrong now that ends by itself."""
-        return not (self._stopped or self._thieves or self._wanted_ports or self._stalled_until or self._full_until)
+        wrong = self._stopped or self._thieves or self._wanted_ports or self._stalled_until or self._full_until
+        return not wrong and (self._server is None or self._server.quiet)
 
     def has_stopped(self, pid: int) -> bool:
         """Whether the process was stopped here."""
@@ -126,6 +132,15 @@ class Hardship:
             self.counts["disk full"] += 1
         self._full_until = time.monotonic() + seconds
 
+    def take_queue(self, fault: Fault) -> None:
+        """Kill the queue's server, or stop it, for a time."""
+        assert self._server is not None
+        if fault.choice < _KILLED_SERVERS:
+            self._server.kill(fault.seconds)
+        else:
+            self._server.stop(fault.seconds)
+        self.counts["queue killed" if fault.choice < _KILLED_SERVERS else "queue stopped"] += 1
+
     def _fill(self) -> None:
         assert self._disk is not None
         with (self._disk / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
@@ -137,6 +152,8 @@ class Hardship:
     def tend(self) -> None:
         """End what is over; call it often."""
         now = time.monotonic()
+        if self._server is not None:
+            self._server.tend()
         for pid in [pid for pid, until in self._stopped.items() if now >= until]:
             del self._stopped[pid]
             with contextlib.suppress(ProcessLookupError):
@@ -180,6 +197,8 @@ class Hardship:
         self._wanted_ports.clear()
         self._stalled_until = min(self._stalled_until, 1e-9)
         self._full_until = min(self._full_until, 1e-9)
+        if self._server is not None:
+            self._server.end_faults()
         self.tend()
 
 

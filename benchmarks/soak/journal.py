@@ -4,6 +4,7 @@
     P writer number=id …         are in the ring, and the queue has their tickets
     F writer number …            were found unread in the ring of a killed predecessor
     E writer                     has written its share
+    N rank id=writer=number …    has claimed these tickets, of which the queue may yet make a report
     A rank number=writer=token … asks the queue to accept these claims
     C rank writer=number …       the queue has accepted them: consumed
     X rank writer=number why     other bytes than those of the payload

@@ -1,4 +1,4 @@
-"""What payload number n of a writer looks like: its size and every byte of it follow from the two numbers.
+"""What payload number n of a writer looks like: size, deadline and every byte follow from the two numbers.
 
 Bytes are a window into one block of noise, behind a header that names the payload. Two payloads differ in their header
 at least, and almost always in size and window, so bytes of another payload, of another generation of a slot, or half
@@ -33,6 +33,12 @@ def size_of(writer: int, number: int) -> int:
     if kind < 5:
         return HEADER.size + amount % ((64 << 10) - HEADER.size + 1)
     return HEADER.size + amount % 2048
+
+
+def deadline_s(writer: int, number: int) -> float | None:
+    """One in 32 has a deadline: too short, about what the queue takes, or long."""
+    kind = _hash(writer, number) >> 40
+    return (0.02, 0.5, 5.0)[kind // 32 % 3] if kind % 32 == 0 else None
 
 
 def make(writer: int, number: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -33,7 +34,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Told to every process on its command line."""
 
     folder: str
-    queue: str
+    queue: str  # a place, as the package takes it
+    ack: Literal["on_consumed", "on_arrival"] = "on_consumed"
+    deadlines: bool = True  # some payloads have one (payloads.py)
     run: str
     seed: int
     slots: int = 768

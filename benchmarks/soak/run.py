@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import audit
 import msgspec
@@ -21,22 +21,38 @@ from accounts import Accounts
 from clock import WallClock
 from closed import Points
 from crew import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
-from faults import Fault, schedule
+from faults import Fault, amounts, schedule
 from hardship import Hardship
 from journal import Reader
-from plan import MAX_DELIVERIES, Plan, TrainerPlan, WriterPlan
+from plan import Plan, TrainerPlan, WriterPlan
+from queues import RedisServer, open_queue
+from report import End, allowed, reason_of, report
 
 from transport import SharedRingBuffer
-from transport.errors import TransportError
-from transport.queue import SQLiteQueue
+from transport.errors import QueueError, TransportError
+from transport.places import SQLitePlace
+from transport.queue.base import QueueDepth
 
 READERS = (1, 2)  # by writer
 RANKS = (0, 0, 1)  # by trainer
-WIRES = ([], ["tcp"], ["shm"], ["shm", "tcp"], ["tcp"], [])  # chosen anew in each life; []: auto, which maps
+WIRES: tuple[list[str], ...] = (
+    [],
+    ["tcp"],
+    ["shm"],
+    ["shm", "tcp"],
+    ["tcp"],
+    [],
+)  # chosen anew in each life; []: auto, which maps
 _DISK_BYTES = 256 << 20
 _CLOCK_STEP_S = 30 * 86400  # half of it back, half of it forth
+LAPSES = ("claim.taken", "settle.asked")  # steps of a trainer at which it is stopped until its claims are another's
 _LOOK_S = 0.05
+_ASK_EVERY_S = 0.5
+_HARVEST_EVERY_S = 3.0
+_HARVESTED = 5000  # reports at a time; the queue forgets them in the end
+_QUEUE_PATIENCE_S = 0.3  # of this process, which must go on tending, the queue's server among others
 _SAY_EVERY_S = 5.0
+_TO_BEGIN = 4  # times the patience: until the first payload, all processes have to start
 _SHARE = 0.5  # of processes that have a trap
 
 
@@ -50,6 +66,10 @@ class Options(NamedTuple):
     stuck_s: float
     isolated: bool
     build: Path | None  # of native modules with fault points
+    queue: Literal["sqlite", "redis"] = "sqlite"
+    ack: Literal["on_consumed", "on_arrival"] = "on_consumed"
+    lapses: int = 0
+    plant: str = ""
 
 
 class Soak:
@@ -66,28 +86,35 @@ class Soak:
         if options.isolated:
             subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)], check=True)
-        self._plan = Plan(
-            folder=str(folder), queue=str(disk / "queue.sqlite3"), run=secrets.token_hex(4), seed=options.seed
-        )
-        self._hardship = Hardship(disk if options.isolated else None, options.isolated)
+        self._server = RedisServer(disk, folder / "redis.log") if options.queue == "redis" else None
+        run = secrets.token_hex(4)
+        place = SQLitePlace(disk / "queue.sqlite3").text
+        if self._server is not None:
+            place = f"redis://127.0.0.1:{self._server.port}/0?run={run}"
+        self._plan = Plan(folder=str(folder), queue=place, ack=options.ack, run=run, seed=options.seed)
+        self._allowed = allowed(self._plan)
+        self._failures: dict[tuple[int, str], str] = {}  # of the queue, and not allowed as far as is known
+        self._hardship = Hardship(disk if options.isolated else None, options.isolated, self._server)
         self._accounts = Accounts(READERS)
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         root = str(HERE.parent.parent)
-        self._environment |= {MARK: self._plan.run, "PYTHONPATH": root}
+        self._environment |= {MARK: self._plan.run, "PYTHONPATH": f"{HERE / 'points'}{os.pathsep}{root}"}
         self._clock = WallClock(folder)
         self._environment |= self._clock.environment
         self._points = Points(folder)
-        if options.build is not None:
-            self._environment |= {
-                "PYTHONPATH": f"{HERE / 'points'}{os.pathsep}{root}",
-                "SOAK_POINTS": json.dumps(
-                    {"folder": str(folder), "seed": options.seed, "share": _SHARE, "build": str(options.build)}
-                ),
+        self._environment["SOAK_POINTS"] = json.dumps(
+            {
+                "folder": str(folder),
+                "seed": options.seed,
+                "share": 0.0 if options.build is None else _SHARE,
+                "build": None if options.build is None else str(options.build),
+                "plant": options.plant,
             }
+        )
         self._children = [self._writer(number) for number in range(len(READERS))]
         self._children += [self._trainer(number) for number in range(len(RANKS))]
         self._readers = {child.name: Reader(self._plan.journal(child.name)) for child in self._children}
-        self._idle_s = self._looked_at = self._said_at = 0.0
+        self._idle_s = self._looked_at = self._said_at = self._asked_at = self._harvested_at = 0.0
         self._seen = -1
 
     def _share(self, number: int) -> int:
@@ -119,26 +146,18 @@ class Soak:
         self._looked_at = began
         total = self._total = sum(self._share(number) * readers for number, readers in enumerate(READERS))
         others = {
-            "stop": self._options.kills // 5,
-            "cut": self._options.kills // 10,
-            "stall": self._options.kills // 50,
-            "port": self._options.kills // 50,
-            "disk": self._options.kills // 100,
-            "clock": self._options.kills // 20,
-        }
-        others = {
             kind: count
-            for kind, count in others.items()
+            for kind, count in amounts(self._options.kills, self._options.lapses).items()
             if kind in self._hardship.kinds or (kind == "clock" and self._clock.steps)
         }
         pending = schedule(self._options.seed, total, self._options.kills, others)[::-1]
         stuck = False
         try:
-            while not self._all_consumed(total, pending):
+            while not self._all_consumed(pending):
                 self._tend()
-                while pending and self._accounts.consumed_total >= pending[-1].at and self._do(pending[-1]):
+                while pending and self._settled() >= pending[-1].at and self._do(pending[-1]):
                     pending.pop()
-                if self._idle_s > self._options.stuck_s:
+                if self._idle_s > self._options.stuck_s * (1 if self._seen > 0 else _TO_BEGIN):
                     stuck = True
                     self._dump()
                     break
@@ -147,14 +166,33 @@ class Soak:
             self._points.end()
             self._hardship.end_all()
             left = self._dismiss(force=stuck)
+            depth = self._look_last()
         finally:
             self._end_everybody()
-        return self._report(seconds, stuck, left, len(pending))
+        return report(
+            self._plan,
+            End(
+                self._accounts.verdict(self._allowed),
+                depth,
+                [f"rank {rank} {ticket} {reason}" for (rank, ticket), reason in self._failures.items()],
+                self._hardship.counts,
+                self._hardship.kills,
+                len(pending),
+                [crash for child in self._children for crash in child.crashes],
+                left,
+                stuck,
+                seconds,
+            ),
+        ) | {"isolated": self._options.isolated, "planted": self._options.plant}
 
-    def _all_consumed(self, total: int, pending: list[Fault]) -> bool:
+    def _settled(self) -> int:
+        return self._accounts.settled(self._allowed)
+
+    def _all_consumed(self, pending: list[Fault]) -> bool:
         accounts = self._accounts
         finished = all(accounts.finished(number) for number in range(len(READERS)))
-        if not finished or pending or not self._hardship.quiet or accounts.consumed_total < accounts.expected():
+        quiet = self._hardship.quiet and not accounts.open_questions()
+        if not finished or pending or not quiet or self._settled() < accounts.expected():
             return False
         # The last fault may have killed everybody who keeps a ring; whoever is started again takes it away in order.
         return all(child.lives_on() for child in self._children)
@@ -163,20 +201,27 @@ class Soak:
         """What has to be looked at all the time."""
         self._hardship.tend()
         for pid, point, number in self._points.closed():
-            self._hardship.closed(pid, point, number, 0.1 + 6.0 * self._rng.random())
-        own = {child.process.pid for child in self._children if child.process is not None}
-        reap_orphans(own)
+            lapse_s = self._plan.settings.claim_lease_s + 0.5 if point in LAPSES else 0.1
+            self._hardship.closed(pid, point, number, lapse_s + 5.0 * self._rng.random())
+        reap_orphans(self._own())
         for child in self._children:
             self._hear(child.name)
             if child.ended():
                 self._hear(child.name)
-                self._ask(child.name)
+                self._accounts.died(child.name)
                 child.start(Path(self._plan.folder) / f"{child.name}.log")
         now = time.monotonic()
+        if now - self._asked_at > _ASK_EVERY_S:
+            self._asked_at = now
+            self._ask()
+        if now - self._harvested_at > _HARVEST_EVERY_S:
+            self._harvested_at = now
+            with contextlib.suppress(QueueError):  # another time, then
+                self._harvest(_QUEUE_PATIENCE_S)
         self._idle_s += min(now - self._looked_at, 1.0)  # a machine that stood still says nothing about the run
         self._looked_at = now
-        if self._accounts.consumed_total != self._seen:
-            self._seen, self._idle_s = self._accounts.consumed_total, 0.0
+        if self._settled() != self._seen:
+            self._seen, self._idle_s = self._settled(), 0.0
         if now - self._said_at > _SAY_EVERY_S:
             self._said_at = now
             print(f"{self._seen} of {self._accounts.expected()}, {self._hardship.kills} kills", flush=True)
@@ -188,12 +233,40 @@ class Soak:
         for words in self._readers[name].lines():
             self._accounts.hear(name, words)
 
-    def _ask(self, name: str) -> None:
-        """What became of the claims that a trainer was about to have accepted when it was killed."""
-        tokens = self._accounts.open_questions(name)
-        if tokens:
-            rank = RANKS[int(name.partition("-")[2])]
-            self._accounts.answer(name, audit.accepted(Path(self._plan.queue), rank, tokens))
+    def _own(self) -> set[int]:
+        own = {child.process.pid for child in self._children if child.process is not None}
+        return own if self._server is None or self._server.pid is None else own | {self._server.pid}
+
+    def _ask(self) -> None:
+        """What became of the claims that trainers were about to have accepted when they were killed."""
+        questions = self._accounts.open_questions()
+        for (rank, token), accepted in audit.fates(self._plan.queue, questions).items() if questions else ():
+            self._accounts.answer(rank, token, accepted)
+
+    def _harvest(self, patience_s: float) -> QueueDepth:
+        """Enter what the queue reports."""
+        with open_queue(self._plan, patience_s) as queue:
+            for failure in queue.failures(_HARVESTED):
+                named = self._accounts.named(failure.ticket_id)
+                reason = f"{failure.state}: {failure.reason}"
+                if named is not None:
+                    reason = reason_of(failure, *named, self._plan)
+                    self._accounts.report(failure.rank, *named, reason)
+                self._failures[failure.rank, failure.ticket_id] = reason
+                if reason.partition(":")[0] in self._allowed:
+                    del self._failures[failure.rank, failure.ticket_id]
+            return queue.depth()
+
+    def _look_last(self) -> QueueDepth:
+        """At the queue, when nobody uses it any more; until the last leases have ended."""
+        while True:
+            self._hardship.tend()
+            self._ask()
+            with contextlib.suppress(QueueError):
+                depth = self._harvest(_QUEUE_PATIENCE_S)
+                if not self._accounts.open_questions():
+                    return depth
+            time.sleep(_LOOK_S)
 
     # --- faults -----------------------------------------------------------------------------------------
     def _do(self, fault: Fault) -> bool:
@@ -210,6 +283,10 @@ class Soak:
             hardship.stall(fault.seconds)
         elif fault.kind == "disk":
             hardship.fill_disk(fault.seconds)
+        elif fault.kind == "queue":
+            hardship.take_queue(fault)
+        elif fault.kind == "lapse":
+            self._points.stop_at(LAPSES[int(fault.choice * len(LAPSES))])
         elif fault.kind == "port":
             return self._steal(fault)
         elif fault.role == "ring":
@@ -275,7 +352,7 @@ class Soak:
             child.dismiss()
         while time.monotonic() < patience and self._members():
             self._hardship.tend()
-            reap_orphans({child.process.pid for child in self._children if child.process is not None})
+            reap_orphans(self._own())
             time.sleep(_LOOK_S)
         late = self._members()
         if late:
@@ -286,7 +363,7 @@ class Soak:
             if not force and child.process is not None:
                 child.ended()
             self._hear(child.name)
-            self._ask(child.name)
+            self._accounts.died(child.name)
         return left
 
     def _end_everybody(self) -> None:
@@ -301,8 +378,10 @@ class Soak:
                     continue
             for child in self._children:
                 child.ended()
-            reap_orphans(set())
+            reap_orphans(self._own())
             time.sleep(_LOOK_S)
+        if self._server is not None:
+            self._server.end()
         for writer in range(len(READERS)):
             Path(f"/dev/shm{self._plan.ring(writer)}").unlink(missing_ok=True)
 
@@ -315,7 +394,7 @@ class Soak:
                     print(repr(ring), ring.native.owners(), file=sys.stderr)
             except TransportError as error:
                 print(error, file=sys.stderr)
-        with self._queue() as queue:
+        with contextlib.suppress(QueueError), open_queue(self._plan, _QUEUE_PATIENCE_S) as queue:
             print(queue.depth(), queue.failures(10), file=sys.stderr)
 
     def _say_where(self, them: list[Member]) -> None:
@@ -324,60 +403,3 @@ class Soak:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(each.pid, signal.SIGUSR1)
         time.sleep(1.0)
-
-    def _queue(self) -> SQLiteQueue:
-        return SQLiteQueue(self._plan.queue, max_deliveries=MAX_DELIVERIES)
-
-    def _report(self, seconds: float, stuck: bool, left: list[str], undone: int) -> dict[str, Any]:
-        with self._queue() as queue:
-            depth = queue.depth()
-            failures = audit.reports(queue)
-        named = self._named({ticket for _, ticket, _ in failures})
-        for rank, ticket, reason in failures:
-            if ticket in named:
-                self._accounts.report(rank, *named[ticket], reason)
-        verdict = self._accounts.verdict()
-        points = {name[6:]: count for name, count in sorted(self._hardship.counts.items()) if name[:6] == "point "}
-        kills = {name[5:]: count for name, count in self._hardship.counts.items() if name.startswith("kill ")}
-        others = {name: count for name, count in self._hardship.counts.items() if name[:5] not in ("kill ", "point")}
-        crashes = [crash for child in self._children for crash in child.crashes]
-        bad = verdict.lost + verdict.wrong + verdict.duplicated + len(crashes) + len(left) + depth.unfinished + stuck
-        return {
-            "passed": not bad,
-            "payloads": verdict.payloads,
-            "deliveries": verdict.deliveries,
-            "kills": self._hardship.kills,
-            "kills_by_role": kills,
-            "kills_and_stops_at_points": points,
-            "other_faults": others,
-            "not_done": undone,
-            "lost": verdict.lost,
-            "wrong": verdict.wrong,
-            "duplicated": verdict.duplicated,
-            "reported": verdict.reported,
-            "queue_failures": [list(each) for each in failures[:20]],
-            "never_published": verdict.never_published,
-            "acked_silently": verdict.silent,
-            "claims_expired": depth.expired,
-            "unfinished": depth.unfinished,
-            "crashes": crashes,
-            "left_behind": left,
-            "stuck": stuck,
-            "named": verdict.named,
-            "seconds": round(seconds, 1),
-            "per_second": round(verdict.payloads / seconds, 1),
-            "isolated": self._options.isolated,
-            "seed": self._options.seed,
-        }
-
-    def _named(self, wanted: set[str]) -> dict[str, tuple[int, int]]:
-        """Writer and number of tickets, from the journals."""
-        found = {}
-        if wanted:
-            for number in range(len(READERS)):
-                for words in Reader(self._plan.journal(f"writer-{number}")).lines():
-                    for each in words[2:] if words[0] == "P" else ():
-                        payload, _, ticket = each.partition("=")
-                        if ticket in wanted:
-                            found[ticket] = (number, int(payload))
-        return found

@@ -14,12 +14,14 @@ from typing import Any
 import msgspec
 import payloads
 from journal import Journal
-from plan import MAX_DELIVERIES, TrainerPlan
+from plan import TrainerPlan
+from queues import opened_in_time
 
 from transport import UCXXDataPackerMixin
 from transport.errors import QueueError
 from transport.packer import FetchedBatch
-from transport.queue import SQLiteQueue
+from transport.queue.base import Claim
+from transport.ticket import Ticket
 
 _PAUSE_S = 0.05
 
@@ -31,12 +33,25 @@ class Trainer(UCXXDataPackerMixin):
         self.part = part
         self.journal = Journal(part.plan.journal(f"trainer-{part.number}"))
         self.setup_ucxx_packer(
-            queue=SQLiteQueue(part.plan.queue, lease_s=part.plan.settings.claim_lease_s, max_deliveries=MAX_DELIVERIES),
+            queue=opened_in_time(part.plan, _complain),
             rank=part.rank,
             consumer=f"trainer-{part.number}",
+            ack=part.plan.ack,
             wire=frozenset(part.wire) if part.wire else "auto",  # type: ignore[arg-type]
             settings=part.plan.settings,
         )
+
+    def claimed(self, n: int, timeout_s: float) -> list[Claim]:
+        """Claims, named in the journal where the queue may come to report them: the queue names no payload."""
+        claims: list[Claim] = self.patiently(partial(self.claim_tickets, n, timeout_s))
+        named = []
+        for claim in claims:
+            ticket = Ticket.decode(claim.data)
+            if ticket.deadline is not None or self.part.plan.ack == "on_arrival":
+                named.append(f"{claim.ticket_id}={ticket.metadata['w']}={ticket.metadata['n']}")
+        if named:
+            self.journal.say("N", self.part.rank, *named)
+        return claims
 
     def train(self, batch: FetchedBatch) -> None:
         """Compare, and consume what is right."""
@@ -45,7 +60,8 @@ class Trainer(UCXXDataPackerMixin):
         for item in batch.items:
             if item.payload is None or item.claim is None:
                 continue
-            writer, number = item.ticket.metadata["w"], item.ticket.metadata["n"]
+            named: Any = item.ticket.metadata
+            writer, number = named["w"], named["n"]
             if not payloads.is_right(writer, number, item.payload.data):
                 self.journal.say("X", rank, f"{writer}={number}", item.payload.wire)
             asked.append(f"{number}={writer}={item.claim.token}")
@@ -59,8 +75,12 @@ class Trainer(UCXXDataPackerMixin):
             try:
                 return action()
             except QueueError as error:
-                print(f"trainer: {error}", file=sys.stderr)
+                _complain(str(error))
                 time.sleep(_PAUSE_S)
+
+
+def _complain(what: str) -> None:
+    print(f"trainer: {what}", file=sys.stderr)
 
 
 def main() -> None:
@@ -71,7 +91,7 @@ def main() -> None:
     trainer = Trainer(part)
     fetching = 0
     while True:
-        claims = trainer.patiently(partial(trainer.claim_tickets, part.batch, 0.0 if fetching else 0.3))
+        claims = trainer.claimed(part.batch, 0.0 if fetching else 0.3)
         if claims:
             trainer.defer_prefetch(claims)
             fetching += 1

@@ -8,17 +8,22 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
+import numpy as np
 import payloads
 from journal import Journal
-from plan import MAX_DELIVERIES, WriterPlan
+from plan import WriterPlan
+from queues import opened_in_time
 
 from transport import UCXXRolloutMixin
 from transport.errors import QueueError, RingFullError
-from transport.queue import SQLiteQueue
 from transport.rollout import queued, ticket_id
 from transport.ticket import Ticket
+
+Answer = TypeVar("Answer")
 
 BATCH = 32
 SINGLE_EVERY = 8  # one batch in so many goes payload by payload through `write_to_buffer`
@@ -32,9 +37,7 @@ class Worker(UCXXRolloutMixin):
         self.part = part
         self.next = part.first
         self.journal = Journal(part.plan.journal(f"writer-{part.number}"))
-        self.queue = SQLiteQueue(
-            part.plan.queue, lease_s=part.plan.settings.claim_lease_s, max_deliveries=MAX_DELIVERIES
-        )
+        self.queue = opened_in_time(part.plan, _complain)
 
     def start(self) -> None:
         """Make the ring, or take over what a killed predecessor left."""
@@ -52,8 +55,8 @@ class Worker(UCXXRolloutMixin):
                     settings=plan.settings,
                 )
                 break
-            except QueueError as error:  # the disk is full just now
-                print(f"writer: {error}", file=sys.stderr)
+            except QueueError as error:  # the disk is full just now, or the server away
+                _complain(str(error))
                 time.sleep(_PAUSE_S)
         found = [ticket.metadata["n"] for ticket in self.ring.tickets()]
         if found:
@@ -68,28 +71,36 @@ class Worker(UCXXRolloutMixin):
         for number in range(first, self.next):
             data = payloads.make(self.part.number, number)
             metadata = {"w": self.part.number, "n": number}
-            tickets.append(self._single(data, metadata) if single else self._write(data, metadata))
+            deadline_s = payloads.deadline_s(self.part.number, number) if self.part.plan.deadlines else None
+            tickets.append((self._single if single else self._write)(data, metadata, deadline_s))
         if not single:
             self.patiently(lambda: self.queue.publish(map(queued, tickets), readers=self.part.readers))
         self.journal.say("P", self.part.number, *(f"{each.metadata['n']}={ticket_id(each)}" for each in tickets))
 
-    def _write(self, data: object, metadata: dict[str, int]) -> Ticket:
+    def _write(self, data: np.ndarray, metadata: dict[str, int], deadline_s: float | None) -> Ticket:
         while True:
             try:
-                return self.ring.write_raw(data, readers=self.part.readers, metadata=metadata, timeout_s=1.0)
+                return self.ring.write_raw(
+                    data, readers=self.part.readers, metadata=metadata, deadline_s=deadline_s, timeout_s=1.0
+                )
             except RingFullError:
                 self.patiently(self.reconcile)
 
-    def _single(self, data: object, metadata: dict[str, int]) -> Ticket:
-        return self.patiently(lambda: self.write_to_buffer({"data": data}, metadata=metadata))
+    def _single(self, data: np.ndarray, metadata: dict[str, int], deadline_s: float | None) -> Ticket:
+        return self.patiently(lambda: self.write_to_buffer({"data": data}, metadata=metadata, deadline_s=deadline_s))
 
-    def patiently(self, action):  # type: ignore[no-untyped-def]
+    def patiently(self, action: Callable[[], Answer]) -> Answer:
+        """Until the queue does not fail."""
         while True:
             try:
                 return action()
             except QueueError as error:
-                print(f"writer: {error}", file=sys.stderr)
+                _complain(str(error))
                 time.sleep(_PAUSE_S)
+
+
+def _complain(what: str) -> None:
+    print(f"writer: {what}", file=sys.stderr)
 
 
 def main() -> None:

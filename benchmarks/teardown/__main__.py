@@ -1,10 +1,13 @@
-"""Start and stop a server and a client in one process, over and over, with reads in flight. `make teardown` runs it.
+"""Start and stop a server and a client, over and over, with reads in flight. `make teardown` runs it.
 
-    python benchmarks/teardown [--cycles 500] [--warm-up 50] [--json PATH]
+    python benchmarks/teardown [--cycles 450] [--warm-up 50] [--mode process] [--json PATH]     in one process
+    python benchmarks/teardown --processes 200 [--json PATH]                                    whole processes
 
 Each wire has a process of its own, so that one that crashes is a figure here: its seed is named, and the cycles after
 it go on in a new process. Memory is per cycle after the warm-up; the control is bare UCX, started and ended as often.
-Exit status: 0 without a crash, a wrong payload, a buffer written afterwards or a descriptor or thread that stayed.
+With ``--mode process`` the server has a supervisor and a listener process. Exit status: 0 without a crash, a wrong
+payload, a buffer written afterwards or a descriptor or thread that stayed. `processes.py` says what it is of whole
+processes.
 """
 
 from __future__ import annotations
@@ -15,23 +18,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "soak"))  # `crew`
 import cycles
 import memory
+import processes
 
 from transport.testing import run
 
 _CYCLE_S = 600.0  # a watchdog, not a measure
 
 
-def work(wire: str, first: int, warm_up: int, count: int) -> None:
+def work(mode: Literal["thread", "process"], wire: str, first: int, warm_up: int, count: int) -> None:
     """In a process of its own: the number of each cycle before it begins, the figures last."""
     reuse = cycles.Reuse()
 
     def one(number: int) -> None:
         print(first + number, flush=True)
-        reuse.add(run(cycles.cycle(first + number, wire), _CYCLE_S))
+        reuse.add(run(cycles.cycle(first + number, wire, mode), _CYCLE_S))
 
     grown = memory.growth(one, warm_up, count, lambda _: None)
     control = memory.growth(lambda _: memory.bare_connection(wire), 10, 50, lambda _: None)
@@ -39,13 +44,13 @@ def work(wire: str, first: int, warm_up: int, count: int) -> None:
     print(json.dumps(found | {"wrong": reuse.wrong, "written": reuse.written_afterwards}), flush=True)
 
 
-def measure(wire: str, warm_up: int, count: int) -> dict[str, Any]:
+def measure(mode: str, wire: str, warm_up: int, count: int) -> dict[str, Any]:
     """All cycles of a wire, whatever becomes of its processes."""
     crashes: list[str] = []
     begun, last, figures = 0, warm_up + count, {}
     while begun < last:
         warm = min(warm_up, last - begun)
-        arguments = [wire, str(begun), str(warm), str(last - begun - warm)]
+        arguments = [mode, wire, str(begun), str(warm), str(last - begun - warm)]
         ran = subprocess.run(
             [sys.executable, str(Path(__file__).parent), "--work", *arguments],
             stdout=subprocess.PIPE,
@@ -59,7 +64,17 @@ def measure(wire: str, warm_up: int, count: int) -> dict[str, Any]:
         seed = int(lines[-1]) if lines else begun
         crashes.append(f"seed {seed}: status {ran.returncode}")
         begun = seed + 1
-    return {"wire": wire, "cycles": last, "crashes": crashes, **figures}
+    return {"wire": wire, "mode": mode, "cycles": last, "crashes": crashes, **figures}
+
+
+def whole_processes(options: argparse.Namespace) -> int:
+    """Cycles of whole processes, to the exit status."""
+    figures = processes.measure(options.seed, options.processes, options.folder.resolve())
+    for name, value in figures.as_json().items():
+        print(f"{name:>10}  {json.dumps(value)}")
+    if options.json:
+        options.json.write_text(json.dumps(figures.as_json(), indent=1) + "\n")
+    return int(figures.bad)
 
 
 def main() -> int:
@@ -68,13 +83,21 @@ def main() -> int:
     parser.add_argument("--cycles", type=int, default=450, help="of each wire, after the warm-up")
     parser.add_argument("--warm-up", type=int, default=50)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--work", nargs=4, metavar=("WIRE", "FIRST", "WARM_UP", "COUNT"), help=argparse.SUPPRESS)
+    parser.add_argument("--mode", choices=("thread", "process"), default="thread", help="of the server")
+    parser.add_argument("--processes", type=int, default=0, metavar="N", help="cycles of whole processes instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the first of these cycles")
+    parser.add_argument("--folder", type=Path, default=Path("build/teardown"), help="logs of whole processes")
+    parser.add_argument(
+        "--work", nargs=5, metavar=("MODE", "WIRE", "FIRST", "WARM_UP", "COUNT"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.work:
-        wire, *numbers = options.work
-        work(wire, *map(int, numbers))
+        mode, wire, *numbers = options.work
+        work(mode, wire, *map(int, numbers))
         return 0
-    found = [measure(wire, options.warm_up, options.cycles) for wire in cycles.WIRES]
+    if options.processes:
+        return whole_processes(options)
+    found = [measure(options.mode, wire, options.warm_up, options.cycles) for wire in cycles.WIRES]
     print(
         f"{'wire':<6}{'cycles':>8}{'crashes':>9}{'wrong':>7}{'written':>9}{'KiB/cycle':>11}{'bare UCX':>10}{'fds':>5}"
     )

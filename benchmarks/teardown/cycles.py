@@ -11,6 +11,7 @@ import contextlib
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -121,13 +122,14 @@ async def instants(client: UCXXClient, ring: SharedRingBuffer, wire: str, seed: 
     _check(reads, seed, reuse)
 
 
-async def cycle(seed: int, wire: str) -> Reuse:
+async def cycle(seed: int, wire: str, mode: Literal["thread", "process"] = "thread") -> Reuse:
     """Start a server and a client, have reads in flight, stop both, when and in which order ``seed`` says."""
     choose = random.Random(seed)
     reuse = Reuse()
     end = choose.choice(ENDS)
     with SharedRingBuffer.create(slots=SLOTS, slot_bytes=max(SIZES.values())) as ring:
-        server = UCXXServer(ring, addresses=("127.0.0.1",), mode="thread", settings=SETTINGS).start()
+        server = UCXXServer(ring, addresses=("127.0.0.1",), mode=mode, settings=SETTINGS)
+        await asyncio.to_thread(server.start)
         try:
             client = UCXXClient(wire={wire}, settings=SETTINGS)  # type: ignore[arg-type]
             try:

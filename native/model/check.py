@@ -1,6 +1,7 @@
 """Check the models with Spin: every configuration, and every planted fault.
 
     python3 native/model/check.py [--quick | --deep] [--model NAME] [--json PATH] [--only NAME] [--trace FAULT]
+                                  [--time-limit SECONDS]
 
 Every search is exhaustive for its configuration: no bitstate, no hash compaction, no partial order
 reduction. Exit status: 0 all hold and every fault is found, 1 otherwise, 3 Spin or gcc is missing.
@@ -21,7 +22,8 @@ from pathlib import Path
 
 MODELS = ("slot", "acks", "claims", "keepers")
 MEMORY_LIMIT_MB = 3500  # per search; two run at once
-TIME_LIMIT_S = 600
+TIME_LIMIT_S = 600  # of each search
+TIME_LIMIT_DEEP_S = 7200  # of those of --deep, which take minutes on an idle machine
 EVERYTHING = "OVERWRITE=1 DISCARD=1"
 
 
@@ -159,7 +161,7 @@ def defines_of(case: Case) -> list[str]:
     return [f"-D{word}" for word in words + ["LIVENESS"] * case.ltl]
 
 
-def search(case: Case, folder: str) -> Outcome:
+def search(case: Case, folder: str, time_limit_s: float) -> Outcome:
     """Generate, compile and run one verifier; a fault breadth first, for a shortest counterexample."""
     kind = [] if case.ltl else ["-DSAFETY", "-DBFS"] if case.expect else ["-DSAFETY"]
     options = ["-w25" if case.size else "-w22", "-m2000000", "-n", *(["-a"] if case.ltl else [])]
@@ -182,9 +184,9 @@ def search(case: Case, folder: str) -> Outcome:
     for command in commands:
         start = time.monotonic()
         try:
-            ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+            ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=time_limit_s)
         except subprocess.TimeoutExpired:
-            trouble = f"{command[0]}: not finished in {TIME_LIMIT_S} s"
+            trouble = f"{command[0]}: not finished in {time_limit_s:.0f} s"
             break
         text = ran.stdout + ran.stderr
         if command[0] != "./pan" and (ran.returncode or "Error" in text):
@@ -210,9 +212,9 @@ def search(case: Case, folder: str) -> Outcome:
     return Outcome(case.name, case.defines, case.expect, found, states, depth, seconds, memory, trouble)
 
 
-def check(case: Case) -> Outcome:
+def check(case: Case, time_limit_s: float) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="slot-model-") as folder:
-        outcome = search(case, folder)
+        outcome = search(case, folder, time_limit_s)
     row = f"{case.name:<36}{outcome.states:>10}{outcome.depth:>8}{outcome.seconds:>8.1f} "
     print("ok  " if outcome.good else "FAIL", row, outcome.trouble or outcome.found or "holds", flush=True)
     return outcome
@@ -221,7 +223,7 @@ def check(case: Case) -> Outcome:
 def trace(case: Case) -> str:
     """The shortest run into the fault, one line per operation."""
     with tempfile.TemporaryDirectory(prefix="slot-model-") as folder:
-        search(case, folder)
+        search(case, folder, TIME_LIMIT_S)
         command = ["spin", "-k", f"{case.path.name}.trail", "-T", *defines_of(case), str(case.path)]
         told = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return told.stdout.split("spin: trail ends")[0].rstrip()
@@ -234,6 +236,7 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, help="only this one")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--time-limit", type=float, help="of each search, in seconds")
     parser.add_argument("--trace", metavar="FAULT", help="print the shortest run into one planted fault")
     options = parser.parse_args()
     for tool in ("spin", "gcc"):
@@ -244,12 +247,13 @@ def main() -> int:
         print(*(trace(case) for case in FAULTS if case.name == options.trace and options.model in (None, case.model)))
         return 0
     size = 0 if options.quick else 2 if options.deep else 1
+    time_limit_s = options.time_limit or (TIME_LIMIT_DEEP_S if options.deep else TIME_LIMIT_S)
     cases = [c for c in CONFIGURATIONS + FAULTS if options.only in c.name and c.size <= size]
     cases = [case for case in cases if options.model in (None, case.model)]
     print(f"     {'configuration or planted fault':<36}{'states':>10}{'depth':>8}{'seconds':>8}  result")
     begun = time.monotonic()
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
-        outcomes = list(pool.map(check, cases))
+        outcomes = list(pool.map(lambda case: check(case, time_limit_s), cases))
     bad = [o.name for o in outcomes if not o.good]
     verdict = f"FAILED: {bad}" if bad else "all as expected"
     print(f"{len(outcomes)} searches in {time.monotonic() - begun:.0f} s; {verdict}")

@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "answers.hpp"
 #include "checksum.hpp"
 #include "fault.hpp"
 
@@ -122,37 +123,23 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   void read_status(std::size_t length) {
     answered_ = true;
     protocol_ = true;  // until it is found to fit
-    if (length < status_.size()) return;
-    const auto header = load<Header>(status_.data());
-    if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::status) ||
-        header.count != asked_ || header.number != number_)
-      return;
-    std::uint64_t joined = 0;
-    std::size_t not_joined = 0;
+    const std::byte* const said = status_.data();
+    if (status_fault(said, length, number_, before_, asked_) != nullptr) return;
+    const auto size_of = [this](std::size_t at) { return wants_[at].size; };
+    if (joined_fault(said, length, wants_.size(), link_->inline_limit_, size_of) != nullptr) return;
+    protocol_ = false;
     for (std::size_t at = 0; at < asked_; ++at) {
-      const auto answer = load<Answer>(status_.data() + sizeof(Header) + at * sizeof(Answer));
-      if (answer.position != before_ + at) return;
+      const Answer answer = answer_at(said, at);
       if (outcomes_[at] == 0) outcomes_[at] = answer.code;  // else its payload was here first, and too short
       if (wants_.empty()) {  // of `ask`
         value_ = static_cast<long>(answer.value);
         continue;
       }
-      const Want& want = wants_[at];
-      if (answer.code == 0 && answer.length != want.size) outcomes_[at] = kWrongLength;
-      const bool is_joined = (answer.flags & kJoined) != 0;
-      if (is_joined && (answer.code != 0 || !link_->small(want.size))) return;
-      if (is_joined) joined += want.size;
-      if (!is_joined && link_->small(want.size)) ++not_joined;
-    }
-    if (joined != header.joined_bytes || length != status_.size() + joined) return;
-    if (joined != 0 && not_joined != 0) return;  // the pieces would stand elsewhere
-    protocol_ = false;
-    for (std::size_t at = 0; at < wants_.size(); ++at) {
+      if (answer.code == 0 && answer.length != wants_[at].size) outcomes_[at] = kWrongLength;
       if (outcomes_[at] != 0) {
         take_back(at);
-      } else if (not_joined != 0 && link_->small(wants_[at].size)) {
-        const auto answer = load<Answer>(status_.data() + sizeof(Header) + at * sizeof(Answer));
-        if ((answer.flags & kJoined) == 0) receive_payload(at);
+      } else if (link_->small(wants_[at].size) && (answer.flags & kJoined) == 0) {
+        receive_payload(at);
       }
     }
   }

@@ -1,13 +1,16 @@
-"""Imported by every Python process of a soak with fault points: puts the test build of the native modules in place of
+"""Imported by every Python process of a soak: puts the test build of the native modules, if there is one, in place of
 the installed ones, and sets this process's trap: one named step at which it dies or stops, on its n-th passing.
+Besides, whoever comes first to a step that the soak has named (`closed.Points.stop_at`) stops there.
 
-What is armed follows from SOAK_POINTS (see `points.Points`). Steps of the queue are marked here, around the
-methods whose beginning and end they are; those of ring, listener and client are compiled in (native/fault.hpp).
+What is armed follows from SOAK_POINTS (`run.Soak`). Steps in Python are marked here, around the methods whose
+beginning and end they are; those of ring, listener and client are compiled in (native/fault.hpp). A planted fault
+(`planted.py`) goes into the modules that it names the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -56,6 +59,7 @@ POINTS: dict[str, tuple[tuple[str, int], ...]] = {
             (("read.asked", "read.answered", "read.arrived"), 200),
             (_ASKING, 100),
             (("settle.asked",) * 8, 50),
+            (("claim.taken",) * 2, 50),
             (("settle.accepted", "settle.told"), 20),
         ),
     }.items()
@@ -82,26 +86,34 @@ class _Trap:
             self.point, most = rng.choice(POINTS[self.role])
             self.after = int(most ** rng.random()) - 1
             # one that stops here has payloads in hand, whose claims run out: fencing is what is to be seen then
-            stops = 0.7 if self.point == "settle.asked" else 0.15
+            stops = 0.7 if self.point in ("settle.asked", "claim.taken") else 0.15
             self.signal = signal.SIGSTOP if rng.random() < stops else signal.SIGKILL
-            self.descriptor = os.open(self.folder / "points", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+        self.descriptor = os.open(self.folder / "points", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
 
     def arm(self, module: ModuleType) -> None:
         """Of a native module."""
-        if self.point in module.FAULT_POINTS:
+        if self.point in getattr(module, "FAULT_POINTS", ()):  # the installed ones have none
             module.report_faults(self.descriptor)
             module.set_fault(self.point, self.signal, self.after)
 
     def passing(self, point: str) -> None:
         """A step in Python."""
-        if not point or point != self.point:
+        if not point:
+            return
+        with contextlib.suppress(OSError):
+            (self.folder / f"stop.{point}").unlink()
+            self._close(point, signal.SIGSTOP)
+        if point != self.point:
             return
         with self._lock:
             self.after -= 1
             if self.after != -1:
                 return
-        os.write(self.descriptor, f"{os.getpid()} {point} {int(self.signal)}\n".encode())
-        os.kill(os.getpid(), self.signal)
+        self._close(point, self.signal)
+
+    def _close(self, point: str, number: int) -> None:
+        os.write(self.descriptor, f"{os.getpid()} {point} {int(number)}\n".encode())
+        os.kill(os.getpid(), number)
 
 
 def _around(trap: _Trap, method: Callable[..., Any], before: str, after: str) -> Callable[..., Any]:
@@ -114,9 +126,8 @@ def _around(trap: _Trap, method: Callable[..., Any], before: str, after: str) ->
     return marked
 
 
-def _mark_queue(trap: _Trap, module: ModuleType) -> None:
-    queue = module.SQLiteQueue
-    for name in ("publish", "known", "_try_claim", "renew", "ack_many", "retry"):
+def _mark_queue(trap: _Trap, queue: Any) -> None:
+    for name in ("publish", "known", "_try_claim", "renew", "ack_many", "finish", "retry"):
         setattr(queue, name, _around(trap, getattr(queue, name), "queue.asked", "queue.committed"))
 
 
@@ -134,54 +145,80 @@ def _mark_database(trap: _Trap, module: ModuleType) -> None:
 
 def _mark_session(trap: _Trap, module: ModuleType) -> None:
     book = module.ClaimBook
+    book.claim = _around(trap, book.claim, "", "claim.taken")  # nothing is fetched yet
     book.settle = _around(trap, book.settle, "settle.asked", "settle.accepted")  # the queue knows, no ring does
     session = module.PackerSession
     session.settle = _around(trap, session.settle, "", "settle.told")  # rings are told, or will be
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Before all others: native modules of the test build; marks around what is pure Python."""
+def _planted(name: str) -> dict[str, Callable[[ModuleType], None]]:
+    """What a planted fault changes, by module."""
+    if not name:
+        return {}
+    spec = importlib.util.spec_from_file_location("planted", Path(__file__).parent.parent / "planted.py")
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["planted"] = planted = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(planted)
+    changes: dict[str, Callable[[ModuleType], None]] = planted.PLANTS[name].changes
+    return changes
 
-    def __init__(self, trap: _Trap, build: Path) -> None:
+
+CHANGES: dict[str, Callable[[_Trap, ModuleType], None]] = {
+    **dict.fromkeys(_NATIVE, _Trap.arm),
+    "transport.database": _mark_database,
+    "transport.queue.sqlite": lambda trap, module: _mark_queue(trap, module.SQLiteQueue),
+    "transport.queue.redis": lambda trap, module: _mark_queue(trap, module.RedisQueue),
+    "transport.packer_session": _mark_session,
+}
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Before all others: native modules of the test build; marks around what is pure Python; the planted fault."""
+
+    def __init__(self, trap: _Trap, build: Path | None, plant: str) -> None:
         self._build = build
-        self._changes: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(_NATIVE, trap.arm)
-        self._changes["transport.queue.database"] = lambda module: _mark_database(trap, module)
-        self._changes["transport.queue.sqlite"] = lambda module: _mark_queue(trap, module)
-        self._changes["transport.packer_session"] = lambda module: _mark_session(trap, module)
+        self._changes: dict[str, list[Callable[[ModuleType], None]]] = {
+            name: [functools.partial(change, trap)] for name, change in CHANGES.items()
+        }
+        for name, change in _planted(plant).items():
+            self._changes.setdefault(name, []).insert(0, change)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The spec of what is changed; None leaves the module to the usual finders."""
-        change = self._changes.pop(name, None)
-        if change is None:
+        changes = self._changes.pop(name, None)
+        if changes is None:
             return None
-        if name in _NATIVE:
+        if name in _NATIVE and self._build is not None:
             (file,) = (self._build / "transport").glob(f"{name.rpartition('.')[2]}.*.so")
             spec = importlib.util.spec_from_file_location(name, file)
         else:
             spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             raise ImportError(f"{name} is not where it should be")
-        spec.loader = _Changing(spec.loader, change)
+        spec.loader = _Changing(spec.loader, changes)
         return spec
 
 
 class _Changing(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader, change: Callable[[ModuleType], None]) -> None:
+    def __init__(self, loader: importlib.abc.Loader, changes: list[Callable[[ModuleType], None]]) -> None:
         self._loader = loader
-        self._change = change
+        self._changes = changes
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         """As the loader does that is wrapped."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As well, and then the change."""
+        """As well, and then the changes."""
         self._loader.exec_module(module)
-        self._change(module)
+        for change in self._changes:
+            change(module)
 
 
 if _TOLD:
     _options = json.loads(_TOLD)
-    sys.meta_path.insert(0, _Finder(_Trap(_options), Path(_options["build"])))
+    _build = _options["build"] and Path(_options["build"])
+    sys.meta_path.insert(0, _Finder(_Trap(_options), _build, _options["plant"]))

@@ -1,0 +1,262 @@
+"""Faults planted into the package, for the soak to find: each makes one promise false, in the soak's processes only.
+
+    python benchmarks/soak --plant unfenced
+
+`PLANTS` names for each what it changes, by module, and which figure of the report must show it. points/sitecustomize.py
+makes the changes when a process imports the module; nothing of the package knows of them. `mutations.py` runs them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+Change = Callable[[ModuleType], None]
+
+
+class Plant(NamedTuple):
+    """One planted fault."""
+
+    what: str
+    shows: str  # the figure of the report that must not be 0 (or empty)
+    changes: dict[str, Change]  # by module
+    hides: str = ""  # a figure that must stay 0: what else guards against it still does
+
+
+# --- the queue ----------------------------------------------------------------------------------------
+def _unfenced(queue: Any) -> None:
+    original = queue.ack_many
+
+    def ack_many(self: Any, claims: Any, **named: Any) -> Any:
+        original(self, claims, **named)
+        return list(claims)
+
+    queue.ack_many = ack_many
+
+
+def _claims_are_dropped(module: ModuleType) -> None:
+    book: Any = module.ClaimBook
+    original = book.claim
+    turns = itertools.count()
+
+    def claim(self: Any, *arguments: Any) -> Any:
+        kept = []
+        for each in original(self, *arguments):
+            if next(turns) % 97 == 50:
+                self._let_go([each])
+                self._queue.discard(each, "StaleSlotError: as if its deadline had passed")
+            else:
+                kept.append(each)
+        return kept
+
+    book.claim = claim
+
+
+# --- the ring -----------------------------------------------------------------------------------------
+def _freed_on_arrival(module: ModuleType) -> None:
+    packer: Any = module.UCXXDataPackerMixin
+    original = packer._round
+
+    async def round_(self: Any, session: Any, todo: Any, *arguments: Any) -> None:
+        await original(self, session, todo, *arguments)
+        for item in todo:
+            if item.payload is not None:
+                item.payload.ack()
+
+    packer._round = round_
+
+
+def _freed_on_send(module: ModuleType) -> None:
+    """A thread of the writer frees whatever was pinned and is not any more."""
+    rollout: Any = module.UCXXRolloutMixin
+    original = rollout.setup_ucxx
+
+    def watch(ring: Any) -> None:
+        reading: dict[int, int] = {}  # slot → generation that was being read when last seen
+        while not ring.native.closed:
+            for slot in range(ring.slot_count):
+                info = ring.native.info(slot)
+                if info.state == 3:  # READING
+                    reading[slot] = info.generation
+                elif reading.pop(slot, None) == info.generation:
+                    ring.native.discard(slot, info.generation)
+            time.sleep(0)
+
+    def setup_ucxx(self: Any, *arguments: Any, **named: Any) -> Any:
+        ring = original(self, *arguments, **named)
+        threading.Thread(target=watch, args=(ring,), daemon=True).start()
+        return ring
+
+    rollout.setup_ucxx = setup_ucxx
+
+
+def _rings_begin_anew(module: ModuleType) -> None:
+    ring: Any = module.SharedRingBuffer
+    original = ring.create.__func__
+
+    def create(cls: Any, /, *arguments: Any, name: str | None = None, **named: Any) -> Any:
+        if name is not None and Path(f"/dev/shm{name}").exists():
+            with ring.attach(name, role="observer") as old:
+                listeners = [owner.pid for owner in old.native.owners() if owner.alive and owner.port]
+            for pid in listeners:  # else they serve the old ring to its end
+                os.kill(pid, signal.SIGKILL)
+            Path(f"/dev/shm{name}").unlink()
+        return original(cls, *arguments, name=name, **named)
+
+    ring.create = classmethod(create)
+
+
+# --- the bytes ----------------------------------------------------------------------------------------
+def _generations_are_not_compared(module: ModuleType) -> None:
+    """A ticket is only the number of its slot: what is in there now is read."""
+    from transport.ring import SharedRingBuffer
+    from transport.ticket import Ticket
+
+    client: Any = module.UCXXClient
+    original = client.read_many
+    rings: dict[int, Any] = {}
+
+    def present(ticket: Any) -> Any:
+        writer = ticket.metadata["w"]
+        if writer not in rings:
+            name = f"/transport-soak-{os.environ['SOAK_RUN']}-{writer}"
+            rings[writer] = SharedRingBuffer.attach(name, role="observer")
+        native = rings[writer].native
+        note = native.note(ticket.slot, native.info(ticket.slot).generation)
+        return ticket if note is None else Ticket.decode(note)
+
+    async def read_many(self: Any, tickets: Any, **named: Any) -> AsyncGenerator[Any, None]:
+        asked = {(now := present(ticket)).identity: (now, ticket) for ticket in tickets}
+        async for outcome in original(self, [now for now, _ in asked.values()], **named):
+            yield outcome._replace(ticket=asked[outcome.ticket.identity][1])
+
+    client.read_many = read_many
+
+
+def _bytes_are_flipped(module: ModuleType) -> None:
+    """One bit of one payload in 40, once it is published."""
+    ring: Any = module.SharedRingBuffer
+    original = ring.write_raw
+    turns = itertools.count()
+
+    def write_raw(self: Any, *arguments: Any, **named: Any) -> Any:
+        ticket = original(self, *arguments, **named)
+        if next(turns) % 40 == 20:
+            self.native.payload(ticket.slot)[ticket.size - 1] ^= 1
+        return ticket
+
+    ring.write_raw = write_raw
+
+
+def _nobody_maps(module: ModuleType) -> None:
+    """Mapped payloads cross no wire, and are not compared with their checksum."""
+    packer: Any = module.UCXXDataPackerMixin
+    original = packer.setup_ucxx_packer
+
+    def setup_ucxx_packer(self: Any, *, wire: Any, **named: Any) -> None:
+        original(self, wire=frozenset({"shm", "tcp"}) if wire == "auto" else wire, **named)
+
+    packer.setup_ucxx_packer = setup_ucxx_packer
+
+
+def _nothing_is_verified(module: ModuleType) -> None:
+    import msgspec
+
+    ticket: Any = module.Ticket
+    original = ticket.decode
+
+    def decode(data: bytes) -> Any:
+        return msgspec.structs.replace(original(data), checksum=None)
+
+    ticket.decode = staticmethod(decode)
+
+
+# --- the end ------------------------------------------------------------------------------------------
+def _segments_stay(module: ModuleType) -> None:
+    rollout: Any = module.UCXXRolloutMixin
+    original = rollout.cleanup_ucxx
+
+    def cleanup_ucxx(self: Any, *arguments: Any) -> None:
+        if self._ucxx_ring is not None:
+            Path(f"/dev/shm{self._ucxx_ring.name}-left").touch()
+        original(self, *arguments)
+
+    rollout.cleanup_ucxx = cleanup_ucxx
+
+
+def _trainers_fail(module: ModuleType) -> None:
+    packer: Any = module.UCXXDataPackerMixin
+    original = packer.consume
+    turns = itertools.count()
+
+    def consume(self: Any, batch: Any) -> Any:
+        if next(turns) == 4:
+            os._exit(3)
+        return original(self, batch)
+
+    packer.consume = consume
+
+
+PLANTS = {
+    "unfenced": Plant(
+        "the queue accepts acknowledgements of claims that are another trainer's by now",
+        "duplicated",
+        {
+            "transport.queue.sqlite": lambda module: _unfenced(module.SQLiteQueue),
+            "transport.queue.redis": lambda module: _unfenced(module.RedisQueue),
+        },
+    ),
+    "dropped": Plant(
+        "payloads without a deadline are discarded as if it had passed",
+        "lost",
+        {"transport.claims": _claims_are_dropped},
+    ),
+    "freed-on-arrival": Plant(
+        "a slot is acknowledged when its payload has arrived, not when it was consumed",
+        "lost",
+        {"transport.packer": _freed_on_arrival},
+    ),
+    "freed-on-send": Plant(
+        "a slot is freed when it was sent",
+        "lost",
+        {"transport.rollout": _freed_on_send},
+    ),
+    "begun-anew": Plant(
+        "a restarted writer makes a new ring instead of taking over the old one",
+        "lost",
+        {"transport.ring": _rings_begin_anew},
+    ),
+    "no-generation": Plant(
+        "a ticket names a slot and no generation",
+        "wrong",
+        {"transport.client": _generations_are_not_compared},
+    ),
+    "flipped": Plant(
+        "bytes change in the ring; over wires, the checksum keeps them from being consumed",
+        "lost",
+        {"transport.ring": _bytes_are_flipped, "transport.packer": _nobody_maps},
+        hides="wrong",
+    ),
+    "flipped-unverified": Plant(
+        "bytes change in the ring, and no checksum is compared",
+        "wrong",
+        {"transport.ring": _bytes_are_flipped, "transport.ticket": _nothing_is_verified},
+    ),
+    "segments-stay": Plant(
+        "a writer leaves a segment behind",
+        "left_behind",
+        {"transport.rollout": _segments_stay},
+    ),
+    "trainers-fail": Plant(
+        "a trainer ends by itself",
+        "crashes",
+        {"transport.packer": _trainers_fail},
+    ),
+}
