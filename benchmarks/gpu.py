@@ -128,7 +128,7 @@ class Bench:
         """The floor."""
         from transport.streams import address_of, copy_to_device, copy_to_host, pinned_memory
 
-        pinned = address_of(memory := pinned_memory(size))
+        pinned = address_of(memory := pinned_memory(size, 0))
         device = int(self.source.data.ptr), int(self.out.data.ptr)
 
         def down() -> None:

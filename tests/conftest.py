@@ -48,6 +48,14 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As `cupy`, on a host with two devices."""
+    module = fake_cupy(2)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
 @pytest.fixture(scope="session")
 def ucx_warm_up() -> None:
     """ucxx opens files of its own at its first import."""

@@ -310,6 +310,7 @@ class UCXXClient:
             wire, port = await self._landing.over_wire(
                 target,
                 direct,
+                deadline,
                 lambda buffer: self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent),
             )
             return self._received(ticket, rank, wire, port, target)
@@ -359,12 +360,7 @@ class UCXXClient:
             return outcomes, []
         wire, port, failures = await self._remote.read_batch(wants, deadline)
         if failures is None:
-            received = self._received
-            outcomes += [
-                ReadOutcome(ticket, received(ticket, rank, wire, port, destination), None)
-                for ticket, _, destination, _ in wants
-            ]
-            return outcomes, []
+            failures = [None] * len(wants)
         left: list[Ticket] = []
         for want, failure in zip(wants, failures, strict=True):
             if failure is None:

@@ -17,7 +17,7 @@ import numpy as np
 from transport.devices import DeviceTensor, require_cupy
 from transport.libraries import library_of
 from transport.schema import Layout
-from transport.streams import Mark, as_current, copy_to_device, copy_to_host
+from transport.streams import Mark, as_current, copy_to_device, copy_to_host, settled_on_failure
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ class _Step:
         self.end = start + size
 
     def queue(self, slot: int) -> None:
-        """Queue the copies into the slot at address ``slot``. Whatever was queued is before the mark."""
-        try:
+        """Queue the copies into the slot at address ``slot``, and the mark behind them."""
+        with settled_on_failure(self.stream, self.device):
             gathered = self._gathered() if len(self.parts) >= _RUN else None
             if gathered is not None:
                 self.kept = gathered
@@ -75,7 +75,6 @@ class _Step:
             copy_to_host(
                 [(slot + start, address, size) for start, size, address in self.parts], self.device, self.stream
             )
-        finally:
             self.mark = Mark(self.stream, self.device)
 
     def _gathered(self) -> Any:
@@ -156,6 +155,6 @@ class DeviceCopies:
 
     def _queue_next(self) -> None:
         step = self._steps[self._queued]
-        self._queued += 1  # first: what was queued is waited for, also where not all of it could be
+        self._queued += 1
         self._ahead += step.end - step.start
         step.queue(self._address)
