@@ -30,11 +30,11 @@ from transport.ring import SharedRingBuffer
 from transport.schema import Schema
 from transport.staging import StagingPool
 from transport.streams import (
-    PER_THREAD,
     Mark,
     address_of,
     copy_to_device,
     copy_to_host,
+    handle_for_others,
     own_stream,
     pinned_memory,
     settled_on_failure,
@@ -286,9 +286,8 @@ def target_of(out: Any, size: int, *, elsewhere: bool = False) -> Target | None:
     library = library_of(out)
     device = library.describe(out).device
     stream = library.stream(device)
-    if elsewhere and stream == PER_THREAD:  # in another thread its handle names another stream
-        before, stream = Mark(stream, device), own_stream(device)
-        before.hold(stream, device)
+    if elsewhere:
+        stream = handle_for_others(stream, device)
     return Target(out, library, size, stream, own=False)
 
 

@@ -110,6 +110,19 @@ class Mark:
             self._runtime.streamWaitEvent(stream, self._event.ptr, 0)
 
 
+def handle_for_others(stream: int, device: int) -> int:
+    """A handle by which other threads can queue behind a stream that is this thread's current one.
+
+    It is the stream's own but for the default stream of this thread, whose handle names another one elsewhere; then it
+    is that of the project's own stream, which comes after what is queued by now.
+    """
+    if stream != PER_THREAD:
+        return stream
+    own = own_stream(device)
+    Mark(stream, device).hold(own, device)
+    return own
+
+
 @cache
 def _idle_events(_cupy: Any, _device: int) -> list[Any]:
     """Events of a device that no mark uses. Making one takes a lock of the driver."""
