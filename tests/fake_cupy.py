@@ -88,6 +88,8 @@ class FakeCuda:
         self.copies: list[tuple[str, int, int]] = []  # kind, bytes, stream
         self.questions = 0
         self.waits = 0
+        # Memory of arrays that are gone goes back to a pool; what is queued may still write to it.
+        self.memory: list[np.ndarray] = []
         self.events_made = 0
         self.pinned_on: list[int] = []  # the device that was current, for each block
         self.per_thread = False  # every thread has a default stream of its own
@@ -146,6 +148,12 @@ class FakeCuda:
             for stream, queue in self.queues.items():
                 if queue:
                     self.step(stream)
+
+    def end(self) -> None:
+        """Forget what is queued, then the memory."""
+        for queue in self.queues.values():
+            queue.clear()
+        self.memory.clear()
 
     # --- the runtime ------------------------------------------------------------------------------
     def memcpy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
@@ -230,6 +238,7 @@ def fake_cupy(count: int = 1) -> Any:
 
         def __init__(self, host: np.ndarray, device: int | None = None) -> None:
             self.host = host
+            cuda.memory.append(host)
             self.device = SimpleNamespace(id=cuda.device if device is None else device)
 
         data = property(lambda self: SimpleNamespace(ptr=self.host.ctypes.data, device_id=self.device.id))

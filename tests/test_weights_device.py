@@ -273,6 +273,7 @@ class OnDevice(ReferenceWorker):
 async def test_a_worker_is_given_arrays_that_are_there_and_what_it_serves_is_hashed_on_its_device(cupy: Any) -> None:
     async with engines("") as made:
         worker = OnDevice()
+        cupy.fake.stopped = True  # streams run only where somebody waits for them
         replica = Replica(engine("r", wires=frozenset({"tcp"}), device="cupy"), worker)
         made.append(replica.engine)
         for version in (1, 2):
