@@ -64,6 +64,10 @@ class Stream:
                 self._cuda.step(self.ptr)
             del self._cuda.queues[self.ptr], self._cuda.device_of[self.ptr]
 
+    def synchronize(self) -> None:
+        """Run all that is queued."""
+        self._cuda.stream_synchronize(self.ptr)
+
     def __enter__(self) -> Stream:
         self._cuda.current.setdefault(threading.get_ident(), []).append(self)
         return self
@@ -325,6 +329,8 @@ def fake_cupy(count: int = 1) -> Any:
 
     class Streams:
         """CuPy's class of streams."""
+
+        null, ptds = Stream(cuda, 0), Stream(cuda, PER_THREAD)
 
         def __new__(cls, **_: Any) -> Any:
             return cuda.new_stream()

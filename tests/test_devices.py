@@ -21,7 +21,7 @@ from transport.payload import (
     check_destination,
 )
 from transport.schema import DTYPES
-from transport.streams import require_device
+from transport.streams import PER_THREAD, require_device
 
 
 # --- destinations: UCX writes into whatever it is given -----------------------------------------
@@ -198,4 +198,5 @@ def test_the_real_cupy_has_what_the_transport_asks_of_it() -> None:
         assert hasattr(cupy.cuda.runtime, name), name
     for name in ("ndarray", "empty", "zeros", "asarray", "asnumpy", "RawKernel", "from_dlpack"):
         assert hasattr(cupy, name), name
+    assert (cupy.cuda.Stream.null.ptr, cupy.cuda.Stream.ptds.ptr) == (0, PER_THREAD)
     assert hasattr(cupy.cuda.Stream, "from_external") or hasattr(cupy.cuda, "ExternalStream")

@@ -1,4 +1,4 @@
-"""The data packer with ``device=``: batches in device memory while the trainer computes, and what a device's fault does."""
+"""The data packer with ``device=``: batches in device memory while the trainer computes, and a device that fails."""
 
 from __future__ import annotations
 

@@ -142,6 +142,8 @@ class _Handle:
 def as_current(stream: int) -> Any:
     """A context in which CuPy's work goes to ``stream``, of the current device."""
     kind = require_cupy().cuda.Stream
+    if stream in (0, PER_THREAD):  # the default streams have objects of their own
+        return kind.ptds if stream else kind.null
     return kind.from_external(_Handle(stream)) if hasattr(kind, "from_external") else _external(stream)
 
 
