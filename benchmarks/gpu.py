@@ -71,7 +71,9 @@ def environment() -> dict[str, str]:
         print(f"installing {len(wheels)} wheels into {BUILT} …", flush=True)
         subprocess.run([*install, *wheels], check=True, env=inherited)
     if missing := lacking(inherited, NEEDED):
-        raise SystemExit(f"missing: {', '.join(missing)}; put wheels of them into {WHEELS} (make gpu-wheels begins that)")
+        raise SystemExit(
+            f"missing: {', '.join(missing)}; put wheels of them into {WHEELS} (make gpu-wheels begins that)"
+        )
     print(f"building into {BUILT} …", flush=True)
     subprocess.run([*install, "--no-build-isolation", str(ROOT)], check=True, env=inherited)
     return inherited
