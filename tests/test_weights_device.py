@@ -316,3 +316,14 @@ def test_a_tensor_of_another_shape_than_the_layouts_is_refused_by_name(cupy: Any
     cursor = Cursor(VersionLayout.of(specs_of({"x": noise(_SMALL_BYTES)})))
     with pytest.raises(SchemaError, match=r"expected .*x.*, got x uint8"):
         list(cursor.take("x", tensor_of(cupy.on_device(noise(7)), "x")))
+
+
+def test_pinned_memory_is_looked_through_again_only_when_a_copy_without_a_mark_has_run(cupy: Any) -> None:
+    values = noise(5000)
+    array = cupy.on_device(values)
+    cupy.fake.marks_left = 0
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+        weights_checksum({"x": array})
+    assert not any(cupy.fake.queues.values()), "a copy into pinned memory is queued, and nobody waits for it"
+    cupy.fake.marks_left = 100
+    assert weights_checksum({"x": array}) == weights_checksum({"x": values})

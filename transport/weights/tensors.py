@@ -17,7 +17,7 @@ from transport.errors import SchemaError
 from transport.libraries import library_of
 from transport.payload import as_array
 from transport.schema import ALIGNMENT
-from transport.streams import Mark, address_of, copy_to_host, handle_for_others, pinned_memory
+from transport.streams import Mark, address_of, copy_to_host, handle_for_others, pinned_memory, settled_on_failure
 
 _WINDOW_BYTES = 2 << 20  # of a device's tensor that is looked at on the host at a time
 
@@ -91,11 +91,16 @@ def on_host(tensor: Tensor) -> np.ndarray[Any, Any]:
     if not isinstance(tensor, OnDevice):
         return tensor
     copy: np.ndarray[Any, Any] = np.empty(tensor.shape, tensor.dtype)
-    data = tensor.data
-    if data.size:
-        copy_to_host([(copy.ctypes.data, data.address, data.size)], data.device, data.stream)
-        Mark(data.stream, data.device).wait()
+    _copy(tensor.data, copy)
     return copy
+
+
+def _copy(data: DeviceBytes, to: np.ndarray[Any, Any]) -> None:
+    """Copy to the host, and wait for that."""
+    if data.size:
+        with settled_on_failure(data.stream, data.device):
+            copy_to_host([(to.ctypes.data, data.address, data.size)], data.device, data.stream)
+            Mark(data.stream, data.device).wait()
 
 
 def pack(parts: list[tuple[int, Bytes]], memory: memoryview) -> int:
@@ -139,9 +144,7 @@ class Window:
         if self._memory is None or len(self._memory) < data.size:
             self._memory = pinned_memory(max(_WINDOW_BYTES, data.size), data.device)
         seen = self._memory[: data.size]
-        if data.size:
-            copy_to_host([(seen.ctypes.data, data.address, data.size)], data.device, data.stream)
-            Mark(data.stream, data.device).wait()
+        _copy(data, seen)
         return seen
 
     def hash(self, hasher: _native.Checksum, data: Bytes) -> None:
