@@ -13,7 +13,7 @@ CUPY := $(if $(filter cu13,$(UCXX)),cupy-cuda13x,cupy-cuda12x)
 NATIVE := $(wildcard native/*.cpp native/*.hpp native/ucp/*.cpp native/ucp/*.hpp native/vendor/*.h native/CMakeLists.txt)
 NATIVE_TESTS := $(wildcard native/tests/*)
 
-.PHONY: help install demo test pytest gpu native-test faults soak model lint bench docs clean
+.PHONY: help install demo test pytest gpu gpu-wheels native-test faults soak model lint bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,6 +81,19 @@ gpu: $(VENV)/installed
 	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CUPY)
 	@$(BIN)/python benchmarks/gpu.py $(GPU_OPTIONS)
 endif
+
+# For a machine with a device and without a network: what its interpreter lacks, to be taken there with this folder.
+# pip matches the second number of a platform exactly, so that each is named.
+GPU_WHEELS_PYTHON ?= 3.12
+GPU_WHEELS := 'ucxx-cu13>=0.52,<0.53' 'libucxx-cu13>=0.52,<0.53' libucx-cu13 rmm-cu13 librmm-cu13 rapids-logger nvidia-ml-py \
+  msgspec
+gpu-wheels: ## what make gpu needs where nothing can be fetched, into build/wheels (55 MB; GPU_WHEELS_PYTHON=3.12)
+	@rm -rf build/wheels && mkdir -p build/wheels
+	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	  --python-version $(GPU_WHEELS_PYTHON) --implementation cp \
+	  $(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
+	  --dest build/wheels $(GPU_WHEELS)
+	@du -sh build/wheels
 
 lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff check .

@@ -1,6 +1,8 @@
-"""With a CUDA device: build where that is needed, check, time; a short table last. `make gpu` runs it.
+"""With a CUDA device: install and build what is missing, check, time; a short table last. `make gpu` runs it.
 
     python benchmarks/gpu.py [--json PATH] [--skip-tests] [--sizes 1048576,16777216,268435456]
+
+Nothing is fetched: what this interpreter lacks comes out of build/wheels, where `make gpu-wheels` puts it.
 
 The checks are the tests marked ``gpu``. The rows: each size over each way, GB/s of the median; the floor of anything
 that copies is cudaMemcpyAsync from and to pinned memory, measured in the same run. Bytes are compared once per row.
@@ -26,28 +28,54 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+WHEELS = ROOT / "build" / "wheels"
+BUILT = ROOT / "build" / "gpu"
+NEEDED = (
+    "numpy",
+    "msgspec",
+    "uvloop",
+    "ml_dtypes",
+    "typer",
+    "ucxx",
+    "libucx",
+    "pytest",
+    "pytest_timeout",
+    "hypothesis",
+)
 SIZES = (1 << 20, 16 << 20, 256 << 20)
 SLOTS = 3
 MANY = 64  # small tensors of one payload
 SMALL = 16 << 10
+WEIGHTS = 1 << 30
 
 
 # --- build and check ------------------------------------------------------------------------------------------------
+def lacking(inherited: dict[str, str], modules: tuple[str, ...]) -> list[str]:
+    """Of these modules, those that a Python with this environment cannot find."""
+    look = "import importlib.util as u, sys; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
+    done = subprocess.run([sys.executable, "-c", look, *modules], env=inherited, capture_output=True, text=True)
+    return done.stdout.split()
+
+
 def environment() -> dict[str, str]:
-    """What a Python needs to import the package: nothing where it is installed, else a build for this interpreter."""
+    """What a Python needs to import the package: nothing where it is installed, else wheels and a build beside it."""
     inherited = {**os.environ, "PYTHONSAFEPATH": "1"}
-    if (
-        subprocess.run(
-            [sys.executable, "-c", "import transport._native"], env=inherited, capture_output=True
-        ).returncode
-        == 0
-    ):
+    modules = (*NEEDED, "transport")
+    if not lacking(inherited, modules):
         return inherited
-    built = ROOT / "build" / "gpu"
-    print(f"building into {built} …", flush=True)
-    install = ["install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--upgrade"]
-    subprocess.run([sys.executable, "-m", "pip", *install, "--target", str(built), str(ROOT)], check=True)
-    inherited["PYTHONPATH"] = os.pathsep.join([str(built), *filter(None, [os.environ.get("PYTHONPATH")])])
+    inherited["PYTHONPATH"] = os.pathsep.join([str(BUILT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    install += ["--no-deps", "--upgrade", "--target", str(BUILT)]
+    wheels = sorted(map(str, WHEELS.glob("*.whl")))
+    if wheels and lacking(inherited, NEEDED):
+        print(f"installing {len(wheels)} wheels into {BUILT} …", flush=True)
+        subprocess.run([*install, *wheels], check=True, env=inherited)
+    if missing := lacking(inherited, NEEDED):
+        raise SystemExit(
+            f"missing: {', '.join(missing)}; put wheels of them into {WHEELS} (make gpu-wheels begins that)"
+        )
+    print(f"building into {BUILT} …", flush=True)
+    subprocess.run([*install, "--no-build-isolation", str(ROOT)], check=True, env=inherited)
     return inherited
 
 
@@ -62,7 +90,7 @@ def check(inherited: dict[str, str]) -> tuple[str, int]:
         "gpu",
         "-p",
         "no:cacheprovider",
-        str(ROOT / "tests" / "test_gpu.py"),
+        *map(str, sorted((ROOT / "tests").glob("test_gpu*.py"))),
     ]
     process = subprocess.Popen(command, cwd=ROOT, env=inherited, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -128,7 +156,7 @@ class Bench:
         """The floor."""
         from transport.streams import address_of, copy_to_device, copy_to_host, pinned_memory
 
-        pinned = address_of(memory := pinned_memory(size))
+        pinned = address_of(memory := pinned_memory(size, 0))
         device = int(self.source.data.ptr), int(self.out.data.ptr)
 
         def down() -> None:
@@ -242,6 +270,26 @@ class Bench:
         volume = (count - 2 * SLOTS) * size
         self.add(f"device → device, two processes, {wire}", size, round(volume / took / 1e9, 2))
 
+    def weights(self, size: int) -> None:
+        """A version between two processes, out of device memory and into it, without a limit of the link."""
+        from transport.bench.weights import Load, run
+        from transport.progress import silent
+
+        load = Load(
+            size_bytes=size,
+            bucket_bytes=64 << 20,
+            rate=0,
+            shape="tree",
+            hosts=1,
+            changed=0.01,
+            repetitions=2,
+            device=True,
+        )
+        for row in run(load, [1], silent):
+            share = f", {load.changed:.0%} changed" if row.mode == "delta" else ""
+            way = f"weights, device → device, two processes, tcp, {row.mode}{share}"
+            self.add(way, row.model_bytes, round(row.model_bytes / row.transfer_s / 1e9, 2))
+
     def context_memory(self) -> dict[str, Any]:
         """What UCX says of device memory: the transports of a connection, and device memory that listeners take."""
         from transport import SharedRingBuffer, UCXXServer, ucx
@@ -351,6 +399,7 @@ def measure(sizes: list[int]) -> tuple[Bench, dict[str, Any]]:
         for wire in ("mapped", "shm", "tcp"):
             bench.stream_of_payloads(size, wire)
     bench.write_many()
+    bench.weights(WEIGHTS)
     return bench, memory
 
 

@@ -44,11 +44,21 @@ def warm_up() -> Iterator[None]:
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A stand-in for CuPy and its device; `cupy.fake` says what was asked of it."""
     module = fake_cupy()
     monkeypatch.setitem(sys.modules, "cupy", module)
-    return module
+    yield module
+    module.fake.end()
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """As `cupy`, on a host with two devices."""
+    module = fake_cupy(2)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    yield module
+    module.fake.end()
 
 
 @pytest.fixture(scope="session")

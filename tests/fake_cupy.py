@@ -3,6 +3,9 @@
 Nothing that is queued on a stream happens until somebody waits for it, or asks whether it has happened (each question
 lets the stream do one thing more). Copies read pinned and registered memory when they run, and any other memory when
 they are queued, as CUDA does. So memory given away too early, and work that nothing orders, show as wrong bytes.
+
+A host may have several devices. Each thread has a current one; handle 0 names the default stream of that one, and
+handle 2 that of the thread that uses it; an event of one device is not recorded on a stream of another.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+PER_THREAD = 2  # cudaStreamPerThread
+
 
 class CUDARuntimeError(RuntimeError):
     """What CuPy raises for an error of CUDA's."""
@@ -27,22 +32,22 @@ class Event:
     def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
         self.cuda: FakeCuda
         self.ptr = 0
-        self.stream: int | None = None
-        self.reached = True
+        self.device = 0
+        self.place = SimpleNamespace(stream=0, reached=True)  # where it was recorded last
 
     @property
     def done(self) -> bool:
         """Whether the stream has got here; it goes on by one thing where not."""
         self.cuda.questions += 1
-        if not self.reached and not self.cuda.stopped:
-            self.cuda.step(self.stream)
-        return self.reached
+        if not self.place.reached and not self.cuda.stopped:
+            self.cuda.step(self.place.stream)
+        return bool(self.place.reached)
 
     def synchronize(self) -> None:
         """Run the stream up to here."""
         self.cuda.waits += 1
-        while not self.reached:
-            self.cuda.step(self.stream)
+        while not self.place.reached:
+            self.cuda.step(self.place.stream)
 
 
 class Stream:
@@ -57,7 +62,11 @@ class Stream:
         if self._own:
             while self._cuda.queues[self.ptr]:
                 self._cuda.step(self.ptr)
-            del self._cuda.queues[self.ptr]
+            del self._cuda.queues[self.ptr], self._cuda.device_of[self.ptr]
+
+    def synchronize(self) -> None:
+        """Run all that is queued."""
+        self._cuda.stream_synchronize(self.ptr)
 
     def __enter__(self) -> Stream:
         self._cuda.current.setdefault(threading.get_ident(), []).append(self)
@@ -68,29 +77,58 @@ class Stream:
 
 
 class FakeCuda:
-    """One device: its streams, its memory, and what was asked of it."""
+    """The devices: their streams, their memory, and what was asked of them."""
 
-    def __init__(self) -> None:
-        self.queues: dict[int, list[Callable[[], bool]]] = {0: []}
+    def __init__(self, count: int) -> None:
+        self.count = count
+        # By handle; the default streams are 0 of the first device, -1 of the second, and so on.
+        self.queues: dict[int, list[Callable[[], bool]]] = {-device: [] for device in range(count)}
+        self.device_of = {-device: device for device in range(count)}
         self.current: dict[int, list[Stream]] = {}
+        self.current_device: dict[int, list[int]] = {}
         self.events: dict[int, Event] = {}
         self.registered: dict[int, int] = {}  # size by address: registered or pinned
         self.read_only: set[int] = set()
         self.copies: list[tuple[str, int, int]] = []  # kind, bytes, stream
         self.questions = 0
         self.waits = 0
+        # Memory of arrays that are gone goes back to a pool; what is queued may still write to it.
+        self.memory: list[np.ndarray] = []
+        self.events_made = 0
+        self.pinned_on: list[int] = []  # the device that was current, for each block
+        self.per_thread = False  # every thread has a default stream of its own
+        self._of_threads: dict[tuple[int, int], int] = {}
         self.stopped = False  # streams run only when somebody waits
         self.refuses_registration = False
-        self.copies_left = 1 << 62  # before every further one fails
+        self.copies_left = self.marks_left = 1 << 62  # before every further one fails
         self._numbers = itertools.count(1)
+
+    @property
+    def device(self) -> int:
+        """The one that is current in this thread."""
+        return (self.current_device.get(threading.get_ident()) or [0])[-1]
+
+    def named(self, stream: int) -> int:
+        """The queue that a handle names here and now."""
+        if stream != PER_THREAD:
+            return stream or -self.device
+        mine = self._of_threads.setdefault((threading.get_ident(), self.device), next(self._numbers) << 8)
+        self.queues.setdefault(mine, [])
+        self.device_of[mine] = self.device
+        return mine
 
     def new_stream(self) -> Stream:
         ptr = next(self._numbers) << 8
         self.queues[ptr] = []
+        self.device_of[ptr] = self.device
         return Stream(self, ptr, own=True)
 
-    def current_stream(self) -> Stream:
-        return (self.current.get(threading.get_ident()) or [Stream(self, 0)])[-1]
+    def current_stream(self, device: int | None = None) -> Stream:
+        """Of a device, by default the current one."""
+        entered = self.current.get(threading.get_ident(), [])
+        wanted = self.device if device is None else device
+        default = Stream(self, PER_THREAD if self.per_thread else 0)
+        return next((each for each in reversed(entered) if self.device_of.get(each.ptr) == wanted), default)
 
     def queue(self, work: Callable[[], object], stream: int | None = None) -> None:
         """Queue work on a stream, by default the current one."""
@@ -99,7 +137,7 @@ class FakeCuda:
             work()
             return True
 
-        self.queues[self.current_stream().ptr if stream is None else stream].append(always)
+        self.queues[self.named(self.current_stream().ptr if stream is None else stream)].append(always)
 
     def step(self, stream: int | None) -> None:
         """Let a stream do one thing, or what it waits for."""
@@ -115,12 +153,19 @@ class FakeCuda:
                 if queue:
                     self.step(stream)
 
+    def end(self) -> None:
+        """Forget what is queued, then the memory."""
+        for queue in self.queues.values():
+            queue.clear()
+        self.memory.clear()
+
     # --- the runtime ------------------------------------------------------------------------------
     def memcpy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
         self.copies_left -= 1
         if self.copies_left < 0:
             raise CUDARuntimeError("cudaErrorIllegalAddress: an illegal memory access was encountered")
         self.copies.append(({1: "h2d", 2: "d2h"}[kind], size, stream))
+        stream = self.named(stream)
         host = source if kind == 1 else target
         if not any(base <= host and host + size <= base + length for base, length in self.registered.items()):
             if kind == 2:
@@ -134,19 +179,30 @@ class FakeCuda:
         self.queue(lambda: ctypes.memmove(target, source, size), stream)
 
     def event_record(self, event: int, stream: int) -> None:
-        recorded = self.events[event]
-        recorded.stream, recorded.reached = stream, False
-        self.queue(lambda: setattr(recorded, "reached", True), stream)
+        self.marks_left -= 1
+        if self.marks_left < 0:
+            raise CUDARuntimeError("cudaErrorLaunchFailure: unspecified launch failure")
+        recorded, stream = self.events[event], self.named(stream)
+        if recorded.device != self.device_of[stream]:
+            raise CUDARuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
+        # An event that is recorded again is another place: what waits for the one before still does.
+        recorded.place = place = SimpleNamespace(stream=stream, reached=False)
+        self.queue(lambda: setattr(place, "reached", True), stream)
 
     def stream_wait_event(self, stream: int, event: int, _: int) -> None:
-        awaited = self.events[event]
+        place = self.events[event].place
 
         def wait() -> bool:
-            if not awaited.reached:
-                self.step(awaited.stream)
-            return awaited.reached
+            if not place.reached:
+                self.step(place.stream)
+            return bool(place.reached)
 
-        self.queues[stream].append(wait)
+        self.queues[self.named(stream)].append(wait)
+
+    def stream_synchronize(self, stream: int) -> None:
+        self.waits += 1
+        while self.queues[self.named(stream)]:
+            self.step(self.named(stream))
 
     def host_register(self, address: int, size: int, flags: int) -> None:
         if self.refuses_registration:
@@ -163,38 +219,33 @@ class FakeCuda:
 
     def new_event(self, **options: Any) -> Event:
         event = Event(**options)
-        event.cuda, event.ptr = self, next(self._numbers)
+        event.cuda, event.ptr, event.device = self, next(self._numbers), self.device
+        self.events_made += 1
         self.events[event.ptr] = event
         return event
 
     def pinned(self, size: int) -> SimpleNamespace:
         memory = np.zeros(size, np.uint8)
+        self.pinned_on.append(self.device)
         self.registered[memory.ctypes.data] = size
         return SimpleNamespace(memory=memory)
 
 
-class _Current:
-    def __init__(self, device: int) -> None:
-        self.id = device
-
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
-
-
-def fake_cupy() -> Any:
-    """A module to stand for cupy; `cupy.fake` is the device."""
-    cuda = FakeCuda()
+def fake_cupy(count: int = 1) -> Any:
+    """A module to stand for cupy; `cupy.fake` is its ``count`` devices."""
+    cuda = FakeCuda(count)
     module: Any = ModuleType("cupy")
     module.fake = cuda
 
     class Array:
         """An array in "device" memory, which is the host's and not to be looked at before its stream has run."""
 
-        def __init__(self, host: np.ndarray) -> None:
+        def __init__(self, host: np.ndarray, device: int | None = None) -> None:
             self.host = host
-            self.device = SimpleNamespace(id=0)
+            cuda.memory.append(host)
+            self.device = SimpleNamespace(id=cuda.device if device is None else device)
 
-        data = property(lambda self: SimpleNamespace(ptr=self.host.ctypes.data, device_id=0))
+        data = property(lambda self: SimpleNamespace(ptr=self.host.ctypes.data, device_id=self.device.id))
         dtype = property(lambda self: self.host.dtype)
         shape = property(lambda self: self.host.shape)
         size = property(lambda self: self.host.size)
@@ -206,22 +257,23 @@ def fake_cupy() -> Any:
             return {**self.host.__array_interface__, "version": 3}
 
         def __dlpack_device__(self) -> tuple[int, int]:
-            return 2, 0
+            return 2, self.device.id
 
         def __getitem__(self, key: Any) -> Array:
-            return Array(host=self.host[key])
+            return Array(self.host[key], self.device.id)
 
         def reshape(self, *shape: Any) -> Array:
-            return Array(host=self.host.reshape(*shape))
+            return Array(self.host.reshape(*shape), self.device.id)
 
         def view(self, dtype: Any) -> Array:
             if np.dtype(dtype).name.startswith("float8"):
                 raise ValueError(f"Unsupported dtype {dtype}")
-            return Array(host=self.host.view(dtype))
+            return Array(self.host.view(dtype), self.device.id)
 
         def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> Array:
             if np.dtype(dtype).name.startswith("float8"):
                 raise ValueError(f"Unsupported dtype {dtype}")
+            assert cuda.device == self.device.id, "a kernel runs on its stream's device, which is the current one's"
             made = np.zeros(self.host.shape, dtype)
             cuda.queue(lambda: np.copyto(made, self.host, casting="unsafe"))
             return Array(host=made)
@@ -235,6 +287,7 @@ def fake_cupy() -> Any:
         assert name == "gather"
 
         def launch(grid: tuple[int], _: tuple[int], arguments: tuple[Array, Array]) -> None:
+            assert {array.device.id for array in arguments} == {cuda.device}
             parts, out = (array.host for array in arguments)
 
             def gather() -> None:
@@ -260,8 +313,24 @@ def fake_cupy() -> Any:
     module.zeros = lambda shape, dtype: Array(host=np.zeros(shape, dtype))
     module.asarray, module.asnumpy, module.RawKernel, module.on_device = asarray, asnumpy, raw_kernel, on_device
 
+    class Device:
+        """A device, and the context in which it is the current one."""
+
+        def __init__(self, number: int | None = None) -> None:
+            self.id = cuda.device if number is None else number
+
+        def __enter__(self) -> None:
+            if not 0 <= self.id < cuda.count:
+                raise CUDARuntimeError("cudaErrorInvalidDevice: invalid device ordinal")
+            cuda.current_device.setdefault(threading.get_ident(), []).append(self.id)
+
+        def __exit__(self, *_: object) -> None:
+            cuda.current_device[threading.get_ident()].pop()
+
     class Streams:
         """CuPy's class of streams."""
+
+        null, ptds = Stream(cuda, 0), Stream(cuda, PER_THREAD)
 
         def __new__(cls, **_: Any) -> Any:
             return cuda.new_stream()
@@ -271,10 +340,10 @@ def fake_cupy() -> Any:
             return Stream(cuda, stream.__cuda_stream__()[1])
 
     module.cuda = SimpleNamespace(
-        Device=_Current,
+        Device=Device,
         Stream=Streams,
         Event=cuda.new_event,
-        get_current_stream=lambda device: cuda.current_stream(),
+        get_current_stream=cuda.current_stream,
         PinnedMemory=cuda.pinned,
         PinnedMemoryPointer=lambda pinned, offset: pinned.memory,
         runtime=SimpleNamespace(
@@ -283,9 +352,10 @@ def fake_cupy() -> Any:
             memcpyAsync=cuda.memcpy,
             eventRecord=cuda.event_record,
             streamWaitEvent=cuda.stream_wait_event,
+            streamSynchronize=cuda.stream_synchronize,
             hostRegister=cuda.host_register,
             hostUnregister=cuda.host_unregister,
-            getDeviceCount=lambda: 1,
+            getDeviceCount=lambda: cuda.count,
             CUDARuntimeError=CUDARuntimeError,
         ),
     )

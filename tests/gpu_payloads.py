@@ -22,6 +22,36 @@ SCHEMA = Schema.of(
 )
 
 
+def why_not() -> str:
+    """Why what needs a CUDA device cannot run here; empty where it can."""
+    try:
+        import cupy
+    except ImportError as error:
+        return f"CuPy is not installed: {error}"
+    try:
+        return "" if cupy.cuda.runtime.getDeviceCount() else "no CUDA device"
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"no CUDA device: {error}"
+
+
+def opened() -> Any:
+    """The real CuPy; what it opens once for the life of the process is open before any test counts."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    cupy.zeros(3, np.uint8).sum().item()
+    return cupy
+
+
+def busy(cupy: Any, stream: Any, milliseconds: int = 300) -> None:
+    """Keep a stream at work for about so long."""
+    kernel = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n) {} }', "spin"
+    )
+    with stream:
+        kernel((1,), (1,), (np.int64(milliseconds * 1_500_000),))
+
+
 def host_values(seed: int) -> dict[str, np.ndarray]:
     """What a payload holds."""
     random = np.random.default_rng(seed)

@@ -294,8 +294,8 @@ def test_an_unknown_device_is_refused(device: str, cupy: Any) -> None:
         parse_device(device)
 
 
-def test_a_device_has_a_number(cupy: Any) -> None:
-    assert parse_device("cupy:3")[1] == 3 and parse_device("cupy")[0].name == "cupy"
+def test_a_device_has_a_number(two_devices: Any) -> None:
+    assert parse_device("cupy:1")[1] == 1 and parse_device("cupy")[0].name == "cupy"
 
 
 @asynchronous

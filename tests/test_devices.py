@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import ctypes
 import sys
 from types import SimpleNamespace
@@ -12,8 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cupy import fake_cupy
-from support import OnlyDLPack
+from support import OnlyDLPack, asynchronous, serving
 
+from transport import UCXXClient
 from transport.devices import kind_of, require_cupy, to_host
 from transport.errors import BufferUnsuitableError, MissingDependencyError, SchemaError
 from transport.payload import (
@@ -21,7 +23,8 @@ from transport.payload import (
     check_destination,
 )
 from transport.schema import DTYPES
-from transport.streams import require_device
+from transport.streams import PER_THREAD, require_device
+from transport.weights.layout import weights_checksum
 
 
 # --- destinations: UCX writes into whatever it is given -----------------------------------------
@@ -189,6 +192,27 @@ def test_cupy_imports_without_a_driver_and_the_lack_of_a_device_is_named() -> No
         check_destination(device_array(), 101)
 
 
+@pytest.mark.ucx
+@asynchronous
+async def test_beside_the_real_cupy_without_a_driver_host_arrays_work_and_a_device_is_refused_by_name() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+        if cupy.cuda.runtime.getDeviceCount():
+            pytest.skip("there is a device, which whoever touches it finds")
+    values = {"x": np.arange(300_000), "y": np.float32(3)}
+    with serving(slots=4, slot_bytes=4 << 20) as (ring, _):
+        for wire in ("mapped", "tcp"):
+            async with UCXXClient(wire={wire}) as client:  # type: ignore[arg-type]
+                ticket = ring.write(values)
+                out = np.zeros(ticket.size, np.uint8)
+                payload = await client.read(ticket, out=out)
+                assert (payload["x"] == values["x"]).all() and payload.data is out
+        for device in ("cupy", "cupy:1"):
+            with pytest.raises(MissingDependencyError, match="no CUDA device: cudaError"):
+                UCXXClient(device=device)
+    assert weights_checksum(values) == weights_checksum({"x": values["x"].copy(), "y": values["y"]})
+
+
 def test_the_real_cupy_has_what_the_transport_asks_of_it() -> None:
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     stand_in = fake_cupy()
@@ -198,4 +222,5 @@ def test_the_real_cupy_has_what_the_transport_asks_of_it() -> None:
         assert hasattr(cupy.cuda.runtime, name), name
     for name in ("ndarray", "empty", "zeros", "asarray", "asnumpy", "RawKernel", "from_dlpack"):
         assert hasattr(cupy, name), name
+    assert (cupy.cuda.Stream.null.ptr, cupy.cuda.Stream.ptds.ptr) == (0, PER_THREAD)
     assert hasattr(cupy.cuda.Stream, "from_external") or hasattr(cupy.cuda, "ExternalStream")

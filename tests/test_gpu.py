@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Iterator
@@ -12,24 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_payloads import SCHEMA, bytes_of, free_device_memory, host_values, to_device
+from gpu_payloads import SCHEMA, busy, bytes_of, free_device_memory, host_values, opened, to_device, why_not
 from support import Child, eventually, noise, read_bytes
 
-from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer
+from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.bench import loopback
-
-
-def why_not() -> str:
-    """Why these tests cannot run here; empty where they can."""
-    try:
-        import cupy
-    except ImportError as error:
-        return f"CuPy is not installed: {error}"
-    try:
-        return "" if cupy.cuda.runtime.getDeviceCount() else "no CUDA device"
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        return f"no CUDA device: {error}"
-
+from transport.errors import UsageError
+from transport.packer import UCXXDataPackerMixin
+from transport.testing import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")]
 
@@ -41,12 +32,8 @@ WRITER = "import gpu_payloads; gpu_payloads.write_on_request()"
 
 @pytest.fixture(scope="module")
 def device() -> Any:
-    """The real CuPy; what it opens once for the life of the process is open before any test counts."""
-    import cupy
-
-    cupy.cuda.Device().synchronize()
-    cupy.zeros(3, np.uint8).sum().item()
-    return cupy
+    """The real CuPy."""
+    return opened()
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +62,6 @@ def knows_device_memory(client: BlockingClient) -> bool:
         return client._client._links.device_memory()
 
     return client._thread.run(look())
-
-
-def busy(cupy: Any, stream: Any, milliseconds: int = 300) -> None:
-    """Keep a stream at work for about so long."""
-    kernel = cupy.RawKernel(
-        'extern "C" __global__ void spin(long long n) { long long t = clock64(); while (clock64() - t < n) {} }', "spin"
-    )
-    with stream:
-        kernel((1,), (1,), (np.int64(milliseconds * 1_500_000),))
 
 
 # --- bits ---------------------------------------------------------------------------------------
@@ -307,3 +285,91 @@ def test_to_device_gives_what_it_was_given(torch: Any, library: str) -> None:
     values = host_values(1)
     for name, array in to_device(library, values).items():
         assert bytes_of(array) == values[name].tobytes()
+
+
+# --- cancelled, per thread, several ------------------------------------------------------------------------
+@pytest.mark.parametrize(("wire", "receive"), [("mapped", "staged"), ("tcp", "staged"), ("tcp", "direct")])
+def test_a_cancelled_read_writes_no_more_into_the_callers_memory(
+    writer: Child, device: Any, wire: Any, receive: Any
+) -> None:
+    async def read() -> None:
+        out = device.zeros(SCHEMA.max_bytes, np.uint8)
+        async with UCXXClient(schemas=[SCHEMA], wire={wire}, device_receive=receive) as client:
+            for attempt in range(12):
+                ticket = await asyncio.to_thread(ask, writer, "cupy", attempt)
+                reading = asyncio.ensure_future(client.read(ticket, out=out))
+                await asyncio.sleep(attempt * 5e-4)  # somewhere within it; where does not matter
+                reading.cancel()
+                await asyncio.gather(reading, return_exceptions=True)
+                out[:] = 0xEE
+                other = await asyncio.to_thread(ask, writer, "cupy", 99 + attempt)  # time passes
+                assert bool((out == 0xEE).all()), f"attempt {attempt} went on writing"
+                for kept in (ticket, other):
+                    await client.discard(kept)
+            ticket = await asyncio.to_thread(ask, writer, "cupy", 1)
+            await client.read(ticket, out=out)
+            assert bytes_of(out[: 8 * ticket.lengths[0]]) == host_values(1)["tokens"].tobytes()
+
+    run(read())
+
+
+def test_a_blocking_client_orders_with_the_default_stream_of_its_callers_thread(writer: Child, device: Any) -> None:
+    stream = device.cuda.Stream.ptds
+    with BlockingClient(schemas=[SCHEMA], wire={"mapped"}) as client:
+        ticket = ask(writer, "cupy", 4)
+        out = device.zeros(ticket.size, np.uint8)
+        device.cuda.Device().synchronize()
+        busy(device, stream)
+        with stream:
+            out += 1  # must not be seen: the payload comes after it
+            payload = client.read(ticket, out=out)
+            total = payload["image"].astype(np.int64).sum()
+            stream.synchronize()
+        assert int(total) == int(host_values(4)["image"].astype(np.int64).sum())
+
+
+@every_library
+def test_a_batch_of_the_data_packer_is_in_device_memory(torch: Any, library: str) -> None:
+    class Packer(UCXXDataPackerMixin):
+        """The mixin alone."""
+
+    with SharedRingBuffer.create(slots=8, slot_bytes=1 << 20) as ring, UCXXServer(ring, log_level="ERROR"):
+        tickets = [ring.write(to_device(library, {"x": noise(1000 * number, number)})) for number in range(1, 6)]
+        packer = Packer()
+        packer.setup_ucxx_packer(wire={"tcp"}, device=library)
+        try:
+            packer.start_prefetch(tickets)
+            batch = packer.collect_prefetch(timeout=30)
+            assert batch is not None
+            for number, payload in enumerate(packer.consume(batch), 1):
+                assert bytes_of(payload["x"]) == noise(1000 * number, number).tobytes()
+                assert library in type(payload["x"]).__module__
+        finally:
+            packer.cleanup_ucxx_packer()
+
+
+def test_a_device_that_is_not_there_is_refused_at_once(device: Any) -> None:
+    count = device.cuda.runtime.getDeviceCount()
+    with pytest.raises(UsageError, match=f"this process sees {count} CUDA devices"):
+        BlockingClient(device=f"cupy:{count}")
+
+
+@every_wire
+@every_library
+def test_a_second_device_is_written_from_and_read_into_whichever_is_current(
+    torch: Any, device: Any, wire: Any, library: str
+) -> None:
+    if device.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("this host has one CUDA device")
+    with (
+        SharedRingBuffer.create(slots=4, slot_bytes=1 << 20) as ring,
+        UCXXServer(ring, log_level="ERROR"),
+        BlockingClient(wire={wire}, device=f"{library}:1") as client,
+    ):
+        with device.cuda.Device(1):
+            values = device.asarray(noise(1 << 20))
+        before = device.cuda.runtime.getDevice()
+        payload = client.read(ring.write({"x": values}))
+        with device.cuda.Device(1):
+            assert bytes_of(payload["x"]) == noise(1 << 20).tobytes()
+        assert device.cuda.runtime.getDevice() == before

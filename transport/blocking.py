@@ -31,9 +31,11 @@ class BlockingClient:
 
     def read(self, ticket: Ticket, out: Any = None, rank: int = 0, timeout: float | None = None) -> ReceivedPayload:
         """See `UCXXClient.read`. For `out` in device memory the stream counts that is current in this thread."""
-        if out is not None and (target := target_of(out, ticket.size)) is not None:
-            out = target
-        return self._thread.run(self._client.read(ticket, out, rank, timeout))
+        target = None if out is None else target_of(out, ticket.size, elsewhere=True)
+        payload = self._thread.run(self._client.read(ticket, out if target is None else target, rank, timeout))
+        if target is not None:
+            target.looked_at()
+        return payload
 
     def read_many(
         self, tickets: Iterable[Ticket], *, rank: int = 0, timeout: float | None = None

@@ -43,11 +43,14 @@ class Completions:
         return len(self._waiting)
 
     def after(self, mark: Passing, action: Callable[[], object]) -> None:
-        """Call ``action`` once ``mark`` has passed: now, or from the loop. It must not raise."""
-        if not self._waiting and _passed(mark):
-            action()
+        """Call ``action`` once ``mark`` has passed: now, or from the loop. What it raises is logged."""
+        if _passed(mark):
+            _do(action)
             return
         self._waiting.append((mark, action))
+        if self._timer is not None:  # what has waited for long has made the pauses long
+            self._timer.cancel()
+            self._timer = None
         self._pause_s = _FIRST_LOOK_S
         self._look_later()
 
@@ -68,7 +71,7 @@ class Completions:
         for mark, action in waiting:
             if _passed(mark):
                 self._pause_s = _FIRST_LOOK_S
-                action()
+                _do(action)
             else:
                 self._waiting.append((mark, action))
         self._pause_s = min(self._pause_s * 2, _LONGEST_PAUSE_S)
@@ -85,7 +88,15 @@ class Completions:
                 mark.wait()
             except Exception as error:  # as in _passed
                 log.error("a copy has failed with its device: %s", error)
-            action()
+            _do(action)
+
+
+def _do(action: Callable[[], object]) -> None:
+    """One that fails must not keep the others' memory from being given back."""
+    try:
+        action()
+    except Exception:
+        log.exception("what was to be done after a copy has failed; going on")
 
 
 def _passed(mark: Passing) -> bool:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from transport.devices import DeviceTensor, require_cupy
 from transport.libraries import library_of
 from transport.schema import Layout
-from transport.streams import Mark, as_current, copy_to_device, copy_to_host
+from transport.streams import Mark, as_current, copy_to_device, copy_to_host, settled_on_failure
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +66,8 @@ class _Step:
         self.end = start + size
 
     def queue(self, slot: int) -> None:
-        """Queue the copies into the slot at address ``slot``. Whatever was queued is before the mark."""
-        try:
+        """Queue the copies into the slot at address ``slot``, and the mark behind them."""
+        with settled_on_failure(self.stream, self.device):
             gathered = self._gathered() if len(self.parts) >= _RUN else None
             if gathered is not None:
                 self.kept = gathered
@@ -75,7 +75,6 @@ class _Step:
             copy_to_host(
                 [(slot + start, address, size) for start, size, address in self.parts], self.device, self.stream
             )
-        finally:
             self.mark = Mark(self.stream, self.device)
 
     def _gathered(self) -> Any:
@@ -94,38 +93,64 @@ class _Step:
             return None
 
 
+class Source(NamedTuple):
+    """``size`` bytes at ``address`` of a device that belong at ``start`` of a slot, once ``stream`` has made them."""
+
+    start: int
+    size: int
+    address: int
+    device: int
+    stream: int
+
+
+def sources_of(layout: Layout, arrays: Sequence[object]) -> list[Source | None]:
+    """The device tensors of a payload, on the streams that are current in this thread; None for what is elsewhere.
+
+    arrays: in the layout's order; the `DeviceTensor`s are contiguous and of the layout's dtypes.
+    """
+    streams: dict[tuple[str, int], int] = {}
+    found: list[Source | None] = []
+    for array, placement in zip(arrays, layout.placements, strict=True):
+        if not isinstance(array, DeviceTensor):
+            found.append(None)
+            continue
+        library = library_of(array.value)
+        place = (library.name, array.device)
+        if place not in streams:
+            streams[place] = library.stream(array.device)
+        found.append(Source(placement.offset, placement.nbytes, array.address, array.device, streams[place]))
+    return found
+
+
 class DeviceCopies:
     """The copies of one payload into the slot at ``address``. Whatever happens, end with `finish`.
 
-    arrays: the payload's, in the layout's order; its `DeviceTensor`s are contiguous and of the layout's dtypes.
+    Bytes between two sources that stand side by side in the list become zeros, or are left alone.
+
+    sources: in the order of their places; None stands for what the processor packs there.
     """
 
-    def __init__(self, layout: Layout, arrays: Sequence[object], address: int) -> None:
+    def __init__(self, sources: Sequence[Source | None], address: int) -> None:
         self._address = address
         self._steps: list[_Step] = []
         self._parts: dict[int, list[tuple[int, int, int]]] = {}  # start and end in the slot, step; by tensor number
         self._queued = 0  # steps
         self._ahead = 0  # bytes queued beyond what was waited for
-        streams: dict[tuple[str, int], int] = {}
         run: _Step | None = None
-        for number, (array, placement) in enumerate(zip(arrays, layout.placements, strict=True)):
-            if not isinstance(array, DeviceTensor):
+        for number, source in enumerate(sources):
+            if source is None:
                 run = None  # what is packed by the processor must not stand between what is copied as one
                 continue
-            library = library_of(array.value)
-            place = (library.name, array.device)
-            if place not in streams:
-                streams[place] = library.stream(array.device)
-            stream = (array.device, streams[place])
-            small = placement.nbytes <= _SMALL_BYTES
-            for done in range(0, placement.nbytes, _STEP_BYTES):
-                size = min(_STEP_BYTES, placement.nbytes - done)
+            stream = (source.device, source.stream)
+            small = source.size <= _SMALL_BYTES
+            for done in range(0, source.size, _STEP_BYTES):
+                size = min(_STEP_BYTES, source.size - done)
                 full = run is None or run.end - run.start >= _STEP_BYTES or (run.device, run.stream) != stream
                 if run is None or full or not small:
                     run = _Step(stream)
                     self._steps.append(run)
-                start = placement.offset + done
-                run.add(start, size, array.address + done)
+                start = source.start + done
+                run.add(start, size, source.address + done)
                 self._parts.setdefault(number, []).append((start, start + size, len(self._steps) - 1))
             if not small:
                 run = None
@@ -156,6 +181,6 @@ class DeviceCopies:
 
     def _queue_next(self) -> None:
         step = self._steps[self._queued]
-        self._queued += 1  # first: what was queued is waited for, also where not all of it could be
+        self._queued += 1
         self._ahead += step.end - step.start
         step.queue(self._address)

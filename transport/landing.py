@@ -11,21 +11,34 @@ stream through `ReceivedPayload` is made to. Nothing waits for a device but `dir
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any, Final, Literal, TypeVar
 
+import numpy as np
+
 from transport import _native
 from transport.completions import Completions
 from transport.devices import kind_of
-from transport.errors import InternalError
+from transport.errors import DeadlineExceededError, InternalError
 from transport.libraries import Library, library_of, parse_device
 from transport.payload import check_destination
 from transport.received import ReceivedPayload
+from transport.retry import Deadline
 from transport.ring import SharedRingBuffer
 from transport.schema import Schema
 from transport.staging import StagingPool
-from transport.streams import Mark, address_of, copy_to_device, copy_to_host, own_stream, pinned_memory
+from transport.streams import (
+    Mark,
+    address_of,
+    copy_to_device,
+    copy_to_host,
+    handle_for_others,
+    own_stream,
+    pinned_memory,
+    settled_on_failure,
+)
 from transport.ticket import Ticket
 from transport.wires import Wire
 
@@ -67,7 +80,7 @@ class Target:
             return
         self._used_on.add(current)
         if self._mark is not None:
-            self._mark.hold(current)
+            self._mark.hold(current, self.device)
         if self._own:
             self.library.keep(self.array, self.device, self.stream)
 
@@ -121,8 +134,9 @@ class DevicePayload(ReceivedPayload):
 class Arriving:
     """Keeps device memory that UCX writes into; ``checksum`` brings it to the host to be hashed."""
 
-    def __init__(self, target: Target, checksum: Callable[[Target], Awaitable[int]]) -> None:
+    def __init__(self, target: Target, checksum: Callable[[Target, Any], Awaitable[int]]) -> None:
         self._target = target
+        self._array = target.array  # a payload that is released drops the target's
         self._checksum = checksum
 
     def memory(self) -> tuple[int, int, Arriving]:
@@ -131,14 +145,15 @@ class Arriving:
 
     def checksum(self) -> Awaitable[int]:
         """XXH3 of what has arrived."""
-        return self._checksum(self._target)
+        return self._checksum(self._target, self._array)
 
 
 class Landing:
-    """The device side of one client. Belongs to its loop; CUDA is not touched before the first payload for a device.
+    """The device side of one client. Belongs to its loop; no memory of a device is taken before its first payload.
 
     Args:
-        device: "cupy" or "torch", with ":1" for another device: reads without `out` go to new memory there.
+        device: "cupy" or "torch", with ":1" for another device: reads without `out` go to new memory there. Raises
+            what `parse_device` raises.
         receive: how payloads over a wire get there.
         staging_bytes: bound of the pinned memory.
     """
@@ -147,7 +162,7 @@ class Landing:
         self._home: tuple[Library, int] | None = None if device is None else parse_device(device)
         self.receive: DeviceReceive = receive
         self._completions = Completions()
-        self._staging = StagingPool(staging_bytes, pinned_memory)
+        self._staging = StagingPool(staging_bytes)
 
     def __repr__(self) -> str:
         return f"<Landing {self._staging!r} {self._completions!r}>"
@@ -180,9 +195,11 @@ class Landing:
         try:
             if ticket.size:
                 ring.register(ticket.slot, target.device)
-                source = address_of(lease.view)
-                copy_to_device(target.address, source, ticket.size, target.device, target.stream)
-            mark = target.arrives()
+            with settled_on_failure(target.stream, target.device):
+                if ticket.size:
+                    source = address_of(lease.view)
+                    copy_to_device(target.address, source, ticket.size, target.device, target.stream)
+                mark = target.arrives()
         except BaseException:
             lease.release()
             raise
@@ -199,54 +216,87 @@ class Landing:
         target.arrives()
         return target
 
-    async def over_wire(self, target: Target, direct: bool, read: Callable[[Any], Awaitable[T]]) -> T:
+    async def over_wire(
+        self, target: Target, direct: bool, deadline: Deadline, read: Callable[[Any], Awaitable[T]]
+    ) -> T:
         """Let ``read`` receive into a buffer that it is given, and see to it that the bytes get to the target.
 
         read: when it raises or is cancelled, nobody writes into the buffer any more.
         direct: UCX knows device memory.
+
+        Raises DeadlineExceededError while it still waits for pinned memory, or for the stream.
         """
         if direct and target.size >= _DIRECT_BYTES:
-            await self._completions.passed(Mark(target.stream, target.device))
-            return await read(Arriving(target, self._checksum).memory())
-        block = await self._staging.take(target.size)
+            before = Mark(target.stream, target.device)
+            await _by(deadline, self._completions.passed(before), "the caller's stream was not done with the memory")
+            return await read(Arriving(target, partial(self._checksum, deadline)).memory())
+        block = await self._block(target, deadline)
         try:
             result = await read(block[: target.size].data)
-            if target.size:
-                copy_to_device(target.address, address_of(block), target.size, target.device, target.stream)
-            mark = target.arrives()
+            with settled_on_failure(target.stream, target.device):
+                if target.size:
+                    copy_to_device(target.address, address_of(block), target.size, target.device, target.stream)
+                mark = target.arrives()
         except BaseException:
             self._staging.give_back(block)
             raise
         self._completions.after(mark, partial(self._staging.give_back, block))
         return result
 
-    async def _checksum(self, target: Target) -> int:
+    async def _block(self, target: Target, deadline: Deadline) -> np.ndarray:
+        """Pinned memory for a payload, once there is room for it."""
+        taking = self._staging.take(target.size, partial(pinned_memory, device=target.device))
+        return await _by(deadline, taking, f"no room in pinned memory: {self._staging!r}")
+
+    async def _checksum(self, deadline: Deadline, target: Target, array: Any) -> int:
         """XXH3 of what was received directly: it comes to the host for that, on this client's own stream."""
-        block = await self._staging.take(target.size)
+        block = await self._block(target, deadline)
         stream = own_stream(target.device)
-        mark = None
         try:
-            copy_to_host([(address_of(block), target.address, target.size)], target.device, stream)
-            mark = Mark(stream, target.device)
-            await self._completions.passed(mark)
+            with settled_on_failure(stream, target.device):
+                copy_to_host([(address_of(block), target.address, target.size)], target.device, stream)
+                mark = Mark(stream, target.device)
+        except BaseException:
+            self._staging.give_back(block)
+            raise
+        try:
+            await _by(deadline, self._completions.passed(mark), "the copy to be hashed was not done")
             return await asyncio.to_thread(_native.checksum, block[: target.size].data)
         finally:
-            if mark is None:
-                self._staging.give_back(block)
-            else:
-                self._completions.after(mark, partial(self._staging.give_back, block))
+            self._completions.after(mark, partial(self._give_back, block, array))
+
+    def _give_back(self, block: np.ndarray, _array: Any) -> None:
+        """A block, and the array that it was copied from, which has to live until then."""
+        self._staging.give_back(block)
 
     def close(self) -> None:
         """Wait for the copies that are queued, then let go of slots and pinned memory."""
         self._completions.finish()
-        self._staging.clear()
+        self._staging.close()
 
 
-def target_of(out: Any, size: int) -> Target | None:
-    """`out` as a target, with the stream that is current in this thread; None: it is in host memory."""
+def target_of(out: Any, size: int, *, elsewhere: bool = False) -> Target | None:
+    """`out` as a target, with the stream that is current in this thread; None: it is in host memory.
+
+    elsewhere: copies are queued by another thread; when they are, `Target.looked_at` is called in this one.
+    """
     if kind_of(out) != "cuda":
         return None
     check_destination(out, size)
     library = library_of(out)
-    described = library.describe(out)
-    return Target(out, library, size, library.stream(described.device), own=False)
+    device = library.describe(out).device
+    stream = library.stream(device)
+    if elsewhere:
+        stream = handle_for_others(stream, device)
+    return Target(out, library, size, stream, own=False)
+
+
+async def _by(deadline: Deadline, waiting: Awaitable[T], late: str) -> T:
+    """The result, no later than the deadline. DeadlineExceededError says what was late."""
+    try:
+        async with asyncio.timeout(max(0.0, deadline.at - time.monotonic())):
+            return await waiting
+    except TimeoutError as error:
+        if isinstance(error, DeadlineExceededError):
+            raise
+        raise DeadlineExceededError(f"{late} before the deadline") from error

@@ -62,6 +62,10 @@ class WriteLease:
         """The slot's number."""
         return self._slot
 
+    def register(self, device: int) -> None:
+        """Copies from ``device`` into the slot are to come: see `SharedRingBuffer.register`."""
+        self._ring.register(self._slot, device)
+
     @property
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """The slot's memory as writable arrays by name. Not to be used after publishing."""
@@ -159,6 +163,10 @@ class ReadLease:
         self.rank = rank
         self._open = True
         self.view: memoryview = ring.native.payload(ticket.slot)[: ticket.size].toreadonly()
+
+    def register(self, device: int) -> None:
+        """Copies out of the slot to ``device`` are to come: see `SharedRingBuffer.register`."""
+        self._ring.register(self.ticket.slot, device)
 
     def consume(self) -> bool:
         """Say that this rank has the payload, and unpin. False: finalised before, or consumed through another port."""

@@ -16,7 +16,7 @@ import numpy as np
 from transport.devices import DeviceTensor, is_torch, require_cupy
 from transport.errors import BufferUnsuitableError, MissingDependencyError, UsageError
 from transport.schema import DTYPES, Placement
-from transport.streams import Mark, as_current
+from transport.streams import Mark, as_current, require_device
 
 LibraryName = Literal["cupy", "torch"]
 
@@ -99,7 +99,7 @@ class Cupy:
 
 def _wait_for(stream: Any, device: int, home: int) -> None:
     if not sys.is_finalizing():  # CUDA may be gone by then, and nobody allocates any more
-        Mark(int(stream.ptr), device).hold(home)
+        Mark(int(stream.ptr), device).hold(home, device)
 
 
 class Torch:
@@ -166,8 +166,8 @@ def parse_device(device: str) -> tuple[Library, int]:
     """A library and the number of a device, from "cupy", "torch", "cupy:1" or "torch:1".
 
     Raises:
-        UsageError: anything else.
-        MissingDependencyError: CuPy, or the library, is not installed.
+        UsageError: anything else, or a device that this host has not got.
+        MissingDependencyError: CuPy, or the library, is not installed, or there is no device at all.
     """
     name, _, number = device.partition(":")
     if name not in get_args(LibraryName) or (number and not number.isdecimal()):
@@ -175,4 +175,7 @@ def parse_device(device: str) -> tuple[Library, int]:
     require_cupy()
     if name == "torch" and "torch" not in sys.modules:
         TORCH._torch  # noqa: B018  # a torch that is missing shows here, not at the first read
+    count = require_device()
+    if int(number or 0) >= count:
+        raise UsageError(f"device={device!r}: this process sees {count} CUDA devices, numbered from 0")
     return (TORCH if name == "torch" else CUPY), int(number or 0)

@@ -16,7 +16,7 @@ import numpy as np
 
 from transport import _native
 from transport._native import Block, PayloadView
-from transport.device_copies import DeviceCopies
+from transport.device_copies import DeviceCopies, sources_of
 from transport.devices import DeviceArray, DeviceTensor, is_torch, kind_of, to_host, writable_bytes
 from transport.errors import BufferUnsuitableError, SchemaError
 from transport.libraries import library_of
@@ -178,7 +178,7 @@ def pack_into(layout: Layout, arrays: Sequence[Array], destination: memoryview, 
     if not any(isinstance(array, DeviceTensor) for array in arrays):
         return _pack(layout, arrays, target, checksum, None)
     plain = [_plain(array, placement) for array, placement in zip(arrays, layout.placements, strict=True)]
-    copies = DeviceCopies(layout, plain, address_of(target))
+    copies = DeviceCopies(sources_of(layout, plain), address_of(target))
     try:
         copies.start()
         return _pack(layout, plain, target, checksum, copies)

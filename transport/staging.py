@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,24 +14,34 @@ from transport.buffers import size_class
 
 _ALLOCATED_IN_THREAD = 8 << 20  # from here on allocating takes milliseconds (0.5 s per GiB)
 
+Allocate = Callable[[int], np.ndarray]
+
+
+class _Turn(NamedTuple):
+    """Somebody who waits; the future is set once its place is kept: to a block, or None where one is to be made."""
+
+    wanted: int
+    granted: asyncio.Future[np.ndarray | None]
+
 
 class StagingPool:
     """Lends pinned blocks; who asks for more than the bound allows waits for one to come back. One loop's.
 
+    Who came first is served first: a large payload waits until there is room, and is not passed by small ones for ever.
+
     Args:
         most_bytes: of all blocks together, lent and idle. A larger payload gets a block of its own once nothing else
             is lent, so that it is slow and not impossible.
-        allocate: makes pinned memory of a size.
     """
 
-    def __init__(self, most_bytes: int, allocate: Callable[[int], np.ndarray]) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
-        self._allocate = allocate
         self._idle: dict[int, list[np.ndarray]] = {}
         # Invariant: _bytes is the size of all blocks, lent and idle, those that are being allocated included.
         self._bytes = 0
+        # Invariant: blocks that are out, being allocated, or kept for somebody who has been told so.
         self._lent = 0
-        self._waiters: list[asyncio.Future[None]] = []
+        self._waiting: deque[_Turn] = deque()
 
     def __repr__(self) -> str:
         return f"<StagingPool {self._lent} lent, {self._bytes} of {self._most} bytes>"
@@ -43,55 +56,100 @@ class StagingPool:
         """Blocks that are out."""
         return self._lent
 
-    async def take(self, size: int) -> np.ndarray:
-        """A block of at least ``size`` bytes; give it back with `give_back`."""
+    async def take(self, size: int, allocate: Allocate) -> np.ndarray:
+        """A block of at least ``size`` bytes; give it back with `give_back`.
+
+        allocate: makes pinned memory of a size, where none is idle. What it raises is raised.
+        """
         wanted = size_class(size)
-        while True:
-            if idle := self._idle.get(wanted):
-                self._lent += 1
-                return idle.pop()
-            if self._bytes + wanted > self._most:
-                self._drop_idle(wanted)
-            if self._bytes + wanted <= self._most or not self._lent:
-                return await self._make(wanted)
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+        if not self._waiting and self._has_room(wanted):
+            block = self._keep_place(wanted)
+        else:
+            block = await self._turn(wanted)
+        return await self._make(wanted, allocate) if block is None else block
+
+    async def _turn(self, wanted: int) -> np.ndarray | None:
+        turn = _Turn(wanted, asyncio.get_running_loop().create_future())
+        self._waiting.append(turn)
+        try:
+            return await turn.granted
+        except BaseException:
+            if not turn.granted.cancelled():  # told in the same moment
+                self._return(wanted, turn.granted.result())
+            elif turn in self._waiting:
+                self._waiting.remove(turn)
+            self._serve()
+            raise
 
     def give_back(self, block: np.ndarray) -> None:
         """Nobody reads or writes the block any more."""
-        self._lent -= 1
-        if self._bytes > self._most:
-            self._bytes -= block.nbytes
-        else:
-            self._idle.setdefault(block.nbytes, []).append(block)
-        self._wake()
+        self._return(block.nbytes, block)
+        self._serve()
 
-    def clear(self) -> None:
-        """Let go of everything idle."""
-        self._drop_idle(self._most)
+    def close(self) -> None:
+        """Let go of everything idle, and of what is lent when it comes back."""
+        self._most = 0
+        self._drop_idle(0)
 
-    async def _make(self, wanted: int) -> np.ndarray:
-        self._bytes += wanted
+    # --- places ---------------------------------------------------------------------------------------
+    def _has_room(self, wanted: int) -> bool:
+        if self._idle.get(wanted) or not self._lent:
+            return True
+        idle = sum(kept[0].nbytes * len(kept) for kept in self._idle.values() if kept)
+        return self._bytes - idle + wanted <= self._most
+
+    def _keep_place(self, wanted: int) -> np.ndarray | None:
+        """Count one more block as lent: an idle one, or (None) one that is to be made."""
         self._lent += 1
-        try:
-            if wanted < _ALLOCATED_IN_THREAD:
-                return self._allocate(wanted)
-            return await asyncio.to_thread(self._allocate, wanted)
-        except BaseException:
-            self._bytes -= wanted
-            self._lent -= 1
-            self._wake()
-            raise
+        if idle := self._idle.get(wanted):
+            return idle.pop()
+        self._drop_idle(wanted)
+        self._bytes += wanted
+        return None
+
+    def _return(self, size: int, block: np.ndarray | None) -> None:
+        """A place is free again, with its block, or (None) without: that was never made."""
+        self._lent -= 1
+        if block is None or self._bytes > self._most:
+            self._bytes -= size
+        else:
+            self._idle.setdefault(size, []).append(block)
+
+    def _serve(self) -> None:
+        """Keep places for those who wait, in their order, as far as there is room."""
+        while self._waiting and self._has_room(self._waiting[0].wanted):
+            wanted, granted = self._waiting.popleft()
+            if not granted.done():
+                granted.set_result(self._keep_place(wanted))
 
     def _drop_idle(self, wanted: int) -> None:
         for kept in self._idle.values():
             while kept and self._bytes + wanted > self._most:
                 self._bytes -= kept.pop().nbytes
 
-    def _wake(self) -> None:
-        """Everybody looks again: sizes differ, so that the first may still have to wait and another not."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+    # --- memory -----------------------------------------------------------------------------------------
+    async def _make(self, wanted: int, allocate: Allocate) -> np.ndarray:
+        """The block of a place that is kept."""
+        if wanted < _ALLOCATED_IN_THREAD:
+            try:
+                return allocate(wanted)
+            except BaseException:
+                self._return(wanted, None)
+                self._serve()
+                raise
+        work = asyncio.ensure_future(asyncio.to_thread(allocate, wanted))
+        try:
+            return await asyncio.shield(work)
+        except BaseException:
+            # A thread cannot be called off: the place stays taken until the memory is there, or known not to be.
+            if work.done():
+                self._made(wanted, work)
+            else:
+                work.add_done_callback(partial(self._made, wanted))
+            raise
+
+    def _made(self, wanted: int, work: asyncio.Future[np.ndarray]) -> None:
+        """Nobody waits for it any more."""
+        failed = work.cancelled() or work.exception() is not None
+        self._return(wanted, None if failed else work.result())
+        self._serve()

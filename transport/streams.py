@@ -6,10 +6,11 @@ for a device: a copy is queued, and whoever needs its end asks for the mark behi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,10 @@ from transport.errors import MissingDependencyError
 
 log = logging.getLogger(__name__)
 
+PER_THREAD = 2  # cudaStreamPerThread: the default stream of whichever thread names it
+
 _READ_ONLY = 8  # cudaHostRegisterReadOnly, which CuPy does not name
+_MOST_EVENTS = 64  # kept for the next marks of a device
 
 
 def require_device() -> int:
@@ -56,15 +60,40 @@ def copy_to_device(target: int, source: int, nbytes: int, device: int, stream: i
         cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyHostToDevice, stream)
 
 
+@contextlib.contextmanager
+def settled_on_failure(stream: int, device: int) -> Iterator[None]:
+    """Around what queues copies and then the mark behind them.
+
+    When that fails half-way no mark says when the memory is free again, so what is queued by then is waited for. A
+    device that cannot even do that copies nothing any more.
+    """
+    try:
+        yield
+    except BaseException:
+        cupy = require_cupy()
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError), cupy.cuda.Device(device):
+            cupy.cuda.runtime.streamSynchronize(stream)
+        raise
+
+
 class Mark:
     """A place in a stream's queue: everything queued before it has been done once it has passed. Any thread."""
 
     def __init__(self, stream: int, device: int) -> None:
         cupy = require_cupy()
         self._runtime = cupy.cuda.runtime
+        self._idle = _idle_events(cupy, device)
         with cupy.cuda.Device(device):
-            self._event = cupy.cuda.Event(disable_timing=True)
+            try:
+                self._event = self._idle.pop()
+            except IndexError:
+                self._event = cupy.cuda.Event(disable_timing=True)
             self._runtime.eventRecord(self._event.ptr, stream)
+
+    def __del__(self) -> None:
+        # Recorded again it is another place; a stream that waits for this one goes on doing so.
+        if hasattr(self, "_event") and len(self._idle) < _MOST_EVENTS:
+            self._idle.append(self._event)
 
     @property
     def passed(self) -> bool:
@@ -75,9 +104,29 @@ class Mark:
         """Wait for it, in this thread and without the interpreter lock; the device goes on with everything else."""
         self._event.synchronize()
 
-    def hold(self, stream: int) -> None:
-        """What is queued on ``stream`` from now on comes after this mark; the host waits for nothing."""
-        self._runtime.streamWaitEvent(stream, self._event.ptr, 0)
+    def hold(self, stream: int, device: int) -> None:
+        """What is queued on ``stream`` of ``device`` from now on comes after this mark; the host waits for nothing."""
+        with require_cupy().cuda.Device(device):  # which default stream is meant
+            self._runtime.streamWaitEvent(stream, self._event.ptr, 0)
+
+
+def handle_for_others(stream: int, device: int) -> int:
+    """A handle by which other threads can queue behind a stream that is this thread's current one.
+
+    It is the stream's own but for the default stream of this thread, whose handle names another one elsewhere; then it
+    is that of the project's own stream, which comes after what is queued by now.
+    """
+    if stream != PER_THREAD:
+        return stream
+    own = own_stream(device)
+    Mark(stream, device).hold(own, device)
+    return own
+
+
+@cache
+def _idle_events(_cupy: Any, _device: int) -> list[Any]:
+    """Events of a device that no mark uses. Making one takes a lock of the driver."""
+    return []
 
 
 class _Handle:
@@ -93,6 +142,8 @@ class _Handle:
 def as_current(stream: int) -> Any:
     """A context in which CuPy's work goes to ``stream``, of the current device."""
     kind = require_cupy().cuda.Stream
+    if stream in (0, PER_THREAD):  # the default streams have objects of their own
+        return kind.ptds if stream else kind.null
     return kind.from_external(_Handle(stream)) if hasattr(kind, "from_external") else _external(stream)
 
 
@@ -115,10 +166,14 @@ def _own_stream(cupy: Any, device: int) -> Any:
         return cupy.cuda.Stream(non_blocking=True)
 
 
-def pinned_memory(nbytes: int) -> np.ndarray:
-    """Page-locked host memory as a uint8 array; freed with its last view."""
+def pinned_memory(nbytes: int, device: int) -> np.ndarray:
+    """Page-locked host memory as a uint8 array; freed with its last view. Any device may copy from and to it.
+
+    device: used already, or about to be: a process that touches another takes hundreds of MiB of that one.
+    """
     cupy = require_cupy()
-    pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
+    with cupy.cuda.Device(device):
+        pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
     return np.frombuffer(pinned, np.uint8, nbytes)
 
 

@@ -1,6 +1,7 @@
 """`bench ring`: the ring on one core, from C++ and from Python, and copies against memcpy.
 
-The C++ rows are those of native/tests/ring_bench.cpp, which is built here in release mode without fault points.
+The C++ rows are those of native/tests/ring_bench.cpp, which is built here in release mode without fault points. With a
+device the rows are writes from its memory and reads into it instead, beside plain copies from and to pinned memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,18 @@ from transport import _native
 from transport.bench.processes import last_line, run_group
 from transport.bench.result import aligned
 from transport.bench.units import show_size
+from transport.devices import require_cupy
 from transport.errors import InternalError, MissingDependencyError
+from transport.libraries import CUPY
 from transport.progress import Progress
 from transport.ring import SharedRingBuffer
 from transport.schema import Schema
+from transport.streams import Mark, address_of, copy_to_device, copy_to_host, pinned_memory
+from transport.ticket import Ticket
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
+_DEVICE_SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
 _MOST_BYTES = 256 << 20
 _TIMEOUT_S = 300.0
 
@@ -49,6 +55,16 @@ def measure(progress: Progress, sizes: Sequence[int] = _SIZES) -> list[Row]:
         progress(number + 2, steps, 0)
         rows.append(python_row(size))
     progress(steps, steps, 0)
+    return rows
+
+
+def measure_device(progress: Progress, sizes: Sequence[int] = _DEVICE_SIZES) -> list[Row]:
+    """The rows of the current device. MissingDependencyError without CuPy or a device."""
+    rows: list[Row] = []
+    for number, size in enumerate(sizes):
+        progress(number, len(sizes), 0)
+        rows.append(device_row(size))
+    progress(len(sizes), len(sizes), 0)
     return rows
 
 
@@ -114,6 +130,51 @@ def python_row(size: int) -> Row:
         "bytes": size,
         **{f"{name}_us": round(median, 2) for name, median in medians.items()},
         "write_to_memcpy": round(medians["memcpy"] / medians["write"], 2),
+        "verified": verified,
+    }
+
+
+def device_row(size: int) -> Row:
+    """Write from device memory, checksum and all, and copy out of the slot into it; plain copies beside them.
+
+    Medians in microseconds, taken in turn, each until the data are there.
+    """
+    cupy = require_cupy()
+    content = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    source, target = cupy.asarray(content), cupy.empty(size, np.uint8)
+    down, up = CUPY.describe(source), CUPY.describe(target)
+    device, stream = up.device, CUPY.stream(up.device)
+    pinned = pinned_memory(size, device)
+    times: dict[str, list[float]] = {"write": [], "to_pinned": [], "read": [], "from_pinned": []}
+
+    def timed(name: str, copy: Callable[[], object]) -> None:
+        begun = time.perf_counter()
+        copy()
+        Mark(stream, device).wait()
+        times[name].append(time.perf_counter() - begun)
+
+    def from_host(memory: Any) -> None:
+        copy_to_device(up.address, address_of(memory), size, device, stream)
+
+    verified = True
+    with SharedRingBuffer.create(Schema.of(data=("uint8", size)), slots=2) as ring:
+        tickets: list[Ticket] = []
+        for _ in range(max(10, min(500, _MOST_BYTES // size))):
+            timed("write", lambda: tickets.append(ring.write({"data": source})))
+            timed("to_pinned", lambda: copy_to_host([(address_of(pinned), down.address, size)], device, stream))
+            timed("from_pinned", lambda: from_host(pinned))
+            with ring.read_raw(tickets.pop()) as lease:
+                lease.register(device)
+                timed("read", lambda lease=lease: from_host(lease.view))  # type: ignore[misc]
+                lease.consume()
+            verified &= np.array_equal(cupy.asnumpy(target), content)
+    medians = {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
+    return {
+        "case": "device",
+        "bytes": size,
+        **{f"{name}_us": round(median, 2) for name, median in medians.items()},
+        "write_to_copy": round(medians["to_pinned"] / medians["write"], 2),
+        "read_to_copy": round(medians["from_pinned"] / medians["read"], 2),
         "verified": verified,
     }
 

@@ -27,7 +27,10 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "UCXX_LOG_LEVEL": "FATAL"}
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What to send, and how. ``rate`` in bytes per second; 0: no limit."""
+    """What to send, and how. ``rate`` in bytes per second; 0: no limit.
+
+    device: out of device memory, and into it.
+    """
 
     size_bytes: int
     bucket_bytes: int
@@ -36,6 +39,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     hosts: int
     changed: float
     repetitions: int
+    device: bool = False
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +126,7 @@ async def _measure(load: Load, count: int, step: Any) -> tuple[dict[str, list[_S
             "trainer",
             {
                 "made": "transport.bench.weights_model:Model",
-                "arguments": {"size_bytes": load.size_bytes},
+                "arguments": {"size_bytes": load.size_bytes, "device": load.device},
                 "engine": sending,
             },
             _ENVIRONMENT,
@@ -130,6 +134,8 @@ async def _measure(load: Load, count: int, step: Any) -> tuple[dict[str, list[_S
         members.append(trainer)
         for number in range(count):
             receiving = {**common, "wires": ["tcp"], "host": f"host {number * load.hosts // count}"}
+            if load.device:
+                receiving["device"] = "cupy"
             made = {"made": "transport.bench.weights_model:Server", "engine": receiving}
             members.append(await ProcessMember.start(f"replica {number}", made, _ENVIRONMENT))
         manager = WeightUpdate([trainer], members[1:])
@@ -202,8 +208,9 @@ def table(rows: Sequence[Row], load: Load) -> str:
         )
         for row in rows
     ]
+    kind = "float16, from device to device memory" if load.device else "bfloat16"
     about = (
-        f"{rows[0].model_bytes / 1e9:.3f} GB in bfloat16, buckets of {load.bucket_bytes >> 20} MiB, trainer's link "
+        f"{rows[0].model_bytes / 1e9:.3f} GB in {kind}, buckets of {load.bucket_bytes >> 20} MiB, trainer's link "
         + (f"{load.rate / 1e6:.0f} MB/s (token bucket in the sender)" if load.rate else "not limited")
         + f", {load.shape} over {load.hosts} pretended host{'s' if load.hosts > 1 else ''}, delta of "
         f"{load.changed:.1%}; copies and wire: bytes for each byte of the model, all replicas together; every version "

@@ -9,6 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from transport.devices import require_cupy
+from transport.streams import Mark
 from transport.weights.worker import ReferenceWorker
 
 HIDDEN, FEED_FORWARD, HEADS, VOCABULARY = 2048, 5632, 256, 32000
@@ -45,19 +47,33 @@ def shapes(size_bytes: int) -> dict[str, tuple[int, ...]]:
 
 
 class Model:
-    """A trainer's tensors. A step changes a share of every tensor's elements in place."""
+    """A trainer's tensors. A step changes a share of every tensor's elements in place.
 
-    def __init__(self, size_bytes: int) -> None:
+    device: they are in its memory, as CuPy's float16, since older ones have no bfloat16. The device is the current one.
+    """
+
+    def __init__(self, size_bytes: int, device: bool = False) -> None:
         rng = np.random.default_rng(0)
         self._tensors = {
             name: rng.integers(0, 1 << 16, shape, dtype=np.uint16).view(ml_dtypes.bfloat16)
             for name, shape in shapes(size_bytes).items()
         }
         self._rng = rng
+        self._device = device
+        self._sent: dict[str, Any] = {}
+        self._move()
 
-    def weights(self, _: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    def _move(self) -> None:
+        """What is sent: the tensors themselves, or a copy of them on the device."""
+        self._sent = dict(self._tensors)
+        if self._device:
+            cupy = require_cupy()
+            self._sent = {name: cupy.asarray(tensor.view(np.float16)) for name, tensor in self._tensors.items()}
+            Mark(cupy.cuda.get_current_stream().ptr, cupy.cuda.Device().id).wait()
+
+    def weights(self, _: int) -> Iterator[tuple[str, Any]]:
         """Every tensor."""
-        yield from self._tensors.items()
+        yield from self._sent.items()
 
     def told(self, changed: float) -> int:
         """Change this share of the elements; returns bytes of the model."""
@@ -66,11 +82,13 @@ class Model:
             count = max(1, int(len(words) * changed))
             places = self._rng.integers(0, len(words), count)
             words[places] += self._rng.integers(1, 1 << 16, count, dtype=np.uint16)
+        if changed:
+            self._move()
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
 
 class Server(ReferenceWorker):
-    """A replica that serves what is mapped."""
+    """A replica that serves what it is given: the mapped version, or arrays of its engine's device."""
 
     def told(self) -> int:
         """The most memory that this process has had of its own, in bytes."""

@@ -207,15 +207,22 @@ def _one_wire(name: str) -> list[str]:
 
 
 @app.command("ring", epilog=_RING_EXAMPLE)
-def ring(json_target: JsonTarget = None) -> None:
+def ring(
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda", help="Between device memory and the ring instead; needs CuPy.")
+    ] = None,
+    json_target: JsonTarget = None,
+) -> None:
     """Ring operations per second from C++, and writes and copies against memcpy, on one core."""
     from transport.bench import ring as measuring
     from transport.bench.machine import machine
     from transport.bench.result import Report
 
+    if device is not None:
+        _check_device(device)
     about = machine()
     with _bar("measuring", json_target) as progress:
-        rows = measuring.measure(progress)
+        rows = measuring.measure(progress) if device is None else measuring.measure_device(progress)
     report = Report(machine=about, settings={}, rows=rows)
     emit(report, "\n".join([_about(report), "", measuring.table(rows)]), json_target)
 
@@ -257,6 +264,9 @@ def weights(
     hosts: Annotated[int, typer.Option(min=1, max=8, help="That the replicas are spread over, pretended.")] = 1,
     changed: Annotated[float, typer.Option(min=0, max=1, help="Share that a delta has; 0: no delta.")] = 0.01,
     repetitions: Annotated[int, typer.Option(min=1, help="Of each row.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(metavar="cuda", help="From device memory into device memory; needs CuPy.")
+    ] = None,
     json_target: JsonTarget = None,
 ) -> None:
     """Weights from a trainer with a limited link to replicas of this host, each proving what it serves."""
@@ -268,6 +278,8 @@ def weights(
 
     if shape not in SHAPES:
         raise UsageError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
+    if device is not None:
+        _check_device(device)
     load = measuring.Load(
         size_bytes=parse_size(size),
         bucket_bytes=parse_size(bucket),
@@ -276,6 +288,7 @@ def weights(
         hosts=hosts,
         changed=changed,
         repetitions=repetitions,
+        device=device is not None,
     )
     about = machine()
     with _bar("updates", json_target) as progress:

@@ -7,6 +7,8 @@ free again when all have let go. The memory of a version that somebody still ser
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,16 @@ import numpy as np
 from transport import _native
 from transport.errors import ClosedError, RingFullError, WeightsChecksumError
 from transport.leases import ReadLease, WriteLease
+from transport.libraries import Library
 from transport.ring import SharedRingBuffer
-from transport.schema import Schema
+from transport.schema import DTYPES, Placement, Schema
 from transport.segments import remove_if_dead
+from transport.streams import Mark, address_of, copy_to_device, settled_on_failure
 from transport.ticket import Ticket
 from transport.weights.layout import VersionLayout
 from transport.weights.steps import Proof
+
+log = logging.getLogger(__name__)
 
 _KEPT = 2  # segments: the version that is served, and the one that lands
 
@@ -34,6 +40,7 @@ class Held:
         self.proof = proof
         self._lease = lease
         self._attached = attached
+        self._copying: list[Mark] = []  # behind copies out of the row, oldest first
 
     def __repr__(self) -> str:
         return f"<Held {self.proof}, {self.layout.total} bytes>"
@@ -47,8 +54,50 @@ class Held:
         """The tensors by name, read-only, without a copy."""
         return self.layout.arrays(self.row)
 
+    def on_device(self, library: Library, device: int, group_bytes: int) -> Iterator[tuple[str, Any]]:
+        """The tensors by name, in new memory of a device, on the stream that is current in this thread at each step.
+
+        Neighbours share memory, of up to ``group_bytes`` or one tensor, which comes by one copy and is free again when
+        the last of them is gone: whoever takes tensors over one by one needs no second model's worth of memory. What is
+        queued on the stream afterwards comes after the copy; other threads and streams come after `settle`.
+
+        Raises BufferUnsuitableError for a dtype that the library lacks.
+        """
+        for group in self.layout.groups(group_bytes):
+            start, end = group[0].offset, group[-1].offset + group[-1].nbytes
+            memory = self._copied(start, end, library, device)
+            for spec, offset, nbytes in group:
+                yield (
+                    spec.name,
+                    library.view(memory, Placement(spec.name, DTYPES[spec.dtype], spec.shape, offset - start, nbytes)),
+                )
+
+    def _copied(self, start: int, end: int, library: Library, device: int) -> Any:
+        """A range of the row in device memory, once the current stream has got there."""
+        self._lease.register(device)
+        stream = library.stream(device)
+        memory = library.empty(end - start, device, stream)
+        if end > start:
+            with settled_on_failure(stream, device):
+                target = library.describe(memory).address
+                copy_to_device(target, address_of(self.row) + start, end - start, device, stream)
+                self._copying.append(Mark(stream, device))
+        while self._copying and _passed(self._copying[0]):
+            del self._copying[0]
+        return memory
+
+    def settle(self) -> None:
+        """Wait until the copies out of the row have been done. Blocks."""
+        while self._copying:
+            mark = self._copying.pop(0)
+            try:
+                mark.wait()
+            except Exception as error:  # of CuPy's: a device that has failed copies nothing any more
+                log.error("weights were being copied to a device that failed: %s", error)
+
     def release(self) -> None:
-        """Give the slot back. Idempotent."""
+        """Give the slot back, once copies out of it are done. Idempotent."""
+        self.settle()
         ring = self._attached
         if ring is None:
             with contextlib.suppress(ClosedError):  # its ring was closed: nothing is held any more
@@ -61,6 +110,13 @@ class Held:
             ring.discard(self._lease.ticket)
         ring.close()
         remove_if_dead(ring.name)  # also when it died just now, or a dead reader's pin is still on the slot
+
+
+def _passed(mark: Mark) -> bool:
+    try:
+        return mark.passed
+    except Exception:  # as in `settle`, which says so
+        return False
 
 
 def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, checksum: int) -> Held:

@@ -20,8 +20,8 @@ import numpy as np
 
 from transport import _native
 from transport.errors import SchemaError
-from transport.payload import as_host_array
 from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, TensorSpec
+from transport.weights.tensors import Bytes, Tensor, Window, bytes_of, tensor_of
 
 MAX_TENSORS = 1 << 17
 
@@ -77,6 +77,16 @@ class VersionLayout(msgspec.Struct, frozen=True, dict=True):
         """(start, end) of every bucket. All are full but the last."""
         return [(start, min(start + bucket_bytes, self.total)) for start in range(0, self.total, bucket_bytes)]
 
+    def groups(self, most_bytes: int) -> Iterator[list[Place]]:
+        """Neighbouring tensors that take up to so many bytes together, in order; a larger one stands alone."""
+        group: list[Place] = []
+        for place in self.places:
+            if group and place.offset + place.nbytes - group[0].offset > most_bytes:
+                yield group
+                group = []
+            group.append(place)
+        yield group
+
     def arrays(self, row: Any, *, writable: bool = False) -> dict[str, np.ndarray[Any, Any]]:
         """The tensors by name, in the row's own memory."""
         flat = np.frombuffer(row, np.uint8)
@@ -91,17 +101,12 @@ class VersionLayout(msgspec.Struct, frozen=True, dict=True):
 
 def specs_of(weights: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
     """What describes these arrays. SchemaError for what cannot be a tensor of a payload."""
-    return tuple(spec_of(name, as_host_array(value, name)) for name, value in weights.items())
+    return tuple(spec_of(name, tensor_of(value, name)) for name, value in weights.items())
 
 
-def spec_of(name: str, array: np.ndarray[Any, Any]) -> TensorSpec:
+def spec_of(name: str, array: Tensor) -> TensorSpec:
     """What describes one array."""
     return TensorSpec(name, array.dtype.name, array.shape)
-
-
-def flat_bytes(array: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The array's bytes in C order; a copy only where it is strided."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 class Cursor:
@@ -111,7 +116,7 @@ class Cursor:
         self._places = iter(layout.places)
         self._end = 0
 
-    def take(self, name: str, array: np.ndarray[Any, Any]) -> Iterator[tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]]:
+    def take(self, name: str, array: Tensor) -> Iterator[tuple[int, Bytes]]:
         """(offset, bytes) in order: the gap before the tensor, then the tensor. SchemaError for any other tensor."""
         place = next(self._places, None)
         if place is None:
@@ -124,7 +129,7 @@ class Cursor:
             yield self._end, np.frombuffer(_ZEROS, np.uint8)[: place.offset - self._end]
         self._end = place.offset + place.nbytes
         if place.nbytes:
-            yield place.offset, flat_bytes(array)
+            yield place.offset, bytes_of(array)
 
     def finish(self) -> None:
         """SchemaError when tensors are missing."""
@@ -136,12 +141,13 @@ class Cursor:
 def weights_checksum(weights: Mapping[str, Any]) -> int:
     """The checksum of the version that these arrays are, in their order: what proves which version is served.
 
-    Hashes every byte: about 70 ms for each GiB.
+    Hashes every byte: about 70 ms for each GiB. What is in device memory comes to the host for that, piece by piece, on
+    the stream that is current.
     """
-    arrays = {name: as_host_array(value, name) for name, value in weights.items()}
-    cursor = Cursor(VersionLayout.of(spec_of(name, array) for name, array in arrays.items()))
-    hasher = _native.Checksum()
-    for name, array in arrays.items():
-        for _, part in cursor.take(name, array):
-            hasher.update(part.data)
+    tensors = {name: tensor_of(value, name) for name, value in weights.items()}
+    cursor = Cursor(VersionLayout.of(spec_of(name, tensor) for name, tensor in tensors.items()))
+    hasher, window = _native.Checksum(), Window()
+    for name, tensor in tensors.items():
+        for _, part in cursor.take(name, tensor):
+            window.hash(hasher, part)
     return hasher.digest()

@@ -63,7 +63,10 @@ class Taker:
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ProtocolError(f"these {len(notice)} bytes are no offer of a version: {error}") from error
         with client.read(Ticket.decode(found.ticket), rank=rank, timeout=timeout) as payload:
-            weights = {name: np.array(array) for name, array in payload.items()}  # the slot is for the next version
+            # the slot is for the next version; what a client with ``device=`` has read is in no slot any more
+            weights = {
+                name: np.array(array) if isinstance(array, np.ndarray) else array for name, array in payload.items()
+            }
         arrived = weights_checksum(weights)
         if arrived != found.checksum:
             raise WeightsChecksumError(f"v{found.version} arrived as {arrived:016x}, not {found.checksum:016x}")

@@ -7,7 +7,7 @@ same class, since whoever lands may also pass on. The roles are told by `build_t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from transport.addresses import advertised
 from transport.client import UCXXClient
 from transport.errors import InternalError, UsageError, WeightsError
+from transport.libraries import parse_device
 from transport.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.settings import Settings
@@ -84,6 +85,12 @@ class RingEngine(WeightEngine):
         rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
         stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
         prefix: begins the random names of its segments, so that whoever outlives a killed member can remove them.
+        device: "cupy" or "torch" (":1" for the second device): tensors are given out in its memory, as that library's
+            arrays. What is sent may be in device memory in any case.
+
+    Raises:
+        UsageError: sizes that make no sense, or a device that is not there.
+        MissingDependencyError: ``device`` without CuPy, torch or CUDA.
     """
 
     def __init__(
@@ -103,6 +110,7 @@ class RingEngine(WeightEngine):
         rate: float | None = None,
         stall_s: float = 60.0,
         prefix: str = "",
+        device: str | None = None,
         progress: Progress = silent,
     ) -> None:
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
@@ -120,6 +128,7 @@ class RingEngine(WeightEngine):
         self._wires = wires
         self._secret = secret
         self._progress = progress
+        self._device = None if device is None else parse_device(device)
         self._base = Base() if delta else None
         self._outlet = Outlet(
             bucket_bytes,
@@ -144,6 +153,11 @@ class RingEngine(WeightEngine):
 
     def __repr__(self) -> str:
         return f"<RingEngine {self.name} {self._held!r}>"
+
+    @property
+    def sends(self) -> bool:
+        """Whether this is the first of the group's trainers, which sends."""
+        return self._rank == 0
 
     @property
     def proof(self) -> Proof | None:
@@ -264,7 +278,7 @@ class RingEngine(WeightEngine):
         finally:
             self._outlet.abandon()
             if previous is not None:
-                previous.release()
+                await in_thread(previous.release)
                 await in_thread(self._copies.trim)
 
     async def close(self) -> None:
@@ -274,7 +288,7 @@ class RingEngine(WeightEngine):
         finally:
             held, self._held = self._held, None
             if held is not None:
-                held.release()
+                await in_thread(held.release)
             client, self._client = self._client, None
             if client is not None:
                 await client.close()
@@ -347,14 +361,28 @@ class RingEngine(WeightEngine):
     async def receive_weights(self, global_steps: int) -> AsyncIterator[tuple[str, Any]]:
         """Arrays in memory that stays as long as they live. Nothing is yielded before all is proven."""
         held = await self.receive(global_steps)
-        for name, array in held.arrays().items():
+        for name, array in self.arrays(held):
             yield name, array
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
         """The version that is held."""
         if self._held is not None:
-            for name, array in self._held.arrays().items():
+            for name, array in self.arrays(self._held):
                 yield name, array
+
+    def arrays(self, held: Held) -> Iterator[tuple[str, Any]]:
+        """The tensors of a version that is held: read-only views of it, or with ``device=`` copies there.
+
+        See `Held.on_device` for the memory of these, and for what comes after their arrival.
+        """
+        if self._device is None:
+            return iter(held.arrays().items())
+        return held.on_device(*self._device, self._bucket_bytes)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether tensors are given out in device memory."""
+        return self._device is not None
 
     @property
     def held(self) -> Held | None:

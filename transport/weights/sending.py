@@ -9,7 +9,6 @@ import numpy as np
 
 from transport import _native
 from transport.leases import WriteLease
-from transport.payload import as_host_array
 from transport.progress import Progress, silent
 from transport.schema import DTYPES, TensorSpec
 from transport.weights import delta
@@ -19,13 +18,12 @@ from transport.weights.layout import Cursor, VersionLayout, spec_of
 from transport.weights.messages import Begin, End
 from transport.weights.outlet import Outlet
 from transport.weights.steps import Proof
+from transport.weights.tensors import Bytes, DeviceBytes, HostBytes, Window, on_host, pack, tensor_of
 from transport.weights.threads import in_thread
 
 _CHUNK_BYTES = (
     2 << 20
 )  # of a tensor that is compared at a time: above the cost of calls, within a core's caches (measured)
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Base:
@@ -34,9 +32,9 @@ class Base:
     def __init__(self) -> None:
         self.proof: Proof | None = None
         self.layout: VersionLayout | None = None
-        self._row: Bytes | None = None
+        self._row: HostBytes | None = None
 
-    def row(self, layout: VersionLayout) -> Bytes:
+    def row(self, layout: VersionLayout) -> HostBytes:
         """The memory; its content counts for nothing until `complete`."""
         if self._row is None or self.layout != layout:
             self._row = np.zeros(layout.total, np.uint8)
@@ -83,6 +81,7 @@ class Sending:
         self._base = base
         self._progress = progress
         self._hasher = _native.Checksum()
+        self._window = Window()
 
     async def run(self, weights: Weights, version: int, from_base: Proof | None) -> tuple[Proof, VersionLayout]:
         """Send everything; returns when every child has read every bucket.
@@ -90,7 +89,8 @@ class Sending:
         Raises SchemaError for tensors that the layout does not have, ChildrenLostError when no child is left.
         """
         if self._specs is None:  # nobody has said what will come: hold it until its end is known
-            held = [(name, as_host_array(value, name)) async for name, value in iterate(weights)]
+            # a device has no room for all of them at once
+            held = [(name, await in_thread(on_host, tensor_of(value, name))) async for name, value in iterate(weights)]
             self._specs = tuple(spec_of(name, array) for name, array in held)
             weights = held
         layout = VersionLayout.of(self._specs)
@@ -117,7 +117,7 @@ class Sending:
         return proof, layout
 
     # --- everything -----------------------------------------------------------------------------------
-    async def _send_all(self, weights: Weights, layout: VersionLayout, row: Bytes | None) -> None:
+    async def _send_all(self, weights: Weights, layout: VersionLayout, row: HostBytes | None) -> None:
         """Fill bucket after bucket; a tensor that crosses a boundary is split there."""
         buckets = layout.buckets(self._bucket_bytes)
         ends = iter(buckets)
@@ -125,7 +125,7 @@ class Sending:
         parts: list[tuple[int, Bytes]] = []  # (place in the bucket, bytes) of the bucket being gathered
         cursor = Cursor(layout)
         async for name, value in iterate(weights):
-            for offset, data in cursor.take(name, as_host_array(value, name)):
+            for offset, data in cursor.take(name, tensor_of(value, name)):
                 while len(data):
                     fits = data[: end - offset]
                     parts.append((offset - start, fits))
@@ -137,12 +137,12 @@ class Sending:
                         start, end = next(ends, (end, end))
         cursor.finish()
 
-    async def _send_bucket(self, start: int, end: int, parts: list[tuple[int, Bytes]], row: Bytes | None) -> None:
+    async def _send_bucket(self, start: int, end: int, parts: list[tuple[int, Bytes]], row: HostBytes | None) -> None:
         def fill(lease: WriteLease) -> None:
-            hasher = _native.Checksum()
-            for at, data in parts:
-                hasher.copy(lease.memory[at : at + len(data)], data.data)
-            lease.checksum = hasher.digest()
+            on_device = next((data for _, data in parts if isinstance(data, DeviceBytes)), None)
+            if on_device is not None:
+                lease.register(on_device.device)
+            lease.checksum = pack(parts, lease.memory)
             self._hasher.update(lease.memory)
             if row is not None:
                 _native.copy(row[start:end].data, lease.memory)
@@ -151,15 +151,15 @@ class Sending:
         self._outlet.bytes_copied += 0 if row is None else end - start
 
     # --- what changed ----------------------------------------------------------------------------------
-    async def _send_changes(self, weights: Weights, layout: VersionLayout, row: Bytes) -> None:
+    async def _send_changes(self, weights: Weights, layout: VersionLayout, row: HostBytes) -> None:
         cursor = Cursor(layout)
         sizes = {place.offset: DTYPES[place.spec.dtype].itemsize for place in layout.places}
         scratch = np.empty(self._bucket_bytes, np.uint8)
         used, records = 0, list[tuple[int, int, int, int]]()
         async for name, value in iterate(weights):
-            for offset, data in cursor.take(name, as_host_array(value, name)):
+            for offset, data in cursor.take(name, tensor_of(value, name)):
                 if offset not in sizes or name != _name_at(layout, offset):  # a gap: zeros, then and now
-                    self._hasher.update(data.data)
+                    self._window.hash(self._hasher, data)
                     continue
                 for at, chunk in _chunks(offset, data, self._bucket_bytes):
                     if used + len(chunk) + 8 > len(scratch):
@@ -175,11 +175,12 @@ class Sending:
         if records:
             await self._send_records(scratch[:used], records)
 
-    def _compare(self, at: int, chunk: Bytes, row: Bytes, itemsize: int, out: Bytes) -> delta.Record | None:
-        self._hasher.update(chunk.data)
-        return delta.encode(at, chunk, row[at : at + len(chunk)], itemsize, out)
+    def _compare(self, at: int, chunk: Bytes, row: HostBytes, itemsize: int, out: HostBytes) -> delta.Record | None:
+        new = self._window.look(chunk)
+        self._hasher.update(new.data)
+        return delta.encode(at, new, row[at : at + len(new)], itemsize, out)
 
-    async def _send_records(self, data: Bytes, records: list[tuple[int, int, int, int]]) -> None:
+    async def _send_records(self, data: HostBytes, records: list[tuple[int, int, int, int]]) -> None:
         def fill(lease: WriteLease) -> None:
             _native.copy(lease.memory, data.data)
 

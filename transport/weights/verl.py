@@ -19,9 +19,11 @@ from typing import Any, Literal
 import numpy as np
 
 from transport.background import LoopThread
+from transport.devices import kind_of
 from transport.errors import MissingDependencyError
 from transport.weights.engine import Metadata, Weights
 from transport.weights.ring_engine import RingEngine
+from transport.weights.tensors import tensor_of
 
 BACKEND = "payload_transport"
 
@@ -35,7 +37,8 @@ class _Adapter:
         bucket_size: bytes.
         is_master: as verl gives it; who sends is decided by `build_topology`.
         tensors: what is yielded: "torch" tensors in host memory that share the landed version's, or "numpy" arrays.
-        options: of `RingEngine`.
+        options: of `RingEngine`. With ``device="torch"`` CUDA tensors are yielded, on the stream that is current in the
+            thread that takes them.
     """
 
     wire_format = "named_tensors"
@@ -83,7 +86,7 @@ class _Adapter:
     # --- called with await --------------------------------------------------------------------------------------------
     async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, Any]:
         """Send, or drain where this is not the first trainer. Returns metrics for verl's step."""
-        bridged = _bridge(weights, asyncio.get_running_loop())
+        bridged = _bridge(weights, asyncio.get_running_loop(), self._engine.sends)
         proof = await asyncio.wrap_future(
             self._loop.submit(self._engine.send_weights(bridged, self._step(global_steps)))
         )
@@ -102,7 +105,7 @@ class _Adapter:
         held = await asyncio.wrap_future(self._loop.submit(self._engine.receive(self._step(global_steps))))
         taken = False
         try:
-            for name, array in held.arrays().items():
+            for name, array in self._engine.arrays(held):
                 yield name, self._tensor(array)
             taken = True
         finally:
@@ -113,15 +116,15 @@ class _Adapter:
     async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
         """The version that is held."""
         held = self._engine.held
-        for name, array in {} if held is None else held.arrays().items():
+        for name, array in () if held is None else self._engine.arrays(held):
             yield name, self._tensor(array)
 
     def _step(self, global_steps: int | None) -> int:
         self._steps = self._steps + 1 if global_steps is None else global_steps
         return self._steps
 
-    def _tensor(self, array: np.ndarray[Any, Any]) -> Any:
-        if self._tensors == "numpy":
+    def _tensor(self, array: Any) -> Any:
+        if self._tensors == "numpy" or self._engine.on_device:
             return array
         torch = _torch()
         with warnings.catch_warnings():
@@ -138,15 +141,22 @@ def _torch() -> Any:
     return torch
 
 
-async def _bridge(weights: Weights, home: asyncio.AbstractEventLoop) -> AsyncIterator[tuple[str, Any]]:
-    """The iterator's items, each produced on the loop it belongs to, for the engine's loop."""
+async def _bridge(weights: Weights, home: asyncio.AbstractEventLoop, sends: bool) -> AsyncIterator[tuple[str, Any]]:
+    """The iterator's items, each produced on the loop it belongs to, for the engine's loop.
+
+    sends: they are not only drained.
+    """
     plain = iter(weights) if isinstance(weights, Iterable) else None
 
     async def step() -> tuple[str, Any]:
         if plain is not None:
-            return next(plain, _END)
-        assert not isinstance(weights, Iterable)
-        return await anext(weights, _END)
+            item = next(plain, _END)
+        else:
+            assert not isinstance(weights, Iterable)
+            item = await anext(weights, _END)
+        if item is _END or not sends or kind_of(item[1]) == "host":
+            return item
+        return item[0], tensor_of(item[1], item[0])  # the stream that makes it is the current one of this thread
 
     while True:
         item = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(step(), home))

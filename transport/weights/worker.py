@@ -26,7 +26,7 @@ from transport.weights.engine import Metadata
 from transport.weights.layout import weights_checksum
 from transport.weights.ring_engine import RingEngine
 from transport.weights.steps import Proof
-from transport.weights.threads import settled
+from transport.weights.threads import in_thread, settled
 
 
 class RolloutWorker(abc.ABC):
@@ -34,7 +34,8 @@ class RolloutWorker(abc.ABC):
 
     Attributes:
         serves_given: whether it serves the arrays that it is given, in their own memory. These have just been proven,
-            and are not hashed again behind the load; `prove` hashes them in any case.
+            and are not hashed again behind the load; `prove` hashes them in any case. Those of an engine with
+            ``device=`` are copies, and hashed.
     """
 
     serves_given: bool = False
@@ -50,6 +51,8 @@ class RolloutWorker(abc.ABC):
     @abc.abstractmethod
     def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
         """Take complete, verified weights. They stay readable as long as their arrays are kept.
+
+        With ``device=`` of the engine they are arrays in device memory, which have arrived there.
 
         A load that raises may leave anything behind: the replica loads the version before again.
         """
@@ -166,8 +169,13 @@ class Replica:
 
     async def _load(self, held: Held) -> None:
         self._loaded = None
-        await call(self.worker.load, held.arrays(), held.proof.version)
-        served = None if self.worker.serves_given else await call(self.worker.served_checksum)
+        weights = dict(self.engine.arrays(held))
+        if self.engine.on_device:
+            await in_thread(held.settle)  # the worker's threads and streams are its own
+        await call(self.worker.load, weights, held.proof.version)
+        del weights
+        as_given = self.worker.serves_given and not self.engine.on_device
+        served = None if as_given else await call(self.worker.served_checksum)
         if served is not None and served != held.proof.checksum:
             raise WeightsChecksumError(
                 f"{self.name} was given {held.proof} and would serve {served:016x}: its load changed or lost tensors"
