@@ -21,7 +21,8 @@ from transport.wire import Answer, Challenge, Hello, Kind, Proof, Record, SlotFa
 NONCE = bytes(range(16))
 BIG = 0xFEDCBA9876543210
 
-# Kept as literals: two versions of this package talk by these bytes. They change only with wire.VERSION.
+# Kept as literals: two versions of this package talk by these bytes. They change only with wire.VERSION,
+# and those of the version before stay.
 HANDSHAKES: dict[str, tuple[Any, str]] = {
     "hello": (
         Hello(oldest=1, newest=1, ring="ab", tag_base=0x01020304, nonce=NONCE),
@@ -31,7 +32,8 @@ HANDSHAKES: dict[str, tuple[Any, str]] = {
     ),
     "challenge": (
         Challenge(nonce=NONCE, proof=b"pppp"),
-        "01 02 0000 25000000 82 a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f a570726f6f66 c40470707070",
+        "01 02 0000 2e000000 83 a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f a570726f6f66 c40470707070"
+        "a776657273696f6e 01",
     ),
     "proof": (Proof(proof=b"pppp"), "01 03 0000 0d000000 81 a570726f6f66 c40470707070"),
     "welcome": (
@@ -48,7 +50,7 @@ HANDSHAKES: dict[str, tuple[Any, str]] = {
     ),
 }
 
-CONTROL_HEADER = "01 10 0100 03020100 00000000 00000000"  # version, kind, one record, message 0x010203
+CONTROL_HEADER = "02 10 0100 03020100 00000000 00000000"  # version, kind, one record, message 0x010203
 RECORDS: dict[str, tuple[Record, str]] = {
     "read": (
         Record(Kind.READ, slot=17, generation=42, rank=3, key=BIG, length=132),
@@ -69,7 +71,7 @@ RECORDS: dict[str, tuple[Record, str]] = {
     "bye": (Record(Kind.BYE), "24" + "00" * 31),
 }
 
-STATUS_HEADER = "01 11 0100 03020100"  # then joined bytes and four reserved
+STATUS_HEADER = "02 11 0100 03020100"  # then joined bytes and four reserved
 ANSWERS: dict[str, tuple[Answer, str]] = {
     "separate": (
         Answer(0, 1, length=0x100000000, checksum=BIG),
@@ -116,6 +118,23 @@ def test_control_golden(name: str) -> None:
     data = bytes.fromhex(CONTROL_HEADER + golden)
     assert wire.encode_control(0x010203, [record]).hex() == data.hex()
     assert wire.decode_control(data) == (0x010203, [record])
+
+
+def test_frames_of_the_version_before_differ_by_their_first_byte_only() -> None:
+    # Each stands as it was when that version was the newest; a build that speaks no other must understand it.
+    for number, (record, golden) in enumerate(RECORDS.values()):
+        old = bytes.fromhex("01 10 0100") + number.to_bytes(4, "little") + bytes(8) + bytes.fromhex(golden)
+        assert wire.encode_control(number, [record], version=1) == old
+        assert wire.decode_control(old, 1) == (number, [record])
+    for answer, golden in ANSWERS.values():
+        old = bytes.fromhex("01 11 0100 03020100" + golden)
+        assert wire.encode_status(0x010203, [answer], version=1) == old
+        assert wire.decode_status(old, 1) == (0x010203, [answer])
+
+
+def test_a_challenge_of_the_first_version_names_no_version() -> None:
+    body = bytes.fromhex("82 a56e6f6e6365 c410000102030405060708090a0b0c0d0e0f a570726f6f66 c40470707070")
+    assert wire.decode_handshake(Challenge, body) == Challenge(nonce=NONCE, proof=b"pppp", version=1)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -213,7 +232,7 @@ handshakes = st.one_of(
         nonce=st.binary(min_size=16, max_size=16),
         features=features,
     ),
-    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=32)),
+    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=32), version=versions),
     st.builds(Proof, proof=st.binary(max_size=32)),
     st.builds(
         Welcome,
@@ -250,8 +269,8 @@ def prefix(version: int = 1, kind: int = 1, length: int = 10) -> bytes:
 
 
 @pytest.mark.parametrize("version", [0, 2, 255])
-def test_handshake_of_an_unknown_version_is_refused(version: int) -> None:
-    with pytest.raises(VersionMismatchError, match=f"version {version}"):
+def test_handshake_of_an_unknown_framing_is_refused(version: int) -> None:
+    with pytest.raises(VersionMismatchError, match=f"framed by version {version}"):
         wire.decode_prefix(prefix(version=version))
 
 
@@ -344,18 +363,24 @@ def hello(oldest: int, newest: int) -> Hello:
     return Hello(oldest=oldest, newest=newest, ring="", tag_base=0, nonce=NONCE)
 
 
-@pytest.mark.parametrize(("oldest", "newest"), [(1, 1), (0, 1), (1, 9), (-5, 2**63)])
-def test_the_newest_common_version_is_agreed(oldest: int, newest: int) -> None:
-    assert wire.agree_version(hello(oldest, newest)) == 1
+def test_the_version_and_the_one_before_it_are_spoken() -> None:
+    assert max(1, wire.VERSION - 1) == wire.OLDEST_VERSION
 
 
-@pytest.mark.parametrize(("oldest", "newest"), [(2, 3), (0, 0), (1, 0), (5, 2)])
+@pytest.mark.parametrize(
+    ("oldest", "newest", "agreed"), [(1, 1, 1), (0, 1, 1), (1, 2, 2), (2, 2, 2), (2, 3, 2), (1, 9, 2), (-5, 2**63, 2)]
+)
+def test_the_newest_common_version_is_agreed(oldest: int, newest: int, agreed: int) -> None:
+    assert wire.agree_version(hello(oldest, newest)) == agreed
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(3, 4), (0, 0), (1, 0), (5, 2)])
 def test_without_a_common_version_both_ranges_are_named(oldest: int, newest: int) -> None:
-    with pytest.raises(VersionMismatchError, match=rf"{oldest} to {newest}.*1 to 1"):
+    with pytest.raises(VersionMismatchError, match=rf"{oldest} to {newest}.*1 to 2"):
         wire.agree_version(hello(oldest, newest))
 
 
-def header(version: int = 1, kind: int = Kind.CONTROL, count: int = 1, number: int = 0, joined: int = 0) -> bytes:
+def header(version: int = 2, kind: int = Kind.CONTROL, count: int = 1, number: int = 0, joined: int = 0) -> bytes:
     return struct.pack("<BBHIII", version, kind, count, number, joined, 0)
 
 
@@ -370,11 +395,11 @@ def test_control_of_too_few_or_too_many_records_is_refused(count: int) -> None:
 
 @pytest.mark.parametrize(
     "start",
-    [header(version=2), header(version=0), header(kind=Kind.STATUS), header(kind=0)],
-    ids=["newer", "older", "status", "zeros"],
+    [header(version=3), header(version=1), header(version=0), header(kind=Kind.STATUS), header(kind=0)],
+    ids=["newer", "older", "none", "status", "zeros"],
 )
 def test_control_of_another_version_or_kind_is_refused(start: bytes) -> None:
-    with pytest.raises(ProtocolError, match="expected a control message of version 1"):
+    with pytest.raises(ProtocolError, match="expected a control message of version 2"):
         wire.decode_control(start + BYE)
 
 
@@ -398,11 +423,16 @@ def test_record_of_an_unknown_kind_is_refused(kind: int) -> None:
 
 @pytest.mark.parametrize(
     "start",
-    [header(version=2, kind=Kind.STATUS), header(kind=Kind.CONTROL), header(version=0, kind=0)],
-    ids=["newer", "control", "zeros"],
+    [
+        header(version=3, kind=Kind.STATUS),
+        header(version=1, kind=Kind.STATUS),
+        header(kind=Kind.CONTROL),
+        header(version=0, kind=0),
+    ],
+    ids=["newer", "older", "control", "zeros"],
 )
 def test_status_of_another_version_or_kind_is_refused(start: bytes) -> None:
-    with pytest.raises(ProtocolError, match="expected a status of version 1"):
+    with pytest.raises(ProtocolError, match="expected a status of version 2"):
         wire.decode_status(start + bytes(32))
 
 
@@ -454,7 +484,7 @@ def test_control_of_any_bytes_is_read_or_refused_by_name(data: bytes) -> None:
         number, found = wire.decode_control(data)
     except ProtocolError:
         return
-    assert data[:2] == b"\x01\x10"
+    assert data[:2] == b"\x02\x10"
     assert 1 <= len(found) <= 63
     # What was read is all there was to read: nothing is made up.
     reread = wire.decode_control(wire.encode_control(number, found))
@@ -493,7 +523,7 @@ def test_status_of_any_bytes_is_read_or_refused_by_name(data: bytes) -> None:
         number, answers = wire.decode_status(bytearray(data))
     except ProtocolError:
         return
-    assert data[:2] == b"\x01\x11"
+    assert data[:2] == b"\x02\x11"
     payloads = [answer.joined for answer in answers if answer.joined is not None]
     assert [len(joined) for joined in payloads] == [answer.length for answer in answers if answer.joined is not None]
     start = wire.HEADER_BYTES + len(answers) * wire.ANSWER_BYTES
@@ -592,7 +622,6 @@ def test_frames_of_native_code_have_the_same_layout(name: str, python: struct.St
 
 
 def test_numbers_of_native_code_are_the_same() -> None:
-    assert native_number("kVersion") == wire.VERSION
     assert native_number("kMostRecords") == wire.MAX_RECORDS
     assert native_number("kMessageNumbers") == wire.MESSAGE_NUMBERS
     assert native_number("kJoined") == wire._JOINED

@@ -161,7 +161,8 @@ def translated(doing: str) -> Iterator[None]:
         raise
     except Exception as error:  # ucxx's classes are made in C++ and share no public base with ours
         ours = translate(error)
-        raise type(ours)(f"{doing}: {ours}") from error
+        hint = "; another program has the port, and port 0 takes a free one" if isinstance(ours, BusyPortError) else ""
+        raise type(ours)(f"{doing}: {ours}{hint}") from error
 
 
 # --- the worker -----------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   }
 
   void send() {
-    store(control_.data(), Header{kVersion, static_cast<std::uint8_t>(Kind::control),
+    store(control_.data(), Header{link_->version_, static_cast<std::uint8_t>(Kind::control),
                                   static_cast<std::uint16_t>(records_), number_, 0, 0});
     ++under_way_;
     endpoint().send(control_.data(), sizeof(Header) + records_ * sizeof(Record), tag_of(link_->their_base_, number_),
@@ -124,7 +124,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     protocol_ = true;  // until it is found to fit
     if (length < status_.size()) return;
     const auto header = load<Header>(status_.data());
-    if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::status) ||
+    if (header.version != link_->version_ || header.kind != static_cast<std::uint8_t>(Kind::status) ||
         header.count != asked_ || header.number != number_)
       return;
     std::uint64_t joined = 0;
@@ -222,8 +222,12 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
 };
 
 Link::Link(std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base, std::uint32_t their_base,
-           std::uint64_t inline_limit)
-    : endpoint_(std::move(endpoint)), tag_base_(tag_base), their_base_(their_base), inline_limit_(inline_limit) {}
+           std::uint64_t inline_limit, std::uint8_t version)
+    : endpoint_(std::move(endpoint)),
+      tag_base_(tag_base),
+      their_base_(their_base),
+      inline_limit_(inline_limit),
+      version_(version) {}
 
 Link::~Link() = default;
 
