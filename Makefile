@@ -134,6 +134,10 @@ model: build/model ## the protocol's models: properties hold, planted faults are
 model-full: ## the same with the largest configurations besides
 	@$(PYTHON) native/model/check.py --deep
 
+.PHONY: pictures
+pictures: $(VENV)/installed ## docs/top.svg, docs/doctor.svg and docs/trace.png, of real runs
+	@$(BIN)/python benchmarks/pictures.py
+
 .PHONY: teardown
 teardown: $(VENV)/installed ## server and client started and stopped 1000 times with reads in flight; memory per cycle
 	@mkdir -p build && $(BIN)/python benchmarks/teardown --json build/teardown.json

@@ -93,7 +93,7 @@ def _look(name: str) -> Segment | None:
     except (FileNotFoundError, RingNotFoundError):
         return None
     except RingError as error:
-        return Segment(name=name, bytes=size, unreadable=str(error))
+        return Segment(name=name, bytes=size, unreadable=str(error).removeprefix(f"{name}: "))
     try:
         return _described(ring, size)
     finally:

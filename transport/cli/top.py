@@ -83,8 +83,8 @@ def _table(snapshot: Snapshot, rates: dict[str, Rates]) -> Table:
         title=f"{count(len(snapshot.rings), 'ring')}, {count(len(snapshot.clients), 'client')} on this host",
         caption=escape(_caption(snapshot)),
     )
-    table.add_column("ring", overflow="fold")  # whole, since `transport top SEGMENT` takes it
-    table.add_column("slots free/writing/\nready/reading", overflow="fold")
+    table.add_column("ring", no_wrap=True, overflow="fold")  # whole, since `transport top SEGMENT` takes it
+    table.add_column("slots free/writing/\nready/reading")
     table.add_column("processes")
     for name in ("writes/s", "reads/s", "MB/s by wire", "drops", "stale", "full"):
         table.add_column(name, justify="right")
@@ -105,7 +105,7 @@ def _row(view: RingView, rate: Rates | None) -> tuple[str, ...]:
     states = f"{seen.free}/{seen.writing}/{seen.ready}/{seen.reading}"
     return (
         view.name,
-        f"{states} of {seen.slots}×{shown(seen.slot_capacity_bytes)}",
+        f"{states}\nof {seen.slots}×{shown(seen.slot_capacity_bytes)}",
         _processes(view),
         f"{rate.published:.0f}" if rate is not None else "",
         f"{rate.reads:.0f}" if rate is not None else "",
@@ -125,7 +125,7 @@ def _processes(view: RingView) -> str:
         parts.append(f"silent: {','.join(late)}")
     if view.readers:
         parts.append(count(len(view.readers), "mapped reader"))
-    return ", ".join(parts)
+    return "\n".join(parts)
 
 
 def _caption(snapshot: Snapshot) -> str:
