@@ -154,6 +154,10 @@ model: build/model ## the protocol's models: properties hold, planted faults are
 model-full: ## the same with the largest configurations besides
 	@$(PYTHON) native/model/check.py --deep
 
+.PHONY: pictures
+pictures: $(VENV)/installed ## docs/top.svg, docs/doctor.svg and docs/trace.png, of real runs
+	@$(BIN)/python benchmarks/pictures.py
+
 .PHONY: teardown
 teardown: $(VENV)/installed ## started and stopped with reads in flight: 1000 times in a process, 200 times as processes
 	@mkdir -p build && $(BIN)/python benchmarks/teardown --json build/teardown.json

@@ -204,7 +204,8 @@ Identity read_identity(const Description& description, const std::string& name, 
   if (!initialised) fail(Fault::not_ready, name + " is not initialised");
   if (magic != kMagic) refuse("magic differs, not a ring");
   if (version != kLayoutVersion)
-    refuse("layout version " + std::to_string(version) + ", expected " + std::to_string(kLayoutVersion));
+    refuse("its segment has layout version " + std::to_string(version) + ", this build knows " +
+           std::to_string(kLayoutVersion) + "; processes that share a ring are of one build");
   if (identity.page_bytes != page_bytes()) refuse("page size differs");
   if (identity.slot_count == 0 || identity.slot_count > kMaxSlots || identity.slot_capacity == 0 ||
       !Geometry::compute(identity.slot_count, identity.slot_capacity, identity.page_bytes, geometry) ||

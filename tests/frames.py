@@ -46,7 +46,7 @@ handshakes = st.one_of(
         nonce=st.binary(min_size=16, max_size=16),
         features=features,
     ),
-    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=32)),
+    st.builds(Challenge, nonce=st.binary(min_size=16, max_size=16), proof=st.binary(max_size=32), version=versions),
     st.builds(Proof, proof=st.binary(max_size=32)),
     st.builds(
         Welcome,

@@ -169,7 +169,7 @@ class Side:
         """Hear HELLO, say WELCOME."""
         hello: Hello = await self.heard(Hello)
         self.client_base = hello.tag_base
-        fields = {"version": 1, "ring": RING, "tag_base": self.base, "ports": (5, 6), "inline_limit": INLINE}
+        fields = {"version": wire.VERSION, "ring": RING, "tag_base": self.base, "ports": (5, 6), "inline_limit": INLINE}
         await self.say(Welcome(**{**fields, **changes}))
         return hello
 

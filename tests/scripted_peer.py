@@ -134,8 +134,8 @@ class Peer:
 
     # --- handshake ----------------------------------------------------------------------------------
     def hello(self, **changes: Any) -> Hello:
-        fields = {"oldest": 1, "newest": 1, "ring": self.listener.ring.ring_id, "tag_base": self.base, "nonce": NONCE}
-        return Hello(**{**fields, **changes})
+        fields = {"oldest": wire.OLDEST_VERSION, "newest": wire.VERSION, "nonce": NONCE}
+        return Hello(**{"ring": self.listener.ring.ring_id, "tag_base": self.base, **fields, **changes})
 
     async def say(self, message: Any) -> None:
         data = message if isinstance(message, bytes) else wire.encode_handshake(message)
@@ -165,7 +165,7 @@ class Peer:
     def tell(self, *records: Record) -> int:
         """Send a message, and take nothing of what it is answered; its number."""
         number = self.number
-        self.send(wire.encode_control(number, list(records)))
+        self.send(wire.encode_control(number, list(records), self.welcome.version))
         self.number += 1
         return number
 
@@ -174,7 +174,7 @@ class Peer:
         small = sum(each.length for each in records if each.length <= self.welcome.inline_limit)
         buffer = bytearray(wire.status_bytes(wire.MAX_RECORDS, small))
         await self.endpoint.receive(buffer, wire.tag(self.base, number))
-        answered, answers = wire.decode_status(buffer)
+        answered, answers = wire.decode_status(buffer, self.welcome.version)
         assert answered == number
         return answers
 

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from transport import SharedRingBuffer, SlotState, Ticket, UCXXServer
+from transport import SharedRingBuffer, SlotState, Ticket, UCXXServer, authentication, wire
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.testing import run
@@ -37,6 +37,12 @@ over_ucx = pytest.mark.parametrize("wire", ["tcp", "shm"])
 def settings_with(**changed: Any) -> Settings:
     """The defaults, but for some."""
     return msgspec.structs.replace(DEFAULTS, **changed)
+
+
+def proven(secret: bytes, side: Any, hello: wire.Hello, listener_nonce: bytes, version: int = wire.VERSION) -> bytes:
+    """The proof of a side that has said or heard this HELLO."""
+    body = wire.encode_handshake(hello)[wire.PREFIX_BYTES :]
+    return authentication.proof(secret, side, hello.nonce, listener_nonce, version=version, hello=body)
 
 
 # --- leaving ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from transport import authentication
-from transport.authentication import NONCE_BYTES, nonce, proof, same
+from transport.authentication import NONCE_BYTES, listener_nonce, newest_known, nonce, proof, same
 
 CLIENT_NONCE = bytes(16)
 LISTENER_NONCE = bytes(range(16))
@@ -20,18 +20,30 @@ def made(**changes: Any) -> bytes:
         "side": "client",
         "client_nonce": CLIENT_NONCE,
         "listener_nonce": LISTENER_NONCE,
+        "version": 2,
+        "hello": b"hello",
         **changes,
     }
     return proof(**arguments)
 
 
 def test_proof_golden() -> None:
+    # Checked with: (printf 'transport-2 client\0…'; printf hello | openssl dgst -sha256 -binary) |
+    #               openssl dgst -sha256 -hmac secret
+    assert made().hex() == "92a644fbf3cfe06ad147af112b55c3af0791ec025b57d043fb0dc37bb42192aa"
+    assert made(side="listener").hex() == "549d1aa90acb6ad1b4e65dd9e1adef7ffacf017c71dc274762071e87a3b9590a"
+
+
+def test_proof_golden_of_the_first_version_which_does_not_cover_hello() -> None:
     # Checked with: printf 'transport-1 client\0…' | openssl dgst -sha256 -hmac secret
-    assert made().hex() == "03536f293f9223712cbbff8282afa75aefdd85d69a30d4c2fd0bbcc010ad5cfd"
-    assert made(side="listener").hex() == "615a4e5f728592bf8356c875ee51fe56e5a5bb7829e7223d702431399655015f"
+    for hello in (b"hello", b"another"):
+        first = made(version=1, hello=hello)
+        assert first.hex() == "03536f293f9223712cbbff8282afa75aefdd85d69a30d4c2fd0bbcc010ad5cfd"
+        listener = made(version=1, hello=hello, side="listener")
+        assert listener.hex() == "615a4e5f728592bf8356c875ee51fe56e5a5bb7829e7223d702431399655015f"
 
 
-def test_proof_depends_on_secret_side_and_both_nonces() -> None:
+def test_proof_depends_on_secret_side_both_nonces_version_and_hello() -> None:
     proofs = [
         made(),
         made(secret=b"Secret"),
@@ -40,6 +52,9 @@ def test_proof_depends_on_secret_side_and_both_nonces() -> None:
         made(client_nonce=LISTENER_NONCE),
         made(listener_nonce=CLIENT_NONCE),
         made(client_nonce=LISTENER_NONCE, listener_nonce=CLIENT_NONCE),
+        made(version=1),
+        made(version=3),
+        made(hello=b"Hello"),
     ]
     assert len(set(proofs)) == len(proofs)
 
@@ -58,6 +73,20 @@ def test_nonces_differ_and_have_their_length() -> None:
     nonces = [nonce() for _ in range(100)]
     assert {len(each) for each in nonces} == {NONCE_BYTES} == {16}
     assert len(set(nonces)) == 100
+
+
+def test_a_listener_that_chooses_an_older_version_says_so_in_its_nonce() -> None:
+    nonces = [listener_nonce(1, 2) for _ in range(100)]
+    assert {len(each) for each in nonces} == {NONCE_BYTES}
+    assert len({each[:10] for each in nonces}) == 100
+    assert {newest_known(each) for each in nonces} == {2}
+    assert newest_known(listener_nonce(2, 3)) == 3
+
+
+def test_a_nonce_of_a_listener_that_chooses_its_newest_version_says_nothing() -> None:
+    nonces = {listener_nonce(2, 2) for _ in range(100)}
+    assert len({each[-1] for each in nonces}) > 10  # random to the last byte
+    assert {newest_known(each) for each in nonces} == {0}
 
 
 @pytest.mark.parametrize(

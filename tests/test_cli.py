@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from transport import Schema, SharedRingBuffer, Ticket, UpTo, _native
-from transport.cli import run
+from transport.cli import output, run
 
 COMMANDS = ("bench", "cooldown", "demo", "doctor", "read", "reclaim", "serve", "size", "top")
 BENCHES = ("bench loopback", "bench scaling", "bench serve", "bench fetch", "bench ring")
@@ -32,6 +32,21 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 # --- all commands ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", ["reclaim --dry-run", "top --once", "bench ring", "demo", "size --slot-bytes 1KiB"])
+def test_json_into_a_folder_that_is_not_there_is_refused_before_anything_is_done(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command.split(), "--json", str(tmp_path / "none" / "result.json")]) == 2
+    assert complaint(capsys).endswith("result.json: its folder does not exist")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, "0 B"), (452, "452 B"), (16388, "16.4 kB"), (1 << 20, "1.0 MB"), (1 << 34, "17.2 GB")]
+)
+def test_sizes_are_shown_in_the_unit_that_tells_something(size: int, expected: str) -> None:
+    assert output.shown(size) == expected
+
+
 @pytest.mark.parametrize("command", (*COMMANDS, *BENCHES, "cooldown status"))
 def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*command.split(), "--help"]) == 0
@@ -141,7 +156,7 @@ def test_a_dry_run_removes_nothing(dead_segment: str, capsys: pytest.CaptureFixt
     first, total = capsys.readouterr().out.splitlines()
     assert first.startswith(dead_segment)
     assert first.endswith("its owners are dead")
-    assert total == "0 of 1 segments removed, 0.0 MB freed"
+    assert total == "0 of 1 segments removed, 0 B freed"
     assert dead_segment in _native.segments()
 
 
@@ -154,7 +169,8 @@ def test_reclaim_leaves_a_living_writers_segment(capsys: pytest.CaptureFixture[s
 
 def test_a_segment_that_is_gone_is_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["reclaim", "transport-test-that-never-was"]) == 0
-    assert capsys.readouterr().out == "0 of 0 segments removed, 0.0 MB freed\n"
+    said = capsys.readouterr().out
+    assert said == "0 of 0 segments removed, 0 B freed; not on this host: /transport-test-that-never-was\n"
 
 
 # --- read ------------------------------------------------------------------------------------------------

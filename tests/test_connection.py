@@ -26,10 +26,9 @@ from scripted_peer import (
     record,
     states,
 )
-from support import asynchronous, settings_with, until
+from support import asynchronous, proven, settings_with, until
 
 from transport import wire
-from transport.authentication import proof
 from transport.connection import Connection
 from transport.errors import StaleSlotError
 from transport.link import Link, Want
@@ -57,7 +56,7 @@ async def test_a_client_is_welcomed_with_what_it_needs(ring: SharedRingBuffer) -
         assert repr(peer.connection) == f"<Connection {name} handshake, 0 attempts>"
         welcome = await peer.greet()
         assert welcome == Welcome(
-            version=1,
+            version=wire.VERSION,
             ring=ring.ring_id,
             tag_base=peer.connection.tag_base,
             ports=(13337, 13338),
@@ -136,7 +135,11 @@ async def test_connections_have_tag_bases_of_their_own(ring: SharedRingBuffer) -
 
 @pytest.mark.parametrize(
     ("changes", "code"),
-    [({"ring": "0" * 32}, WRONG_RING), ({"oldest": 2, "newest": 3}, VERSION), ({"newest": 0}, VERSION)],
+    [
+        ({"ring": "0" * 32}, WRONG_RING),
+        ({"oldest": wire.VERSION + 1, "newest": wire.VERSION + 2}, VERSION),
+        ({"newest": 0}, VERSION),
+    ],
 )
 @asynchronous
 async def test_a_client_that_cannot_be_served_is_told_why(
@@ -163,8 +166,8 @@ async def test_both_sides_prove_the_secret(ring: SharedRingBuffer) -> None:
     async with Stage(ring, secret=b"secret") as stage:
         peer, challenge = await challenged(stage)
         assert len(challenge.nonce) == 16
-        assert challenge.proof == proof(b"secret", "listener", NONCE, challenge.nonce)
-        await peer.say(Proof(proof(b"secret", "client", NONCE, challenge.nonce)))
+        assert challenge.proof == proven(b"secret", "listener", peer.hello(), challenge.nonce)
+        await peer.say(Proof(proven(b"secret", "client", peer.hello(), challenge.nonce)))
         peer.welcome = await peer.heard(Welcome)
         assert peer.welcome.code == 0
         await peer.settled()
@@ -182,9 +185,9 @@ async def test_a_client_that_does_not_prove_is_refused(ring: SharedRingBuffer, h
         await peer.say(
             Proof(
                 {
-                    "another secret": proof(b"other", "client", NONCE, challenge.nonce),
+                    "another secret": proven(b"other", "client", peer.hello(), challenge.nonce),
                     "mirrored": challenge.proof,
-                    "replayed": proof(b"secret", "client", NONCE, bytes(16)),
+                    "replayed": proven(b"secret", "client", peer.hello(), bytes(16)),
                     "empty": b"",
                 }[how]
             )
@@ -226,7 +229,7 @@ async def test_garbage_in_the_handshake_closes_that_connection_only(ring: Shared
 
 @pytest.mark.parametrize(("first", "code"), [(2, VERSION), (0, VERSION), (1, PROTOCOL)])
 @asynchronous
-async def test_a_first_message_that_is_no_hello_of_this_version_is_refused_by_name(
+async def test_a_first_message_that_is_no_hello_of_this_framing_is_refused_by_name(
     ring: SharedRingBuffer, first: int, code: int
 ) -> None:
     async with Stage(ring) as stage:

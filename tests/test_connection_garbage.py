@@ -55,7 +55,8 @@ def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int 
         b"\xff" * wire.CONTROL_BYTES,
         b"x" * (wire.CONTROL_BYTES + 1),
         bytes(wire.CONTROL_BYTES),
-        b"\x02" + control()[1:],
+        b"\x03" + control()[1:],
+        b"\x01" + control()[1:],  # spoken here, but not on this connection
         control(number=1),
         control(number=2**24),
         control(number=2**32 - 1),

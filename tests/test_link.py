@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scripted_endpoint import ScriptedEndpoint, ScriptedWorker, scenario
 from scripted_listener import RING, ScriptedListener, Side
-from support import asynchronous, over_ucx
+from support import asynchronous, over_ucx, proven
 
 from transport import errors, link, wire
-from transport.authentication import proof
 from transport.errors import (
     AuthenticationError,
     BusyError,
@@ -41,7 +41,12 @@ LISTENER_NONCE = bytes(range(16))
 
 
 def welcome(**changes: Any) -> Welcome:
-    return Welcome(**{"version": 1, "ring": RING, "tag_base": THEIRS, "ports": (5, 6), "inline_limit": 100, **changes})
+    fields = {"version": wire.VERSION, "ring": RING, "tag_base": THEIRS, "ports": (5, 6), "inline_limit": 100}
+    return Welcome(**{**fields, **changes})
+
+
+def challenge(proof: bytes, nonce: bytes = LISTENER_NONCE, version: int = wire.VERSION) -> Challenge:
+    return Challenge(nonce, proof, version)
 
 
 def opening(endpoint: ScriptedEndpoint, **options: Any) -> Any:
@@ -59,7 +64,7 @@ async def test_opening_says_hello_and_takes_what_the_listener_says(wire: Any) ->
         opening = listener.opening(tag_base=OURS)
         side = await listener.accepted()
         hello = await side.welcome(ports=(7, 8), inline_limit=50)
-        assert (hello.oldest, hello.newest, hello.ring, hello.tag_base) == (1, 1, RING, OURS)
+        assert (hello.oldest, hello.newest, hello.ring, hello.tag_base) == (1, 2, RING, OURS)
         assert len(hello.nonce) == 16
         made = await opening
         assert (made.ring, made.ports, made.port) == (RING, (7, 8), ("127.0.0.1", listener.port))
@@ -95,22 +100,22 @@ async def test_a_handshake_that_comes_in_pieces_is_understood() -> None:
         assert (await opening).ring == RING
 
 
-async def proving(listener: ScriptedListener, secret: bytes) -> tuple[asyncio.Task[Link], Side, bytes]:
-    """A link being opened to a listener that has the secret and has sent its challenge; the nonce of its hello."""
+async def proving(listener: ScriptedListener, secret: bytes) -> tuple[asyncio.Task[Link], Side, Hello]:
+    """A link being opened to a listener that has the secret and has sent its challenge; the link's hello."""
     opening = listener.opening(secret=b"secret")
     side = await listener.accepted()
-    nonce = (await side.heard(Hello)).nonce
-    await side.say(Challenge(LISTENER_NONCE, proof(secret, "listener", nonce, LISTENER_NONCE)))
-    return opening, side, nonce
+    hello = await side.heard(Hello)
+    await side.say(challenge(proven(secret, "listener", hello, LISTENER_NONCE)))
+    return opening, side, hello
 
 
 @pytest.mark.ucx
 @asynchronous
 async def test_both_sides_prove_the_secret() -> None:
     async with ScriptedListener() as listener:
-        opening, side, nonce = await proving(listener, b"secret")
+        opening, side, hello = await proving(listener, b"secret")
         answer = await side.heard(Proof)
-        assert answer.proof == proof(b"secret", "client", nonce, LISTENER_NONCE)
+        assert answer.proof == proven(b"secret", "client", hello, LISTENER_NONCE)
         await side.say(welcome())
         assert (await opening).ring == RING
 
@@ -139,12 +144,12 @@ async def test_a_listener_that_goes_during_the_handshake_is_lost() -> None:
 
 
 # --- handshakes that fail -------------------------------------------------------------------------------
-async def challenged(endpoint: ScriptedEndpoint, secret: bytes | None, listeners: bytes) -> tuple[Any, bytes]:
-    """A link being opened, and the nonce of its hello; the listener has sent its challenge."""
+async def challenged(endpoint: ScriptedEndpoint, secret: bytes | None, listeners: bytes) -> tuple[Any, Hello]:
+    """A link being opened, and its hello; the listener has sent its challenge."""
     task = asyncio.ensure_future(opening(endpoint, secret=secret))
-    nonce = (await endpoint.heard(Hello)).nonce
-    endpoint.say(Challenge(LISTENER_NONCE, proof(listeners, "listener", nonce, LISTENER_NONCE)))
-    return task, nonce
+    hello = await endpoint.heard(Hello)
+    endpoint.say(challenge(proven(listeners, "listener", hello, LISTENER_NONCE)))
+    return task, hello
 
 
 @scenario
@@ -170,9 +175,9 @@ async def test_a_listener_with_another_secret_is_refused_and_learns_nothing() ->
 async def test_a_listener_that_mirrors_the_clients_side_is_refused() -> None:
     endpoint = ScriptedEndpoint()
     task = asyncio.ensure_future(opening(endpoint, secret=b"secret"))
-    nonce = (await endpoint.heard(Hello)).nonce
+    hello = await endpoint.heard(Hello)
     # what another client, asked with these nonces, would have answered
-    endpoint.say(Challenge(LISTENER_NONCE, proof(b"secret", "client", nonce, LISTENER_NONCE)))
+    endpoint.say(challenge(proven(b"secret", "client", hello, LISTENER_NONCE)))
     with pytest.raises(AuthenticationError):
         await task
     assert endpoint.aborted
@@ -182,8 +187,9 @@ async def test_a_listener_that_mirrors_the_clients_side_is_refused() -> None:
 async def test_a_proof_for_another_hello_is_refused() -> None:
     endpoint = ScriptedEndpoint()
     task = asyncio.ensure_future(opening(endpoint, secret=b"secret"))
-    await endpoint.heard(Hello)
-    endpoint.say(Challenge(LISTENER_NONCE, proof(b"secret", "listener", bytes(16), LISTENER_NONCE)))
+    hello = await endpoint.heard(Hello)
+    other = msgspec.structs.replace(hello, nonce=bytes(16))
+    endpoint.say(challenge(proven(b"secret", "listener", other, LISTENER_NONCE)))
     with pytest.raises(AuthenticationError):
         await task
 
@@ -239,7 +245,7 @@ async def test_a_refusal_in_the_handshake_has_its_class_and_reason(code: int) ->
         (b"\x01\x04\0\0\0\0\0\0", ProtocolError),
         (b"\x01\x04\0\0\xff\xff\xff\xff", ProtocolError),
         (b"GET / HTTP/1.1\r\n", VersionMismatchError),
-        (wire.encode_handshake(welcome(version=2)), VersionMismatchError),
+        (wire.encode_handshake(welcome(version=wire.VERSION + 1)), VersionMismatchError),
         (wire.encode_handshake(welcome(version=0)), VersionMismatchError),
         (wire.encode_handshake(welcome(ports=(5, 70000))), ProtocolError),
         (wire.encode_handshake(welcome(inline_limit=1 << 40)), ProtocolError),
@@ -326,9 +332,9 @@ def test_whatever_a_listener_says_the_handshake_ends_by_name_or_with_a_sound_wel
 @scenario
 async def test_a_second_challenge_is_refused() -> None:
     endpoint = ScriptedEndpoint()
-    task, nonce = await challenged(endpoint, b"secret", b"secret")
+    task, hello = await challenged(endpoint, b"secret", b"secret")
     await endpoint.heard(Proof)
-    endpoint.say(Challenge(LISTENER_NONCE, proof(b"secret", "listener", nonce, LISTENER_NONCE)))
+    endpoint.say(challenge(proven(b"secret", "listener", hello, LISTENER_NONCE)))
     with pytest.raises(ProtocolError, match="CHALLENGE"):
         await task
     assert endpoint.aborted

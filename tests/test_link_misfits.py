@@ -20,6 +20,7 @@ from scripted_listener import (
 )
 from support import asynchronous, noise
 
+from transport import wire as frames
 from transport.errors import (
     LengthMismatchError,
     ProtocolError,
@@ -33,7 +34,9 @@ LARGE = INLINE + 1
 
 
 # --- answers that do not fit their request --------------------------------------------------------
-def header(count: int, number: int, joined: int = 0, *, version: int = 1, kind: int = Kind.STATUS) -> bytes:
+def header(
+    count: int, number: int, joined: int = 0, *, version: int = frames.VERSION, kind: int = Kind.STATUS
+) -> bytes:
     return struct.pack("<BBHIII", version, kind, count, number, joined, 0)
 
 
@@ -52,7 +55,8 @@ MISFITS: dict[str, bytes] = {
     "no answers": header(2, 0),
     "answers cut off": (header(2, 0, 3) + SMALL_ONE + LARGE_ONE)[:-1],
     "garbage": b"garbage that is no status message, but as long as one of two answers is".ljust(83, b"."),
-    "another version": header(2, 0, 3, version=2) + SMALL_ONE + LARGE_ONE + b"abc",
+    "a newer version": header(2, 0, 3, version=frames.VERSION + 1) + SMALL_ONE + LARGE_ONE + b"abc",
+    "a version that was not agreed on": header(2, 0, 3, version=1) + SMALL_ONE + LARGE_ONE + b"abc",
     "another kind": header(2, 0, 3, kind=Kind.CONTROL) + SMALL_ONE + LARGE_ONE + b"abc",
     "fewer answers": header(1, 0, 3) + SMALL_ONE + LARGE_ONE + b"abc",
     "more answers": header(3, 0, 3) + SMALL_ONE + LARGE_ONE + b"abc",

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 from scripted_peer import Peer, Stage
-from support import Child, asynchronous, eventually, segment_file
+from support import Child, asynchronous, eventually, proven, segment_file
 
 import transport
 from transport import SharedRingBuffer, UCXXClient, UCXXServer, wire
-from transport.authentication import proof
 from transport.errors import AuthenticationError, ProtocolError, WrongRingError
 from transport.link import Link
 from transport.listener_process import ListenerConfig, is_listener, send
@@ -125,7 +124,7 @@ async def test_a_proof_of_one_connection_is_worth_nothing_on_another() -> None:
             challenge = await first.heard(wire.Challenge)
             await second.say(second.hello())
             await second.heard(wire.Challenge)
-            await second.say(wire.Proof(proof(SECRET, "client", bytes(range(16)), challenge.nonce)))
+            await second.say(wire.Proof(proven(SECRET, "client", second.hello(), challenge.nonce)))
             assert (await second.heard(wire.Welcome)).code == AuthenticationError.status
 
 

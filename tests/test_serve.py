@@ -68,7 +68,11 @@ def test_other_processes_write_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.ucx
-def test_with_a_grace_budget_it_waits_until_everything_is_read(tmp_path: Path) -> None:
+def test_with_a_grace_budget_it_waits_until_everything_is_read_and_logs_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRANSPORT_LOG_LEVEL", "INFO")
+    monkeypatch.setenv("TRANSPORT_LOG_FORMAT", "json")
     with served("--slot-bytes", "64", "--drain", str(PATIENCE_S), folder=tmp_path) as (process, said):
         with SharedRingBuffer.attach(str(said["segment"]), role="writer") as ring:
             ticket = ring.write_raw(b"unread")
@@ -76,6 +80,10 @@ def test_with_a_grace_budget_it_waits_until_everything_is_read(tmp_path: Path) -
         with BlockingClient(wire={"tcp"}) as client:  # it still serves
             assert bytes(client.read(ticket).data) == b"unread"
         assert process.wait(PATIENCE_S) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    messages = [line["message"] for line in lines if line["logger"] == "transport.cli.serve"]
+    assert f"segment {said['segment']}" in messages[0]
+    assert messages[1:] == [f"stopping; 1 payloads unread, waiting up to {PATIENCE_S:.0f} s for them"]
 
 
 @pytest.mark.parametrize(

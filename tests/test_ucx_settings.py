@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,29 @@ def test_the_users_settings_win_over_ours() -> None:
 )
 def test_any_ucx_variable_of_the_users_is_usable(env: dict[str, str]) -> None:
     assert look(**env)["lost"] == []
+
+
+# What ucxx does where LD_LIBRARY_PATH and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY lead to the UCX of Debian 12.
+TOO_OLD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from transport.cli import main
+sys.argv[1:] = ["doctor", "--no-transfer"]
+main()
+"""
+
+
+def test_a_ucx_that_ucxx_refuses_is_not_called_missing(tmp_path: Path) -> None:
+    package = tmp_path / "ucxx" / "_lib"
+    package.mkdir(parents=True)
+    (tmp_path / "ucxx" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "libucxx.py").write_text('raise ImportError("Support for UCX 1.13.1 has ended.")')
+    with Child(TOO_OLD, tmp_path) as child:
+        said = child.process.communicate()[0]
+    assert "FAIL  ucx: ucxx is installed and cannot be loaded: Support for UCX 1.13.1 has ended." in said
+    assert "unset RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in said
+    assert "not installed" not in said
 
 
 def test_mapped_alone_needs_no_ucx_and_says_so() -> None:

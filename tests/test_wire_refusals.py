@@ -24,8 +24,8 @@ def prefix(version: int = 1, kind: int = 1, length: int = 10) -> bytes:
 
 
 @pytest.mark.parametrize("version", [0, 2, 255])
-def test_handshake_of_an_unknown_version_is_refused(version: int) -> None:
-    with pytest.raises(VersionMismatchError, match=f"version {version}"):
+def test_handshake_of_an_unknown_framing_is_refused(version: int) -> None:
+    with pytest.raises(VersionMismatchError, match=f"framed by version {version}"):
         wire.decode_prefix(prefix(version=version))
 
 
@@ -118,18 +118,24 @@ def hello(oldest: int, newest: int) -> Hello:
     return Hello(oldest=oldest, newest=newest, ring="", tag_base=0, nonce=NONCE)
 
 
-@pytest.mark.parametrize(("oldest", "newest"), [(1, 1), (0, 1), (1, 9), (-5, 2**63)])
-def test_the_newest_common_version_is_agreed(oldest: int, newest: int) -> None:
-    assert wire.agree_version(hello(oldest, newest)) == 1
+def test_the_version_and_the_one_before_it_are_spoken() -> None:
+    assert max(1, wire.VERSION - 1) == wire.OLDEST_VERSION
 
 
-@pytest.mark.parametrize(("oldest", "newest"), [(2, 3), (0, 0), (1, 0), (5, 2)])
+@pytest.mark.parametrize(
+    ("oldest", "newest", "agreed"), [(1, 1, 1), (0, 1, 1), (1, 2, 2), (2, 2, 2), (2, 3, 2), (1, 9, 2), (-5, 2**63, 2)]
+)
+def test_the_newest_common_version_is_agreed(oldest: int, newest: int, agreed: int) -> None:
+    assert wire.agree_version(hello(oldest, newest)) == agreed
+
+
+@pytest.mark.parametrize(("oldest", "newest"), [(3, 4), (0, 0), (1, 0), (5, 2)])
 def test_without_a_common_version_both_ranges_are_named(oldest: int, newest: int) -> None:
-    with pytest.raises(VersionMismatchError, match=rf"{oldest} to {newest}.*1 to 1"):
+    with pytest.raises(VersionMismatchError, match=rf"{oldest} to {newest}.*1 to 2"):
         wire.agree_version(hello(oldest, newest))
 
 
-def header(version: int = 1, kind: int = Kind.CONTROL, count: int = 1, number: int = 0, joined: int = 0) -> bytes:
+def header(version: int = 2, kind: int = Kind.CONTROL, count: int = 1, number: int = 0, joined: int = 0) -> bytes:
     return struct.pack("<BBHIII", version, kind, count, number, joined, 0)
 
 
@@ -144,11 +150,11 @@ def test_control_of_too_few_or_too_many_records_is_refused(count: int) -> None:
 
 @pytest.mark.parametrize(
     "start",
-    [header(version=2), header(version=0), header(kind=Kind.STATUS), header(kind=0)],
-    ids=["newer", "older", "status", "zeros"],
+    [header(version=3), header(version=1), header(version=0), header(kind=Kind.STATUS), header(kind=0)],
+    ids=["newer", "older", "none", "status", "zeros"],
 )
 def test_control_of_another_version_or_kind_is_refused(start: bytes) -> None:
-    with pytest.raises(ProtocolError, match="expected a control message of version 1"):
+    with pytest.raises(ProtocolError, match="expected a control message of version 2"):
         wire.decode_control(start + BYE)
 
 
@@ -172,11 +178,16 @@ def test_record_of_an_unknown_kind_is_refused(kind: int) -> None:
 
 @pytest.mark.parametrize(
     "start",
-    [header(version=2, kind=Kind.STATUS), header(kind=Kind.CONTROL), header(version=0, kind=0)],
-    ids=["newer", "control", "zeros"],
+    [
+        header(version=3, kind=Kind.STATUS),
+        header(version=1, kind=Kind.STATUS),
+        header(kind=Kind.CONTROL),
+        header(version=0, kind=0),
+    ],
+    ids=["newer", "older", "control", "zeros"],
 )
 def test_status_of_another_version_or_kind_is_refused(start: bytes) -> None:
-    with pytest.raises(ProtocolError, match="expected a status of version 1"):
+    with pytest.raises(ProtocolError, match="expected a status of version 2"):
         wire.decode_status(start + bytes(32))
 
 
@@ -228,7 +239,7 @@ def test_control_of_any_bytes_is_read_or_refused_by_name(data: bytes) -> None:
         number, found = wire.decode_control(data)
     except ProtocolError:
         return
-    assert data[:2] == b"\x01\x10"
+    assert data[:2] == b"\x02\x10"
     assert 1 <= len(found) <= 63
     # What was read is all there was to read: nothing is made up.
     reread = wire.decode_control(wire.encode_control(number, found))
@@ -267,7 +278,7 @@ def test_status_of_any_bytes_is_read_or_refused_by_name(data: bytes) -> None:
         number, answers = wire.decode_status(bytearray(data))
     except ProtocolError:
         return
-    assert data[:2] == b"\x01\x11"
+    assert data[:2] == b"\x02\x11"
     payloads = [answer.joined for answer in answers if answer.joined is not None]
     assert [len(joined) for joined in payloads] == [answer.length for answer in answers if answer.joined is not None]
     start = wire.HEADER_BYTES + len(answers) * wire.ANSWER_BYTES

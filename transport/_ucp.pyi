@@ -100,7 +100,7 @@ class Link:
     usable: bool  # alive, and with numbers left for a request and a farewell
     under_way: int  # messages without their answer
 
-    def __init__(self, endpoint: Endpoint, tag_base: int, their_base: int, inline_limit: int) -> None: ...
+    def __init__(self, endpoint: Endpoint, tag_base: int, their_base: int, inline_limit: int, version: int) -> None: ...
     def read(self, token: object, wants: Sequence[_Want], acks: Sequence[_Record]) -> int:
         """One message; its number. Outcome: a number for one want, a list for several."""
     def ask(self, token: object, record: _Record, before: Sequence[_Record]) -> int:
@@ -148,7 +148,7 @@ class Connection:
     reason: str  # why it ended
 
     def __init__(
-        self, service: Service | None, endpoint: Endpoint, tag_base: int, client_base: int, ended: object
+        self, service: Service | None, endpoint: Endpoint, tag_base: int, client_base: int, version: int, ended: object
     ) -> None: ...
     def count_as(self, counter: str) -> None:
         """Count its payloads' bytes under this name of `Ring.counters`, such as "bytes_shm"; first "bytes_tcp"."""

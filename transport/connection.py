@@ -13,6 +13,7 @@ import contextlib
 import logging
 import secrets
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from transport import authentication, wire
@@ -101,7 +102,8 @@ class Connection:
         log.debug("%r ended: %s", self, reason)
 
     # --- handshake ----------------------------------------------------------------------------------
-    async def _receive_handshake(self, expected: type[wire.Handshake]) -> wire.Handshake:
+    async def _receive_handshake(self, expected: type[wire.Handshake]) -> tuple[wire.Handshake, bytes]:
+        """The message, and its body as it came."""
         prefix = bytearray(wire.PREFIX_BYTES)
         await self._endpoint.receive_stream(prefix)
         self._heard = True
@@ -112,21 +114,22 @@ class Connection:
             await self._endpoint.receive_stream(body)
         if kind.name.title() != expected.__name__:
             raise ProtocolError(f"expected {expected.__name__}, got {kind.name}")
-        return wire.decode_handshake(expected, bytes(body))
+        return wire.decode_handshake(expected, bytes(body)), bytes(body)
 
     async def _handshake(self) -> _ucp.Connection:
         try:
-            hello = await self._receive_handshake(wire.Hello)
-            await self._admit(hello)
+            hello, body = await self._receive_handshake(wire.Hello)
+            version = wire.agree_version(hello)
+            await self._admit(hello, body, version)
         except RefusedError as refusal:
             await self._welcome(code=refusal.status, reason=str(refusal))
             await self._left_by_peer()
             raise
         # its receives stand before the client hears of them
-        native = self._listener.admit(self._endpoint, self._tag_base, hello.tag_base, self._ended)
+        native = self._listener.admit(self._endpoint, self._tag_base, hello.tag_base, version, self._ended)
         self._native = native
         self._count_by_wire(native)
-        await self._welcome(version=wire.agree_version(hello))
+        await self._welcome(version=version)
         self.opened = True
         return native
 
@@ -145,8 +148,7 @@ class Connection:
             for _ in range(_MOST_AFTER_REFUSAL):
                 await self._endpoint.receive_stream(bytearray(wire.MAX_HANDSHAKE_BYTES))
 
-    async def _admit(self, hello: wire.Hello) -> None:
-        wire.agree_version(hello)
+    async def _admit(self, hello: wire.Hello, body: bytes, version: int) -> None:
         if hello.ring and hello.ring != self._ring.ring_id:
             raise WrongRingError(f"this listener serves ring {self._ring.ring_id[:8]}, not {hello.ring[:8]}")
         if self._listener.refuses_connections:
@@ -154,14 +156,15 @@ class Connection:
         secret = self._listener.secret
         if secret is None:
             return
-        own = authentication.nonce()
-        challenge = wire.Challenge(own, authentication.proof(secret, "listener", hello.nonce, own))
+        own = authentication.listener_nonce(version, wire.VERSION)
+        proof = partial(authentication.proof, secret, version=version, hello=body)
+        challenge = wire.Challenge(own, proof("listener", hello.nonce, own), version)
         await self._endpoint.send_stream(wire.encode_handshake(challenge))
-        answer = await self._receive_handshake(wire.Proof)
-        if not authentication.same(answer.proof, authentication.proof(secret, "client", hello.nonce, own)):
+        answer, _ = await self._receive_handshake(wire.Proof)
+        if not authentication.same(answer.proof, proof("client", hello.nonce, own)):
             raise AuthenticationError("the client's shared secret differs from this listener's")
 
-    async def _welcome(self, version: int = wire.VERSION, code: int = 0, reason: str = "") -> None:
+    async def _welcome(self, version: int = 0, code: int = 0, reason: str = "") -> None:
         welcome = wire.Welcome(
             version=version,
             ring=self._ring.ring_id,

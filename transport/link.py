@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transport import _native, authentication, errors, wire
@@ -85,7 +86,9 @@ class Link:
         self._endpoint = endpoint
         self.port = port  # (host, port), as asked for
         self._codes = engine()
-        self.native: _ucp.Link = self._codes.Link(endpoint.native, tag_base, welcome.tag_base, welcome.inline_limit)
+        self.native: _ucp.Link = self._codes.Link(
+            endpoint.native, tag_base, welcome.tag_base, welcome.inline_limit, welcome.version
+        )
         self.given_up = False  # for what happened to another link
         self.ring = welcome.ring
         self.ports = welcome.ports
@@ -221,17 +224,17 @@ def _look_at(future: asyncio.Future[int]) -> None:
 async def _shake_hands(endpoint: Endpoint, ring: str, tag_base: int, secret: bytes | None) -> wire.Welcome:
     nonce = authentication.nonce()
     hello = wire.Hello(oldest=wire.OLDEST_VERSION, newest=wire.VERSION, ring=ring, tag_base=tag_base, nonce=nonce)
-    endpoint.send_stream(wire.encode_handshake(hello)).add_done_callback(_look_at)
+    said = wire.encode_handshake(hello)
+    endpoint.send_stream(said).add_done_callback(_look_at)
     kind, body = await _receive(endpoint)
+    proven = 0
     if kind is Kind.CHALLENGE:
         challenge = wire.decode_handshake(wire.Challenge, body)
         if secret is None:
             raise AuthenticationError(f"{endpoint.name} asks for a shared secret; this client was given none")
-        expected = authentication.proof(secret, "listener", nonce, challenge.nonce)
-        if not authentication.same(challenge.proof, expected):
-            raise AuthenticationError(f"{endpoint.name} does not have the shared secret of this client")
-        proof = wire.Proof(authentication.proof(secret, "client", nonce, challenge.nonce))
+        proof = _answered(endpoint.name, challenge, secret, nonce, said[wire.PREFIX_BYTES :])
         endpoint.send_stream(wire.encode_handshake(proof)).add_done_callback(_look_at)
+        proven = challenge.version
         kind, body = await _receive(endpoint)
     elif secret is not None and kind is Kind.WELCOME and not wire.decode_handshake(wire.Welcome, body).code:
         raise AuthenticationError(f"{endpoint.name} did not prove that it has the shared secret")
@@ -241,14 +244,35 @@ async def _shake_hands(endpoint: Endpoint, ring: str, tag_base: int, secret: byt
     if welcome.code:
         kind_of_error = _BY_STATUS.get(welcome.code, RefusedError)
         raise kind_of_error(f"{endpoint.name}: {welcome.reason}")
-    if not wire.OLDEST_VERSION <= welcome.version <= wire.VERSION:
-        raise VersionMismatchError(
-            f"{endpoint.name} chose version {welcome.version}; this side offered {wire.OLDEST_VERSION} to "
-            f"{wire.VERSION}"
-        )
+    _check_offered(endpoint.name, welcome.version)
+    if proven and welcome.version != proven:
+        raise ProtocolError(f"{endpoint.name} chose version {welcome.version} after it had proven {proven}")
     if ring and welcome.ring != ring:
         raise WrongRingError(f"{endpoint.name} serves ring {welcome.ring[:8]}, not {ring[:8]}")
     return welcome
+
+
+def _check_offered(name: str, version: int) -> None:
+    if not wire.OLDEST_VERSION <= version <= wire.VERSION:
+        raise VersionMismatchError(
+            f"{name} chose wire version {version}; this side offered {wire.OLDEST_VERSION} to {wire.VERSION}"
+        )
+
+
+def _answered(name: str, challenge: wire.Challenge, secret: bytes, nonce: bytes, hello: bytes) -> wire.Proof:
+    """The proof that answers a challenge, once the listener's own was found good, and its choice of version, too."""
+    _check_offered(name, challenge.version)
+    proof = partial(authentication.proof, secret, version=challenge.version, hello=hello)
+    if not authentication.same(challenge.proof, proof("listener", nonce, challenge.nonce)):
+        raise AuthenticationError(
+            f"{name} does not have the shared secret of this client, or heard another HELLO than was said"
+        )
+    best = min(wire.VERSION, authentication.newest_known(challenge.nonce))
+    if challenge.version < best:
+        raise AuthenticationError(
+            f"{name} knows wire version {best} and was made to choose {challenge.version}: HELLO was changed on its way"
+        )
+    return wire.Proof(proof("client", nonce, challenge.nonce))
 
 
 async def _receive(endpoint: Endpoint) -> tuple[Kind, bytes]:

@@ -167,9 +167,13 @@ class Listener:
         task = asyncio.get_running_loop().create_task(connection.serve(), name=f"transport {endpoint.name}")
         self._connections[connection] = task
 
-    def admit(self, endpoint: Endpoint, tag_base: int, client_base: int, ended: asyncio.Future[int]) -> _ucp.Connection:
-        """Serve a client that has been admitted; ``ended`` resolves when it is gone."""
-        connection: _ucp.Connection = engine().Connection(self._service, endpoint.native, tag_base, client_base, ended)
+    def admit(
+        self, endpoint: Endpoint, tag_base: int, client_base: int, version: int, ended: asyncio.Future[int]
+    ) -> _ucp.Connection:
+        """Serve a client that has been admitted, by frames of ``version``; ``ended`` resolves when it is gone."""
+        connection: _ucp.Connection = engine().Connection(
+            self._service, endpoint.native, tag_base, client_base, version, ended
+        )
         endpoint.worker.kick()
         return connection
 

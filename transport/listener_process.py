@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
-from transport.errors import TransportError
+from transport.errors import TransportError, UsageError
 from transport.lifetime import Lifetime, Phase
 from transport.listener import Listener, serve_until
 from transport.logs import LogFormat, handler
@@ -160,7 +160,12 @@ async def _serve(config: ListenerConfig) -> int:
 def main() -> NoReturn:
     """Entry point. Exit status 0 after an orderly stop, 1 when it could not start."""
     keep_stdout_for_the_answer()
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
+    try:
+        config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
+    except msgspec.MsgspecError as error:  # the package was replaced under a running supervisor
+        message = f"this listener is of another build than its supervisor ({error}); start both from one"
+        answer(ListenerReport(error=UsageError.__name__, message=message))
+        sys.exit(1)
     logging.basicConfig(level=config.log_level, handlers=[handler(config.log_format, "listener")])
     status = uvloop.run(_serve(config))
     logging.shutdown()

@@ -6,6 +6,7 @@ Looking takes no owner place and changes nothing. `look` is one moment; `rates` 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -73,6 +74,17 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     published: float
     reads: float
     bytes_by_wire: dict[str, float]
+
+
+def named(names: Sequence[str]) -> list[str]:
+    """Segments as the system names them. Raises RingNotFoundError for one that is not on this host."""
+    found = [f"/{name.lstrip('/')}" for name in names]
+    for name in found:
+        if not (_SHARED_MEMORY / name.lstrip("/")).exists():
+            raise RingNotFoundError(
+                f"there is no segment {name} on this host; transport top --once lists those there are"
+            )
+    return found
 
 
 def look(names: list[str] | None = None) -> Snapshot:

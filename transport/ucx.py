@@ -53,7 +53,7 @@ def library() -> ModuleType:
     """ucxx's low-level module.
 
     Raises:
-        MissingDependencyError: ucxx is not installed.
+        MissingDependencyError: ucxx is not installed, or the UCX that it finds does not fit it.
     """
     user = {name for name in os.environ if name.startswith("UCX_")}
     user_settings()
@@ -62,6 +62,8 @@ def library() -> ModuleType:
     try:
         import ucxx._lib.libucxx as low
     except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError):
+            raise MissingDependencyError(f"ucxx is installed and cannot be loaded: {error}") from error
         raise MissingDependencyError(
             "ucxx is not installed, so payloads can be read on their own host only (wire 'mapped'); "
             "install it with: pip install 'payload-transport[cu12]' (CUDA 13: cu13; neither needs a GPU)"
@@ -161,7 +163,8 @@ def translated(doing: str) -> Iterator[None]:
         raise
     except Exception as error:  # ucxx's classes are made in C++ and share no public base with ours
         ours = translate(error)
-        raise type(ours)(f"{doing}: {ours}") from error
+        hint = "; another program has the port, and port 0 takes a free one" if isinstance(ours, BusyPortError) else ""
+        raise type(ours)(f"{doing}: {ours}{hint}") from error
 
 
 # --- the worker -----------------------------------------------------------------------------------

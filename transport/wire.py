@@ -18,6 +18,11 @@ Payloads of at most ``inline_limit`` bytes are joined: they stand behind the ans
 the message into their destinations. If one of them is refused, none of that message is joined.
 native/ucp/frames.hpp has the same layouts for the hot path.
 
+Versions: HELLO offers a range, and the newest version that both sides know is the connection's. ``VERSION`` and the one
+before it are spoken. The layouts of both are the same; they differ in what a proof covers (authentication.py), and in
+the version byte of CONTROL and STATUS. The prefix of handshake messages has a version of its own, which stays, so that
+two builds without a common version can still say so.
+
 The receiver chooses the tag base, because UCX matches tags per worker: a base is unique among the receiver's
 own connections. A tag is used once: base (32 bits) · message number (24) · part (8).
 """
@@ -33,8 +38,9 @@ import msgspec
 from transport import _native
 from transport.errors import ProtocolError, VersionMismatchError
 
-VERSION = 1
+VERSION = 2
 OLDEST_VERSION = 1
+FRAMING = 1  # of handshake messages, whatever is agreed by them
 
 MAX_HANDSHAKE_BYTES = 4096
 MAX_RECORDS = 63
@@ -101,10 +107,14 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 class Challenge(msgspec.Struct, frozen=True):
-    """The listener's nonce and its own proof, so that both sides know that the other has the secret."""
+    """The listener's nonce and its own proof, so that both sides know that the other has the secret.
+
+    ``version`` is the chosen one; a listener that knows only the first does not name it.
+    """
 
     nonce: Nonce
     proof: ProofBytes
+    version: int = 1
 
 
 class Proof(msgspec.Struct, frozen=True):
@@ -138,21 +148,21 @@ Handshake = TypeVar("Handshake", Hello, Challenge, Proof, Welcome)
 def encode_handshake(message: Hello | Challenge | Proof | Welcome) -> bytes:
     """Prefix and body of one handshake message."""
     body = msgspec.msgpack.encode(message)
-    return _PREFIX.pack(VERSION, _HANDSHAKE[type(message)], 0, len(body)) + body
+    return _PREFIX.pack(FRAMING, _HANDSHAKE[type(message)], 0, len(body)) + body
 
 
 def decode_prefix(prefix: bytes | bytearray) -> tuple[Kind, int]:
     """(kind, body length) of a handshake message.
 
     Raises:
-        VersionMismatchError: framing of a version that is not known here.
+        VersionMismatchError: framing that is not known here, so nothing of this package's making.
         ProtocolError: not a handshake, or a body longer than MAX_HANDSHAKE_BYTES.
     """
     if len(prefix) != PREFIX_BYTES:
         raise ProtocolError(f"handshake prefix of {len(prefix)} bytes; it has {PREFIX_BYTES}")
-    version, kind, _, length = _PREFIX.unpack(prefix)
-    if not OLDEST_VERSION <= version <= VERSION:
-        raise VersionMismatchError(f"handshake of version {version}; this side speaks {OLDEST_VERSION} to {VERSION}")
+    framing, kind, _, length = _PREFIX.unpack(prefix)
+    if framing != FRAMING:
+        raise VersionMismatchError(f"handshake framed by version {framing}; this side frames by version {FRAMING}")
     if kind not in _HANDSHAKE.values():
         raise ProtocolError(f"handshake of unknown kind {kind:#x}")
     if length > MAX_HANDSHAKE_BYTES:
@@ -173,8 +183,8 @@ def agree_version(hello: Hello) -> int:
     version = min(VERSION, hello.newest)
     if version < max(OLDEST_VERSION, hello.oldest):
         raise VersionMismatchError(
-            f"the client speaks versions {hello.oldest} to {hello.newest}, this side {OLDEST_VERSION} to {VERSION}: "
-            "upgrade the older of the two"
+            f"the client speaks wire versions {hello.oldest} to {hello.newest}, the listener {OLDEST_VERSION} to "
+            f"{VERSION}: upgrade the older of the two"
         )
     return version
 
@@ -197,10 +207,10 @@ class Record(NamedTuple):
     length: int = 0
 
 
-def encode_control(number: int, records: list[Record]) -> bytearray:
+def encode_control(number: int, records: list[Record], version: int = VERSION) -> bytearray:
     """One CONTROL message; a bytearray, since UCX reads it in place until the send is complete."""
     message = bytearray(HEADER_BYTES + len(records) * RECORD_BYTES)
-    _HEADER.pack_into(message, 0, VERSION, Kind.CONTROL, len(records), number, 0, 0)
+    _HEADER.pack_into(message, 0, version, Kind.CONTROL, len(records), number, 0, 0)
     offset = HEADER_BYTES
     for record in records:
         _RECORD.pack_into(
@@ -219,13 +229,13 @@ def encode_control(number: int, records: list[Record]) -> bytearray:
     return message
 
 
-def decode_control(message: bytes | bytearray | memoryview) -> tuple[int, list[Record]]:
-    """(message number, records). Raises ProtocolError for anything malformed."""
+def decode_control(message: bytes | bytearray | memoryview, due: int = VERSION) -> tuple[int, list[Record]]:
+    """(message number, records) of a message of version ``due``. Raises ProtocolError for anything malformed."""
     if len(message) < HEADER_BYTES:
         raise ProtocolError(f"control message of {len(message)} bytes has no header")
     version, kind, count, number, _, _ = _HEADER.unpack_from(message, 0)
-    if version != VERSION or kind != Kind.CONTROL:
-        raise ProtocolError(f"expected a control message of version {VERSION}, got kind {kind:#x} version {version}")
+    if version != due or kind != Kind.CONTROL:
+        raise ProtocolError(f"expected a control message of version {due}, got kind {kind:#x} version {version}")
     if not 0 < count <= MAX_RECORDS:
         raise ProtocolError(f"control message of {count} records; 1 to {MAX_RECORDS} are allowed")
     if len(message) < HEADER_BYTES + count * RECORD_BYTES:
@@ -273,11 +283,11 @@ def status_bytes(answers: int, joined: int) -> int:
     return HEADER_BYTES + answers * ANSWER_BYTES + joined
 
 
-def encode_status(number: int, answers: list[Answer]) -> bytearray:
+def encode_status(number: int, answers: list[Answer], version: int = VERSION) -> bytearray:
     """One STATUS message, joined payloads copied in."""
     joined = [answer.joined for answer in answers if answer.joined is not None]
     message = bytearray(status_bytes(len(answers), 0))
-    _HEADER.pack_into(message, 0, VERSION, Kind.STATUS, len(answers), number, sum(map(len, joined)), 0)
+    _HEADER.pack_into(message, 0, version, Kind.STATUS, len(answers), number, sum(map(len, joined)), 0)
     for index, answer in enumerate(answers):
         flags = (_JOINED if answer.joined is not None else 0) | (_CHECKED if answer.checksum is not None else 0)
         _ANSWER.pack_into(
@@ -294,14 +304,17 @@ def encode_status(number: int, answers: list[Answer]) -> bytearray:
     return message + b"".join(joined)
 
 
-def decode_status(message: bytes | bytearray | memoryview) -> tuple[int, list[Answer]]:
-    """(message number, answers); joined payloads are views of ``message``. Raises ProtocolError when malformed."""
+def decode_status(message: bytes | bytearray | memoryview, due: int = VERSION) -> tuple[int, list[Answer]]:
+    """(message number, answers) of a message of version ``due``; joined payloads are views of ``message``.
+
+    Raises ProtocolError when malformed.
+    """
     view = memoryview(message)
     if len(view) < HEADER_BYTES:
         raise ProtocolError(f"status of {len(view)} bytes has no header")
     version, kind, count, number, joined_bytes, _ = _HEADER.unpack_from(view, 0)
-    if version != VERSION or kind != Kind.STATUS:
-        raise ProtocolError(f"expected a status of version {VERSION}, got kind {kind:#x} version {version}")
+    if version != due or kind != Kind.STATUS:
+        raise ProtocolError(f"expected a status of version {due}, got kind {kind:#x} version {version}")
     offset = HEADER_BYTES + count * ANSWER_BYTES
     end = offset + joined_bytes
     if count > MAX_RECORDS or len(view) < end:

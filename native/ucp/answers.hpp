@@ -13,14 +13,14 @@ inline Answer answer_at(const std::byte* message, std::size_t index) {
   return load<Answer>(message + sizeof(Header) + index * sizeof(Answer));
 }
 
-// Why a message of `length` bytes is not the STATUS of number `due`, in words; null when it is. `asked` records had
-// asked for an answer, behind `before` others.
-inline const char* status_fault(const std::byte* message, std::size_t length, std::uint32_t due, std::size_t before,
-                                std::size_t asked) {
+// Why a message of `length` bytes is not the STATUS of number `due` in the connection's `version`, in words; null when
+// it is. `asked` records had asked for an answer, behind `before` others.
+inline const char* status_fault(const std::byte* message, std::size_t length, std::uint8_t version, std::uint32_t due,
+                                std::size_t before, std::size_t asked) {
   if (length < sizeof(Header) + asked * sizeof(Answer)) return "a status message is too short for its answers";
   const auto header = load<Header>(message);
-  if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::status))
-    return "not a status message of this version";
+  if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::status))
+    return "not a status message of the connection's version";
   if (header.count != asked) return "a status message of more or fewer answers than were asked for";
   if (header.number != due) return "a status message of another number than was due";
   for (std::size_t at = 0; at < asked; ++at)

@@ -18,8 +18,9 @@ namespace {
 constexpr std::size_t kFirst = 2, kSecond = 3;
 
 std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
-                                 std::uint32_t tag_base, std::uint32_t client_base, nb::handle ended) {
-  return Connection::open(std::move(service), std::move(endpoint), tag_base, client_base, own(ended));
+                                 std::uint32_t tag_base, std::uint32_t client_base, std::uint8_t version,
+                                 nb::handle ended) {
+  return Connection::open(std::move(service), std::move(endpoint), tag_base, client_base, version, own(ended));
 }
 
 nb::object oldest(const Connection& connection) {
@@ -66,7 +67,8 @@ void bind_serving(nb::module_& module) {
           "Resolve the future as soon as there is no attempt.");
 
   nb::class_<Connection>(module, "Connection", nb::is_final(), "A client's connection after WELCOME.")
-      .def(nb::new_(&open), "service"_a, "endpoint"_a, "tag_base"_a, "client_base"_a, "ended"_a,
+      .def(nb::new_(&open), "service"_a, "endpoint"_a, "tag_base"_a, "client_base"_a, "version"_a,
+           "ended"_a,
            nb::keep_alive<0, kFirst>())
       .def_prop_ro("last_active", &Connection::last_active)
       .def_prop_ro("attempts", &Connection::attempts)

@@ -10,7 +10,6 @@ namespace transport::ucp {
 
 static_assert(std::endian::native == std::endian::little, "frames are little-endian");
 
-inline constexpr std::uint8_t kVersion = 1;
 inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
 
@@ -24,7 +23,7 @@ enum class Kind : std::uint8_t {
   bye = 0x24,
 };
 
-// Of CONTROL and STATUS.
+// Of CONTROL and STATUS. `version` is what the handshake has agreed on; the layouts here are those of all versions.
 struct Header {
   std::uint8_t version, kind;
   std::uint16_t count;
@@ -76,13 +75,14 @@ inline Record record_at(const std::byte* message, std::size_t index) {
   return load<Record>(message + sizeof(Header) + index * sizeof(Record));
 }
 
-// Why a message of `length` bytes is not the CONTROL of number `due`, in words; null when it is. Nothing of a message is
-// done before all of it was looked at.
-inline const char* control_fault(const std::byte* message, std::size_t length, std::uint32_t due) {
+// Why a message of `length` bytes is not the CONTROL of number `due` in the connection's `version`, in words; null when
+// it is. Nothing of a message is done before all of it was looked at.
+inline const char* control_fault(const std::byte* message, std::size_t length, std::uint32_t due,
+                                 std::uint8_t version) {
   if (length < sizeof(Header)) return "a control message has no header";
   const auto header = load<Header>(message);
-  if (header.version != kVersion || header.kind != static_cast<std::uint8_t>(Kind::control))
-    return "not a control message of this version";
+  if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::control))
+    return "not a control message of the connection's version";
   if (header.count == 0 || header.count > kMostRecords) return "a control message of too few or too many records";
   if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
   for (std::size_t index = 0; index < header.count; ++index) {

@@ -68,7 +68,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   }
 
   void send() {
-    store(control_.data(), Header{kVersion, static_cast<std::uint8_t>(Kind::control),
+    store(control_.data(), Header{link_->version_, static_cast<std::uint8_t>(Kind::control),
                                   static_cast<std::uint16_t>(records_), number_, 0, 0});
     ++under_way_;
     endpoint().send(control_.data(), sizeof(Header) + records_ * sizeof(Record), tag_of(link_->their_base_, number_),
@@ -124,7 +124,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     answered_ = true;
     protocol_ = true;  // until it is found to fit
     const std::byte* const said = status_.data();
-    if (status_fault(said, length, number_, before_, asked_) != nullptr) return;
+    if (status_fault(said, length, link_->version_, number_, before_, asked_) != nullptr) return;
     const auto size_of = [this](std::size_t at) { return wants_[at].size; };
     if (joined_fault(said, length, wants_.size(), link_->inline_limit_, size_of) != nullptr) return;
     protocol_ = false;
@@ -209,8 +209,12 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
 };
 
 Link::Link(std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base, std::uint32_t their_base,
-           std::uint64_t inline_limit)
-    : endpoint_(std::move(endpoint)), tag_base_(tag_base), their_base_(their_base), inline_limit_(inline_limit) {}
+           std::uint64_t inline_limit, std::uint8_t version)
+    : endpoint_(std::move(endpoint)),
+      tag_base_(tag_base),
+      their_base_(their_base),
+      inline_limit_(inline_limit),
+      version_(version) {}
 
 Link::~Link() = default;
 

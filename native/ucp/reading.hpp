@@ -40,7 +40,8 @@ class Operation;
 
 class Link : public std::enable_shared_from_this<Link> {
  public:
-  Link(std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base, std::uint32_t their_base, std::uint64_t inline_limit);
+  Link(std::shared_ptr<Endpoint> endpoint, std::uint32_t tag_base, std::uint32_t their_base, std::uint64_t inline_limit,
+       std::uint8_t version);
   ~Link();
   Link(const Link&) = delete;
   Link& operator=(const Link&) = delete;
@@ -64,6 +65,7 @@ class Link : public std::enable_shared_from_this<Link> {
   const std::shared_ptr<Endpoint> endpoint_;
   const std::uint32_t tag_base_, their_base_;
   const std::uint64_t inline_limit_;
+  const std::uint8_t version_;
   std::uint32_t next_number_ = 0;
   std::size_t under_way_ = 0;
   std::vector<std::shared_ptr<Operation>> idle_;

@@ -36,8 +36,10 @@ double now_s() { return static_cast<double>(monotonic_ns()) * 1e-9; }
 
 // --- connection: messages in --------------------------------------------------------------------------------
 std::shared_ptr<Connection> Connection::open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
-                                             std::uint32_t tag_base, std::uint32_t client_base, void* ended) {
-  std::shared_ptr<Connection> opened(new Connection(std::move(service), std::move(endpoint), tag_base, client_base));
+                                             std::uint32_t tag_base, std::uint32_t client_base, std::uint8_t version,
+                                             void* ended) {
+  std::shared_ptr<Connection> opened(
+      new Connection(std::move(service), std::move(endpoint), tag_base, client_base, version));
   opened->last_active_ = now_s();
   opened->ended_ = ended;
   ++opened->service_->engine().expecting;
@@ -122,7 +124,7 @@ void Connection::run() {
   if (arrival.status != UCS_OK) return end(End::gone, "the peer is gone");
   last_active_ = now_s();
   const std::byte* const message = inbox_->messages[place].data();
-  if (const char* const fault = control_fault(message, arrival.length, due_)) return end(End::garbage, fault);
+  if (const char* const fault = control_fault(message, arrival.length, due_, version_)) return end(End::garbage, fault);
   FAULT_POINT("serve.asked");
   try {
     answer(message);
@@ -190,7 +192,7 @@ void Connection::answer(const std::byte* message) {
     joined_bytes += payload.length;
   }
   store(reply->status.data(),
-        Header{kVersion, static_cast<std::uint8_t>(Kind::status), static_cast<std::uint16_t>(answers), header.number,
+        Header{version_, static_cast<std::uint8_t>(Kind::status), static_cast<std::uint16_t>(answers), header.number,
                static_cast<std::uint32_t>(joined_bytes), 0});
   reply->pieces[0] = {reply->status.data(), sizeof(Header) + answers * sizeof(Answer)};
   send_reply(std::move(reply), header.number, pieces);

@@ -6,7 +6,17 @@ import re
 
 from transport.errors import UsageError
 
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 
 
 def parse_size(text: str) -> int:
@@ -19,7 +29,7 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(found[2].lower()) if found else None
     size = float(found[1]) * unit if found and unit else 0.0
     if size < 1 or size != int(size):
-        raise UsageError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB or GiB")
+        raise UsageError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB or TiB")
     return int(size)
 
 

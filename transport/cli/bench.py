@@ -329,7 +329,8 @@ def _wires(names: str, among: tuple[str, ...] = _WIRES) -> list[str]:
         from transport.addresses import rdma_interfaces
 
         if not rdma_interfaces():
-            raise UsageError("--wire rdma: this host has no InfiniBand or RoCE device; choose mapped, shm or tcp")
+            others = " or ".join(each for each in among if each != "rdma")
+            raise UsageError(f"--wire rdma: this host has no InfiniBand or RoCE device; choose {others}")
     return [name for name in among if name in wanted]
 
 

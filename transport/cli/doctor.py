@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transport.cli.output import JsonTarget, emit
+from transport.cli.output import JsonTarget, count, emit
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _text(checks: list[Check]) -> str:
         if check.remedy:
             lines.append(f"      → {check.remedy}")
     counts = {status: sum(check.status == status for check in checks) for status in _MARKS}
-    lines.append(f"{counts['ok']} ok, {counts['warn']} warnings, {counts['fail']} failed")
+    lines.append(f"{counts['ok']} ok, {count(counts['warn'], 'warning')}, {counts['fail']} failed")
     return "\n".join(lines)
 
 

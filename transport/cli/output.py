@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from transport.errors import UsageError
+
+
+def _writable(target: str | None) -> str | None:
+    """Refuse before the work is done, not after it."""
+    if target not in (None, "-") and not Path(target).parent.is_dir():
+        raise UsageError(f"--json {target}: its folder does not exist")
+    return target
+
+
 JsonTarget = Annotated[
     str | None,
-    typer.Option("--json", metavar="PATH|-", help="Write the result as JSON; - is standard output, and only that."),
+    typer.Option(
+        "--json",
+        metavar="PATH|-",
+        help="Write the result as JSON; - is standard output, and only that.",
+        callback=_writable,
+    ),
 ]
+
+_MOST_SHOWN = 8
+
+
+def count(number: int, what: str) -> str:
+    """ "1 ring", "2 rings"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def shown(size: int) -> str:
+    """Bytes with the digits that tell something: "452 B", "16.4 kB", "8.4 MB"."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} B"
+
+
+def few(names: Sequence[str], between: str = ", ") -> str:
+    """The first of them, and how many more there are."""
+    more = len(names) - _MOST_SHOWN
+    return between.join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def emit(result: Any, text: str, json_target: str | None) -> None:

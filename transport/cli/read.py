@@ -93,7 +93,7 @@ def _arrays(payload: ReceivedPayload) -> dict[str, np.ndarray[Any, Any]]:
     except SchemaError as error:
         raise SchemaError(
             f"payload {payload.ticket.name} does not describe itself: give its ring's schema with --schema FILE "
-            f"(what Schema.to_json() wrote); {error}"
+            "(what Schema.to_json() wrote)"
         ) from error
 
 

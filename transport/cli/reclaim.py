@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from transport.cli.output import JsonTarget, emit
+from transport.cli.output import JsonTarget, emit, shown
 
 if TYPE_CHECKING:
     from transport.ring import SharedRingBuffer
@@ -35,7 +35,7 @@ class Segment(msgspec.Struct, kw_only=True):
 
     def __str__(self) -> str:
         """One line."""
-        size = f"{self.bytes / 1e6:.1f} MB"
+        size = shown(self.bytes)
         if self.unreadable:
             what = f"not readable: {self.unreadable}"
         else:
@@ -76,7 +76,9 @@ def reclaim(
             _remove(segment)
     removed = [segment for segment in segments if segment.removed]
     report = Report(segments=segments, removed=len(removed), bytes_freed=sum(segment.bytes for segment in removed))
-    total = f"{report.removed} of {len(segments)} segments removed, {report.bytes_freed / 1e6:.1f} MB freed"
+    total = f"{report.removed} of {len(segments)} segments removed, {shown(report.bytes_freed)} freed"
+    if names and len(segments) < len(names):
+        total += f"; not on this host: {', '.join(sorted({*chosen} - {segment.name for segment in segments}))}"
     emit(report, "\n".join([*map(str, segments), total]), json_target)
 
 
@@ -91,7 +93,7 @@ def _look(name: str) -> Segment | None:
     except (FileNotFoundError, RingNotFoundError):
         return None
     except RingError as error:
-        return Segment(name=name, bytes=size, unreadable=str(error))
+        return Segment(name=name, bytes=size, unreadable=str(error).removeprefix(f"{name}: "))
     try:
         return _described(ring, size)
     finally:

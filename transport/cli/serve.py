@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,8 @@ import typer
 
 from transport.cli.output import JsonTarget
 from transport.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 EXAMPLE = "Example: transport serve --schema episode.json --slots 64 --ports 7000,7001 --name episodes"
 
@@ -103,8 +106,10 @@ def serve(
                 metrics_port=None if exporter is None else exporter.port,
             )
             _say(serving, json_target)
+            log.info("ready: %s", serving)
             stopped.wait()
         finally:
+            log.info("stopping; %d payloads unread, waiting up to %.0f s for them", ring.get_ready_count(), drain)
             server.close(drain)
             if exporter is not None:
                 exporter.close()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transport.cli.output import JsonTarget, emit
+from transport.cli.output import JsonTarget, count, emit, few, shown
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ def top(
 
     from transport import overview
 
-    chosen = [f"/{name.lstrip('/')}" for name in names] if names else None
     if json_target is not None and not once:
         raise UsageError("--json needs --once: a live view has no end")
+    if not once and not sys.stdout.isatty():
+        raise UsageError("the live view needs a terminal; use --once")
+    chosen = overview.named(names) if names else None
     if once:
         before = overview.look(chosen)
         if json_target != "-" and before.rings:
@@ -44,8 +46,6 @@ def top(
         now = overview.look(chosen)
         emit(now, _text(now, overview.rates(before, now)), json_target)
         return
-    if not sys.stdout.isatty():
-        raise UsageError("the live view needs a terminal; use --once")
     _live(chosen, interval)
 
 
@@ -80,11 +80,12 @@ def _table(snapshot: Snapshot, rates: dict[str, Rates]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"{len(snapshot.rings)} rings, {len(snapshot.clients)} clients on this host",
+        title=f"{count(len(snapshot.rings), 'ring')}, {count(len(snapshot.clients), 'client')} on this host",
         caption=escape(_caption(snapshot)),
     )
-    for name in ("ring", "slots free/writing/ready/reading", "processes"):
-        table.add_column(name)
+    table.add_column("ring", no_wrap=True, overflow="fold")  # whole, since `transport top SEGMENT` takes it
+    table.add_column("slots free/writing/\nready/reading")
+    table.add_column("processes")
     for name in ("writes/s", "reads/s", "MB/s by wire", "drops", "stale", "full"):
         table.add_column(name, justify="right")
     for view in snapshot.rings:
@@ -104,7 +105,7 @@ def _row(view: RingView, rate: Rates | None) -> tuple[str, ...]:
     states = f"{seen.free}/{seen.writing}/{seen.ready}/{seen.reading}"
     return (
         view.name,
-        f"{states} of {seen.slots}×{seen.slot_capacity_bytes / 1e6:.1f} MB",
+        f"{states}\nof {seen.slots}×{shown(seen.slot_capacity_bytes)}",
         _processes(view),
         f"{rate.published:.0f}" if rate is not None else "",
         f"{rate.reads:.0f}" if rate is not None else "",
@@ -118,13 +119,13 @@ def _row(view: RingView, rate: Rates | None) -> tuple[str, ...]:
 def _processes(view: RingView) -> str:
     parts = [f"writer {view.writer}" if view.writer else "no writer"]
     if view.listeners:
-        parts.append("ports " + ",".join(str(listener.port) for listener in view.listeners))
+        parts.append("ports " + few([str(listener.port) for listener in view.listeners], ","))
     late = [str(listener.port) for listener in view.listeners if listener.heartbeat_age_s > 5]
     if late:
         parts.append(f"silent: {','.join(late)}")
     if view.readers:
-        parts.append(f"{len(view.readers)} mapped readers")
-    return ", ".join(parts)
+        parts.append(count(len(view.readers), "mapped reader"))
+    return "\n".join(parts)
 
 
 def _caption(snapshot: Snapshot) -> str:
@@ -133,5 +134,5 @@ def _caption(snapshot: Snapshot) -> str:
     return (
         f"clients: {sum(client.statistics.reads for client in clients)} reads, {snapshot.retries} retries, "
         f"{sum(client.statistics.stale for client in clients)} stale, {acks} acknowledgements to be confirmed; "
-        f"quarantined ports: {', '.join(snapshot.quarantined) or 'none'}"
+        f"quarantined ports: {few(snapshot.quarantined) or 'none'}"
     )

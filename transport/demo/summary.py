@@ -65,7 +65,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         wires = ", ".join(f"{size / 1e6:.1f} MB by {wire}" for wire, size in self.bytes_by_wire.items()) or "0 bytes"
         return (
             f"payloads  {self.payloads} episodes of {self.rollouts} rollouts, {self.deliveries} deliveries to "
-            f"{self.readers} trainers, in {self.seconds:.1f} s\n"
+            f"{self.readers} {'trainer' if self.readers == 1 else 'trainers'}, in {self.seconds:.1f} s\n"
             f"bytes     {wires}\n"
             f"faults    {self.lost} lost, {self.duplicates} duplicates, {self.stale} stale, {self.retries} retries\n"
             f"learning  mean return {self.mean_return_first:.1f} → {self.mean_return_last:.1f} in {self.updates} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -56,7 +57,9 @@ def checks(*, gpu: bool) -> Iterator[Check]:
         version = ucx.version()
         library = ucx.library_path()
     except MissingDependencyError as error:
-        yield fail("ucx", str(error), "pip install 'payload-transport[cu12]'")
+        installed = importlib.util.find_spec("ucxx") is not None
+        unset = "unset RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY, which takes the wheel's UCX again"
+        yield fail("ucx", str(error), unset if installed else "pip install 'payload-transport[cu12]'")
         return
     yield _version(version, library)
     flags = build_flags(library)
