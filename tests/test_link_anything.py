@@ -145,7 +145,7 @@ def said(exchange: Any, number: int) -> bytes:
         answers += answer(code, (at + misplaced) % 65536, (size + longer) % 2**64, flags)
         behind += size if flags & JOINED else 0
     counted, numbered, joined_bytes = max(len(statements) + count, 0), (number + other) % 2**32, (behind + more) % 2**32
-    start = struct.pack("<BBHIII", 1, Kind.STATUS, counted, numbered, joined_bytes, 0)
+    start = struct.pack("<BBHIII", frames.VERSION, Kind.STATUS, counted, numbered, joined_bytes, 0)
     return start + answers + bytes(max(behind + rest, 0))
 
 

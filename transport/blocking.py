@@ -56,13 +56,13 @@ class BlockingClient:
         """See `UCXXClient.ack`."""
         return self._thread.run(_call(self._client.ack, ticket, rank))
 
-    def discard(self, ticket: Ticket) -> bool:
+    def discard(self, ticket: Ticket, timeout: float | None = None) -> bool:
         """See `UCXXClient.discard`."""
-        return self._thread.run(self._client.discard(ticket))
+        return self._thread.run(self._client.discard(ticket, timeout))
 
-    def state(self, ticket: Ticket, rank: int = 0) -> SlotFate:
+    def state(self, ticket: Ticket, rank: int = 0, timeout: float | None = None) -> SlotFate:
         """See `UCXXClient.state`."""
-        return self._thread.run(self._client.state(ticket, rank))
+        return self._thread.run(self._client.state(ticket, rank, timeout))
 
     def statistics(self) -> ClientStatistics:
         """See `UCXXClient.statistics`."""

@@ -20,6 +20,7 @@ import os
 import re
 import socket
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -167,6 +168,27 @@ def translated(doing: str) -> Iterator[None]:
         raise type(ours)(f"{doing}: {ours}{hint}") from error
 
 
+# --- fork -----------------------------------------------------------------------------------------
+_open: weakref.WeakSet[Worker] = weakref.WeakSet()
+_inherited = False
+
+
+def inherited() -> bool:
+    """Whether UCX was open in the process that forked this one.
+
+    Its memory and threads' state are half here then: what this process opens itself works, but may hang at its end.
+    """
+    return _inherited
+
+
+def _after_fork_in_child() -> None:
+    global _inherited
+    _inherited = _inherited or any(not worker.closed for worker in _open)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 # --- the worker -----------------------------------------------------------------------------------
 class Worker:
     """One UCX context and worker on the running loop.
@@ -190,9 +212,15 @@ class Worker:
         self._closed = False
         self.endpoints: set[Endpoint] = set()
         self.loop.add_reader(self._descriptor, self._readable)
+        _open.add(self)
 
     def __repr__(self) -> str:
         return f"<Worker {len(self.endpoints)} endpoints, {self.engine.requests} requests posted>"
+
+    @property
+    def closed(self) -> bool:
+        """After `close`."""
+        return self._closed
 
     # Invariant: whenever control is back in the loop, either _drive is scheduled or the descriptor is armed.
     def kick(self) -> None:

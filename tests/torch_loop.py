@@ -1,0 +1,84 @@
+"""A trainer with worker processes, for test_adapters_torch.py: ``python torch_loop.py METHOD FOLDER [wait]``.
+
+Prints one JSON object. With ``wait`` it says "waiting" with its second batch in hand, and goes no further.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import torch
+    from torch.utils.data import DataLoader
+
+from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport.adapters.torch import Sample, TicketDataset, TicketLoader
+from transport.errors import UsageError
+from transport.queue.sqlite import SQLiteQueue
+
+SCHEMA = Schema.of(tokens=("int32", UpTo(64)), step=("int64",))
+
+
+def pad(samples: list[Sample]) -> tuple[Any, list[int]]:
+    tokens = [sample.tensors["tokens"] for sample in samples]
+    return torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True), [sample.metadata["step"] for sample in samples]
+
+
+def failing(samples: list[Sample]) -> Any:
+    raise ZeroDivisionError(f"{len(samples)} samples")
+
+
+def refusal(loader: Any) -> str:
+    try:
+        next(iter(loader))
+    except (UsageError, ZeroDivisionError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def main() -> None:
+    method, folder = sys.argv[1], Path(sys.argv[2])
+    url = f"sqlite:///{folder}/tickets.sqlite3"
+    dataset = TicketDataset(url, batch_size=4, collate=pad, idle_s=0.5, fill_s=0.1, schemas=[SCHEMA], wire={"tcp"})
+    loader = TicketLoader(dataset, num_workers=2, multiprocessing_context=method)
+    if sys.argv[3:] == ["wait"]:
+        for number, _ in enumerate(loader):
+            if number == 1:
+                print("waiting", flush=True)
+                sys.stdin.read()
+    found: dict[str, Any] = {}
+    with SQLiteQueue(folder / "tickets.sqlite3") as queue:
+        for number, (_, steps) in enumerate(loader):
+            if number == 1:
+                loader.consume()
+                found["kept"] = steps
+            if number == 2:
+                break
+        depth = queue.depth()
+        found["after break"] = [depth.done, depth.claimed, depth.ready]
+        found["steps"] = []
+        rest = loader if method == "fork" else TicketLoader(dataset)  # spawned workers import torch each time
+        for tokens, steps in rest:
+            assert all(torch.equal(row[:step], torch.arange(step)) for row, step in zip(tokens, steps, strict=True))
+            found["steps"] += steps
+        found["after all"] = [queue.depth().done, queue.depth().unfinished]
+        if method == "fork":
+            found["plain"] = refusal(DataLoader(dataset, batch_size=None, num_workers=1))
+            found["device"] = refusal(TicketLoader(TicketDataset(url, device="torch"), num_workers=1))
+            with SharedRingBuffer.create(SCHEMA, slots=1) as ring, UCXXServer(ring, mode="thread"):
+                ticket = ring.write({"tokens": np.arange(3, dtype=np.int32), "step": 3})
+                with BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client:
+                    client.read(ticket)
+                    found["inherited"] = refusal(loader)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

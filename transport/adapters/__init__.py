@@ -1,0 +1,7 @@
+"""Tickets in other people's frameworks, each adapter in a file of its own that is imported by name.
+
+    transport.adapters.torch       batches for a torch training loop, with or without worker processes
+    transport.adapters.cosmos_rl   a payload transport for cosmos-rl's registry
+
+Ray needs none: a ticket is an object like any other (docs/OPERATIONS.md). verl's is transport.weights.verl.
+"""

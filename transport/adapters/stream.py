@@ -1,0 +1,127 @@
+"""BatchStream: batches of payloads for the tickets of a queue, the next one fetched while one is used.
+
+gather claims ──► fetch ──next──► the user's ──used──► consumed
+     ▲  (the following batch, while one is used)  └──close──► given back, like all that was not used
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final, Self
+
+from transport.packer import FetchedBatch, UCXXDataPackerMixin
+from transport.queue.base import Claim, TicketQueue
+from transport.received import ReceivedPayload
+
+_SLICE_S: Final = 0.25  # of every wait, after which `stopping` is asked
+
+
+class _Packer(UCXXDataPackerMixin):
+    """The mixin alone."""
+
+
+class BatchStream:
+    """Belongs to one thread of one process.
+
+    Args:
+        queue: where tickets are claimed.
+        batch_size: payloads of a batch, at most.
+        fill_s: how long a batch that has begun waits for more tickets. Not for ever: others may hold what is missing.
+        idle_s: the stream ends when no ticket came for so long; None: it waits for ever.
+        stopping: asked during every wait; when it says True the stream ends.
+        options: of `UCXXDataPackerMixin.setup_ucxx_packer`, with its errors.
+    """
+
+    def __init__(
+        self,
+        queue: TicketQueue,
+        batch_size: int,
+        *,
+        fill_s: float,
+        idle_s: float | None,
+        stopping: Callable[[], bool] = lambda: False,
+        **options: Any,
+    ) -> None:
+        self.policy_version: int | None = None
+        self._batch_size = batch_size
+        self._fill_s = fill_s
+        self._idle_s = float("inf") if idle_s is None else idle_s
+        self._stopping = stopping
+        self._waiting: list[Claim] = []  # of the batch after the one that is fetched
+        self._fetching = False
+        self._packer = _Packer()
+        self._packer.setup_ucxx_packer(queue=queue, **options)
+
+    def next(self) -> FetchedBatch | None:
+        """The next batch with a payload in it; None: no tickets for ``idle_s``, or stopping.
+
+        Raises what the queue raises, and what `collect_prefetch` raises for a fault of this side.
+        """
+        while True:
+            if not self._fetching:
+                self._gather()
+                if not self._waiting:
+                    return None
+                self._fetch()
+            batch = self._collect()
+            if batch is None:
+                return None
+            self._claim(0.0)
+            if len(self._waiting) == self._batch_size:
+                self._fetch()
+            if batch.payloads:
+                return batch
+            self._packer.consume(batch)  # which tells the queue why nothing came
+
+    def used(self, batch: FetchedBatch) -> list[ReceivedPayload]:
+        """Acknowledge a batch; returns the payloads that had been nobody else's until now."""
+        return self._packer.consume(batch)
+
+    def close(self) -> None:
+        """Give back what was not used, and end. Idempotent."""
+        self._packer.cleanup_ucxx_packer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- steps ----------------------------------------------------------------------------------------
+    def _gather(self) -> None:
+        """Wait for the claims of a batch: for the first ``idle_s``, for the rest ``fill_s``."""
+        give_up = time.monotonic() + (self._fill_s if self._waiting else self._idle_s)
+        while len(self._waiting) < self._batch_size and not self._stopping():
+            left = max(give_up - time.monotonic(), 0.0)
+            begun = bool(self._waiting)
+            if self._claim(min(left, _SLICE_S)):
+                give_up = give_up if begun else time.monotonic() + self._fill_s
+            elif not left:
+                return
+
+    def _claim(self, timeout_s: float) -> bool:
+        wanted = self._batch_size - len(self._waiting)
+        claims = self._packer.claim_tickets(wanted, timeout_s, policy_version=self.policy_version) if wanted else []
+        self._waiting += claims
+        return bool(claims)
+
+    def _fetch(self) -> None:
+        self._packer.start_prefetch(self._waiting)
+        self._waiting, self._fetching = [], True
+
+    def _collect(self) -> FetchedBatch | None:
+        while not self._stopping():
+            try:
+                batch = self._packer.collect_prefetch(_SLICE_S)
+            except TimeoutError:
+                continue
+            except BaseException:
+                self._fetching = False  # its claims are back in the queue
+                raise
+            self._fetching = False
+            return batch
+        return None

@@ -1,0 +1,39 @@
+"""A payload's arrays as torch tensors, over the memory in which they arrived.
+
+torch knows no memory that is only to be read: whoever writes into a tensor of a mapped payload changes the slot under
+its other readers, or is ended by the kernel. `clone()` what is to be changed in place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from transport.errors import MissingDependencyError
+from transport.landing import DevicePayload
+from transport.libraries import TORCH
+from transport.received import ReceivedPayload
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingDependencyError(
+        f"this adapter needs torch ({error}): pip install 'payload-transport[torch]', or your own build of it"
+    ) from error
+
+
+def tensors(payload: ReceivedPayload) -> dict[str, Any]:
+    """The payload's tensors by name, without a copy, each keeping the memory alive.
+
+    Raises:
+        SchemaError: the payload has no description, as with `ReceivedPayload.arrays`.
+        BufferUnsuitableError: torch has no such dtype.
+        ClosedError: the payload was released.
+    """
+    if isinstance(payload, DevicePayload):
+        return dict(payload)
+    data = payload.data
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the memory is only to be read
+        flat = torch.from_numpy(data) if data.size else torch.empty(0, dtype=torch.uint8)
+    return {placement.name: TORCH.view(flat, placement) for placement in payload.layout().placements}

@@ -1,0 +1,277 @@
+"""Tickets in a torch training loop: batches of tensors, in the trainer's process or fetched by worker processes.
+
+    dataset = TicketDataset("sqlite:///run/tickets.sqlite3", batch_size=64, schemas=[schema], collate=pad)
+    for batch in TicketLoader(dataset, num_workers=2):
+        ...                    # asking for the next batch says that this one was used
+
+A batch is acknowledged when the loop asks for the next one. What it breaks off with is given back to the queue, unless
+`consume` was called; so is, once their leases end, what a killed trainer had in hand. Whoever trains on a batch and
+is killed before the next one was asked for has it trained on again, from the checkpoint it begins with anew.
+
+    trainer                                    worker process (num_workers > 0): a client of its own
+    TicketLoader ◄──── batches, copied ─────── TicketDataset ──► claims, fetches, acknowledges
+                 ─────── used, version, stop ──►
+
+Worker processes make sense where `collate` costs much: without them nothing is copied, and the next batch is fetched
+meanwhile just the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
+
+from transport import ucx
+from transport.adapters.stream import BatchStream
+from transport.adapters.tensors import tensors
+from transport.errors import UsageError
+from transport.packer import FetchedBatch
+from transport.queue.base import TicketQueue
+from transport.queue.open import open_queue
+from transport.ticket import Metadata
+
+# tensors.py has said what to do where torch is missing
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # isort: skip
+
+_PARENT_S: Final = 1.0  # how often a worker that waits for its trainer asks whether that still lives
+
+
+class Sample(NamedTuple):
+    """One payload: its tensors by name, and the writer's small values."""
+
+    tensors: dict[str, Any]
+    metadata: Metadata
+
+
+class _Delivery(NamedTuple):
+    """A batch on its way from a worker process, and how the worker knows it."""
+
+    worker: int
+    token: str
+    data: Any
+
+
+class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not there when types are checked
+    """Batches for the tickets of a queue. To be iterated as it is, or by a `TicketLoader`.
+
+    Args:
+        queue: URL for `open_queue`, which every process opens for itself; or a queue, but not for spawned workers.
+        batch_size: payloads of a batch, at most; payloads that failed are missing, and reported to the queue.
+        collate: makes a batch of a list of `Sample`; None: the list itself. Runs in the worker process, if any.
+        fill_s: how long a begun batch waits for more tickets.
+        idle_s: the iteration ends when no ticket came for so long; None: it waits for ever.
+        options: of `UCXXDataPackerMixin.setup_ucxx_packer`; to be picklable for spawned workers.
+    """
+
+    def __init__(
+        self,
+        queue: str | TicketQueue,
+        *,
+        batch_size: int = 1,
+        collate: Callable[[list[Sample]], Any] | None = None,
+        fill_s: float = 1.0,
+        idle_s: float | None = None,
+        **options: Any,
+    ) -> None:
+        if batch_size < 1:
+            raise UsageError(f"batch_size={batch_size}; a batch has at least one payload")
+        self.policy_version: int | None = None  # that is trained now, with max_policy_age; see `TicketLoader`
+        self._queue = queue
+        self._batch_size = batch_size
+        self._collate = collate or list
+        self._fill_s, self._idle_s = fill_s, idle_s
+        self._options = options
+        self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
+        self._in_hand: tuple[BatchStream, FetchedBatch] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a spawned worker."""
+        if not isinstance(self._queue, str):
+            raise UsageError(
+                f"a spawned worker opens the queue itself: give its URL, not a {type(self._queue).__name__}"
+            )
+        return {**self.__dict__, "_in_hand": None}
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches; asking for the next one acknowledges the one before.
+
+        Raises what the queue and the packer raise, and UsageError in a worker process that cannot work.
+        """
+        worker = get_worker_info()
+        if worker is None:
+            return self._in_this_process()
+        if ucx.inherited():
+            raise UsageError(
+                "this worker was forked from a process that has UCX open, which neither of them survives: give the "
+                'loader multiprocessing_context="spawn", or close every client and server before'
+            )
+        if self._options.get("device") is not None:
+            raise UsageError("device= with worker processes: the trainer's own process fetches to its device")
+        if not self._orders:
+            raise UsageError("worker processes are told by a TicketLoader what was used: use it for a DataLoader")
+        return _in_a_worker(self, worker.id, self._orders[worker.id])
+
+    def _in_this_process(self) -> Iterator[Any]:
+        with self.stream() as stream:
+            while True:
+                stream.policy_version = self.policy_version
+                batch = stream.next()
+                if batch is None:
+                    return
+                self._in_hand = stream, batch
+                try:
+                    yield self.collated(batch)
+                    self.consume()
+                finally:
+                    self._in_hand = None
+
+    def consume(self) -> None:
+        """Acknowledge the batch in hand now, before the loop is left. Idempotent. For iteration in this process."""
+        if self._in_hand is not None:
+            stream, batch = self._in_hand
+            self._in_hand = None
+            stream.used(batch)
+
+    # --- used by both -----------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def stream(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[BatchStream]:
+        """A stream on a queue that is this process's own."""
+        with contextlib.ExitStack() as stack:
+            queue = stack.enter_context(open_queue(self._queue)) if isinstance(self._queue, str) else self._queue
+            waits: dict[str, Any] = {"fill_s": self._fill_s, "idle_s": self._idle_s, "stopping": stopping}
+            yield stack.enter_context(BatchStream(queue, self._batch_size, **waits, **self._options))
+
+    def collated(self, batch: FetchedBatch) -> Any:
+        """What the loop is given."""
+        return self._collate([Sample(tensors(payload), payload.metadata) for payload in batch.payloads])
+
+
+# --- in a worker process --------------------------------------------------------------------------------
+class _Trainer:
+    """What the trainer has said to this worker. ``used`` and ``version`` are done as they are heard."""
+
+    def __init__(self, orders: multiprocessing.connection.Connection) -> None:
+        self._orders = orders
+        self.stopped = False
+        self.unused: dict[str, FetchedBatch] = {}
+        self.stream: BatchStream | None = None
+
+    def listen(self, timeout_s: float = 0.0) -> bool:
+        """Hear what there is; True when the trainer wants no more."""
+        parent = multiprocessing.parent_process()
+        try:
+            while not self.stopped and self._orders.poll(timeout_s):
+                self._obey(*self._orders.recv_bytes().decode().split())
+                timeout_s = 0.0
+        except (EOFError, OSError):
+            self.stopped = True
+        self.stopped = self.stopped or (parent is not None and not parent.is_alive())
+        return self.stopped
+
+    def _obey(self, order: str, value: str) -> None:
+        assert self.stream is not None
+        match order:
+            case "used":
+                self.stream.used(self.unused.pop(value))
+            case "version":
+                self.stream.policy_version = int(value)
+            case "stop":
+                self.stopped = True
+
+
+def _in_a_worker(
+    dataset: TicketDataset, number: int, orders: multiprocessing.connection.Connection
+) -> Iterator[_Delivery]:
+    trainer = _Trainer(orders)
+    with dataset.stream(trainer.listen) as stream:
+        stream.policy_version = dataset.policy_version
+        trainer.stream = stream
+        serial = 0
+        try:
+            while (batch := stream.next()) is not None:
+                serial += 1
+                delivery = _Delivery(number, str(serial), dataset.collated(batch))
+                trainer.unused[delivery.token] = batch
+                yield delivery
+                batch.release()  # its tensors are the loader's by now
+        finally:  # what the trainer has not used yet is its own as long as it does not stop
+            while trainer.unused and not trainer.listen(_PARENT_S):
+                pass
+
+
+class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when types are checked
+    """torch's DataLoader for a `TicketDataset`, which tells worker processes what has been used.
+
+    Args:
+        dataset: makes the batches, so there is no batch_size, sampler or collate_fn here.
+        num_workers: 0: the trainer's own process fetches, and tensors are views of what arrived.
+        options: of torch.utils.data.DataLoader. Where this process has a client or a server of its own, workers need
+            ``multiprocessing_context="spawn"``.
+    """
+
+    def __init__(self, dataset: TicketDataset, *, num_workers: int = 0, **options: Any) -> None:
+        own = {"batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last"} & options.keys()
+        if own:
+            raise UsageError(f"{', '.join(sorted(own))}: the TicketDataset makes the batches")
+        if options.get("persistent_workers"):
+            raise UsageError("persistent_workers=True: a worker gives back what was not used when it ends")
+        super().__init__(dataset, num_workers=num_workers, batch_size=None, collate_fn=_as_it_is, **options)
+        self._workers: list[multiprocessing.connection.Connection] = []  # of the iteration under way
+        self._in_hand: _Delivery | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches as `collate` makes them. Asking for the next one acknowledges the one before; one loop at a time."""
+        return self._own() if self.num_workers == 0 else self._from_workers()
+
+    def _own(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+    def _from_workers(self) -> Iterator[Any]:
+        context = self.multiprocessing_context or multiprocessing
+        pipes = [context.Pipe(duplex=False) for _ in range(self.num_workers)]
+        ours = [sending for _, sending in pipes]
+        self.dataset._orders = [receiving for receiving, _ in pipes]
+        batches = None
+        try:
+            batches = super().__iter__()
+            for receiving, _ in pipes:
+                receiving.close()  # the workers have theirs
+            self._workers = ours
+            for delivery in batches:
+                self._in_hand = delivery
+                yield delivery.data
+                self.consume()
+        finally:
+            self._in_hand, self._workers, self.dataset._orders = None, [], ()
+            for worker in ours:
+                _tell(worker, "stop 0")
+            del batches  # ends the workers, once they have given back what was not used
+            for receiving, sending in pipes:
+                receiving.close()
+                sending.close()
+
+    def consume(self) -> None:
+        """Acknowledge the batch in hand now: before the loop is left with the last one that it has used. Idempotent."""
+        if self.num_workers == 0:
+            self.dataset.consume()
+        elif self._in_hand is not None:
+            delivery, self._in_hand = self._in_hand, None
+            _tell(self._workers[delivery.worker], f"used {delivery.token}")
+
+    def set_policy_version(self, version: int) -> None:
+        """Say which version is trained now, with ``max_policy_age``: what is claimed from now on is not older."""
+        self.dataset.policy_version = version
+        for worker in self._workers:
+            _tell(worker, f"version {version}")
+
+
+def _tell(worker: multiprocessing.connection.Connection, order: str) -> None:
+    with contextlib.suppress(OSError):  # a worker that is gone has given back, or its leases end
+        worker.send_bytes(order.encode())
+
+
+def _as_it_is(data: Any) -> Any:
+    return data
