@@ -145,6 +145,16 @@ def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
     assert queue.depth().ready == 4 and worker._ucxx_ring.statistics().reading == 0
 
 
+@pytest.mark.parametrize("receive", ["staged", "direct"])
+def test_the_way_into_device_memory_is_the_clients(receive: Any, queue: SQLiteQueue, cupy: Any) -> None:
+    packer = packing(queue, "tcp", device_receive=receive)
+    try:
+        assert packer._packer.client._landing.receive == receive
+        assert packer._packer.client._links._for_device_memory == (receive == "direct")
+    finally:
+        packer.cleanup_ucxx_packer()
+
+
 def test_a_device_that_cannot_be_used_is_named_at_set_up(
     queue: SQLiteQueue, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

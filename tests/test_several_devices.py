@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -126,6 +127,27 @@ def test_a_blocking_client_orders_with_its_callers_thread_where_each_has_a_defau
         while cupy.fake.queues[mine]:
             cupy.fake.step(mine)
         assert (seen.host == noise(100)).all()
+
+
+def test_every_thread_that_looks_at_a_payload_sees_it_where_each_has_a_default_stream(cupy: Any) -> None:
+    cupy.fake.per_thread = True
+
+    def look() -> tuple[Any, int]:
+        return payload["x"].astype(np.int32), cupy.fake.named(cupy.cuda.get_current_stream(0).ptr)
+
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring,
+        BlockingClient(wire={"mapped"}, device="cupy") as client,
+    ):
+        cupy.fake.stopped = True
+        payload = client.read(ring.write({"x": noise(100)}))
+        look()
+        with ThreadPoolExecutor(1) as threads:
+            seen, stream = threads.submit(look).result()
+        while cupy.fake.queues[stream]:  # the second thread's default stream alone is driven
+            cupy.fake.step(stream)
+        assert (seen.host == noise(100)).all()
+        cupy.fake.stopped = False
 
 
 # --- choices --------------------------------------------------------------------------------------------------

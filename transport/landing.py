@@ -11,6 +11,7 @@ stream through `ReceivedPayload` is made to. Nothing waits for a device but `dir
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -30,6 +31,7 @@ from transport.ring import SharedRingBuffer
 from transport.schema import Schema
 from transport.staging import StagingPool
 from transport.streams import (
+    PER_THREAD,
     Mark,
     address_of,
     copy_to_device,
@@ -76,9 +78,10 @@ class Target:
     def looked_at(self) -> None:
         """Somebody uses the array now: on another stream than ``stream``, its work comes after the arrival."""
         current = self.library.stream(self.device)
-        if current == self.stream or current in self._used_on:
+        name = current if current != PER_THREAD else -threading.get_ident()
+        if current == self.stream or name in self._used_on:
             return
-        self._used_on.add(current)
+        self._used_on.add(name)
         if self._mark is not None:
             self._mark.hold(current, self.device)
         if self._own:

@@ -42,6 +42,7 @@ from transport.errors import (
     VersionMismatchError,
     WireNotAllowedError,
 )
+from transport.landing import DeviceReceive
 from transport.metrics import configured_exporter
 from transport.packer_session import PackerSession, PackerStatistics, TicketLike, make_client, resolved
 from transport.prefetch import FetchedBatch, FetchedItem
@@ -82,6 +83,7 @@ class UCXXDataPackerMixin:
         settings: Settings | None = None,
         consumed: ConsumedRecord | None = None,
         device: str | None = None,
+        device_receive: DeviceReceive = "staged",
         directory: Directory | None = None,
         progress: Progress | Literal["bar"] | None = None,
         trace: Trace | None = None,
@@ -102,6 +104,7 @@ class UCXXDataPackerMixin:
             device: "cupy" or "torch" (":1" for the second device): payloads are put into its memory while the trainer
                 computes, and their arrays are that library's. What the trainer's stream does with an array that it
                 looked up comes after its arrival.
+            device_receive: how payloads over a wire get there; "direct" is for RDMA, see `UCXXClient`.
             directory: asked where a ring is served by now, when a ticket's own ports do not answer.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws that on the terminal.
@@ -120,7 +123,7 @@ class UCXXDataPackerMixin:
         name = consumer or f"{socket.gethostname()}:{os.getpid()}"
         thread = LoopThread("transport data packer")
         try:
-            client = thread.run(make_client(schemas, wire, secret, settings, device, directory, trace))
+            client = thread.run(make_client(schemas, wire, secret, settings, device, device_receive, directory, trace))
         except BaseException:
             thread.close()
             raise

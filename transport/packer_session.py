@@ -17,6 +17,7 @@ from transport.claims import ClaimBook
 from transport.client import UCXXClient, WirePolicy
 from transport.directory import Directory
 from transport.duplicates import ConsumedRecord
+from transport.landing import DeviceReceive
 from transport.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.progress import Progress
 from transport.queue.base import Claim
@@ -132,6 +133,7 @@ async def make_client(
     secret: bytes | None,
     settings: Settings,
     device: str | None,
+    device_receive: DeviceReceive,
     directory: Directory | None = None,
     trace: Trace | None = None,
 ) -> UCXXClient:
@@ -143,6 +145,7 @@ async def make_client(
         secret=secret,
         settings=settings,
         device=device,
+        device_receive=device_receive,
         directory=directory,
         trace=trace,
     )
