@@ -45,7 +45,15 @@ def sample(gb_per_s: float, us: float = 1.0, **more: Any) -> Sample:
 # --- sizes, percentiles, content ------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4096", 4096), ("64KiB", 65536), ("1 MiB", 1 << 20), ("0.5mib", 1 << 19), (" 2GiB ", 2 << 30), ("3kB", 3000)],
+    [
+        ("4096", 4096),
+        ("64KiB", 65536),
+        ("1 MiB", 1 << 20),
+        ("0.5mib", 1 << 19),
+        (" 2GiB ", 2 << 30),
+        ("1TiB", 1 << 40),
+        ("3kB", 3000),
+    ],
 )
 def test_sizes_are_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size
