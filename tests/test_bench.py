@@ -28,7 +28,15 @@ from transport.errors import ChecksumError, LinkError, UsageError
 # --- sizes, percentiles, content ------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("4096", 4096), ("64KiB", 65536), ("1 MiB", 1 << 20), ("0.5mib", 1 << 19), (" 2GiB ", 2 << 30), ("3kB", 3000)],
+    [
+        ("4096", 4096),
+        ("64KiB", 65536),
+        ("1 MiB", 1 << 20),
+        ("0.5mib", 1 << 19),
+        (" 2GiB ", 2 << 30),
+        ("1TiB", 1 << 40),
+        ("3kB", 3000),
+    ],
 )
 def test_sizes_are_parsed(text: str, size: int) -> None:
     assert parse_size(text) == size

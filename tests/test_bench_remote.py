@@ -76,7 +76,7 @@ def test_rdma_without_a_device_is_wrong_usage(port: int, capsys: pytest.CaptureF
     if rdma_interfaces():
         pytest.skip("this host has one")
     assert run(["bench", "fetch", f"127.0.0.1:{port}", "--wire", "rdma"]) == 2
-    assert "no InfiniBand or RoCE device" in capsys.readouterr().err
+    assert "no InfiniBand or RoCE device; choose tcp\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["nowhere"], ["host:port"], ["127.0.0.1:1", "--wire", "mapped"]])
