@@ -59,9 +59,9 @@ def test_payloads_are_acknowledged_discarded_and_asked_about(ring: SharedRingBuf
     client.read(acked)
     assert client.ack(acked)
     assert client.state(discarded) is SlotFate.READABLE
-    assert client.discard(discarded)
+    assert client.discard(discarded, timeout=15.0)
     assert not client.discard(discarded)
-    assert client.state(discarded) is SlotFate.GONE
+    assert client.state(discarded, timeout=15.0) is SlotFate.GONE
     eventually(lambda: ring.statistics().free == ring.slot_count)
     assert client.state(acked) is SlotFate.GONE
 

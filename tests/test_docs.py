@@ -1,7 +1,8 @@
 """The documentation runs, names only what exists, and has the numbers that the code has.
 
 * Every ``python`` block of README.md, CONTRIBUTING.md and docs/ runs, each in a namespace and an empty folder of its
-  own; one after ``<!-- not run: reason -->`` is skipped with its reason. Every file in examples/ runs as a program.
+  own; one after ``<!-- not run: reason -->`` is skipped with its reason, one after ``<!-- needs: package -->`` where
+  that is not installed. Every file in examples/ runs as a program.
 * Paths, modules, classes, attributes, settings, make targets and commands in backticks exist, and links resolve.
 * Tables that repeat code (settings, rules, ceilings, layouts, status codes, transitions, UCX settings) equal it.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 import re
 import struct
 import subprocess
@@ -43,11 +45,14 @@ def python_blocks() -> list[object]:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for block in re.finditer(
-            r"(?:<!-- not run: (.*?) -->\n+)?^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+            r"(?:<!-- (not run|needs): (.*?) -->\n+)?^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL
         ):
-            line = text.count("\n", 0, block.start(2)) + 1
-            marks = [pytest.mark.skip(reason=f"not run: {block[1]}")] if block[1] else []
-            found.append(pytest.param(page, line, block[2], marks=marks, id=f"{page.name}:{line}"))
+            line = text.count("\n", 0, block.start(3)) + 1
+            foreign = block[1] == "needs"
+            marks = [pytest.mark.filterwarnings("ignore")] if foreign else []  # of what it imports
+            if block[1] == "not run" or (foreign and importlib.util.find_spec(block[2]) is None):
+                marks = [pytest.mark.skip(reason=f"{block[1]}: {block[2]}")]
+            found.append(pytest.param(page, line, block[3], marks=marks, id=f"{page.name}:{line}"))
     return found
 
 

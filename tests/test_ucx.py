@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import re
 import socket
 import weakref
@@ -14,6 +15,7 @@ import pytest
 from scripted_listener import connected, exchange
 from support import asynchronous, dead_port, noise, over_ucx
 
+from transport import ucx
 from transport.errors import (
     BusyPortError,
     ClosedError,
@@ -319,3 +321,20 @@ async def test_a_worker_with_nothing_to_do_makes_no_progress_calls(wire: Any) ->
         assert await turns(200) == 0
         await exchange(client, server)
         assert not any(future.done() for future in waiting)
+
+
+# --- fork ---------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@asynchronous
+async def test_a_forked_child_knows_that_ucx_was_open() -> None:
+    def told_by_a_child() -> int:
+        child = os.fork()
+        if child == 0:
+            os._exit(ucx.inherited())
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    assert told_by_a_child() == 1
+    worker.close()
+    assert told_by_a_child() == 0
+    assert not ucx.inherited()

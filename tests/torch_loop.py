@@ -47,7 +47,8 @@ def main() -> None:
     method, folder = sys.argv[1], Path(sys.argv[2])
     url = f"sqlite:///{folder}/tickets.sqlite3"
     dataset = TicketDataset(url, batch_size=4, collate=pad, idle_s=0.5, fill_s=0.1, schemas=[SCHEMA], wire={"tcp"})
-    loader = TicketLoader(dataset, num_workers=2, multiprocessing_context=method)
+    workers = 2 if method == "fork" else 1  # spawned ones import torch each
+    loader = TicketLoader(dataset, num_workers=workers, multiprocessing_context=method)
     if sys.argv[3:] == ["wait"]:
         for number, _ in enumerate(loader):
             if number == 1:
@@ -64,7 +65,7 @@ def main() -> None:
         depth = queue.depth()
         found["after break"] = [depth.done, depth.claimed, depth.ready]
         found["steps"] = []
-        rest = loader if method == "fork" else TicketLoader(dataset)  # spawned workers import torch each time
+        rest = loader if method == "fork" else TicketLoader(dataset)
         for tokens, steps in rest:
             assert all(torch.equal(row[:step], torch.arange(step)) for row, step in zip(tokens, steps, strict=True))
             found["steps"] += steps

@@ -73,7 +73,7 @@ class BatchStream:
                 self._fetch()
             if batch.payloads:
                 return batch
-            self._packer.consume(batch)  # which tells the queue why nothing came
+            self._packer.consume(batch)  # the queue is told why nothing came, if it could not be before
 
     def used(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch; returns the payloads that had been nobody else's until now."""

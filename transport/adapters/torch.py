@@ -105,8 +105,8 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             return self._in_this_process()
         if ucx.inherited():
             raise UsageError(
-                "this worker was forked from a process that has UCX open, which neither of them survives: give the "
-                'loader multiprocessing_context="spawn", or close every client and server before'
+                "this worker was forked from a process that has UCX open, and would hang: give the loader "
+                'multiprocessing_context="spawn", or close every client and server before'
             )
         if self._options.get("device") is not None:
             raise UsageError("device= with worker processes: the trainer's own process fetches to its device")
@@ -145,8 +145,10 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             yield stack.enter_context(BatchStream(queue, self._batch_size, **waits, **self._options))
 
     def collated(self, batch: FetchedBatch) -> Any:
-        """What the loop is given."""
-        return self._collate([Sample(tensors(payload), payload.metadata) for payload in batch.payloads])
+        """What the loop is given. The memory is that of the tensors alone then: what is copied need not be kept."""
+        data = self._collate([Sample(tensors(payload), payload.metadata) for payload in batch.payloads])
+        batch.release()
+        return data
 
 
 # --- in a worker process --------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ def _in_a_worker(
                 delivery = _Delivery(number, str(serial), dataset.collated(batch))
                 trainer.unused[delivery.token] = batch
                 yield delivery
-                batch.release()  # its tensors are the loader's by now
+                del delivery  # its tensors are the loader's by now
         finally:  # what the trainer has not used yet is its own as long as it does not stop
             while trainer.unused and not trainer.listen(_PARENT_S):
                 pass
