@@ -114,6 +114,13 @@ class ScriptedListener:
         self.worker.close()
         self._own.close()
 
+    def break_off(self, link: Link) -> None:
+        """Abort a client's link, and have a new worker where UCX may go on with what it has begun to receive."""
+        link.abort()
+        if self.worker.engine.abandoned:
+            self.worker.close()
+            self.worker = Worker(self._settings)
+
     def opening(self, **options: Any) -> asyncio.Task[Link]:
         """A link being opened."""
         arguments: dict[str, Any] = {

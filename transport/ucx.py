@@ -6,7 +6,9 @@ engine makes progress without the GIL when it is readable, and hands over what h
 follows activity, since an answer mostly comes within microseconds; it adapts to how long answers take.
 
 Memory rule: a posted buffer is referenced from the engine until UCX has completed its request, whatever happens to
-the future that waits for it. `Endpoint.abort` ends all of an endpoint's requests; afterwards its buffers are free.
+the future that waits for it. `Endpoint.abort` ends all of an endpoint's requests; afterwards its buffers are free,
+unless `Engine.abandoned` counts some: UCX may go on with messages that it has begun to receive, until the worker is
+closed.
 
 Everything in this file belongs to the thread of the loop that made the worker.
 """
