@@ -75,6 +75,7 @@ async def test_an_expired_payload_is_stale(wire: Any, hidden: bool) -> None:
             with pytest.raises(StaleSlotError):
                 await client.read(ticket)
             assert client.statistics().stale == 1
+            assert states(ring) == ((0, 0) if hidden else (1, 0))  # freed where it is seen; a client asks for nothing
 
 
 @every_wire

@@ -18,7 +18,7 @@ from typing import Any
 from planted import PLANTS
 
 HERE = Path(__file__).resolve().parent
-SIZE = ["--payloads", "3000", "--kills", "12", "--lapses", "6", "--stuck-s", "15"]
+SIZE = ["--payloads", "3000", "--kills", "12", "--lapses", "6", "--stuck-s", "30"]  # a batch may take 20 s
 _NOTHING = ""
 
 

@@ -358,13 +358,17 @@ class Soak:
         if late:
             self._say_where(late)
         left = [f"{each.role} {each.pid}" for each in late]
-        left += [str(path) for path in Path("/dev/shm").glob(f"transport-soak-{self._plan.run}-*")]
+        left += map(str, self._segments())
         for child in self._children:
             if not force and child.process is not None:
                 child.ended()
             self._hear(child.name)
             self._accounts.died(child.name)
         return left
+
+    def _segments(self) -> list[Path]:
+        """Of this run, whoever made them."""
+        return list(Path("/dev/shm").glob(f"transport-soak-{self._plan.run}-*"))
 
     def _end_everybody(self) -> None:
         for _ in range(100):
@@ -382,8 +386,8 @@ class Soak:
             time.sleep(_LOOK_S)
         if self._server is not None:
             self._server.end()
-        for writer in range(len(READERS)):
-            Path(f"/dev/shm{self._plan.ring(writer)}").unlink(missing_ok=True)
+        for segment in self._segments():
+            segment.unlink(missing_ok=True)
 
     def _dump(self) -> None:
         """Where everybody is, into their logs; what the rings and the queue say."""
