@@ -192,6 +192,16 @@ def test_it_can_stand_in_for_cosmos_rls_own() -> None:
         PayloadTransportRegistry._registry.pop("ucxx")
 
 
+def test_a_payload_of_an_unknown_schema_is_skipped_and_stays(context: PayloadContext) -> None:
+    cosmos_rl.register()
+    worker = Worker()
+    worker._attach_payload_transport()
+    assert fetched(worker.data_packer, [rollout(context, 2)]) == [None]
+    worker.close_payload_transports()
+    eventually(lambda: ring(context).get_ready_count() == 1, "another worker can read it")
+    assert ring(context).statistics().consumes == 0
+
+
 def test_a_plain_trajectory_passes_through(packer: Packer) -> None:
     plain = trajectory(2)
     assert packer.get_policy_input(rollout_output=plain) is plain

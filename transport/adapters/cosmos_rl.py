@@ -155,7 +155,7 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
                 try:
                     freed += client.discard(Ticket.parse(text), left)
                 except TransportError as error:
-                    log.warning("a discarded rollout's payload stays in its ring: %s", error)
+                    log.warning("a discarded rollout's payload stays in its ring: %s", str(error))
         return freed
 
 
@@ -241,10 +241,17 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         """One payload, copied and consumed at once; None where it cannot be had."""
         try:
             batch = self._fetch([_ticket_of(rollout_output)])
-            found = [{name: each.clone() for name, each in _trajectory(payload).items()} for payload in batch.payloads]
-            self._released(batch, used=True)
+            copied = False
+            try:
+                found = [
+                    {name: each.clone() for name, each in _trajectory(payload).items()} for payload in batch.payloads
+                ]
+                copied = True
+            finally:
+                self._released(batch, used=copied)
         except (TransportError, ValueError) as error:
-            log.warning("a payload could not be fetched: %s: %s", type(error).__name__, error)
+            # As text: a record that a handler keeps would keep the error, its frames, and in them the payload.
+            log.warning("a payload could not be fetched: %s: %s", type(error).__name__, str(error))
             return None
         return found[0] if found else None
 
