@@ -206,8 +206,8 @@ async def test_memory_that_is_copied_back_to_be_hashed_is_kept_until_that_is_don
     del direct.out, direct.target
     assert not gone, "a copy out of it is queued"
     cupy.fake.stopped = False
-    await until(lambda: not direct.landing._staging.lent)
-    assert gone
+    await until(lambda: gone, "the copy has run")
+    assert not direct.landing._staging.lent
     direct.landing.close()
 
 

@@ -105,6 +105,7 @@ def test_a_wait_ends_at_its_timeout_and_at_once_for_an_old_value(ring: Ring) -> 
 
 def test_signals_interrupt_a_wait(name: str) -> None:
     with Child(
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"ring = Ring.create({name!r}, 1, 1, bytes(16))\nring.try_take()\n"
         f"try:\n    print('waiting')\n    ring.take({PATIENCE_S})\nexcept KeyboardInterrupt: print('interrupted')\n"
         "ring.unlink_if_last()\n"

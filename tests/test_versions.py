@@ -82,6 +82,7 @@ def test_neighbouring_builds_work_together(
         assert agreed == [version]
         child.tell()
         assert child.line() == "2"  # both were acknowledged
+        assert child.wait() == 0
 
 
 @pytest.mark.ucx
@@ -98,6 +99,7 @@ def test_builds_without_a_common_version_are_told_both_ranges(
         child.tell()
         assert child.line()
         assert child.line() == "0"  # nothing was consumed
+        assert child.wait() == 0
 
 
 # --- somebody in between -----------------------------------------------------------------------------------
