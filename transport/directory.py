@@ -32,6 +32,7 @@ from transport.errors import (
     UsageError,
 )
 from transport.store.base import ABSENT, Store
+from transport.structs import ready
 from transport.ticket import Ticket, host_identity
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def moved(self, ticket: Ticket) -> Ticket:
         """The ticket as this server would write it now. TicketError where that is none."""
         return msgspec.structs.replace(ticket, host=self.host, addresses=self.addresses, ports=self.ports)
+
+
+ready(Serving)
 
 
 class Directory:

@@ -12,6 +12,7 @@ import msgspec
 
 from transport.errors import UsageError
 from transport.settings import DEFAULTS, Settings
+from transport.structs import ready
 
 GENERATION_BITS = 30
 _GENERATIONS = 1 << GENERATION_BITS
@@ -24,6 +25,9 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     version: int
     rings: list[tuple[str, list[tuple[int, int, int]]]]
+
+
+ready(_Stored)
 
 
 class ConsumedRecord:

@@ -34,6 +34,7 @@ from transport.queue.base import (
 )
 from transport.settings import DEFAULTS
 from transport.store.base import ABSENT, Change, Store, check_key
+from transport.structs import ready
 
 LEADER = 0
 _KEEP_S = 3600.0  # records of a group; a rank that is further behind is not coming any more
@@ -48,6 +49,9 @@ class _Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     final: bool = False  # of a no: nobody can read it, so that it is discarded
     reason: str = ""
     delay_s: float = 0.0
+
+
+ready(Claim, _Vote)
 
 
 def decide(votes: Sequence[_Vote | None]) -> _Vote:

@@ -37,6 +37,7 @@ import msgspec
 
 from transport import _native
 from transport.errors import ProtocolError, VersionMismatchError
+from transport.structs import ready
 
 VERSION = 2
 OLDEST_VERSION = 1
@@ -142,6 +143,7 @@ _HANDSHAKE: dict[type[msgspec.Struct], Kind] = {
     Proof: Kind.PROOF,
     Welcome: Kind.WELCOME,
 }
+ready(Hello, Challenge, Proof, Welcome)
 Handshake = TypeVar("Handshake", Hello, Challenge, Proof, Welcome)
 
 
