@@ -68,9 +68,11 @@ redis:
 	  apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } || \
 	  printf '\033[31m%s\033[0m\n' "Redis is not tested: apt-get install redis-server" >&2
 
-# Each worker has a /dev/shm of its own where that is allowed (tests/mounts.py), so that it sees only its own leaks.
+# Each worker has a /dev/shm of its own where that is allowed (tests/mounts.py), so that it sees only its own leaks. Tests
+# wait more than they compute: one worker more than there are cores.
+PYTEST_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 pytest: $(VENV)/installed | redis
-	@$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 # With GPU_PYTHON=… that interpreter and its packages are used, and nothing is fetched.
 ifdef GPU_PYTHON
@@ -119,7 +121,7 @@ build/faults/stamp: $(NATIVE) | $(VENV)/installed
 
 faults: build/faults/stamp ## build the native modules with fault points, into build/faults
 
-SOAK_OPTIONS ?= --payloads 1000000 --kills 1000 --seed 1
+SOAK_OPTIONS ?= --payloads 1000000 --kills 1050 --seed 1
 soak: build/faults/stamp ## a million payloads and a thousand kills, every payload accounted for (SOAK_OPTIONS=…)
 	@$(BIN)/python benchmarks/soak --build build/faults --json build/soak.json $(SOAK_OPTIONS)
 
