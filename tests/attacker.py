@@ -139,7 +139,7 @@ def spoken(what: Callable[[random.Random], bytes], held: int) -> Callable[[int, 
 
     def attack(port: int, count: int) -> int:
         seeded, kept, made = random.Random(1), [], 0
-        while made < count and not told():
+        while made < count and not (made and told()):
             found = connected(port)
             if found is None:
                 time.sleep(0.01)  # nothing tells when a port listens again: the attacked listener may have begun anew
@@ -157,7 +157,10 @@ def spoken(what: Callable[[random.Random], bytes], held: int) -> Callable[[int, 
 
 def slowly(port: int, count: int) -> int:
     """Connections that say one byte after the other, and never all of it."""
-    open_ones = [found for _ in range(count) if (found := connected(port)) is not None]
+    open_ones: list[socket.socket] = []
+    while not open_ones:  # the attacked listener may be beginning anew
+        open_ones = [found for _ in range(count) if (found := connected(port)) is not None]
+        time.sleep(0 if open_ones else 0.01)
     while not told():
         for each in open_ones:
             with contextlib.suppress(OSError):

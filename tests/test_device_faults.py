@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import weakref
 from typing import Any
@@ -206,7 +207,7 @@ async def test_memory_that_is_copied_back_to_be_hashed_is_kept_until_that_is_don
     del direct.out, direct.target
     assert not gone, "a copy out of it is queued"
     cupy.fake.stopped = False
-    await until(lambda: gone, "the copy has run")
+    await until(lambda: gc.collect() >= 0 and gone, "the copy has run")
     assert not direct.landing._staging.lent
     direct.landing.close()
 
