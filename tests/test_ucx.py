@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import re
+import select
 import socket
 import weakref
 from typing import Any
@@ -338,3 +339,14 @@ async def test_a_forked_child_knows_that_ucx_was_open() -> None:
     worker.close()
     assert told_by_a_child() == 0
     assert not ucx.inherited()
+
+
+@asynchronous
+async def test_a_closed_worker_leaves_other_sockets_of_its_ports_number_alone() -> None:
+    worker = Worker(settings_for(frozenset({"tcp"})))
+    listening = worker.listen(0, lambda _: None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as mine:
+        mine.bind(("127.0.0.1", listening.port))
+        listening.close()
+        worker.close()
+        assert select.select([mine], [], [], 0)[0] == []  # one that is shut for reading seems to have something

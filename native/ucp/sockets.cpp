@@ -27,9 +27,13 @@ class Held {
   int descriptor() const { return descriptor_; }
 
   bool is_at(const sockaddr_in& at) const {
+    if (descriptor_ < 0 || at.sin_port == 0) return false;
+    int kind = 0;  // ports of UDP are others
+    socklen_t kind_size = sizeof kind;
+    if (getsockopt(descriptor_, SOL_SOCKET, SO_TYPE, &kind, &kind_size) != 0 || kind != SOCK_STREAM) return false;
     sockaddr_in address{};
     socklen_t size = sizeof address;
-    return descriptor_ >= 0 && getsockname(descriptor_, reinterpret_cast<sockaddr*>(&address), &size) == 0 &&
+    return getsockname(descriptor_, reinterpret_cast<sockaddr*>(&address), &size) == 0 &&
            address.sin_family == AF_INET && address.sin_port == at.sin_port &&
            (at.sin_addr.s_addr == INADDR_ANY || address.sin_addr.s_addr == at.sin_addr.s_addr);
   }
