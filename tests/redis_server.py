@@ -102,3 +102,21 @@ def redis_server(*options: str) -> Iterator[RedisServer]:
             yield server
         finally:
             server.kill()
+
+
+def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The first answer to come is lost after the server gave it; returns what was lost, and loses again when empty."""
+    import redis
+
+    evalsha = redis.Redis.evalsha
+    lost: list[object] = []
+
+    def lose_the_first_answer(self: redis.Redis, *arguments: object) -> object:
+        answer = evalsha(self, *arguments)
+        if not lost:
+            lost.append(answer)
+            raise redis.exceptions.ConnectionError("cut after the server had done it")
+        return answer
+
+    monkeypatch.setattr(redis.Redis, "evalsha", lose_the_first_answer)
+    return lost

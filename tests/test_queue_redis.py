@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from queue_conformance import LEASE_S, QueueConformance, ids, in_thread, ticket, tickets
 from queue_model import QueueMachine
-from redis_server import RedisServer, needs_redis, redis_server
+from redis_server import RedisServer, lose_answers, needs_redis, redis_server
 
 from transport.errors import QueueFullError, QueueUnavailableError
 from transport.places import RedisPlace, parse_place
@@ -131,24 +131,6 @@ def test_a_ticket_for_fewer_ranks_is_passed_over(server: RedisServer) -> None:
 
 
 # --- connections and servers that end -----------------------------------------------------------------------
-def lose_answers(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The first answer to come is lost after the server gave it; returns what was lost, and loses again when empty."""
-    import redis
-
-    evalsha = redis.Redis.evalsha
-    lost: list[object] = []
-
-    def lose_the_first_answer(self: redis.Redis, *arguments: object) -> object:
-        answer = evalsha(self, *arguments)
-        if not lost:
-            lost.append(answer)
-            raise redis.exceptions.ConnectionError("cut after the server had done it")
-        return answer
-
-    monkeypatch.setattr(redis.Redis, "evalsha", lose_the_first_answer)
-    return lost
-
-
 def test_what_was_done_when_the_answer_was_lost_is_done_once(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 from queue_conformance import in_thread
-from redis_server import RedisServer, needs_redis, redis_server
+from redis_server import RedisServer, lose_answers, needs_redis, redis_server
 from store_conformance import StoreConformance
 from store_model import StoreMachine
 
@@ -218,28 +218,31 @@ def _kind_of(call: object) -> type[BaseException] | None:
 
 
 def test_a_write_whose_answer_was_lost_is_done_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    import redis
-
     with RedisStore(place(server)) as store:
-        evalsha = redis.Redis.evalsha
-        lost = []
-
-        def lose_the_first_answer(self: redis.Redis, *arguments: object) -> object:
-            answer = evalsha(self, *arguments)
-            if not lost:
-                lost.append(answer)
-                raise redis.exceptions.ConnectionError("cut after the server had done it")
-            return answer
-
         store.add("n", 0)  # the scripts are there
         store.put("x", b"0")
-        monkeypatch.setattr(redis.Redis, "evalsha", lose_the_first_answer)
+        lost = lose_answers(monkeypatch)
         assert store.add("n") == 1
         lost.clear()
         version = store.compare_and_set("a", b"1", ABSENT)
         assert version is not None
-        assert [int(each) for each in lost[0]] == [version]
+        assert [int(each) for each in lost[0]] == [version]  # type: ignore[attr-defined]
         assert store.get("a") == Entry(b"1", version)
+
+
+def test_what_is_written_again_after_a_write_that_was_not_heard_is_a_write(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisStore(place(server), patience_s=0.0) as store:
+        store.put("x", b"0")  # the script is there
+        lose_answers(monkeypatch)
+        with pytest.raises(StoreUnavailableError):
+            store.put("x", b"a")
+        store.put("x", b"b")
+        store.put("x", b"a")
+        found = store.get("x")
+        assert found is not None
+        assert found.value == b"a"
 
 
 # --- servers that will not do --------------------------------------------------------------------------

@@ -4,9 +4,9 @@ What it takes care of, so that nobody above has to:
 
 * A lost connection, or a server that starts again, is waited for with back-off, at most ``patience_s``. A write whose
   answer was lost is asked for again under the same number, and the server gives the answer that it remembers: it is
-  done once. So it is where the caller was told that the server is away and asks for the same again, within a minute:
-  an acknowledgement that was done unheard would otherwise be refused. The package's own repetitions would do it twice
-  and are off.
+  done once. So it is, where `run` is told to, when the caller was told that the server is away and asks for the same
+  again, within a minute: an acknowledgement that was done unheard would otherwise be refused. A renewal is another one
+  each time. The package's own repetitions would do it twice and are off.
 * Every key begins with ``transport:{run}:`` — runs share a server, and all keys of a run are in one slot of a cluster.
 * A connection must not pass through a fork: either side of one makes its own.
 * A server that throws keys away when its memory is full is refused, as is one that is too old.
@@ -112,7 +112,7 @@ class RedisLink:
         self._closed = False
         # By process id: a lock that another thread held at the fork would be held for ever in the child.
         self._rooms: dict[int, _Room] = {}
-        self._unanswered: dict[tuple[str, tuple[Any, ...]], str] = {}  # script and arguments → number
+        self._unanswered: dict[tuple[Any, ...], str] = {}  # script, keys and arguments → number
         try:
             self._check_server()
         except BaseException:
@@ -134,13 +134,22 @@ class RedisLink:
         """The server's name of a key."""
         return self._prefix + name
 
-    def run(self, script: Script, keys: Sequence[str], arguments: Sequence[Any], now_ms: int | None = None) -> Any:
+    def run(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        arguments: Sequence[Any],
+        now_ms: int | None = None,
+        *,
+        repeatable: bool = False,
+    ) -> Any:
         """Run a script once. Raises the ``busy`` kind when the server stays away; it may have run then.
 
-        Asked for again with the same arguments it is still the same: what has run gives its answer.
+        ``repeatable``: asked for again with the same arguments it is still the same, and what has run gives its answer.
+        Not for what counts anew each time, as a renewal does.
         """
-        asked = (script.sha, tuple(arguments))
-        number = self._unanswered.pop(asked, "") or secrets.token_hex(12)
+        asked = (script.sha, *keys, *arguments)
+        number = (self._unanswered.pop(asked, "") if repeatable else "") or secrets.token_hex(12)
         arguments = ["" if now_ms is None else now_ms, *arguments]
         every_key = [self.key(f"answer:{number}"), *map(self.key, keys)]
 
@@ -153,9 +162,10 @@ class RedisLink:
         try:
             return self._patiently(attempt)
         except self._words.busy:
-            self._unanswered[asked] = number
-            while len(self._unanswered) > _MOST_UNANSWERED:
-                del self._unanswered[next(iter(self._unanswered))]
+            if repeatable:
+                self._unanswered[asked] = number
+                while len(self._unanswered) > _MOST_UNANSWERED:
+                    del self._unanswered[next(iter(self._unanswered))]
             raise
 
     def _patiently(self, attempt: Any) -> Any:

@@ -108,10 +108,10 @@ class RedisQueue(TicketQueue):
         """Delete the queue with all its tickets from the server. Not for one that somebody still uses."""
         self._link.remove_all()
 
-    def _run(self, script: Script, *arguments: str | bytes | int) -> list[bytes | int]:
+    def _run(self, script: Script, *arguments: str | bytes | int, repeatable: bool = False) -> list[bytes | int]:
         now_ms = None if self._clock is None else round(self._clock() * 1000)
         common = (self._link.channel, self._max_deliveries, self._keep_finished)
-        answer = self._link.run(script, KEYS, (*common, *arguments), now_ms)
+        answer = self._link.run(script, KEYS, (*common, *arguments), now_ms, repeatable=repeatable)
         return answer if isinstance(answer, list) else [answer]
 
     # --- publishing ----------------------------------------------------------------------------
@@ -202,7 +202,8 @@ class RedisQueue(TicketQueue):
 
     def _move(self, claims: Sequence[Claim], held: str, to: str, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
         """Bring claims from state ``held`` to ``to``; returns those that were the caller's."""
-        return self._accepted(claims, self._run(MOVE, held, to, reason, round(delay_s * 1000), *_tokens(claims)))
+        arguments = (held, to, reason, round(delay_s * 1000), *_tokens(claims))
+        return self._accepted(claims, self._run(MOVE, *arguments, repeatable=True))
 
     @staticmethod
     def _accepted(claims: Sequence[Claim], flags: Sequence[bytes | int]) -> list[Claim]:
