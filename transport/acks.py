@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from transport.settings import DEFAULTS, Settings
+from transport.structs import hiding
 
 MOST_ACKS = 65_536
 
@@ -24,6 +25,7 @@ Identity: TypeAlias = tuple[str, int, int]  # (ring, slot, generation)
 _Place: TypeAlias = tuple[str, int, int, int]  # an Ack without its key, which is a function of the rest
 
 
+@hiding("key")
 class Ack(NamedTuple):
     """One rank's acknowledgement of one payload; ``key`` is the payload's, as its ticket has it."""
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 
 from transport.errors import ConfigurationError
+from transport.structs import hiding
 
 FORMS = "sqlite:///path/of/file or redis://host:port/db?run=name"
 
@@ -25,6 +26,7 @@ class SQLitePlace(NamedTuple):
         return "sqlite://" + quote(str(self.path.absolute()))
 
 
+@hiding("url")
 class RedisPlace(NamedTuple):
     """A server, and the name that keeps its runs apart."""
 

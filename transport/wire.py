@@ -37,7 +37,7 @@ import msgspec
 
 from transport import _native
 from transport.errors import ProtocolError, VersionMismatchError
-from transport.structs import ready
+from transport.structs import hiding, ready
 
 VERSION = 2
 OLDEST_VERSION = 1
@@ -198,6 +198,7 @@ def tag(base: int, number: int, part: int = 0) -> int:
 
 
 # --- client to listener ------------------------------------------------------------------------
+@hiding("key")
 class Record(NamedTuple):
     """One thing asked of the listener about one payload."""
 

@@ -30,6 +30,8 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from transport.structs import hiding
+
 MAX_DELIVERIES = 20
 KEEP_FINISHED = 100_000
 
@@ -54,6 +56,7 @@ class DeliveryState(enum.StrEnum):
 _UNFINISHED = frozenset({DeliveryState.READY, DeliveryState.CLAIMED, DeliveryState.ARRIVED})
 
 
+@hiding("data")
 class QueuedTicket(NamedTuple):
     """What is published: ``id`` (ring/slot/generation) names the ticket, ``data`` is the encoded ticket."""
 
@@ -61,6 +64,7 @@ class QueuedTicket(NamedTuple):
     data: bytes
 
 
+@hiding("data", "token")
 class Claim(msgspec.Struct, frozen=True):
     """One delivery in the hands of one consumer, until its lease ends."""
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from transport.errors import UsageError
+from transport.structs import hiding
 
 MOST_KEY_BYTES = 512
 MOST_VALUE_BYTES = 16 << 20
@@ -28,6 +29,7 @@ RECHECK_S = 1.0  # how often a watcher looks without having been woken
 ABSENT = 0  # the version of a record that does not exist
 
 
+@hiding("value")
 class Entry(NamedTuple):
     """A record as it was at one moment."""
 
@@ -35,6 +37,7 @@ class Entry(NamedTuple):
     version: int  # > 0
 
 
+@hiding("value")
 class Change(NamedTuple):
     """One write of `put_many`. ``value`` None deletes; ``expected`` None: whatever is there; ABSENT: nothing may be."""
 

@@ -11,12 +11,14 @@ import struct
 import msgspec
 
 from transport.errors import ProtocolError
+from transport.structs import hiding
 
 MAX_FRAME_BYTES = 32 << 20  # the layout of the largest model, several times
 
 _LENGTH = struct.Struct("<I")
 
 
+@hiding("token")
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     """A child says who it is, and proves by the token that it was told of this group."""
 

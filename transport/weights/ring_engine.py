@@ -19,6 +19,7 @@ from transport.libraries import parse_device
 from transport.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.settings import Settings
+from transport.structs import hiding
 from transport.ticket import host_identity
 from transport.weights import topology
 from transport.weights.copies import Copies, Held
@@ -42,6 +43,7 @@ _LEAST_BUCKET = 4096
 _SETTINGS = Settings(port_quarantine_s=0.2, port_quarantine_most_s=1.0, backoff_first_s=0.1, backoff_most_s=0.5)
 
 
+@hiding("token")
 class Link(msgspec.Struct, frozen=True, kw_only=True):
     """Where a replica pulls from, and as which of the parent's readers."""
 

@@ -18,6 +18,7 @@ from typing import Literal, get_args
 import msgspec
 
 from transport.errors import UsageError
+from transport.structs import hiding
 
 Shape = Literal["chain", "tree", "star"]
 SHAPES: tuple[str, ...] = get_args(Shape)
@@ -26,6 +27,7 @@ LOCAL_READERS = 12  # of one landing: a segment has 16 owner places and a slot 1
 FANOUT = 2
 
 
+@hiding("token")
 class Description(msgspec.Struct, frozen=True, kw_only=True):
     """What a member says of itself in `prepare`.
 
