@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
+import transport
 from transport import errors
 from transport.errors import TransportError
 
@@ -76,3 +81,28 @@ def test_python_code_that_knows_nothing_of_us_can_catch_them() -> None:
 
 def test_exhausted_retries_tell_how_many() -> None:
     assert errors.RetriesExhaustedError("all failed", 12).attempts == 12
+
+
+# --- their messages -------------------------------------------------------------------------------------
+_PLACEHOLDER = re.compile(r"\{[a-z_][\w.]*(\(\))?(![rsa])?(:[^{}]*)?\}")
+
+
+def unfilled(tree: ast.AST) -> list[str]:
+    """Placeholders in the texts of `raise` and of calls of a log that lack their f."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log.")):
+            texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            found += [text for text in texts if isinstance(text, str) and _PLACEHOLDER.search(text)]
+    return found
+
+
+def test_the_search_finds_a_placeholder_without_its_f() -> None:
+    assert unfilled(ast.parse("raise E(f'{a} ' 'of {self.b.c}')")) == [" of {self.b.c}"]
+    assert unfilled(ast.parse("log.info('{n:g} s')"))
+    assert not unfilled(ast.parse("raise E(f'{a} of {b!r:.80}')"))
+
+
+@pytest.mark.parametrize("path", sorted(Path(transport.__file__).parent.rglob("*.py")), ids=lambda path: path.stem)
+def test_every_placeholder_of_a_message_is_filled_in(path: Path) -> None:
+    assert unfilled(ast.parse(path.read_text(encoding="utf-8"))) == []

@@ -131,7 +131,7 @@ def test_a_missing_directory_is_named(tmp_path: Path) -> None:
 
 def test_a_network_file_system_is_refused_with_what_to_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(database, "file_system_type", lambda path: "nfs4")
-    with pytest.raises(QueueUnsuitableError, match=r"network file system \(nfs4\).*use a local path"):
+    with pytest.raises(QueueUnsuitableError, match=r"system \(nfs4\).*use a local path \(every process of this queue"):
         SQLiteQueue(path)
     assert not path.exists()
 

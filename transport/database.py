@@ -210,7 +210,7 @@ class Database:
         if is_network_type(file_system):
             raise self._words.unsuitable(
                 f"{self.path} is on a network file system ({file_system}), where SQLite loses data: "
-                "use a local path (every process of this {self._words.what} must be on that host)"
+                f"use a local path (every process of this {self._words.what} must be on that host)"
             )
         # An existing file is not opened here: closing any descriptor of it drops the locks of this whole process.
         with contextlib.suppress(FileExistsError):

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 from transport.errors import ConfigurationError
 from transport.structs import hiding
 
-FORMS = "sqlite:///path/of/file or redis://host:port/db?run=name"
+FORMS = "sqlite:file, relative, or sqlite:///path/of/file, or redis://host:port/db?run=name"
 
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -45,8 +45,14 @@ def parse_place(text: str) -> SQLitePlace | RedisPlace:
     except ValueError as error:
         raise ConfigurationError(f"a place that is no URL ({error}): give {FORMS}") from None
     if parts.scheme == "sqlite":
-        if parts.netloc or parts.query or parts.fragment or not parts.path.strip("/"):
-            raise ConfigurationError(f"{text!r} names no file: give sqlite:///path/of/file, with three slashes")
+        if parts.netloc:  # two slashes; a third one before the name would lead to the root folder
+            relative = SQLitePlace(Path(unquote(parts.netloc + parts.path)))
+            raise ConfigurationError(
+                f"{text!r} names a host, and SQLite has none: give sqlite:{quote(str(relative.path))} for the file in "
+                f"the working directory, which is {relative.text}"
+            )
+        if parts.query or parts.fragment or not parts.path.strip("/"):
+            raise ConfigurationError(f"{text!r} names no file: give {FORMS}")
         return SQLitePlace(Path(unquote(parts.path)))
     if parts.scheme not in ("redis", "rediss"):
         raise ConfigurationError(f"a place of the kind {parts.scheme!r} is not known: give {FORMS}")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+from transport.arguments import expect
 from transport.database import Database, Synchronous, Words
 from transport.wake import Bell
 
@@ -27,7 +29,7 @@ class SharedFile:
     ) -> None:
         """Open the file, or make it; see `Database`. Raises the kinds of ``words``."""
         self._database = Database(
-            Path(path),
+            _file_named(path, words),
             schema=schema,
             application_id=application_id,
             version=version,
@@ -51,3 +53,21 @@ class SharedFile:
         """Close the file and end waits in other threads with ClosedError. The file and what is in it stay."""
         self._bell.close()
         self._database.close()
+
+
+def _file_named(path: str | os.PathLike[str], words: Words) -> Path:
+    """The file, where ``path`` is the name of one. SQLite's own names for databases in memory would become files."""
+    expect(path, (str, os.PathLike), f"the {words.what}'s path", "the path of a file")
+    text = os.fsdecode(path)
+    if re.match(r"[a-z]+:/", text) or text.startswith("sqlite:"):
+        raise words.unsuitable(
+            f"a {words.what}'s file got a place: open_{words.what}() takes places, this a plain path"
+        )
+    if Path(text).name == ":memory:" or text.startswith("file:"):
+        raise words.unsuitable(
+            f"{text!r} is SQLite's name of what one connection sees, and the {words.what} is for several: name a file, "
+            "for a test in a tempfile.TemporaryDirectory()"
+        )
+    if not text:
+        raise words.unsuitable(f"the path of the {words.what} is empty: name a file")
+    return Path(text)

@@ -1,0 +1,48 @@
+"""What a caller passed, looked at before anything is done with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transport.errors import UsageError
+
+
+def expect(value: object, kinds: type | tuple[type, ...], what: str, give: str) -> None:
+    """Raise UsageError unless ``value`` is one of ``kinds``. It names the type only: values may be secret.
+
+    Args:
+        what: the call and its argument, "consume(batch)".
+        give: what to pass instead.
+    """
+    if not isinstance(value, kinds):
+        raise UsageError(f"{what} got {_article(value)}: give {give}")
+
+
+def _article(value: object) -> str:
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def whole(value: Any, what: str) -> int:
+    """``value`` as an int, without bools. UsageError for anything else."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number: int = value.__index__()
+    except (AttributeError, TypeError):
+        raise UsageError(f"{what} got {_article(value)}: give a whole number") from None
+    return number
+
+
+def seconds(value: Any, what: str, *, none: bool = False) -> None:
+    """UsageError unless ``value`` is a number of seconds, or None where that has a meaning. Not a NaN."""
+    if none and value is None:
+        return
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise UsageError(f"{what} got {_article(value)}: give seconds{', or None' if none else ''}")
+    if value != value:
+        raise UsageError(f"{what} is not a number: give seconds{', or None' if none else ''}")
