@@ -15,7 +15,7 @@ import pytest
 from support import asynchronous
 from weights_members import checksum_of, version_of
 
-from transport.errors import MissingDependencyError
+from transport.errors import MissingDependencyError, RingError
 from transport.weights import verl
 from transport.weights.layout import weights_checksum
 
@@ -136,6 +136,55 @@ async def test_a_consumer_that_stops_in_the_middle_leaves_the_version_before(eng
     cached = {name: tensor async for name, tensor in engines[2].get_weights()}
     assert weights_checksum(cached) == checksum_of(1)
     engines[2].finalize()
+
+
+async def stopped_in_the_middle(engines: list[Any], version: int, *, at: int, in_time: list[str]) -> None:
+    """Replica ``at`` stops after its first tensor; what its stopping raises is noted in ``in_time``."""
+
+    async def receive(engine: Any) -> None:
+        receiving = engine.receive_weights(global_steps=version)
+        if engine is not engines[at]:
+            async for _ in receiving:
+                pass
+            return
+        await anext(receiving)
+        try:
+            await receiving.aclose()
+        except Exception as error:
+            in_time.append(f"{type(error).__name__}: {error}")
+
+    sent = engines[0].send_weights(iter(version_of(version).items()), global_steps=version)
+    await asyncio.gather(sent, receive(engines[2]), receive(engines[3]))
+
+
+@asynchronous
+async def test_a_version_that_cannot_be_taken_back_is_said(engines: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    build(engines)
+    await transfer(engines, 1)
+    build(engines)
+    replica = engines[2]
+
+    def fail() -> None:
+        raise RingError("the copy of version 2 cannot be given back")
+
+    monkeypatch.setattr(replica._engine, "revert", fail)
+    raised: list[str] = []
+    await stopped_in_the_middle(engines, 2, at=2, in_time=raised)
+    assert raised == ["RingError: the copy of version 2 cannot be given back"]
+
+
+@asynchronous
+async def test_a_first_version_that_is_not_taken_is_kept_and_said(
+    engines: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    build(engines)
+    raised: list[str] = []
+    await stopped_in_the_middle(engines, 1, at=2, in_time=raised)
+    assert raised == []
+    (record,) = [record for record in caplog.records if record.name == "transport.weights.verl"]
+    assert record.levelname == "WARNING"
+    assert "its consumer stopped in the middle of version 1, kept" in record.message
+    assert "holds no version before" in record.message
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import warnings
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Literal
@@ -20,12 +21,14 @@ import numpy as np
 
 from transport.background import LoopThread
 from transport.devices import kind_of
-from transport.errors import MissingDependencyError
+from transport.errors import MissingDependencyError, WeightsError
 from transport.weights.engine import Metadata, Weights
 from transport.weights.ring_engine import RingEngine
 from transport.weights.tensors import tensor_of
 
 BACKEND = "payload_transport"
+
+log = logging.getLogger(__name__)
 
 _END = ("", None)  # no tensor has this name
 
@@ -100,7 +103,8 @@ class _Adapter:
         """Nothing is yielded before the whole version is here and proven.
 
         The tensors are views of it; they stay readable as long as they live. A consumer that stops in the middle
-        leaves the engine at the version before.
+        leaves the engine at the version before; where that cannot be had again, the error is raised out of its
+        ``aclose``. The first version has none before it: it is kept, with a warning.
         """
         held = await asyncio.wrap_future(self._loop.submit(self._engine.receive(self._step(global_steps))))
         taken = False
@@ -110,8 +114,10 @@ class _Adapter:
             taken = True
         finally:
             if not taken:
-                with contextlib.suppress(Exception):  # the first version has none before it
+                try:
                     self._engine.revert()
+                except WeightsError as error:  # the first version has none before it; anything else is raised
+                    log.warning("its consumer stopped in the middle of version %d, kept: %s", held.proof.version, error)
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
         """The version that is held."""
