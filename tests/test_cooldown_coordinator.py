@@ -103,6 +103,38 @@ def test_nobody_in_time_is_a_time_out() -> None:
     assert (write.record.outcome, write.record.checkpoint) == (Outcome.TIMED_OUT, None)
 
 
+def at_the_limit_while_verifying() -> Coordinator:
+    machine = in_cooldown()
+    verify(machine, report("c"))
+    for now in range(10, 70, 10):
+        machine.tick(now)
+    assert machine.state is State.COOLDOWN
+    return machine
+
+
+def test_what_is_being_verified_at_the_time_limit_may_still_count() -> None:
+    machine = at_the_limit_while_verifying()
+    machine.handle(Verified(report("c"), checkpoint(report("c"))))
+    assert machine.record.outcome is Outcome.CHECKPOINTED
+
+
+@pytest.mark.parametrize("refusal", [Refusal.WRONG_CHECKSUM, Refusal.UNREADABLE])
+def test_what_turns_out_to_be_none_after_the_limit_is_a_time_out(refusal: Refusal) -> None:
+    machine = at_the_limit_while_verifying()
+    machine.handle(Refuted(report("c"), refusal, ""))
+    machine.tick(61.0)
+    assert machine.record.outcome is Outcome.TIMED_OUT
+
+
+def test_a_verification_that_never_ends_is_waited_for_as_long_again() -> None:
+    machine = at_the_limit_while_verifying()
+    for now in range(70, 120, 10):
+        machine.tick(now)
+        assert machine.state is State.COOLDOWN
+    machine.tick(120.0)
+    assert machine.record.outcome is Outcome.TIMED_OUT
+
+
 def test_a_report_that_is_read_again_is_verified_once() -> None:
     machine = in_cooldown()
     assert verify(machine, report()) == [report()]
@@ -202,6 +234,7 @@ def test_a_coordinator_that_takes_over_carries_on() -> None:
     for now in (1000.0, 1010.0, 1020.0):
         second.tick(now)
     assert second.state is State.COOLDOWN
+    second.handle(Refuted(report(), Refusal.WRONG_CHECKSUM, ""))
     second.tick(1030.0)
     assert second.record.outcome is Outcome.TIMED_OUT
 
@@ -275,8 +308,9 @@ def test_it_ends_by_a_verified_report_of_an_elected_client_or_by_time(events: li
         elif machine.record.outcome is Outcome.TIMED_OUT:
             assert isinstance(event, Ticked)
             assert watched >= RECORD.cooldown_s - 1e-6
-        elif cooling:
-            assert watched < RECORD.cooldown_s
+        elif cooling and isinstance(event, Ticked):
+            assert watched < 2 * RECORD.cooldown_s
+            assert watched < RECORD.cooldown_s or asked, "nothing is being verified"
 
 
 # --- what is stored -------------------------------------------------------------------------------------

@@ -11,14 +11,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from cooldown_runs import CLIENTS, Run, passing
+from cooldown_runs import CLIENTS, MODEL, Run, passing
 from support import PATIENCE_S, Child, asynchronous, until
 
 from transport.cooldown import Ledger, Outcome, Part, Phase, recorded_outcomes, restore
 from transport.cooldown import client as client_module
+from transport.cooldown import host as host_module
 from transport.cooldown.client import prune
 from transport.cooldown.folder import Folder
 from transport.cooldown.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_place
+from transport.cooldown.verify import Untrue
 from transport.errors import (
     ConfigurationError,
     NoCheckpointError,
@@ -75,6 +77,64 @@ async def test_two_that_finish_at_once_make_one_checkpoint(cooling: Run, monkeyp
     assert sorted(each.part.value for each in taken) == ["cancelled", "won"]
     assert cooling.manifests() == [record.checkpoint.client if record.checkpoint else None]
     cooling.check_restored(7)
+
+
+@asynchronous
+async def test_an_upload_that_is_being_verified_when_the_limit_ends_is_the_checkpoint(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real = host_module.verified
+
+    def verified(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(PATIENCE_S)
+        return real(*arguments)
+
+    monkeypatch.setattr(host_module, "verified", verified)
+    host = cooling.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = asyncio.create_task(cooling.client("c").cooldown(7))
+    await until(begun.is_set)
+    cooling.clock.now += 6.0  # the limit
+    await until(lambda: cooling.record(7).elapsed_s >= 6.0)
+    go_on.set()
+    assert (await leading).outcome is Outcome.CHECKPOINTED
+    assert (await taking).part is Part.WON
+    cooling.check_restored(7)
+
+
+@asynchronous
+async def test_an_upload_that_nobody_has_refused_stays_after_a_time_out(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its verification hangs for longer than is waited for."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def verified(*arguments: Any) -> Any:
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        raise Untrue(Refusal.UNREADABLE, "over")
+
+    monkeypatch.setattr(host_module, "verified", verified)
+    host = cooling.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = asyncio.create_task(cooling.client("c").cooldown(7))
+    await until(begun.is_set)
+    record = await passing(cooling, leading)
+    go_on.set()
+    assert record.outcome is Outcome.TIMED_OUT
+    assert (await taking).part is Part.CANCELLED
+    assert cooling.manifests() == ["c"]
+    (attempt,) = [path.parent.name for path in cooling.root.rglob("manifest.json")]
+    assert f"run/epoch-000000000007/c/{attempt} stays" in caplog.text
+    monkeypatch.undo()
+    report = next(each for each in cooling.ledger.reports(7) if each.client == "c")
+    assert report.attempt == attempt
+    files = host_module.verified(Folder(cooling.root), record, report).files
+    assert files == len(MODEL) + 1  # it is complete
 
 
 # --- nobody ---------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ class CooldownClient:
         self._changed: asyncio.Future[None] | None = None  # done, and replaced, when the record changes
         self._part = Part.NOT_ELECTED
         self._reported: set[str] = set()  # complete uploads
+        self._refused: set[str] = set()  # of these, by the coordinator
 
     async def join(self, destination: str) -> None:
         """Prove that this process could upload. Before its name is among the clients of an epoch.
@@ -123,6 +124,7 @@ class CooldownClient:
         self._record = None
         self._part = Part.NOT_ELECTED
         self._reported.clear()
+        self._refused.clear()
         self._changed = asyncio.get_running_loop().create_future()
         watcher = asyncio.create_task(self._watch(epoch))
         uploader: asyncio.Task[None] | None = None
@@ -188,12 +190,18 @@ class CooldownClient:
             else:
                 self._reported.add(attempt)
                 await self._tell(record, ReportKind.UPLOADED, attempt, sha256)
-                await self._refused(attempt)
+                await self._refusal(attempt)
+                self._refused.add(attempt)
                 self._part = Part.FAILED
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, _AGAIN_MOST_S)
 
-    async def _refused(self, attempt: str) -> None:
+    def _is_refused(self, attempt: str, record: EpochRecord) -> bool:
+        note = record.notes.get(self.name)
+        noted = note is not None and note.attempt == attempt and note.refusal not in (None, Refusal.UNREADABLE)
+        return noted or attempt in self._refused
+
+    async def _refusal(self, attempt: str) -> None:
         """Until the coordinator has refused this upload for good."""
         while True:
             note = self._record.notes.get(self.name) if self._record else None
@@ -265,10 +273,16 @@ class CooldownClient:
                 log.warning("the upload ended with %s: %s", type(error).__name__, masked(str(error)))
 
     async def _tidy(self, record: EpochRecord) -> None:
-        """Remove uploads that did not become the checkpoint, and local copies beyond ``keep_steps``."""
+        """Remove uploads that did not become the checkpoint, and local copies beyond ``keep_steps``.
+
+        Without any checkpoint, an upload that nobody has refused is the best that there is of the epoch, and stays.
+        """
         won = record.checkpoint.attempt if record.checkpoint else ""
         for attempt in self._reported - {won}:
             place = upload_place(record.run, record.epoch, self.name, attempt)
+            if not won and not self._is_refused(attempt, record):
+                log.warning("epoch %d ended before its upload was verified: %s stays", record.epoch, place)
+                continue
             try:
                 await in_thread(_remove, record.destination, place)
             except DestinationError as error:

@@ -10,6 +10,9 @@ finds another's end there takes that one over.
 The time limit counts time in which a coordinator was watching: differences between ticks, none below 0 and none above
 `MOST_GAP_S`, so that a clock which steps, or a process that was stopped, neither ends a cooldown nor makes it endless.
 It is stored every `interval` seconds; a coordinator that takes over adds one interval for what it did not see.
+
+What is being verified when the limit ends is complete as far as anybody knows, so its verdict is waited for, at most as
+long again: a verification may hang at the destination.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from transport.cooldown.records import (
 
 MOST_GAP_S: Final = 10.0
 LOOK_AGAIN_S: Final = 5.0  # after a destination that could not be read
+LONGEST: Final = 2  # times the limit: for what is being verified when it ends
 MOST_STRANGERS: Final = 16  # notes on reports of clients that were not elected
 
 
@@ -201,7 +205,8 @@ class Coordinator:
         before, self._now = self._now, event.now
         if before is not None:
             self._elapsed += min(max(event.now - before, 0.0), MOST_GAP_S)
-        if self._elapsed >= self.record.cooldown_s:
+        limit = self.record.cooldown_s
+        if self._elapsed >= limit and not (self._verifying and self._elapsed < LONGEST * limit):
             return self._decide(Outcome.TIMED_OUT, None)
         due = [report for at, report in self._again.values() if at <= self._elapsed]
         for report in due:

@@ -134,7 +134,7 @@ class CooldownHost:
     Args:
         destination: folder or URL, for all epochs of the run (destination.py).
         cooldown_s: how long a cooldown lasts if nobody completes a checkpoint; the coordinator's verification, which
-            reads every byte back, counts.
+            reads every byte back, counts. What is being verified then is waited for, at most as long again.
         seed: of the elections, 0 to 2**64 - 1.
         clock: seconds, for the time limit; `wall`: Unix time, for people.
     """
