@@ -123,6 +123,7 @@ def queue(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[str]:
     """A Redis server on the writer's host, as both reach it."""
     host = hosts[0]
     options = {"bind": host.address, "port": str(REDIS_PORT), "protected-mode": "no", "save": "", "dir": str(tmp_path)}
+    options["appendonly"] = "yes"
     command = host.command("redis-server", *(word for name, value in options.items() for word in (f"--{name}", value)))
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:

@@ -32,6 +32,7 @@ class RedisPlace(NamedTuple):
 
     url: str  # as the redis package takes it
     run: str
+    may_forget: bool = False  # whether a server is admitted that loses what it answered when it is killed
 
 
 def parse_place(text: str) -> SQLitePlace | RedisPlace:
@@ -62,11 +63,14 @@ def parse_place(text: str) -> SQLitePlace | RedisPlace:
         raise ConfigurationError(f"the database of a Redis place is a number, not {parts.path[1:]!r}: give {FORMS}")
     options = parse_qs(parts.query, keep_blank_values=True)
     runs = options.pop("run", [])
+    forget = options.pop("may_forget", [])
+    if forget not in ([], ["yes"]):
+        raise ConfigurationError("write may_forget=yes, or nothing: it admits a server that loses what it has answered")
     if options or parts.fragment:
         unknown = ", ".join(sorted(options)) or "#" + parts.fragment
-        raise ConfigurationError(f"a Redis place with the unknown option {unknown}: only run=name is taken")
+        raise ConfigurationError(f"a Redis place with the unknown option {unknown}: give run=name, may_forget=yes")
     if len(runs) != 1 or not _RUN.fullmatch(runs[0]):
         raise ConfigurationError(
             "a Redis place needs run=name, which keeps the runs of one server apart: 1 to 64 letters, digits, . _ -"
         )
-    return RedisPlace(urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), runs[0])
+    return RedisPlace(urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), runs[0], bool(forget))

@@ -9,7 +9,8 @@ What it takes care of, so that nobody above has to:
   each time. The package's own repetitions would do it twice and are off.
 * Every key begins with ``transport:{run}:`` — runs share a server, and all keys of a run are in one slot of a cluster.
 * A connection must not pass through a fork: either side of one makes its own.
-* A server that throws keys away when its memory is full is refused, as is one that is too old.
+* A server that throws keys away when its memory is full is refused, as is one that is too old, and one that forgets
+  what it has answered when it is killed, unless the place says that it may.
 """
 
 from __future__ import annotations
@@ -217,6 +218,25 @@ class RedisLink:
         if policy.startswith("allkeys") and memory.get("maxmemory"):
             raise self._words.unsuitable(
                 f"{self.name} throws records away when its memory is full (maxmemory-policy {policy}): set noeviction"
+            )
+
+        if not self._place.may_forget:
+            self._check_memory_of_kills()
+
+    def _check_memory_of_kills(self) -> None:
+        """What it has acknowledged must outlive it, else rollouts publish again what was trained on."""
+        kept = self._patiently(lambda client: client.info("persistence")).get("aof_enabled")
+        if kept is None:
+            log.warning(
+                "%s does not say whether it keeps an append-only file: without one, payloads may be trained on twice "
+                "after it was killed",
+                self.name,
+            )
+        elif not int(kept):
+            raise self._words.unsuitable(
+                f"{self.name} forgets what it has answered when it is killed, and payloads would be trained on twice: "
+                "let it keep an append-only file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or admit that "
+                "with may_forget=yes in its place"
             )
 
     def remove_all(self) -> None:

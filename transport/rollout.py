@@ -194,6 +194,12 @@ class UCXXRolloutMixin:
                 published += queue.publish(queued(ticket), readers=self._deliveries(ticket))
             elif finished(states):
                 freed += ring.discard(ticket)
+        if published and not ring.native.taken_over:  # a writer that was killed may not have published its last one
+            log.warning(
+                "payloads published before that the queue did not know: %d; if its server has forgotten them, they may "
+                "be trained on twice",
+                published,
+            )
         log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
         return published, freed
 
