@@ -104,7 +104,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "linger_s": "how long listeners outlive a writer that left unread payloads",
     "watchdog_s": "age of a heartbeat at which a listener is killed",
     "heartbeat_s": "a listener's sweep and heartbeat",
-    "claim_lease_s": "a claim on the queue without renewal",
+    "claim_lease_s": "how long a claim on the queue is its claimant's without renewal; each queue when it is opened",
     "claim_renew_s": "renewal of claims; the packer takes a third of its queue's lease",
     "consumed_rings": "rings that a `ConsumedRecord` remembers",
     "staging_bytes": "pinned memory for payloads on their way to a device",
@@ -174,6 +174,11 @@ def configuration() -> Configuration:
 def settings_or_configured(settings: Settings | None) -> Settings:
     """What a caller gave, else what the operator configured."""
     return configuration().settings if settings is None else settings
+
+
+def lease_or_configured(lease_s: float | None) -> float:
+    """What a caller gave for the lease of claims, else what the operator configured."""
+    return configuration().claim_lease_s if lease_s is None else lease_s
 
 
 def variable_of(key: str) -> str:

@@ -22,6 +22,7 @@ from typing import Literal
 
 import msgspec
 
+from transport.config import lease_or_configured
 from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreError
 from transport.queue.base import (
     Claim,
@@ -32,7 +33,6 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
-from transport.settings import DEFAULTS
 from transport.store.base import ABSENT, Change, Store, check_key
 from transport.structs import ready
 
@@ -72,7 +72,8 @@ class GroupQueue(TicketQueue):
         store: shared by the ranks, not closed either.
         group: name of this start of the group; another one at each start.
         rank, ranks: which one this is, of how many.
-        patience_s: how long the leader waits for a vote; a follower waits twice that for the decision.
+        patience_s: how long the leader waits for a vote; a follower waits twice that for the decision. None: the
+            lease of claims that the operator configured.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class GroupQueue(TicketQueue):
         rank: int,
         ranks: int,
         *,
-        patience_s: float = DEFAULTS.claim_lease_s,
+        patience_s: float | None = None,
     ) -> None:
         if not 0 <= rank < ranks:
             raise RankError(f"rank {rank} of a group of {ranks}; ranks are 0 to {ranks - 1}")
@@ -93,7 +94,7 @@ class GroupQueue(TicketQueue):
         self._prefix = check_key(f"groups/{group}/")
         self._rank = rank
         self._ranks = ranks
-        self._patience_s = patience_s
+        self._patience_s = lease_or_configured(patience_s)
         self._step = 0
         if rank == LEADER and store.compare_and_set(self._key("began"), b"", ABSENT) is None:
             raise ConfigurationError(f"a group named {group!r} has begun before: give each start a name of its own")

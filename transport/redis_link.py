@@ -235,8 +235,8 @@ class RedisLink:
         elif not int(kept):
             raise self._words.unsuitable(
                 f"{self.name} forgets what it has answered when it is killed, and payloads would be trained on twice: "
-                "let it keep an append-only file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or admit that "
-                "with may_forget=yes in its place"
+                "let it keep an append-only file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or admit "
+                "that with may_forget=yes in its place"
             )
 
     def remove_all(self) -> None:

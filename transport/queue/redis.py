@@ -21,6 +21,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 
+from transport.config import lease_or_configured
 from transport.database import Words
 from transport.errors import (
     QueueError,
@@ -56,7 +57,6 @@ from transport.queue.redis_scripts import (
     RENEW,
 )
 from transport.redis_link import RedisLink, Script
-from transport.settings import DEFAULTS
 from transport.wake import wait_for
 
 MAX_READERS = 16
@@ -71,7 +71,8 @@ class RedisQueue(TicketQueue):
 
     Args:
         place: server and run, see `parse_place`.
-        lease_s: how long a claim is its claimant's without renewal.
+        lease_s: how long a claim is its claimant's without renewal; None: what the operator configured
+            (``claim_lease_s``).
         max_deliveries: claims in vain after which a delivery is dead.
         max_tickets: unfinished tickets beyond which publishing raises QueueFullError. None: the server's memory.
         keep_finished: how many finished tickets are remembered (about 200 bytes each).
@@ -83,14 +84,14 @@ class RedisQueue(TicketQueue):
         self,
         place: RedisPlace,
         *,
-        lease_s: float = DEFAULTS.claim_lease_s,
+        lease_s: float | None = None,
         max_deliveries: int = MAX_DELIVERIES,
         max_tickets: int | None = None,
         keep_finished: int = KEEP_FINISHED,
         patience_s: float = 10.0,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        self.lease_s = lease_s
+        self.lease_s = lease_or_configured(lease_s)
         self._max_deliveries = max_deliveries
         self._max_tickets = max_tickets
         self._keep_finished = keep_finished

@@ -12,6 +12,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from transport.config import lease_or_configured
 from transport.database import Synchronous, Words
 from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError, RankError, UsageError
 from transport.queue.base import (
@@ -26,7 +27,6 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
-from transport.settings import DEFAULTS
 from transport.shared_file import SharedFile
 from transport.wake import wait_for
 
@@ -105,7 +105,8 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     Args:
         path: on a local file system; its directory exists.
-        lease_s: how long a claim is its claimant's without renewal.
+        lease_s: how long a claim is its claimant's without renewal; None: what the operator configured
+            (``claim_lease_s``).
         max_deliveries: claims in vain after which a delivery is dead.
         synchronous: "FULL" survives a power loss and costs a disk flush per operation.
         max_bytes: bound on the file; beyond it publishing raises QueueFullError. None: the disk is the bound.
@@ -118,7 +119,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         self,
         path: str | os.PathLike[str],
         *,
-        lease_s: float = DEFAULTS.claim_lease_s,
+        lease_s: float | None = None,
         max_deliveries: int = MAX_DELIVERIES,
         synchronous: Synchronous = "NORMAL",
         max_bytes: int | None = None,
@@ -126,7 +127,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         busy_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lease_s = lease_s
+        self.lease_s = lease_or_configured(lease_s)
         self._max_deliveries = max_deliveries
         self._keep_finished = keep_finished
         self._clock = clock
