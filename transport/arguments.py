@@ -46,3 +46,13 @@ def seconds(value: Any, what: str, *, none: bool = False) -> None:
         raise UsageError(f"{what} got {_article(value)}: give seconds{', or None' if none else ''}")
     if value != value:
         raise UsageError(f"{what} is not a number: give seconds{', or None' if none else ''}")
+
+
+def several(values: Any, kinds: type | tuple[type, ...], what: str, give: str) -> list[Any]:
+    """``values`` as a list of ``kinds``. Text is not taken for its letters. UsageError for anything else."""
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+        raise UsageError(f"{what} got {_article(values)}: give {give}")
+    listed = list(values)
+    for value in listed:
+        expect(value, kinds, what, give)
+    return listed

@@ -26,6 +26,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from transport.arguments import expect, several, whole
 from transport.background import LoopThread
 from transport.claims import ClaimBook
 from transport.client import WirePolicy
@@ -44,7 +45,15 @@ from transport.errors import (
 )
 from transport.landing import DeviceReceive
 from transport.metrics import configured_exporter
-from transport.packer_session import PackerSession, PackerStatistics, TicketLike, make_client, resolved
+from transport.packer_session import (
+    PackerSession,
+    PackerStatistics,
+    TicketLike,
+    check_shared,
+    fetchable,
+    make_client,
+    resolved,
+)
 from transport.prefetch import FetchedBatch, FetchedItem
 from transport.progress import Progress, bar, silent
 from transport.queue.base import Claim, TicketQueue
@@ -59,6 +68,7 @@ __all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics
 
 log = logging.getLogger(__name__)
 
+_BATCH = "the batch that collect_prefetch() returned"
 # No payload can be read from here until somebody changes this trainer's configuration.
 _OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
 
@@ -115,6 +125,13 @@ class UCXXDataPackerMixin:
         Raises:
             ConfigurationError: the operator's configuration is wrong.
         """
+        schemas = several(schemas, Schema, "schemas", "several Schemas, in a list")
+        whole(rank, "rank")
+        check_shared(queue, directory, settings, secret)
+        if consumed is not None:
+            expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")
+        if ack not in ("on_consumed", "on_arrival"):
+            raise UsageError(f"ack={ack!r}; choose 'on_consumed' or 'on_arrival'")
         self.cleanup_ucxx_packer()
         operator = configuration()
         wire = operator.wire_policy if wire is None else wire
@@ -170,6 +187,7 @@ class UCXXDataPackerMixin:
         Left out are payloads that failed, duplicates, and those whose claim another trainer has by now.
         """
         packer = self._packer
+        expect(batch, FetchedBatch, "consume()", _BATCH)
         if batch.consumed:
             raise UsageError("this batch has been consumed")
         packer.claims.report(batch)
@@ -181,6 +199,7 @@ class UCXXDataPackerMixin:
     def abandon(self, batch: FetchedBatch, reason: str = "abandoned by the trainer") -> None:
         """Give a collected batch up untrained: payloads stay in their rings, claims go to whoever comes next."""
         packer = self._packer
+        expect(batch, FetchedBatch, "abandon()", _BATCH)
         batch.consumed = True
         for item in batch.items:
             packer.collected.pop(item.ticket.identity, None)
@@ -191,12 +210,12 @@ class UCXXDataPackerMixin:
     def start_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background. Raises UsageError when the one before has not been collected."""
         packer = self._packer
-        self._start(packer, packer.prefetch.start(items))
+        self._start(packer, packer.prefetch.start(fetchable(items, "start_prefetch")))
 
     def defer_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background once the one before it has been collected; at once if there is none."""
         packer = self._packer
-        batch = packer.prefetch.defer(items)
+        batch = packer.prefetch.defer(fetchable(items, "defer_prefetch"))
         if batch is not None:
             self._start(packer, batch)
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from transport.acks import Identity
+from transport.arguments import expect, several
 from transport.background import Job, LoopThread
 from transport.claims import ClaimBook
 from transport.client import UCXXClient, WirePolicy
@@ -20,7 +21,7 @@ from transport.duplicates import ConsumedRecord
 from transport.landing import DeviceReceive
 from transport.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.progress import Progress
-from transport.queue.base import Claim
+from transport.queue.base import Claim, TicketQueue
 from transport.received import ClientStatistics, ReceivedPayload
 from transport.schema import Schema
 from transport.settings import Settings
@@ -153,6 +154,23 @@ async def make_client(
 
 async def _statistics(client: UCXXClient) -> ClientStatistics:
     return client.statistics()
+
+
+def check_shared(queue: object, directory: object, settings: object, secret: object) -> None:
+    """What both mixins take, where it is given. UsageError for anything of another kind."""
+    for value, kinds, what, give in (
+        (queue, TicketQueue, "queue", "a queue; open_queue() makes one of a place's text"),
+        (directory, Directory, "directory", "a Directory"),
+        (settings, Settings, "settings", "Settings"),
+        (secret, bytes, "secret", "bytes"),
+    ):
+        if value is not None:
+            expect(value, kinds, what, give)
+
+
+def fetchable(items: Iterable[TicketLike], call: str) -> list[TicketLike]:
+    """What a caller wants to have fetched. UsageError for anything else."""
+    return several(items, (Ticket, Claim, bytes, str), f"{call}()", "tickets or claims, in a list")
 
 
 def resolved(item: TicketLike) -> tuple[Ticket, Claim | None]:

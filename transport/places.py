@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import parse_qs, quote, unquote, urlsplit, urlunsplit
 
+from transport.arguments import expect
 from transport.errors import ConfigurationError
 from transport.structs import hiding
 
@@ -40,6 +41,7 @@ def parse_place(text: str) -> SQLitePlace | RedisPlace:
 
     ``sqlite:file`` names a file relative to the working directory; ``rediss`` is Redis over TLS.
     """
+    expect(text, str, "a place", f"a line of text: {FORMS}")
     try:
         parts = urlsplit(text)
         _ = parts.port  # parsed only when asked for

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
 import numpy as np
 
 from transport import _native, segments
+from transport.arguments import expect, whole
 from transport.devices import DeviceTensor
 from transport.errors import (
     InternalError,
@@ -42,6 +43,9 @@ T = TypeVar("T")
 
 MAX_READERS = _native.MAX_READERS
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
+
+
+_TICKET: Final = "a Ticket, Ticket.parse() makes one of its text"
 
 
 class SharedRingBuffer(Attachment):
@@ -99,6 +103,12 @@ class SharedRingBuffer(Attachment):
             SharedMemoryError: /dev/shm is too small or full; nothing is left behind.
             UsageError: a size that makes no sense.
         """
+        if schema is not None:
+            expect(schema, Schema, "schema of create()", "a Schema, as Schema.of(...) makes it")
+        slots = whole(slots, "slots of create()")
+        slot_bytes = None if slot_bytes is None else whole(slot_bytes, "slot_bytes of create()")
+        if name is not None:
+            expect(name, str, "name of create()", "text, or None for a random one")
         if overflow not in ("block", "error", "overwrite"):
             raise UsageError(f"overflow={overflow!r}; choose 'block', 'error' or 'overwrite'")
         if slot_bytes is None:
@@ -131,6 +141,7 @@ class SharedRingBuffer(Attachment):
             NoOwnerError: sixteen living processes are attached already.
             SharedMemoryError: the segment belongs to another user.
         """
+        expect(name, str, "name of attach()", "the text that `ring.name` is")
         native = segments.attach(name, role)
         if schema is not None and native.fingerprint != schema.fingerprint:
             native.close()
@@ -181,6 +192,7 @@ class SharedRingBuffer(Attachment):
             RingFullError: no slot became free in time.
             MissingDependencyError: a value is in device memory, and CuPy is not installed.
         """
+        expect(values, Mapping, "write()", "a mapping of names to arrays")
         arrays, lengths, schema = self._describe(values, casting)
         with self._reserve(schema, lengths, None, readers, metadata, deadline_s, timeout_s) as lease:
             if lease.layout is None:
@@ -201,6 +213,8 @@ class SharedRingBuffer(Attachment):
         timeout_s: float | None = None,
     ) -> Ticket:
         """Copy contiguous bytes into a slot and publish it; readers get one uint8 array named "data"."""
+        if isinstance(data, str) or data is None:
+            expect(data, bytes, "write_raw()", "bytes, or what has the buffer protocol")
         source = np.frombuffer(data, dtype=np.uint8)
         if self.schema is not None:
             raise SchemaError("write_raw needs a ring without a schema; use write() with the schema's tensors")
@@ -224,6 +238,8 @@ class SharedRingBuffer(Attachment):
         Args:
             lengths: actual length of each ragged tensor by name; where the ring has no schema, this payload's `Schema`.
         """
+        if lengths is not None:
+            expect(lengths, (Schema, Mapping), "reserve()", "the lengths by name, or this payload's Schema")
         if isinstance(lengths, Schema):
             if self.schema is not None:
                 raise SchemaError("this ring has a schema; give the lengths of its ragged tensors only")
@@ -256,6 +272,7 @@ class SharedRingBuffer(Attachment):
         deadline_s: float | None,
         timeout_s: float | None,
     ) -> WriteLease:
+        readers = whole(readers, "readers")
         if not 1 <= readers <= MAX_READERS:
             raise UsageError(f"readers={readers}; a payload is written for 1 to {MAX_READERS} ranks")
         if lengths is None:
@@ -297,6 +314,7 @@ class SharedRingBuffer(Attachment):
     # --- reading on this host -------------------------------------------------------------------------
     def check(self, ticket: Ticket, rank: int = 0) -> None:
         """Refuse a ticket of another ring, a wrong key or a rank out of range."""
+        expect(ticket, Ticket, "a ring", _TICKET)
         ticket.check_rank(rank)
         if ticket.ring != self.ring_id:
             raise WrongRingError(f"ticket {ticket.name} is of another ring than {self.ring_id[:8]}")
@@ -316,6 +334,7 @@ class SharedRingBuffer(Attachment):
             StaleSlotError: consumed by this rank, overwritten, discarded or expired.
             WrongRingError, WrongKeyError, RankError, LengthMismatchError: the ticket is not for this payload.
         """
+        expect(ticket, Ticket, "read_raw()", _TICKET)
         ticket.check_rank(rank)
         if ticket.ring != self.ring_id:
             raise WrongRingError(f"ticket {ticket.name} is of another ring than {self.ring_id[:8]}")
@@ -341,6 +360,7 @@ class SharedRingBuffer(Attachment):
 
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
+        expect(ticket, Ticket, "acknowledge()", _TICKET)
         return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
 
     def release_reading(self, ticket: Ticket) -> bool:

@@ -14,11 +14,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from transport.arguments import whole
 from transport.config import configuration
 from transport.directory import Announcement, Directory
 from transport.errors import ClosedError, RingFullError, TransportError
 from transport.metrics import Exporter, configured_exporter
 from transport.overflow import Overflow
+from transport.packer_session import check_shared
 from transport.queue.base import QueuedTicket, TicketQueue, finished
 from transport.ring import SharedRingBuffer
 from transport.schema import Schema
@@ -91,6 +93,8 @@ class UCXXRolloutMixin:
         Raises:
             ConfigurationError: the operator's configuration is wrong.
         """
+        check_shared(queue, directory, settings, secret)
+        readers = whole(readers, "readers")
         self.cleanup_ucxx()
         operator = configuration()
         ring = SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, name=name, overflow=overflow)

@@ -25,6 +25,7 @@ import uvloop
 
 from transport import errors
 from transport.addresses import advertised
+from transport.arguments import expect, seconds, several, whole
 from transport.background import AtExit, gone
 from transport.errors import ClosedError, InternalError, TransportError, UsageError
 from transport.listener import Listener
@@ -79,6 +80,16 @@ class UCXXServer:
         log_level: str = "WARNING",
         log_format: LogFormat = "text",
     ) -> None:
+        expect(ring, SharedRingBuffer, "ring of UCXXServer()", "a SharedRingBuffer")
+        ports = several(ports, object, "ports", "several, in a tuple")
+        ports = [whole(port, "ports") for port in ports]
+        expect(settings, Settings, "settings", "Settings")
+        expect(bind, str, "bind", "text, an IPv4 address of this host, or nothing for all")
+        seconds(linger_s, "linger_s", none=True)
+        if secret is not None:
+            expect(secret, bytes, "secret", "bytes")
+        if addresses is not None:
+            addresses = several(addresses, str, "addresses", "several, in a tuple")
         if mode not in ("process", "thread"):
             raise UsageError(f"mode={mode!r}; choose 'process' or 'thread'")
         if not 1 <= len(ports) <= MAX_PORTS:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 
+from transport.arguments import expect, seconds
 from transport.config import lease_or_configured
 from transport.database import Words
 from transport.errors import (
@@ -32,6 +33,7 @@ from transport.errors import (
     UsageError,
 )
 from transport.places import RedisPlace
+from transport.queue import arguments
 from transport.queue.base import (
     KEEP_FINISHED,
     MAX_DELIVERIES,
@@ -91,6 +93,9 @@ class RedisQueue(TicketQueue):
         patience_s: float = 10.0,
         clock: Callable[[], float] | None = None,
     ) -> None:
+        expect(
+            place, RedisPlace, "RedisQueue()", "a place, or use open_queue(), which takes redis://host:port/db?run=name"
+        )
         self.lease_s = lease_or_configured(lease_s)
         self._max_deliveries = max_deliveries
         self._max_tickets = max_tickets
@@ -124,9 +129,9 @@ class RedisQueue(TicketQueue):
         policy_version: int | None = None,
     ) -> int:
         """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
+        batch = arguments.published(tickets, readers, policy_version)
         if not 1 <= readers <= MAX_READERS:
             raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
-        batch = [tickets] if isinstance(tickets, QueuedTicket) else list(tickets)
         words: list[str | bytes] = [word for ticket in batch for word in (ticket.id, ticket.data)]
         version = "" if policy_version is None else str(policy_version)
         bound = "" if self._max_tickets is None else str(self._max_tickets)
@@ -140,7 +145,7 @@ class RedisQueue(TicketQueue):
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
         """State per rank of each ticket that the queue knows; ids it does not know are absent (publish them again)."""
-        wanted = list(ticket_ids)
+        wanted = arguments.asked(ticket_ids)
         states: dict[str, tuple[DeliveryState, ...]] = {}
         for start in range(0, max(1, len(wanted)), _IDS_PER_QUERY):
             part = wanted[start : start + _IDS_PER_QUERY]
@@ -154,6 +159,7 @@ class RedisQueue(TicketQueue):
         self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
+        arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
         if n < 1:
             raise UsageError(f"n={n}; at least one delivery is claimed")
         if not 0 <= rank < MAX_READERS:
@@ -182,23 +188,28 @@ class RedisQueue(TicketQueue):
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """Begin the lease anew; returns the claims that are still the caller's, whether claimed or arrived."""
+        claims = arguments.held(claims, "renew")
         return self._accepted(claims, self._run(RENEW, round(self.lease_s * 1000), *_tokens(claims)))
 
     # --- finishing -----------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
         """Consume; returns the claims that were still the caller's. Only what is returned may be trained on."""
+        claims = arguments.held(claims, "ack")
         return self._move(claims, "claimed", "done" if trained else "arrived")
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """Arrived deliveries were trained on; returns those that were still the caller's, not lost."""
+        claims = arguments.held(claims, "finish")
         return self._move(claims, "arrived", "done")
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """Nobody can or should read this delivery (its payload is gone). False if not owned."""
+        arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._move([claim], "claimed", "discarded", reason))
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        arguments.given_back(claim, delay_s, reason, "retry")
         return bool(self._move([claim], "claimed", "ready", reason, delay_s))
 
     def _move(self, claims: Sequence[Claim], held: str, to: str, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
@@ -213,6 +224,7 @@ class RedisQueue(TicketQueue):
     # --- looking -------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
         """Counts of one rank, or of all."""
+        arguments.counted(rank, "rank of depth()")
         flat = self._run(DEPTH)
         counts: dict[str, int] = {}
         for field, amount in zip(flat[::2], flat[1::2], strict=True):
@@ -223,6 +235,7 @@ class RedisQueue(TicketQueue):
 
     def failures(self, limit: int = 100) -> list[Failure]:
         """The last deliveries that were discarded, died or were lost, the latest published first."""
+        arguments.counted(limit, "limit of failures()")
         rows = zip(*(iter(self._run(FAILURES, limit)),) * 6, strict=True)
         return [
             Failure(
@@ -234,10 +247,14 @@ class RedisQueue(TicketQueue):
     # --- notices -------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """Replace the topic's notice, unless it has this version or a later one (then False)."""
+        arguments.noticed(topic, version, "announce")
+        expect(payload, bytes, "payload of announce()", "bytes")
         return bool(self._run(ANNOUNCE, topic, version, payload)[0])
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
+        arguments.noticed(topic, newer_than, "latest")
+        seconds(timeout_s, "timeout_s of latest()")
 
         def look() -> Notice | None:
             version, payload = self._run(LATEST, topic)

@@ -12,9 +12,11 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from transport.arguments import expect, seconds
 from transport.config import lease_or_configured
 from transport.database import Synchronous, Words
 from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError, RankError, UsageError
+from transport.queue import arguments
 from transport.queue.base import (
     KEEP_FINISHED,
     MAX_DELIVERIES,
@@ -153,9 +155,9 @@ class SQLiteQueue(SharedFile, TicketQueue):
         policy_version: int | None = None,
     ) -> int:
         """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
+        batch = arguments.published(tickets, readers, policy_version)
         if not 1 <= readers <= MAX_READERS:
             raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
-        batch = [tickets] if isinstance(tickets, QueuedTicket) else list(tickets)
         new = 0
         with self._database.transaction() as connection:
             for ticket in batch:
@@ -181,7 +183,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
         """State per rank of each ticket that the queue knows; ids it does not know are absent (publish them again)."""
-        wanted = list(ticket_ids)
+        wanted = arguments.asked(ticket_ids)
         states: dict[str, tuple[DeliveryState, ...]] = {}
         with self._database.transaction() as connection:
             self._end_leases(connection)
@@ -200,6 +202,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
+        arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
         if n < 1:
             raise UsageError(f"n={n}; at least one delivery is claimed")
         if not 0 <= rank < MAX_READERS:
@@ -245,6 +248,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """Begin the lease anew; returns the claims that are still the caller's, whether claimed or arrived."""
+        claims = arguments.held(claims, "renew")
         with self._database.transaction() as connection:
             until = self._end_leases(connection) + self.lease_s
             change = f"UPDATE deliveries SET lease_ends = ? {_HELD} AND lease_ends IS NOT NULL"
@@ -253,6 +257,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
     # --- finishing -----------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
         """Consume; returns the claims that were still the caller's. Only what is returned may be trained on."""
+        claims = arguments.held(claims, "ack")
         if trained:
             return self._move(claims, "claimed", "done")
         with self._database.transaction() as connection:
@@ -262,14 +267,17 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """Arrived deliveries were trained on; returns those that were still the caller's, not lost."""
+        claims = arguments.held(claims, "finish")
         return self._move(claims, "arrived", "done")
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """Nobody can or should read this delivery (its payload is gone). False if not owned."""
+        arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._move([claim], "claimed", "discarded", reason))
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        arguments.given_back(claim, delay_s, reason, "retry")
         to = "ready" if claim.attempts < self._max_deliveries else "dead"
         given_back = self._move([claim], "claimed", to, reason, delay_s, count_as="retried")
         if given_back:
@@ -304,6 +312,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
     # --- looking -------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
         """Counts of one rank, or of all."""
+        arguments.counted(rank, "rank of depth()")
         with self._database.transaction() as connection:
             self._end_leases(connection)
             rows = connection.execute(
@@ -313,6 +322,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     def failures(self, limit: int = 100) -> list[Failure]:
         """The last deliveries that were discarded, died or were lost, the latest published first."""
+        arguments.counted(limit, "limit of failures()")
         with self._database.transaction() as connection:
             self._end_leases(connection)
             rows = connection.execute(
@@ -328,6 +338,8 @@ class SQLiteQueue(SharedFile, TicketQueue):
     # --- notices -------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """Replace the topic's notice, unless it has this version or a later one (then False)."""
+        arguments.noticed(topic, version, "announce")
+        expect(payload, bytes, "payload of announce()", "bytes")
         with self._database.transaction() as connection:
             replaced = connection.execute(
                 "INSERT INTO notices VALUES (?, ?, ?) ON CONFLICT (topic) DO UPDATE "
@@ -340,6 +352,8 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
+        arguments.noticed(topic, newer_than, "latest")
+        seconds(timeout_s, "timeout_s of latest()")
 
         def look() -> Notice | None:
             with self._database.reading() as connection:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from transport.arguments import expect
 from transport.database import Words
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
 from transport.places import RedisPlace
@@ -151,6 +152,9 @@ class RedisStore(Store):
     def __init__(
         self, place: RedisPlace, *, patience_s: float = 10.0, clock: Callable[[], float] | None = None
     ) -> None:
+        expect(
+            place, RedisPlace, "RedisStore()", "a place, or use open_store(), which takes redis://host:port/db?run=name"
+        )
         self._clock = clock
         self._link = RedisLink(place, "store", _WORDS, patience_s=patience_s)
 
