@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support import asynchronous, until
 
+from transport import completions as completions_module
 from transport.buffers import size_class
 from transport.completions import Completions
 from transport.staging import StagingPool
@@ -216,10 +217,22 @@ async def test_an_action_runs_once_its_mark_has_passed_and_not_before() -> None:
 @asynchronous
 async def test_a_stream_that_takes_long_is_asked_ever_more_seldom() -> None:
     completions, mark = Completions(), Mark()
-    completions.after(mark, lambda: None)
-    await asyncio.sleep(0.1)
-    assert 10 < mark.asked < 100  # 20 µs apart throughout, it would be thousands
+    loop, pauses = asyncio.get_running_loop(), list[float]()
+    call_later = loop.call_later
+
+    def noted(delay: float, then: Any, *rest: Any, **named: Any) -> asyncio.TimerHandle:
+        if then == completions._look:
+            pauses.append(delay)
+        return call_later(delay, then, *rest, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "call_later", noted)
+        completions.after(mark, lambda: None)
+        await until(lambda: mark.asked == 12)
     completions.finish()
+    first, *_ = pauses
+    assert pauses[:12] == [min(first * 2**look, completions_module._LONGEST_PAUSE_S) for look in range(12)]
+    assert first < pauses[11] == completions_module._LONGEST_PAUSE_S
 
 
 @asynchronous
@@ -228,7 +241,7 @@ async def test_what_waits_for_a_device_that_failed_is_let_go(caplog: pytest.LogC
     completions.after(mark, lambda: done.append(1))
     mark.broken = True
     with caplog.at_level(logging.ERROR):
-        await asyncio.sleep(0.01)
+        await until(lambda: done)
     assert done == [1] and "failed with its device" in caplog.text
 
 
