@@ -51,7 +51,7 @@ def parse_place(text: str) -> SQLitePlace | RedisPlace:
         if parts.netloc:  # two slashes; a third one before the name would lead to the root folder
             relative = SQLitePlace(Path(unquote(parts.netloc + parts.path)))
             raise ConfigurationError(
-                f"{text!r} names a host, and SQLite has none: give sqlite:{quote(str(relative.path))} for the file in "
+                f"{text!r} names no file but a host: give sqlite:{quote(str(relative.path))} for the file in "
                 f"the working directory, which is {relative.text}"
             )
         if parts.query or parts.fragment or not parts.path.strip("/"):
