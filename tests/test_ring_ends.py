@@ -14,6 +14,7 @@ from support import eventually, noise, segment_file, slot_state, states
 
 from transport import Schema, SharedRingBuffer, SlotState, Ticket
 from transport.errors import ClosedError, TransportError
+from transport.listener import Listener
 
 THREE = Schema.of(x=("uint8", 3))
 
@@ -319,3 +320,18 @@ def test_refused_finalises_are_logged_but_not_each(
     assert ring.statistics().late_finalises == 50
     [record] = caplog.records
     assert (record.levelno, ticket.name in record.getMessage()) == (logging.WARNING, True)
+
+
+def test_a_listener_tells_of_refused_acknowledgements_seldom(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring.native.consume(0, 1, 0)  # before its time
+    listener = Listener(ring)
+    listener.sweep(0.0)
+    assert caplog.records == []
+    for _ in range(3):
+        for _ in range(2):
+            assert not ring.native.consume(0, 1, 0)  # as the engine does for an acknowledgement that comes again
+        listener.sweep(0.0)
+    [record] = caplog.records
+    assert (record.levelno, ": 2 acknowledgements were refused" in record.getMessage()) == (logging.WARNING, True)
