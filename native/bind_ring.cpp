@@ -36,6 +36,51 @@ nb::object payload(const Ring& ring, std::uint64_t slot) {
   return nb::steal(PyMemoryView_FromObject(area.ptr()));
 }
 
+// Memory of a slot that somebody writes or reads, for as long as anything looks into it. Closing the ring leaves the
+// slot to it. One that nobody ended gives the slot back when it goes: unpublished, or for another attempt.
+class Loan {
+ public:
+  Loan(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation)
+      : ring_(nb::inst_ptr<Ring>(ring)),
+        mapping_(ring_->mapping()),
+        slot_(slot),
+        generation_(generation),
+        data_(ring_->payload(slot)) {
+    ring_->lend(slot);
+    keep_ = nb::borrow(ring);
+  }
+  Loan(const Loan&) = delete;
+  Loan& operator=(const Loan&) = delete;
+  ~Loan() {
+    if (ended_) return;
+    try {
+      if (!ring_->closed() && !ring_->abort(slot_, generation_)) ring_->unpin(slot_, generation_);
+    } catch (const RingFault&) {  // closed since we looked
+    }
+    ring_->returned(slot_);
+  }
+
+  // The slot was published, given back or let go of; or it is to be, where the ring is closed.
+  void end() {
+    if (!std::exchange(ended_, true)) ring_->returned(slot_);
+  }
+
+  static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+    const auto* loan = nb::inst_ptr<Loan>(self);
+    return PyBuffer_FillInfo(view, self, loan->data_, static_cast<Py_ssize_t>(loan->ring_->identity().slot_capacity),
+                             !loan->mapping_->writable(), flags);
+  }
+
+ private:
+  nb::object keep_;  // the Ring
+  Ring* ring_;
+  std::shared_ptr<Mapping> mapping_;
+  std::uint64_t slot_, generation_;
+  std::byte* data_;
+  bool ended_ = false;
+};
+PyType_Slot loan_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Loan::get_buffer)}, {0, nullptr}};
+
 nb::object lease(const std::optional<Lease>& lease) {
   if (!lease) return nb::none();
   return nb::make_tuple(lease->slot, lease->generation);
@@ -97,11 +142,14 @@ nb::dict counters(const Ring& ring) {
   return counters;
 }
 
-void count(Ring& ring, const std::string& name, std::uint64_t amount) {
+Counter counter(const std::string& name) {
   const auto found = std::find(kCounterNames.begin(), kCounterNames.end(), name);
   if (found == kCounterNames.end()) fail(Fault::argument, "no counter is named " + name);
-  ring.count(static_cast<Counter>(found - kCounterNames.begin()), amount);
+  return static_cast<Counter>(found - kCounterNames.begin());
 }
+
+void count(Ring& ring, const std::string& name, std::uint64_t amount) { ring.count(counter(name), amount); }
+std::uint64_t own_count(const Ring& ring, const std::string& name) { return ring.own_count(counter(name)); }
 
 nb::tuple ports(const Ring& ring) { return nb::tuple(nb::cast(ring.ports())); }
 
@@ -153,6 +201,10 @@ nb::str describe_owner(const OwnerInfo& owner) {
 void bind_ring(nb::module_& module) {
   nb::class_<PayloadArea>(module, "_PayloadArea", nb::is_final(), nb::type_slots(payload_area_slots));
 
+  nb::class_<Loan>(module, "Loan", nb::is_final(), nb::type_slots(loan_slots), "Memory of a slot that is in use.")
+      .def(nb::init<nb::handle_t<Ring>, std::uint64_t, std::uint64_t>(), "ring"_a, "slot"_a, "generation"_a)
+      .def("end", &Loan::end);
+
   nb::class_<SlotInfo>(module, "SlotInfo", nb::is_final(), "One consistent look at a slot.")
       .def_prop_ro("state", [](const SlotInfo& slot) { return static_cast<int>(slot.state); })
       .def_ro("generation", &SlotInfo::generation)
@@ -179,7 +231,9 @@ void bind_ring(nb::module_& module) {
   nb::class_<Ring>(module, "Ring", nb::is_final(), "One attachment of this process to a ring's segment.")
       .def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a)
       .def_static("attach", attach, "name"_a, "role"_a, nb::kw_only(), "writable_payload"_a = false)
-      .def("close", &Ring::close, "Give up pins, owner place and locks. Idempotent.")
+      .def("close", &Ring::close, "Give up pins, owner place and locks, but for what is lent. Idempotent.")
+      .def("leave", &Ring::leave, nb::kw_only(), "give_up_unread"_a, "only_empty"_a)
+      .def_prop_ro("lent", &Ring::lent)
       .def("unlink_if_last", &Ring::unlink_if_last)
       .def_static("unlink_if_dead", &Segment::unlink_if_dead, "name"_a)
       .def("keep", &Ring::keep, "Try to become keeper; True if held now.")
@@ -227,6 +281,7 @@ void bind_ring(nb::module_& module) {
       .def("state_counts", state_counts)
       .def("counters", counters)
       .def("count", count, "name"_a, "amount"_a)
+      .def("own_count", own_count, "name"_a)
       .def("owners", &Ring::owners)
       .def("own_pins", &Ring::own_pins, "slot"_a)
       .def("heartbeat", &Ring::heartbeat)

@@ -111,18 +111,21 @@ bool Hold::acknowledge() {
   return views_->ring().consume(wanted_.slot, wanted_.generation, wanted_.rank);
 }
 
-void Hold::link() { views_->add(*this); }
+void Hold::link() {
+  views_->ring().lend(wanted_.slot);
+  views_->add(*this);
+}
 
 bool Hold::let_go() noexcept {
   if (!views_->remove(*this)) return false;
   Ring& ring = views_->ring();
-  if (ring.closed()) return true;  // which gave the pin back; or a forked child, which has none
-  try {
+  try {  // a closed ring gives the pin back with its last loan; a forked child has none
     // Refused: somebody was faster, but the pin is still ours to give back.
-    if (!consume_ || !ring.mark_consumed(wanted_.slot, wanted_.generation, wanted_.rank))
+    if (!ring.closed() && (!consume_ || !ring.mark_consumed(wanted_.slot, wanted_.generation, wanted_.rank)))
       ring.unpin(wanted_.slot, wanted_.generation);
   } catch (const RingFault&) {  // closed since we looked
   }
+  ring.returned(wanted_.slot);
   return true;
 }
 

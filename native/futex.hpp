@@ -1,13 +1,18 @@
 // An event counter in shared memory that processes can sleep on.
 //
-// A sleeper raises `waiting` and sleeps while `count` is what it has seen; whoever advances `count`
-// wakes everybody if `waiting` was up, and takes it down. `waiting` is a flag and not a number of
-// sleepers, so a sleeper that is killed costs one needless wake-up and nothing after it.
+// A sleeper raises `waiting` and sleeps while `count` is what it has seen. A waker takes `waiting` down,
+// advances `count`, looks at `waiting` again, and wakes everybody if it was up either time. `waiting` is
+// a flag and not a number of sleepers, so a sleeper that is killed costs one needless wake-up and
+// nothing after it.
 //
 // SYNC W: the sleeper stores `waiting` and then lets the kernel compare `count`; the waker changes
 // `count` and then loads `waiting`. Both orders are sequentially consistent, so at least one of the
 // two sees the other: either the kernel refuses to sleep, or the waker wakes.
-// A waker killed between the two steps loses the wake-up: sleepers look again after kRecheck_ns.
+// The flag goes down before `count` is advanced, never after: a sleeper whose flag a waker has taken
+// down then either finds another count, or sleeps before that waker wakes. Taken down after, it may be
+// the flag of a sleeper that has seen the new count and comes back, and the next waker wakes nobody.
+// native/model/futex.pml searches all of it.
+// A waker killed in between loses the wake-up: sleepers look again after kRecheck_ns.
 #pragma once
 
 #include <algorithm>
@@ -39,10 +44,13 @@ inline long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t
 }
 
 inline void advance(EventWord& event) {
-  event.count.fetch_add(1, std::memory_order_seq_cst);  // SYNC W
+  // Looking first spares everybody who wakes nobody the write.
+  const bool lowered = event.waiting.load(std::memory_order_seq_cst) != 0 &&
+                       event.waiting.exchange(0, std::memory_order_seq_cst) != 0;  // SYNC W
+  event.count.fetch_add(1, std::memory_order_seq_cst);                             // SYNC W
   FAULT_POINT("event.advanced");
-  if (event.waiting.load(std::memory_order_seq_cst) == 0) return;  // SYNC W
-  if (event.waiting.exchange(0, std::memory_order_seq_cst) != 0) futex(event.count, FUTEX_WAKE, INT_MAX, nullptr);
+  if (lowered || event.waiting.load(std::memory_order_seq_cst) != 0)  // SYNC W
+    futex(event.count, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
 // SYNC E: who sees the new count sees what was done before it was advanced.

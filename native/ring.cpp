@@ -300,16 +300,18 @@ void Ring::freed(std::uint64_t slot) {
 // The caller holds the lock on `owner`'s byte: as its owner, or as the one who proved it dead.
 Ring::Cleared Ring::clear_bits(unsigned owner) {
   Cleared cleared;
-  for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) {
-    std::atomic<std::uint64_t>& word = control(slot).word;
-    if (!Word{word.load(std::memory_order_relaxed)}.pinned_by(owner)) continue;
-    const Change changed = change(word, [owner](Word old) { return slot_word::reclaim(old, owner); });
-    if (!changed) continue;
-    FAULT_POINT("reclaim.cleared");
-    ++(changed.before.state() == State::writing ? cleared.writing : cleared.reading);
-    if (changed.freed()) freed(slot);
-  }
+  for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) clear_slot(slot, owner, cleared);
   return cleared;
+}
+
+void Ring::clear_slot(std::uint64_t slot, unsigned owner, Cleared& cleared) {
+  std::atomic<std::uint64_t>& word = control(slot).word;
+  if (!Word{word.load(std::memory_order_relaxed)}.pinned_by(owner)) return;
+  const Change changed = change(word, [owner](Word old) { return slot_word::reclaim(old, owner); });
+  if (!changed) return;
+  FAULT_POINT("reclaim.cleared");
+  ++(changed.before.state() == State::writing ? cleared.writing : cleared.reading);
+  if (changed.freed()) freed(slot);
 }
 
 unsigned Ring::reclaim() {

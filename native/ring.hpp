@@ -1,8 +1,9 @@
 // One attachment of this process to a ring: the transitions of slot_word.hpp applied to a segment.
 //
 // Every call may be made from any thread, except that close() excludes every other call on the same
-// Ring: the Python binding keeps that by holding the GIL, and who calls without it holds an InUse. The
-// transitions never wait. Attaching may, for 20 ms, when every place is held or being reclaimed; so may
+// Ring: the Python binding keeps that by holding the GIL, and who calls without it holds an InUse. Memory
+// of a slot that is used between two calls is lent: close() leaves such a slot ours, and our place with
+// it, until it is returned. The transitions never wait. Attaching may, for 20 ms, when every place is held or being reclaimed; so may
 // setting ports or addresses, for 200 ms, when another process was stopped while setting them.
 #pragma once
 
@@ -82,7 +83,16 @@ class Ring {
     const Ring& ring_;
   };
 
+  // Memory of a slot that this owner holds goes to somebody, and comes back. After close() the last return of a slot
+  // gives the slot up, and the last of all the place.
+  void lend(std::uint64_t slot);
+  void returned(std::uint64_t slot) noexcept;
+  std::uint64_t lent() const;
+
   void close();
+  // close() for whoever removes what nobody needs: the segment goes with the last return, where nobody else is left,
+  // and with only_empty no payload either. give_up_unread: discards what is unread; how many payloads that were.
+  unsigned leave(bool give_up_unread, bool only_empty);
   bool closed() const { return closed_ || segment_.description->fd() < 0; }
   bool unlink_if_last();
   bool keep();
@@ -116,6 +126,8 @@ class Ring {
   std::array<std::uint64_t, 4> state_counts() const;
   std::array<std::uint64_t, kCounterNames.size()> counters() const;
   void count(Counter which, std::uint64_t amount);
+  // By the owners of this place so far, or by all observers.
+  std::uint64_t own_count(Counter which) const;
   std::vector<OwnerInfo> owners() const;
   std::uint32_t own_pins(std::uint64_t slot) const;
   void heartbeat();
@@ -156,6 +168,10 @@ class Ring {
     unsigned writing = 0, reading = 0;
   };
   Cleared clear_bits(unsigned owner);
+  void clear_slot(std::uint64_t slot, unsigned owner, Cleared& cleared);
+  void give_up(std::uint64_t slot);
+  void detach();
+  bool remove_name();
   template <std::size_t Capacity>
   void write_board(Board<Capacity>& board, std::string_view text);
 
@@ -168,6 +184,11 @@ class Ring {
   // The locks that this description takes for a moment: two threads of it would not exclude each other.
   mutable std::mutex locks_mutex_;
   bool keeper_ = false;  // under locks_mutex_
+  enum class Removal { none, if_empty, always };
+  mutable std::mutex loans_mutex_;
+  std::unique_ptr<std::uint32_t[]> loans_;  // by slot, under loans_mutex_, as their sum and what the last one does
+  std::uint64_t lent_ = 0;
+  Removal removal_ = Removal::none;
   // Invariant: own_pins_[slot] > 0 exactly while this owner's bit stands in the word of a published
   // slot. Each entry under its stripe.
   std::unique_ptr<std::uint32_t[]> own_pins_;

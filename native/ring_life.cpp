@@ -2,8 +2,8 @@
 #include "ring.hpp"
 
 #include <chrono>
-#include <numeric>
 #include <thread>
+#include <utility>
 
 #include <unistd.h>
 
@@ -37,6 +37,7 @@ std::unique_ptr<Ring> Ring::attach_again(Role role) const {
 Ring::Ring(Segment segment, Role role)
     : segment_(std::move(segment)),
       hints_(segment_.mapping->control() + segment_.geometry.hints_offset, segment_.identity.slot_count),
+      loans_(std::make_unique<std::uint32_t[]>(segment_.identity.slot_count)),
       own_pins_(std::make_unique<std::uint32_t[]>(segment_.identity.slot_count)) {
   if (role != Role::observer) claim_place(role);
 }
@@ -70,21 +71,82 @@ void Ring::claim_place(Role role) {
   FAULT_POINT("attach.claimed");
 }
 
+// --- the end -------------------------------------------------------------------------------------
+
+void Ring::lend(std::uint64_t slot) {
+  require_owner();
+  require_slot(slot);
+  const std::lock_guard hold(loans_mutex_);
+  ++loans_[slot];
+  ++lent_;
+}
+
+void Ring::returned(std::uint64_t slot) noexcept {
+  const std::lock_guard hold(loans_mutex_);
+  --lent_;
+  if (--loans_[slot] > 0 || !closed_ || fd() < 0) return;  // a forked child owns nothing
+  give_up(slot);
+  if (lent_ == 0) detach();
+}
+
+std::uint64_t Ring::lent() const {
+  const std::lock_guard hold(loans_mutex_);
+  return lent_;
+}
+
 void Ring::close() {
   if (closed_.exchange(true)) return;
   // In a forked child those are other threads of the parent, and nobody ends their use.
-  while (users_.load() != 0 && segment_.description->fd() >= 0) std::this_thread::yield();
-  if (segment_.description->fd() >= 0 && me_ >= 0) {  // else an observer, or a forked child, which owns nothing
-    const Cleared left = clear_bits(static_cast<unsigned>(me_));
-    row().count(Counter::aborts, left.writing);
-    const std::uint32_t* const pins = own_pins_.get();
-    row().count(Counter::unpins, std::accumulate(pins, pins + segment_.identity.slot_count, std::uint64_t{0}));
-    FAULT_POINT("close.released");
-    row().occupied.store(0, std::memory_order_relaxed);
+  while (users_.load() != 0 && fd() >= 0) std::this_thread::yield();
+  const std::lock_guard hold(loans_mutex_);
+  if (fd() < 0) {  // a forked child, which owns nothing
+    segment_.mapping.reset();
+    return;
   }
+  if (me_ >= 0) {
+    for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot)
+      if (loans_[slot] == 0) give_up(slot);
+    FAULT_POINT("close.released");
+  }
+  if (lent_ == 0) return detach();
+  const std::lock_guard locks(locks_mutex_);
+  if (std::exchange(keeper_, false)) unlock(fd(), kKeeperByte);  // whoever takes the ring over need not wait
+}
+
+unsigned Ring::leave(bool give_up_unread, bool only_empty) {
+  if (closed()) return 0;
+  unsigned given_up = 0;
+  for (std::uint64_t slot = 0; give_up_unread && slot < segment_.identity.slot_count; ++slot) {
+    const SlotInfo seen = info(slot);
+    if (seen.state == State::ready || seen.state == State::reading) given_up += discard(slot, seen.generation);
+  }
+  removal_ = only_empty ? Removal::if_empty : Removal::always;
+  close();
+  return given_up;
+}
+
+// The caller has seen that nobody uses the slot's memory on our behalf.
+void Ring::give_up(std::uint64_t slot) {
+  Cleared left;
+  clear_slot(slot, static_cast<unsigned>(me_), left);
+  row().count(Counter::aborts, left.writing);
+  row().count(Counter::unpins, std::exchange(own_pins_[slot], 0));
+}
+
+// The last step of close(), or of the last return after it.
+void Ring::detach() {
+  const auto empty = [this] {
+    for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot)
+      if (Word{control(slot).word.load(std::memory_order_relaxed)}.published()) return false;
+    return true;
+  };
+  try {
+    if (removal_ == Removal::always || (removal_ == Removal::if_empty && empty())) remove_name();
+  } catch (const RingFault&) {  // no descriptor left to look with: the name stays, as after a kill
+  }
+  if (me_ >= 0) row().occupied.store(0, std::memory_order_relaxed);
   segment_.description->close();
   segment_.mapping.reset();
-  own_pins_.reset();
 }
 
 }  // namespace transport

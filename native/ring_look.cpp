@@ -78,6 +78,11 @@ void Ring::count(Counter which, std::uint64_t amount) {
   row().count(which, amount);
 }
 
+std::uint64_t Ring::own_count(Counter which) const {
+  require_open();
+  return row().counters[static_cast<std::size_t>(which)].load(std::memory_order_relaxed);
+}
+
 std::vector<OwnerInfo> Ring::owners() const {
   require_open();
   std::vector<OwnerInfo> owners;
@@ -176,9 +181,13 @@ bool Ring::keeper_alive() const {
   return keeper_ || held_elsewhere(fd(), kKeeperByte);
 }
 
-// Holding the keeper's byte and every owner's, we are alone, and nobody can join before the name is gone.
 bool Ring::unlink_if_last() {
   require_open();
+  return remove_name();
+}
+
+// Holding the keeper's byte and every owner's, we are alone, and nobody can join before the name is gone.
+bool Ring::remove_name() {
   const std::lock_guard hold(locks_mutex_);
   if (!keeper_ && !try_lock(fd(), kKeeperByte)) return false;
   const bool alone = try_lock(fd(), kOwnerByte, kMaxOwners);

@@ -56,9 +56,10 @@ class _Leaving:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
 
-    def close(self) -> None:
+    def leave(self, **how: bool) -> int:
         self._together.wait(PATIENCE_S)
-        self._native.close()
+        given_up: int = self._native.leave(**how)
+        return given_up
 
 
 @contextlib.contextmanager

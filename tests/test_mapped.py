@@ -222,7 +222,7 @@ def test_a_view_keeps_its_ring_attached_when_nobody_else_does(ring: SharedRingBu
     assert sum(owner.alive for owner in ring.native.owners()) == 1
 
 
-def test_an_attachment_that_is_closed_under_its_views_leaves_their_memory(
+def test_an_attachment_that_is_closed_under_its_views_keeps_their_slots(
     ring: SharedRingBuffer, mapped: MappedRings
 ) -> None:
     ticket = ring.write_raw(noise(100))
@@ -231,7 +231,7 @@ def test_an_attachment_that_is_closed_under_its_views_leaves_their_memory(
     attached = mapped.find(ticket)
     assert attached is not None
     attached.close()
-    assert states(ring) == (5, 1, 0)  # its pin is gone
+    assert states(ring) == (5, 0, 1)  # the memory is looked at, whoever closes
     assert np.array_equal(array, noise(100))
     payload = ReceivedPayload(ticket, 0, "mapped", made, ticket.schema, hold.acknowledge, hold.abandon)
     with pytest.raises(ClosedError):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
-from support import noise
+from support import noise, segment_file
 
-from transport import Schema, SharedRingBuffer, SlotState, Ticket
+from transport import Schema, SharedRingBuffer, SlotState, Ticket, _native
 from transport.errors import ClosedError, RingFullError, StaleSlotError
 from transport.leases import ReadLease, WriteLease
 
@@ -25,7 +25,7 @@ class Slot:
     generation: int = 0
     readers: int = 0
     done: set[int] = field(default_factory=set)
-    pins: dict[int, int] = field(default_factory=dict)  # attachment → how often
+    pins: dict[SharedRingBuffer, int] = field(default_factory=dict)  # how often
     content: bytes = b""
     sequence: int = 0
 
@@ -41,7 +41,11 @@ class Slot:
 
 
 class RingMachine(RuleBasedStateMachine):
-    """Attachment 0 is the creator, 1 another writer, the others readers; all but 0 come and go."""
+    """Attachment 0 is the creator, 1 another writer, the others readers; all but 0 come and go.
+
+    One that goes with leases in hand keeps their slots, and its place, until they end. A pin is an owner's, so the
+    model keeps them by attachment and not by its index, which the next one has.
+    """
 
     writes = Bundle("writes")
     tickets = Bundle("tickets")
@@ -50,6 +54,7 @@ class RingMachine(RuleBasedStateMachine):
     @initialize()
     def create(self) -> None:
         self.rings: dict[int, SharedRingBuffer] = {0: SharedRingBuffer.create(slots=SLOTS, slot_bytes=64)}
+        self.leases: list[WriteLease | ReadLease] = []
         for index in range(1, ATTACHMENTS):
             self.attach(index)
         self.model = [Slot() for _ in range(SLOTS)]
@@ -60,8 +65,13 @@ class RingMachine(RuleBasedStateMachine):
         self.rings[index] = SharedRingBuffer.attach(self.rings[0].name, role="writer" if index == 1 else "reader")
 
     def teardown(self) -> None:
-        for ring in reversed(getattr(self, "rings", {}).values()):
+        if not hasattr(self, "rings"):
+            return
+        for ring in reversed(self.rings.values()):
             ring.close()
+        for lease in self.leases:
+            lease.abort() if isinstance(lease, WriteLease) else lease.release()
+        assert not segment_file(self.rings[0]).exists()
 
     # --- writing -----------------------------------------------------------------------------------
     @rule(target=writes, writer=st.integers(0, 1), readers=st.integers(1, RANKS), overwrite=st.booleans())
@@ -86,7 +96,8 @@ class RingMachine(RuleBasedStateMachine):
             self.counts["overwrites"] += 1
         assert lease._generation == slot.generation + 1
         slot.state, slot.generation, slot.readers = SlotState.WRITING, lease._generation, readers
-        slot.done, slot.pins = set(), {writer: 1}
+        slot.done, slot.pins = set(), {ring: 1}
+        self.leases.append(lease)
         return ring, lease
 
     @rule(target=tickets, write=consumes(writes))
@@ -96,6 +107,7 @@ class RingMachine(RuleBasedStateMachine):
         if ring.native.closed:
             with pytest.raises(ClosedError):
                 lease.publish()
+            self.aborted(slot)
             return multiple()
         self.sequence += 1
         slot.content = noise(40, self.sequence).tobytes()
@@ -107,12 +119,13 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(write=consumes(writes))
     def abort(self, write: tuple[SharedRingBuffer, WriteLease]) -> None:
-        ring, lease = write
-        if not ring.native.closed:
-            slot = self.model[lease._slot]
-            slot.state, slot.pins = SlotState.FREE, {}
-            self.counts["aborts"] += 1
+        lease = write[1]
         lease.abort()
+        self.aborted(self.model[lease._slot])
+
+    def aborted(self, slot: Slot) -> None:
+        slot.state, slot.pins = SlotState.FREE, {}
+        self.counts["aborts"] += 1
 
     # --- reading -----------------------------------------------------------------------------------
     @rule(target=reads, reader=st.integers(0, ATTACHMENTS - 1), ticket=tickets, rank=st.integers(0, RANKS - 1))
@@ -127,47 +140,47 @@ class RingMachine(RuleBasedStateMachine):
             return multiple()
         assert readable
         assert bytes(lease.view) == slot.content
-        slot.pins[reader] = slot.pins.get(reader, 0) + 1
+        ring = self.rings[reader]
+        slot.pins[ring] = slot.pins.get(ring, 0) + 1
         slot.settle()
         self.counts["pins"] += 1
-        return reader, self.rings[reader], lease
+        self.leases.append(lease)
+        return ring, lease
 
-    def unpinned(self, slot: Slot, reader: int) -> None:
-        slot.pins[reader] -= 1
-        if not slot.pins[reader]:
-            del slot.pins[reader]
+    def unpinned(self, slot: Slot, ring: SharedRingBuffer) -> None:
+        slot.pins[ring] -= 1
+        if not slot.pins[ring]:
+            del slot.pins[ring]
         slot.settle()
 
-    def holds(self, reader: int, ticket: Ticket) -> bool:
+    def holds(self, ring: SharedRingBuffer, ticket: Ticket) -> bool:
         slot = self.model[ticket.slot]
-        return slot.published(ticket.generation) and reader in slot.pins
+        return slot.published(ticket.generation) and ring in slot.pins
 
     @rule(read=consumes(reads))
-    def release(self, read: tuple[int, SharedRingBuffer, ReadLease]) -> None:
-        reader, ring, lease = read
-        if ring.native.closed:
-            return
-        held = self.holds(reader, lease.ticket)
-        assert bytes(lease.view) == self.model[lease.ticket.slot].content if held else True
-        assert lease.release() == held
+    def release(self, read: tuple[SharedRingBuffer, ReadLease]) -> None:
+        ring, lease = read
+        assert self.holds(ring, lease.ticket)
+        assert bytes(lease.view) == self.model[lease.ticket.slot].content
+        assert lease.release()
         assert not lease.release()
-        if held:
-            self.unpinned(self.model[lease.ticket.slot], reader)
+        self.unpinned(self.model[lease.ticket.slot], ring)
 
     @rule(read=consumes(reads))
-    def consume_and_unpin(self, read: tuple[int, SharedRingBuffer, ReadLease]) -> None:
-        reader, ring, lease = read
-        if ring.native.closed:
-            return
+    def consume_and_unpin(self, read: tuple[SharedRingBuffer, ReadLease]) -> None:
+        ring, lease = read
         slot = self.model[lease.ticket.slot]
-        held = self.holds(reader, lease.ticket)
-        accepted = held and lease.rank not in slot.done
-        assert lease.consume() == accepted
-        if accepted:
-            slot.done.add(lease.rank)
-            self.counts["consumes"] += 1
-        if held:
-            self.unpinned(slot, reader)
+        assert self.holds(ring, lease.ticket)
+        if ring.native.closed:
+            with pytest.raises(ClosedError):
+                lease.consume()
+        else:
+            accepted = lease.rank not in slot.done
+            assert lease.consume() == accepted
+            if accepted:
+                slot.done.add(lease.rank)
+                self.counts["consumes"] += 1
+        self.unpinned(slot, ring)
 
     @rule(reader=st.integers(0, ATTACHMENTS - 1), ticket=tickets, rank=st.integers(0, RANKS - 1))
     def acknowledge(self, reader: int, ticket: Ticket, rank: int) -> None:
@@ -182,9 +195,10 @@ class RingMachine(RuleBasedStateMachine):
 
     @rule(reader=st.integers(0, ATTACHMENTS - 1), ticket=tickets)
     def finalise_what_is_not_held(self, reader: int, ticket: Ticket) -> None:
-        if not self.holds(reader, ticket):
-            assert not self.rings[reader].release_reading(ticket)
-            assert not self.rings[reader].mark_consumed(ticket)
+        ring = self.rings[reader]
+        if not self.holds(ring, ticket):
+            assert not ring.release_reading(ticket)
+            assert not ring.mark_consumed(ticket)
 
     @rule(reader=st.integers(0, ATTACHMENTS - 1), ticket=tickets)
     def discard(self, reader: int, ticket: Ticket) -> None:
@@ -199,15 +213,10 @@ class RingMachine(RuleBasedStateMachine):
     # --- coming and going ----------------------------------------------------------------------------
     @rule(index=st.integers(1, ATTACHMENTS - 1))
     def close_and_attach_again(self, index: int) -> None:
-        self.rings[index].close()
-        for slot in self.model:
-            if slot.pins.pop(index, None) is not None:
-                if slot.state is SlotState.WRITING:
-                    slot.state = SlotState.FREE
-                    self.counts["aborts"] += 1
-                else:
-                    slot.settle()
-        self.attach(index)
+        places = {*self.rings.values(), *(ring for slot in self.model for ring in slot.pins)}
+        if len(places) < _native.MAX_OWNERS:
+            self.rings[index].close()
+            self.attach(index)
 
     # --- what must hold after every step ---------------------------------------------------------------
     @invariant()

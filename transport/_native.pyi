@@ -117,7 +117,18 @@ class Ring:
     @staticmethod
     def attach(name: str, role: int, *, writable_payload: bool = False) -> Ring: ...
     def close(self) -> None:
-        """Give up pins, owner place and locks; unmap when the last exported memory is gone. Idempotent."""
+        """Give up pins, owner place and locks; unmap when the last exported memory is gone. Idempotent.
+
+        A slot that is lent (`Loan`, `PayloadView`) stays this owner's until the last loan of it ends, and the place and
+        its lock until the last loan of all.
+        """
+    def leave(self, *, give_up_unread: bool, only_empty: bool) -> int:
+        """close, and with the last loan `unlink_if_last` (``only_empty``: if no payload is left).
+
+        ``give_up_unread`` discards every payload that is not consumed; how many.
+        """
+    @property
+    def lent(self) -> int: ...  # loans that have not ended
     def unlink_if_last(self) -> bool:
         """Remove the segment's name if no other owner is alive and nobody else keeps it."""
     @staticmethod
@@ -166,6 +177,8 @@ class Ring:
         mark_consumed is a consume and an unpin. A process that is killed between a transition and its count leaves a
         sum one short."""
     def count(self, name: str, amount: int) -> None: ...
+    def own_count(self, name: str) -> int:
+        """A counter's share of this owner place, earlier owners of it included; of an observer: of all observers."""
     def owners(self) -> list[OwnerInfo]: ...
     def own_pins(self, slot: int) -> int:
         """How often this attachment pins the slot."""
@@ -203,6 +216,17 @@ class PayloadView(Buffer):
 
     hold: Hold
     def __len__(self) -> int: ...
+
+@final
+class Loan(Buffer):
+    """Memory of a slot that this owner holds, and which stays its own while anything looks into it: see `Ring.close`.
+
+    A loan that goes without `end` gives the slot back: unpublished, or for another attempt.
+    """
+
+    def __init__(self, ring: Ring, slot: int, generation: int) -> None: ...
+    def end(self) -> None:
+        """The slot was published, given back or let go of. Idempotent."""
 
 @final
 class Views:

@@ -1,7 +1,15 @@
-"""Leases on slots: a write that publishes or rolls back, a read that is finalised exactly once."""
+"""Leases on slots: a write that publishes or rolls back, a read that is finalised exactly once.
+
+A ring that is closed meanwhile, by whichever thread, leaves the slots of open leases to them: no slot is freed under
+its user, whose lease then ends with ClosedError. A lease that is dropped without being ended gives its slot back, with
+a warning, as soon as no array looks into it any more.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -10,13 +18,18 @@ import msgspec
 import numpy as np
 
 from transport import _native
+from transport._native import Loan
 from transport.errors import ClosedError, InvalidTransition, SchemaError
 from transport.payload import views, zero_gaps
 from transport.schema import Layout, Schema
+from transport.slots import named
 from transport.ticket import Ticket, host_identity
 
 if TYPE_CHECKING:
     from transport.ring import SharedRingBuffer
+
+
+log = logging.getLogger(__name__)
 
 
 def ordered_lengths(schema: Schema, named: Mapping[str, int]) -> tuple[int, ...]:
@@ -41,17 +54,20 @@ class Draft(msgspec.Struct, kw_only=True):
 class WriteLease:
     """A slot being written. Leaving the ``with`` publishes it; an exception, or `abort`, gives the slot back."""
 
+    _open = False
+
     def __init__(self, ring: SharedRingBuffer, slot: int, generation: int, layout: Layout, draft: Draft) -> None:
         self._ring = ring
         self._slot = slot
         self._generation = generation
         self._draft = draft
         self._ticket: Ticket | None = None
-        self._open = True
         self.layout = layout
-        self.memory: memoryview = ring.native.payload(slot)[: layout.total]
         self.checksum: int | None = None
         self._arrays: dict[str, np.ndarray[Any, Any]] | None = None
+        self._loan = Loan(ring.native, slot, generation)
+        self.memory: memoryview = memoryview(self._loan)[: layout.total]
+        self._open = True
 
     def __repr__(self) -> str:
         state = "writing" if self._open else "published" if self._ticket is not None else "aborted"
@@ -94,7 +110,9 @@ class WriteLease:
             raise InvalidTransition(f"{self!r} cannot be published")
         ring, draft = self._ring, self._draft
         if ring.native.closed:
-            raise ClosedError(f"{self!r} cannot be published: its ring is closed")
+            what = repr(self)
+            self.abort()
+            raise ClosedError(f"{what} cannot be published: its ring is closed")
         try:
             if self.checksum is None:  # filled in place
                 zero_gaps(self.layout, self.memory)
@@ -128,12 +146,16 @@ class WriteLease:
                 int(draft.deadline * 1e9) if draft.deadline is not None else 0,
                 note,
             )
+        except _native.RingFault as fault:  # closed by another thread since we looked, or a note that is too large
+            self.abort()
+            raise named(fault) from None
         except BaseException:
             self.abort()
             raise
         self._open = False
+        self._end()
         if not published:
-            raise InvalidTransition(f"slot {self._slot} is not this writer's any more: {ring.native.info(self._slot)}")
+            raise InvalidTransition(f"slot {self._slot} is not this writer's any more")
         self._ticket = ticket
         return ticket
 
@@ -141,8 +163,17 @@ class WriteLease:
         """Give the slot back unpublished. Does nothing after publishing."""
         if self._open:
             self._open = False
-            if not self._ring.native.closed:  # closing has given the slot back
+            with contextlib.suppress(_native.RingFault):  # closed: the end of the loan gives the slot back
                 self._ring.native.abort(self._slot, self._generation)
+            self._end()
+
+    def _end(self) -> None:
+        self._loan.end()
+        self._ring.settle()
+
+    def __del__(self) -> None:
+        if self._open:
+            _dropped(self, self._ring, "publish() or abort()")
 
     def __enter__(self) -> Self:
         return self
@@ -157,12 +188,18 @@ class WriteLease:
 class ReadLease:
     """A pinned payload. Finalised exactly once: `consume`, or `release` (the default at the end of a ``with``)."""
 
+    _open = False
+
     def __init__(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> None:
         self._ring = ring
         self.ticket = ticket
         self.rank = rank
+        self._loan = Loan(ring.native, ticket.slot, ticket.generation)
+        self.view: memoryview = memoryview(self._loan)[: ticket.size].toreadonly()
         self._open = True
-        self.view: memoryview = ring.native.payload(ticket.slot)[: ticket.size].toreadonly()
+
+    def __repr__(self) -> str:
+        return f"<ReadLease {self.ticket.name} rank {self.rank} {'open' if self._open else 'ended'}>"
 
     def register(self, device: int) -> None:
         """Copies out of the slot to ``device`` are to come: see `SharedRingBuffer.register`."""
@@ -184,16 +221,38 @@ class ReadLease:
 
     def release(self) -> bool:
         """Unpin; the payload stays for the next attempt. False: this lease was finalised before."""
-        return self._finalise(lambda: self._ring.release_reading(self.ticket))
+        return self._finalise(self._release)
+
+    def _release(self) -> bool:
+        try:
+            return self._ring.release_reading(self.ticket)
+        except ClosedError:  # the end of the loan unpins
+            return True
 
     def _finalise(self, how: Callable[[], bool]) -> bool:
         if not self._open:
             return False
         self._open = False
-        return how()
+        try:
+            return how()
+        finally:
+            self._loan.end()
+            self._ring.settle()
+
+    def __del__(self) -> None:
+        if self._open:
+            _dropped(self, self._ring, "consume() or release()")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _dropped(lease: WriteLease | ReadLease, ring: SharedRingBuffer, end: str) -> None:
+    """Say so; the end of the loan gives the slot back, when the last array is gone."""
+    if not ring.native.closed and not sys.is_finalizing():
+        what = repr(lease)  # a log record that has the lease would keep it
+        fields = {"ring": ring.ring_id}
+        log.warning("%s was dropped without %s: its slot is given back; use it in a `with`", what, end, extra=fields)

@@ -18,6 +18,7 @@ from transport import wire
 from transport.connection import Connection, random_tag_base
 from transport.errors import ClosedError
 from transport.hearing import Hearing
+from transport.logs import Seldom
 from transport.segments import Attachment
 from transport.settings import DEFAULTS, Settings
 from transport.ucx import Endpoint, Listening, Worker, engine
@@ -78,6 +79,8 @@ class Listener:
         self._service: _ucp.Service | None = None  # what its connections share, once it has been started
         self.draining = False  # set by stop(): what is under way is finished, nothing is begun
         self._sweeper: asyncio.Task[None] | None = None
+        self._refused = ring.native.own_count("late_finalises")  # when it was last looked at
+        self._refusals = Seldom()
 
     def __repr__(self) -> str:
         return f"<Listener port {self.port} {len(self._connections)} connections, {self.attempts} reads>"
@@ -211,10 +214,23 @@ class Listener:
         self.ring.native.heartbeat()
         for connection in list(self._connections):
             connection.sweep(now)
+        self._tell_refused()
         if self._worker is not None:
             self._worker.kick()  # ends that native code has to tell
         if self._begin_anew is not None and (size := own_memory()) > self.settings.listener_memory_bytes:
             self._begin_anew(f"it has grown to {size >> 20} MiB, beyond listener_memory_bytes")
+
+    def _tell_refused(self) -> None:
+        refused, self._refused = self._refused, self.ring.native.own_count("late_finalises")
+        if self._refused > refused and (before := self._refusals.due()) is not None:
+            log.warning(
+                "%r: %d acknowledgements were refused and changed nothing: given twice, or after another reader's or a "
+                "discard (%d more such seconds since the last such line; statistics().late_finalises counts all)",
+                self,
+                self._refused - refused,
+                before,
+                extra={"ring": self.ring.ring_id},
+            )
 
 
 async def serve_until(

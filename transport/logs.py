@@ -7,6 +7,9 @@ words already.
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Callable
 from typing import Any, Final, Literal
 
 import msgspec
@@ -51,3 +54,23 @@ def handler(form: LogFormat, who: str = "") -> logging.Handler:
         else logging.Formatter(f"%(asctime)s {name}%(process)d %(levelname)s %(message)s")
     )
     return to_stderr
+
+
+class Seldom:
+    """Which of many equal warnings are written: the first, and then one an interval. Any thread."""
+
+    def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s = every_s
+        self._clock = clock
+        self._next = -math.inf
+        self._kept_back = 0
+
+    def due(self) -> int | None:
+        """How many were kept back since the last one that was written; None: keep this one back, too."""
+        now = self._clock()
+        if now < self._next:
+            self._kept_back += 1
+            return None
+        self._next = now + self._every_s
+        kept_back, self._kept_back = self._kept_back, 0
+        return kept_back

@@ -9,6 +9,9 @@ Any thread may call any method. Blocking calls release the GIL; inside an event 
 
 from __future__ import annotations
 
+import logging
+import math
+import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
@@ -20,16 +23,19 @@ from transport.arguments import expect, whole
 from transport.devices import DeviceTensor
 from transport.errors import (
     InternalError,
+    LayoutError,
     LengthMismatchError,
     PayloadTooLargeError,
     SchemaError,
     StaleSlotError,
+    TicketError,
     TransportError,
     UsageError,
     WrongKeyError,
     WrongRingError,
 )
 from transport.leases import Draft, ReadLease, WriteLease, ordered_lengths
+from transport.logs import Seldom
 from transport.overflow import Overflow, Overflowing
 from transport.payload import describe, describe_exact, pack_into
 from transport.schema import Schema
@@ -38,13 +44,14 @@ from transport.slots import RingStatistics, SlotState, named, statistics_of
 from transport.streams import RegisteredPages
 from transport.ticket import Ticket
 
+log = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_READERS = _native.MAX_READERS
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
-
-
+_FOR_EVER_S: Final = 1e9  # 30 years
 _TICKET: Final = "a Ticket, Ticket.parse() makes one of its text"
 
 
@@ -65,6 +72,7 @@ class SharedRingBuffer(Attachment):
         self._overflowing = Overflowing(native, overflow)
         self._secret = native.secret
         self._pages = RegisteredPages(read_only=not writable)
+        self._refusals = Seldom()
 
     @property
     def overflow(self) -> Overflow:
@@ -99,7 +107,8 @@ class SharedRingBuffer(Attachment):
 
         Raises:
             RingBusyError: a living process keeps a ring of this name.
-            LayoutError: a dead writer's ring of this name has another layout or schema.
+            LayoutError: a dead writer's ring of this name has another layout or schema. Without ``name`` the new ring
+                is made beside it. With one it is not: other processes attach by the name, and would find the old ring.
             SharedMemoryError: /dev/shm is too small or full; nothing is left behind.
             UsageError: a size that makes no sense.
         """
@@ -122,7 +131,15 @@ class SharedRingBuffer(Attachment):
         if slots < 1 or slot_bytes < 1:
             raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
         fingerprint = schema.fingerprint if schema is not None else bytes(16)
-        native = segments.create(segments.random_name(prefix) if name is None else name, slots, slot_bytes, fingerprint)
+        chosen = segments.random_name(prefix) if name is None else name
+        try:
+            native = segments.create(chosen, slots, slot_bytes, fingerprint)
+        except LayoutError as error:
+            raise LayoutError(
+                f"{error}, not of {slots} slots of {slot_bytes} bytes and fingerprint {fingerprint.hex()}. It drains "
+                "by itself, and the last process that serves it removes it. Give another name, or none, to begin a "
+                "ring beside it; `transport reclaim` removes it if nobody serves it"
+            ) from error
         ring = cls(native, schema, overflow)
         ring._made_here = True
         if name is None:  # one with a name may be meant for whoever takes it over
@@ -158,12 +175,22 @@ class SharedRingBuffer(Attachment):
 
         The writer gives up with it what is still unread: nobody serves that any more. Others leave it, since what a
         dead writer left may be taken over. The last one removes an empty segment.
+
+        It waits for nobody. A slot that a write, a lease or a view of another thread still uses stays theirs until they
+        end, with ClosedError where there is something to publish or to consume, and so does the owner place.
         """
-        if not self.native.closed:
-            self._pages.release()
-            if self._made_here:
-                segments.give_up_unread(self.native)
         super().close()
+
+    def _leave(self) -> None:
+        mapped = self.native.payload(0)  # what is registered with CUDA is given back before it is unmapped
+        segments.leave(self.native, only_empty=not self._made_here, give_up_unread=self._made_here)
+        self.settle()
+        mapped.release()
+
+    def settle(self) -> None:
+        """A lease has ended, or the ring was closed: the last of them gives CUDA's registrations back."""
+        if self.native.closed and not self.native.lent:
+            self._pages.release()
 
     # --- writing ------------------------------------------------------------------------------------
     def write(
@@ -183,11 +210,12 @@ class SharedRingBuffer(Attachment):
                 copied on the stream that is current in this thread, after what made it.
             readers: how many ranks (1 to 16) read the payload once each.
             metadata: small values of the caller's own that travel in the ticket.
-            deadline_s: seconds from now after which the payload may be discarded unread.
+            deadline_s: seconds from now after which the payload may be discarded unread, by the clock of this host.
             timeout_s: longest wait for a slot where overflow is "block"; None: no limit.
 
         Raises:
             SchemaError: the values do not fit the schema.
+            UsageError: readers, metadata, deadline_s or timeout_s are not what they are said to be; no slot is taken.
             PayloadTooLargeError: a payload without a schema that is larger than a slot.
             RingFullError: no slot became free in time.
             MissingDependencyError: a value is in device memory, and CuPy is not installed.
@@ -253,7 +281,7 @@ class SharedRingBuffer(Attachment):
 
         False where CUDA refuses; copies work all the same.
         """
-        return self._pages.ensure(slot, lambda: self.native.payload(slot), device)
+        return self._pages.ensure(slot, lambda: self._call(self.native.payload, slot), device)
 
     def _describe(self, values: Mapping[str, Any], casting: Any) -> tuple[Sequence[Any], tuple[int, ...], Schema]:
         if self.schema is not None:
@@ -272,9 +300,19 @@ class SharedRingBuffer(Attachment):
         deadline_s: float | None,
         timeout_s: float | None,
     ) -> WriteLease:
+        # Whatever can be refused is refused before there is a slot that the refusal would keep.
         readers = whole(readers, "readers")
         if not 1 <= readers <= MAX_READERS:
             raise UsageError(f"readers={readers}; a payload is written for 1 to {MAX_READERS} ranks")
+        try:
+            small = dict(metadata or {})
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"metadata is a {type(metadata).__name__}; give a mapping of names to small values"
+            ) from error
+        now = time.time()
+        deadline = None if deadline_s is None else now + _seconds(deadline_s, "deadline_s")
+        wait_s = None if timeout_s in (None, math.inf) else _seconds(timeout_s, "timeout_s")
         if lengths is None:
             lengths = ordered_lengths(schema, named_lengths or {})
         layout = schema.layout(lengths)
@@ -283,23 +321,23 @@ class SharedRingBuffer(Attachment):
                 f"a payload of {layout.total} bytes does not fit a slot of {self.slot_capacity}: "
                 "make the ring with a larger slot_bytes"
             )
-        slot, generation = self._take(timeout_s)
-        now = time.time()
-        self._overflowing.may_expire |= deadline_s is not None
-        return WriteLease(
-            self,
-            slot,
-            generation,
-            layout,
-            Draft(
-                schema=schema,
-                lengths=lengths,
-                readers=readers,
-                metadata=dict(metadata or {}),
-                created=now,
-                deadline=None if deadline_s is None else now + deadline_s,
-            ),
+        draft = Draft(
+            schema=schema, lengths=lengths, readers=int(readers), metadata=small, created=now, deadline=deadline
         )
+        slot, generation = self._take(wait_s)
+        try:
+            self._overflowing.may_expire |= deadline is not None
+            lease = WriteLease(self, slot, generation, layout, draft)
+            draft.created = time.time()
+            if deadline is not None:  # counts from when there is room
+                draft.deadline = deadline + draft.created - now
+            return lease
+        except _native.RingFault as fault:  # closed by another thread, which has freed the slot
+            raise named(fault) from None
+        except BaseException:
+            if not self.native.closed:
+                self.native.abort(slot, generation)
+            raise
 
     def _take(self, timeout_s: float | None) -> tuple[int, int]:
         """A slot to write, by the ring's overflow policy."""
@@ -341,13 +379,16 @@ class SharedRingBuffer(Attachment):
         answer = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
         if answer != _native.READ_OK:
             raise self.refusal(answer, ticket, rank)
-        return ReadLease(self, ticket, rank)
+        try:
+            return ReadLease(self, ticket, rank)
+        except _native.RingFault as fault:  # closed by another thread, which has unpinned it
+            raise named(fault) from None
 
     def refusal(self, answer: int, ticket: Ticket, rank: int) -> TransportError:
         """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
         self.check(ticket, rank)
         if answer == _native.READ_OTHER_LENGTH:
-            length = self.native.info(ticket.slot).length
+            length = self._call(self.native.info, ticket.slot).length
             return LengthMismatchError(f"payload {ticket.name} has {length} bytes, its ticket says {ticket.size}")
         if answer == _native.READ_EXPIRED:
             return StaleSlotError(f"the deadline of payload {ticket.name} has passed")
@@ -356,7 +397,8 @@ class SharedRingBuffer(Attachment):
 
     def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume and unpin in one swap, by the reader that holds the pin. False: it was not the owner any more."""
-        return self._call(self.native.mark_consumed, ticket.slot, ticket.generation, rank)
+        marked = self._call(self.native.mark_consumed, ticket.slot, ticket.generation, rank)
+        return marked or self._refused("mark_consumed", ticket)
 
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
@@ -365,7 +407,20 @@ class SharedRingBuffer(Attachment):
 
     def release_reading(self, ticket: Ticket) -> bool:
         """Unpin without consuming: the payload is READY again for the next attempt. False: not pinned by this owner."""
-        return self._call(self.native.unpin, ticket.slot, ticket.generation)
+        released = self._call(self.native.unpin, ticket.slot, ticket.generation)
+        return released or self._refused("release_reading", ticket)
+
+    def _refused(self, what: str, ticket: Ticket) -> bool:
+        if (before := self._refusals.due()) is not None:
+            log.warning(
+                "%s(%s) was refused and changed nothing: somebody was faster, or it was called twice (%d more of these "
+                "were refused since the last such line; statistics().late_finalises counts all)",
+                what,
+                ticket.name,
+                before,
+                extra={"ticket": ticket.name},
+            )
+        return False
 
     def discard(self, ticket: Ticket) -> bool:
         """Free a payload nobody wants, for every rank. False: it was gone."""
@@ -382,16 +437,42 @@ class SharedRingBuffer(Attachment):
         return self._call(statistics_of, self.native)
 
     def tickets(self) -> list[Ticket]:
-        """Tickets of all published, not fully consumed payloads, oldest first; for republishing after a crash."""
+        """Tickets of all published, not fully consumed payloads, oldest first; for republishing after a crash.
+
+        A payload whose ticket in the ring cannot be read is left out, with a warning that names its slot.
+        """
         found = []
         for slot in range(self.slot_count):
             info = self._call(self.native.info, slot)
             if info.state in (SlotState.READY, SlotState.READING) and info.done != _ALL_DONE:
-                note = self.native.note(slot, info.generation)
-                if note is not None:
+                note = self._call(self.native.note, slot, info.generation)
+                if note is None:
+                    continue
+                try:
                     found.append((info.sequence, Ticket.decode(note)))
+                except TicketError as error:
+                    log.warning(
+                        "ring %s: the ticket of slot %d generation %d cannot be read (%s); only whoever has that "
+                        "ticket already can read or free the payload",
+                        self.ring_id[:8],
+                        slot,
+                        info.generation,
+                        error,
+                        extra={"ring": self.ring_id},
+                    )
         return [ticket for _, ticket in sorted(found, key=lambda each: each[0])]
 
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
         return self._call(self._overflowing.discard_expired, time.time() if now is None else now)
+
+
+def _seconds(value: Any, name: str) -> float:
+    if not _is(value, numbers.Real) or not -_FOR_EVER_S <= value <= _FOR_EVER_S:  # not a number is neither
+        raise UsageError(f"{name}={value!r}; give a number of seconds, or None for no limit")
+    return float(value)
+
+
+def _is(value: object, kind: type) -> bool:
+    """`isinstance`, for what callers pass whatever its type says; numpy's numbers are registered with `numbers`."""
+    return isinstance(value, kind)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Final, Literal, Self
 
 from transport import _native
-from transport.slots import SlotState, named
+from transport.slots import named
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +45,15 @@ class Attachment:
         self.slot_count = native.slot_count
         self.slot_capacity = native.slot_capacity
         self._made_here = False
+        self._closing = threading.RLock()
+        self._left = False
         self._forgotten: weakref.finalize[..., Attachment] | None = None
 
     def __repr__(self) -> str:
-        if self.native.closed:
+        try:
+            free, writing, ready, reading = self.native.state_counts()
+        except _native.RingFault:
             return f"<{type(self).__name__} {self.ring_id[:8]} closed>"
-        free, writing, ready, reading = self.native.state_counts()
         return (
             f"<{type(self).__name__} {self.ring_id[:8]} {self.slot_count}×{self.slot_capacity} B: "
             f"{free} free, {writing} writing, {ready} ready, {reading} reading>"
@@ -71,11 +75,18 @@ class Attachment:
 
     def close(self) -> None:
         """Give up every hold and detach. Idempotent. The last one removes a segment without unread payloads."""
-        if self.native.closed:
+        if self.native.closed:  # also in a forked child, where the lock may be another thread's for ever
             return
-        if self._forgotten is not None:
-            self._forgotten.detach()
-        _leave(self.native, only_empty=not self._made_here)
+        with self._closing:  # of two threads, each returns when it is closed
+            if self._left:
+                return
+            self._left = True
+            if self._forgotten is not None:
+                self._forgotten.detach()
+            self._leave()
+
+    def _leave(self) -> None:
+        leave(self.native, only_empty=not self._made_here)
 
     def __enter__(self) -> Self:
         return self
@@ -117,28 +128,20 @@ def attach(name: str, role: Role) -> _native.Ring:
         raise named(fault) from None
 
 
-def give_up_unread(native: _native.Ring) -> None:
-    """Discard what is unread; a reader that looks at a slot keeps its memory until it lets go."""
-    given_up = 0
-    for slot in range(native.slot_count):
-        info = native.info(slot)
-        if info.state in (SlotState.READY, SlotState.READING):
-            given_up += native.discard(slot, info.generation)
-    if given_up:
-        log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
-
-
 def _forget(native: _native.Ring, release: Callable[[], None] | None, *, only_empty: bool) -> None:
     """For whoever ends without `close`: no segment stays behind, unless somebody lives that needs it."""
     if release is not None:
         release()
     with contextlib.suppress(_native.RingFault):  # a forked child's end is none of the ring's business
         if not native.closed:
-            _leave(native, only_empty=only_empty)
+            leave(native, only_empty=only_empty)
 
 
-def _leave(native: _native.Ring, *, only_empty: bool) -> None:
-    """Detach; the last one removes the segment.
+def leave(native: _native.Ring, *, only_empty: bool, give_up_unread: bool = False) -> None:
+    """Detach; the last one removes the segment. What is lent stays attached until its end, and removes it then.
+
+    ``give_up_unread``: discard what is unread, in one step with closing, so that no thread publishes in between; a
+    reader that looks at a slot keeps its memory until it lets go.
 
     Of several that leave at once, each may still see another's place. So whoever may remove it looks again when its
     own place is free: the last to get there finds nobody.
@@ -146,7 +149,9 @@ def _leave(native: _native.Ring, *, only_empty: bool) -> None:
     _, _, ready, reading = native.state_counts()
     removes = not only_empty or ready + reading == 0
     removed = removes and native.unlink_if_last()
-    native.close()
+    given_up = native.leave(give_up_unread=give_up_unread, only_empty=only_empty)
+    if given_up:
+        log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
     if removes and not removed:
         remove_if_dead(native.name)
 

@@ -84,7 +84,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         schema_fingerprint: 32 hexadecimal digits, `NO_SCHEMA` for bytes that no schema describes.
         schema: the schema itself, where the payload describes itself; otherwise None, and the reader has it.
         lengths: of the ragged tensors, in the schema's order.
-        created, deadline: seconds since 1970; a payload without a deadline has None.
+        created, deadline: seconds since 1970 by the clock of the writer's host, which judges them; a payload without a
+            deadline has None.
         metadata: the caller's own: str to None, bool, int, float, str or a list of these; at most 1024 bytes encoded.
             numpy's numbers become Python's. JSON has no infinities and NaN: there they become null.
     """

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODELS = ("slot", "acks", "claims", "keepers")
+MODELS = ("slot", "acks", "claims", "keepers", "futex")
 MEMORY_LIMIT_MB = 3500  # per search; two run at once
 TIME_LIMIT_S = 600  # of each search
 TIME_LIMIT_DEEP_S = 7200  # of those of --deep, which take minutes on an idle machine
@@ -81,6 +81,10 @@ CONFIGURATIONS += (
     Case("keepers: a writer and its successor", "", model="keepers"),
     Case("keepers: one writer", "WRITERS=1", model="keepers"),
     Case("claims: 2 ranks, everything", "RANKS=2 ON_ARRIVAL EXPIRES", size=2, model="claims"),
+    Case("futex: 2 sleepers, 3 wakers", "WAKERS=3", size=2, model="futex"),
+    Case("futex: 2 sleepers, 2 wakers twice", "EVENTS=2", size=1, model="futex"),
+    Case("futex: 3 sleepers, 2 wakers", "SLEEPERS=3", size=1, model="futex"),
+    Case("futex: 2 sleepers, 2 wakers", "", model="futex"),
 )
 
 REWRITTEN = "P2_rewritten_under_a_live_pin"
@@ -131,6 +135,9 @@ FAULTS = (
     Case("ORPHANS_STAY", "", "S3_stuck", model="keepers"),
     Case("NOBODY_LOOKS", "", "S3_stuck", model="keepers"),
     Case("TAKE_OVER_STARTS_ANEW", "", "S4_generation_begun_anew", model="keepers"),
+    Case("LOWERED_AFTER_ADVANCING", "", "F1_asleep_on_an_old_count", model="futex"),
+    Case("NOT_LOOKED_AT_AGAIN", "", "F1_asleep_on_an_old_count", model="futex"),
+    Case("FLAG_NOT_RAISED", "", "F1_asleep_on_an_old_count", model="futex"),
     # A limit of the table, not a fault: what a rank has and has not acknowledged may be overwritten.
     Case("OVERWRITE_AFTER_DELIVERY", "OVERWRITE=1", "LIMIT_overwritten_after_delivery"),
 )
@@ -198,7 +205,7 @@ def search(case: Case, folder: str, time_limit_s: float) -> Outcome:
         match = re.search(pattern, text)
         return float(match.group(1)) if match else 0
 
-    named = re.search(r"assertion violated .*?\b((?:[PDQS]\d|LIMIT)_\w+)", text)
+    named = re.search(r"assertion violated .*?\b((?:[PDQSF]\d|LIMIT)_\w+)", text)
     found = named.group(1) if named else "comes_to_rest" if "acceptance cycle" in text else ""
     errors = re.search(r"errors: (\d+)", text)
     if not trouble and errors is None:

@@ -27,11 +27,20 @@ TESTS = {
         "block_pool_test",
         "ring_test",
         "ring_fuzz",
+        "futex_test",
         "creation_test",
         "crash_test",
     ],
     "thread": ["slot_word_test", "siphash_test", "block_pool_test", "ring_test", "ring_fuzz"],
-    "none": ["slot_word_test", "siphash_test", "block_pool_test", "ring_test", "creation_test", "crash_test"],
+    "none": [
+        "slot_word_test",
+        "siphash_test",
+        "block_pool_test",
+        "ring_test",
+        "futex_test",
+        "creation_test",
+        "crash_test",
+    ],
 }
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=1:abort_on_error=0",
