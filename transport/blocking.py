@@ -29,25 +29,29 @@ class BlockingClient:
     def __repr__(self) -> str:
         return f"<BlockingClient {self._client!r}>"
 
-    def read(self, ticket: Ticket, out: Any = None, rank: int = 0, timeout: float | None = None) -> ReceivedPayload:
+    def read(
+        self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
+    ) -> ReceivedPayload:
         """See `UCXXClient.read`. For `out` in device memory the stream counts that is current in this thread."""
+        ticket = Ticket.of(ticket)
         target = None if out is None else target_of(out, ticket.size, elsewhere=True)
-        payload = self._thread.run(self._client.read(ticket, out if target is None else target, rank, timeout))
+        payload = self._thread.run(self._client._fetch(ticket, out if target is None else target, rank, timeout))
         if target is not None:
             target.looked_at()
-        return payload
+        return self._client._deliveries.hand_over(payload)  # in this thread, which an interrupt may have ended before
 
     def read_many(
-        self, tickets: Iterable[Ticket], *, rank: int = 0, timeout: float | None = None
+        self, tickets: Iterable[Ticket | str | bytes], *, rank: int = 0, timeout: float | None = None
     ) -> Iterator[ReadOutcome]:
         """See `UCXXClient.read_many`; yields as payloads complete."""
-        outcomes = self._client.read_many(tickets, rank=rank, timeout=timeout)
+        outcomes = self._client._fetch_many(tickets, rank, timeout)
         try:
             while True:
                 try:
-                    yield self._thread.run(_next(outcomes))
+                    outcome = self._thread.run(_next(outcomes))
                 except _Finished:
                     return
+                yield self._client._handed_over(outcome)
         finally:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))
@@ -73,10 +77,10 @@ class BlockingClient:
 
         Nothing in a forked child: the client is its parent's.
         """
-        if not self._thread.closed:
-            with contextlib.ExitStack() as stack:
-                stack.callback(self._at_exit.cancel)
-                stack.callback(self._thread.close)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._at_exit.cancel)
+            stack.callback(self._thread.close)  # also where an earlier call was interrupted in it
+            if not self._thread.closed:
                 self._thread.run(self._client.close())
 
     def __enter__(self) -> Self:

@@ -386,11 +386,21 @@ class Links:
             self._wake.set()
 
     async def close(self) -> None:
-        """Send the last acknowledgements, part from every listener, stop UCX. Users of lent links get ClosedError."""
-        if self._closed:
-            return
-        self._tender.cancel()
-        await asyncio.gather(self._tender, return_exceptions=True)
+        """Send the last acknowledgements, part from every listener, stop UCX. Users of lent links get ClosedError.
+
+        Cancelled, it does not wait any more: everything is closed at once. Idempotent.
+        """
+        try:
+            self._tender.cancel()
+            await asyncio.gather(self._tender, return_exceptions=True)
+            if not self._closed:
+                await self._flush_all()
+                self._admit_no_more()
+                await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))
+        finally:
+            self.end()
+
+    async def _flush_all(self) -> None:
         for ring in self.ledger.pending_rings():
             self._begin_flush(ring)
         if self._flushes:
@@ -398,13 +408,20 @@ class Links:
             for flush in late:
                 flush.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+    def _admit_no_more(self) -> None:
         self._closed = True
         for port in list(self._waiting):
             while (turn := self._next_turn(port)) is not None:
                 turn.set_exception(ClosedError("this client is closed"))
                 turn.exception()  # who was cancelled meanwhile does not look at it
-        try:
-            await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))
-        finally:
-            if self._worker is not None:
-                self._worker.close()
+
+    def end(self) -> None:
+        """Stop UCX and everything here, without waiting for anybody. Idempotent."""
+        self._tender.cancel()
+        self._admit_no_more()
+        for flush in list(self._flushes.values()):
+            flush.cancel()
+        self._break_off_all(self._pool.drain())
+        if self._worker is not None:
+            self._worker.close()
