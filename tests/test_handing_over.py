@@ -39,10 +39,10 @@ async def until_fetched_ahead(client: UCXXClient) -> None:
 
 async def _leaves(client: UCXXClient, outcomes: Outcomes) -> Ticket:
     async for outcome in outcomes:
+        ticket = outcome.ticket
+        del outcome
         await until_fetched_ahead(client)
         break
-    ticket = outcome.ticket
-    del outcome
     await outcomes.aclose()
     return ticket
 

@@ -81,6 +81,7 @@ class BlockingClient:
             stack.callback(self._at_exit.cancel)
             stack.callback(self._thread.close)  # also where an earlier call was interrupted in it
             if not self._thread.closed:
+                stack.callback(lambda: self._thread.run(_call(self._client.end)))  # also where `close` is interrupted
                 self._thread.run(self._client.close())
 
     def __enter__(self) -> Self:

@@ -427,16 +427,17 @@ class UCXXClient:
         if self._closing is None:
             self._closed = self._deliveries.closed = True
             self._closing = self._loop.create_task(self._close(), name="transport client closes")
-            self._closing.add_done_callback(self._end)  # also where it is cancelled before it has begun
+            self._closing.add_done_callback(lambda _: self.end())  # also where it is cancelled before it has begun
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._end)
+            stack.callback(self.end)
             await self._links.close()
 
-    def _end(self, _: object = None) -> None:
-        """Let go of everything, now. Idempotent."""
+    def end(self) -> None:
+        """Close at once, without a word to anybody: what is not acknowledged yet is not. Idempotent."""
+        self._closed = self._deliveries.closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._buffers.clear)
             stack.callback(self._mapped.close)

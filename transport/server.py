@@ -143,20 +143,30 @@ class UCXXServer:
         return self
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening.
+        """Stop listening. Idempotent; where it is interrupted, it waits for readers no longer, or is called again.
 
         Args:
             drain_s: wait this long for unread payloads to be consumed first. What is still unread afterwards
                 stays in the ring, but nobody serves it any more.
         """
-        run, self._run = self._run, None
+        run = self._run
         if run is None:
             return
-        self._drain(drain_s)
-        run.stop()
+        try:
+            self._drain(drain_s)
+        finally:
+            self._stop(run)
         if not self._ring.native.closed:
             self._ring.native.set_ports(())
             self._ring.reclaim()
+
+    def _stop(self, run: _Processes | _Thread) -> None:
+        try:
+            run.stop()
+        except Exception:  # it will not stop better a second time; an interrupt leaves that to the next `close`
+            self._run = None
+            raise
+        self._run = None
 
     def _drain(self, drain_s: float) -> None:
         give_up = time.monotonic() + drain_s
