@@ -160,6 +160,12 @@ class ChecksumError(LinkError):
     """The bytes that arrived are not the bytes that were written."""
 
 
+class GivenUpError(TransportError):
+    """This side ended a healthy connection for what had happened to another one. It says nothing about its port."""
+
+    retryable = True
+
+
 class RetriesExhaustedError(LinkError):
     """Every attempt failed; ``__cause__`` is the last failure, ``attempts`` how many there were."""
 

@@ -91,7 +91,10 @@ class Links:
         return self._pool.counts()
 
     def failed(self, ring: str, port: PortKey, error: TransportError) -> bool:
-        """Note a failure of the port; True when it serves another ring now."""
+        """Note a failure of the port, and quarantine it where the path broke; True when it serves another ring now.
+
+        It is healed by an answer, and a refusal is one. What this side ended itself says nothing about the port.
+        """
         if isinstance(error, WrongRingError):
             self.routes.serves_another(ring, port)
             return True
@@ -100,7 +103,7 @@ class Links:
             self.quarantine.failed(port, time.monotonic())
             self._break_off_all(self._pool.drain_port(port))
         elif isinstance(error, RefusedError):
-            self.quarantine.succeeded(port)  # a refusal is an answer
+            self.quarantine.succeeded(port)
         return False
 
     def request(self, link: Link, wants: list[Want]) -> tuple[int, asyncio.Future[Any]]:
@@ -192,11 +195,8 @@ class Links:
         try:
             if self._closed:  # a turn that came just before
                 raise ClosedError("this client is closed")
-            worker = self._get_worker()
             self.quarantine.begin(port, time.monotonic())
-            link = await Link.open(
-                worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
-            )
+            link = await self._connected(port, ring, base)
         except BaseException:
             self._pool.open_failed(port)
             self._announce_place(port)
@@ -216,6 +216,18 @@ class Links:
             )
         self.routes.listeners_said(ring, link.ports)
         return link
+
+    async def _connected(self, port: PortKey, ring: str, base: int) -> Link:
+        """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
+        while True:
+            worker = self._get_worker()
+            try:
+                return await Link.open(
+                    worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
+                )
+            except (LinkError, ClosedError):
+                if worker is self._worker or self._closed:
+                    raise
 
     def checkin(self, link: Link) -> None:
         """The link's user is done with it and nothing is under way on it."""
