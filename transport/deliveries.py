@@ -131,10 +131,15 @@ class Deliveries:
         if self._trace is not None:
             self._trace.instant("acknowledge", key_of(ticket), rank=rank)
         if threading.get_ident() == self._thread:
-            self._links.acknowledge(ack, via)
+            self._tell(ticket, ack, via)
         else:  # a payload is acknowledged where it is used, which may be the trainer's thread
             try:
-                self._loop.call_soon_threadsafe(self._links.acknowledge, ack, via)
+                self._loop.call_soon_threadsafe(self._tell, ticket, ack, via)
             except RuntimeError as error:  # the loop has ended since we looked
                 raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed") from error
         return True
+
+    def _tell(self, ticket: Ticket, ack: Ack, via: PortKey | None) -> None:
+        if self._links.routes.find(ticket.ring) is None:  # forgotten since it was read
+            self._links.ports(ticket)
+        self._links.acknowledge(ack, via)

@@ -351,9 +351,7 @@ def _late(link: Link, limit_s: float, left_s: float) -> TransportError:
 def _raise_if_given_up(link: Link, error: BaseException) -> None:
     """GivenUpError, where what failed is a link that was closed from this side."""
     if link.given_up and isinstance(error, LinkError | ClosedError):
-        raise GivenUpError(
-            f"{link.port[0]}:{link.port[1]}: connections are made anew after a peer's death"
-        ) from error
+        raise GivenUpError(f"{link.port[0]}:{link.port[1]}: connections are made anew after a peer's death") from error
 
 
 def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:
