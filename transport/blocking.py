@@ -56,15 +56,15 @@ class BlockingClient:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))
 
-    def ack(self, ticket: Ticket, rank: int = 0) -> bool:
+    def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """See `UCXXClient.ack`."""
         return self._thread.run(_call(self._client.ack, ticket, rank))
 
-    def discard(self, ticket: Ticket, timeout: float | None = None) -> bool:
+    def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:
         """See `UCXXClient.discard`."""
         return self._thread.run(self._client.discard(ticket, timeout))
 
-    def state(self, ticket: Ticket, rank: int = 0, timeout: float | None = None) -> SlotFate:
+    def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
         """See `UCXXClient.state`."""
         return self._thread.run(self._client.state(ticket, rank, timeout))
 

@@ -125,7 +125,7 @@ class UCXXClient:
             WireNotAllowedError: only wires that the policy excludes lead there.
             BufferUnsuitableError, RankError: nothing was sent.
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
-            TicketError: `ticket` is none.
+            TicketError: `ticket` is neither a ticket nor a form of one.
         """
         return self._deliveries.hand_over(await self._fetch(ticket, out, rank, timeout))
 
@@ -356,11 +356,12 @@ class UCXXClient:
         return outcomes, left
 
     # --- acknowledgements and what else can be said about a payload ------------------------------------
-    def ack(self, ticket: Ticket, rank: int = 0) -> bool:
+    def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """Acknowledge a payload; it goes with the next request to its ring, or alone after ``ack_delay_s``.
 
         Raises RankError for a rank that is not one of the ticket's readers.
         """
+        ticket = Ticket.of(ticket)
         ticket.check_rank(rank)  # one that no record can hold would come back at every message to its ring
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
         if ring is not None:
@@ -368,11 +369,12 @@ class UCXXClient:
         self._links.ports(ticket)  # makes the way to its ring known
         return self._deliveries.acknowledge(ticket, rank, None)
 
-    async def discard(self, ticket: Ticket, timeout: float | None = None) -> bool:
+    async def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:
         """Free a payload that nobody wants, for all ranks. False when it was gone before.
 
         Raises what `read` raises where the ring cannot be reached.
         """
+        ticket = Ticket.of(ticket)
         fate = await self.state(ticket, timeout=timeout)
         if fate is SlotFate.GONE:
             return False
@@ -384,8 +386,9 @@ class UCXXClient:
         answer = await self._remote.ask(ticket, asking, [discarding], self._deadline(timeout))
         return SlotFate(answer.value) is SlotFate.GONE
 
-    async def state(self, ticket: Ticket, rank: int = 0, timeout: float | None = None) -> SlotFate:
+    async def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
         """What became of a payload, for a rank: readable, consumed by it, or gone. Raises as `discard` does."""
+        ticket = Ticket.of(ticket)
         ticket.check_rank(rank)
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
         record = Record(Kind.STATE, ticket.slot, ticket.generation, rank, ticket.key)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from transport import _native
 from transport.errors import (
+    BufferUnsuitableError,
     ChecksumError,
     ClosedError,
     DeadlineExceededError,
@@ -201,6 +202,12 @@ class RemoteReads:
 
     def _send(self, link: Link, wants: list[Want], size: int, now: float, deadline: Deadline) -> _Request:
         """One message for ``wants``, of ``size`` bytes together, under a limit of time."""
+        if type(wants[0].destination) is tuple and wants[0].ticket.size <= link.inline_limit:
+            self._links.checkin(link)
+            raise BufferUnsuitableError(
+                f"payload {wants[0].ticket.name} is joined to its answer, since its listener's inline_limit is "
+                f"{link.inline_limit} bytes: it comes through host memory"
+            )
         limit_s = self._settings.read_timeout(size)
         left_s = deadline.at - now
         try:
