@@ -107,6 +107,7 @@ class UCXXServer:
             log_format=log_format,
         )
         self._run: _Processes | _Thread | None = None
+        self._closing = False
 
     def __repr__(self) -> str:
         return f"<UCXXServer {self._mode} ports {self.ports} of ring {self._ring.ring_id[:8]}>"
@@ -114,7 +115,7 @@ class UCXXServer:
     @property
     def ports(self) -> tuple[int, ...]:
         """Ports that are listened on; empty before `start`."""
-        return self._ring.native.ports() if self._run is not None else ()
+        return () if self._run is None or self._closing else self._ring.native.ports()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -138,7 +139,7 @@ class UCXXServer:
             else _Thread(self._ring, self._config)
         )
         ports = run.start(self._wanted)
-        self._run = run
+        self._run, self._closing = run, False
         self._ring.native.set_ports(ports)
         return self
 
@@ -152,6 +153,7 @@ class UCXXServer:
         run = self._run
         if run is None:
             return
+        self._closing = True
         try:
             self._drain(drain_s)
         finally:
