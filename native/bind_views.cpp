@@ -30,6 +30,8 @@ class Hold {
 
   // Consumes now; the memory stays pinned. False: it had been consumed.
   bool acknowledge();
+  // Letting go is an acknowledgement from now on: somebody has been handed the payload.
+  void deliver() { consume_ = true; }
   // Letting go is no acknowledgement: the payload stays for another attempt.
   void abandon() { consume_ = false; }
   // Acknowledges what letting go would acknowledge.
@@ -198,6 +200,7 @@ PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer
 void bind_views(nb::module_& module) {
   nb::class_<Hold>(module, "Hold", nb::is_final(), "What is done when a view's last array is gone.")
       .def("acknowledge", &Hold::acknowledge, "Consume now; the memory stays. False: it had been consumed.")
+      .def("deliver", &Hold::deliver, "Letting go is an acknowledgement from now on.")
       .def("abandon", &Hold::abandon, "Letting go is no acknowledgement.");
 
   nb::class_<PayloadView>(module, "PayloadView", nb::is_final(), nb::is_weak_referenceable(),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from transport.adapters.stream import BatchStream
+from transport.errors import QueueBusyError
 from transport.prefetch import FetchedBatch
 from transport.queue.sqlite import SQLiteQueue
 from transport.rollout import UCXXRolloutMixin
@@ -138,3 +139,25 @@ def test_what_is_too_old_is_not_claimed(worker: Worker, stream: Callable[..., Ba
     batches = stream(max_policy_age=2)
     batches.policy_version = 7
     assert steps_of(batches.next()) == [5, 6, 7]
+
+
+@pytest.mark.parametrize("ack", ["on_arrival", "on_consumed"])
+def test_a_batch_that_has_come_is_handed_over_though_the_queue_fails_then(
+    ack: Any, worker: Worker, stream: Callable[..., BatchStream], queue: SQLiteQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, calls = queue.claim, iter(range(100))
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == 1:
+            raise QueueBusyError("another process holds the lock")
+        return claim(*arguments, **named)
+
+    monkeypatch.setattr(queue, "claim", failing)
+    worker.play(3)
+    batches = stream(batch_size=3, ack=ack)
+    batch = batches.next()
+    assert steps_of(batch) == [0, 1, 2]
+    assert batch is not None
+    assert len(batches.used(batch)) == 3
+    worker.play(1, first=3)
+    assert steps_of(batches.next()) == [3]

@@ -12,7 +12,7 @@ from support import Child, eventually, free, noise, serving
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.blocking import BlockingClient
-from transport.errors import ClosedError, RankError, StaleSlotError, UsageError
+from transport.errors import ClosedError, RankError, StaleSlotError, TicketError, UsageError
 from transport.wire import SlotFate
 
 pytestmark = pytest.mark.ucx
@@ -41,6 +41,22 @@ def test_read_waits_for_the_payload_and_fills_what_it_is_given(ring: SharedRingB
     assert client.read(ticket, out, rank=1).data is out
     assert out == noise(20_000).tobytes()
     assert client.statistics().reads == 2
+
+
+def test_a_tickets_text_is_as_good_as_the_ticket(ring: SharedRingBuffer, client: BlockingClient) -> None:
+    tickets = [ring.write_raw(noise(100, seed)) for seed in range(4)]
+    out = bytearray(100)
+    assert bytes(client.read(tickets[0].to_text(), out).data) == noise(100, 0).tobytes()
+    forms = [tickets[1].to_text(), tickets[2].encode(), tickets[3]]
+    outcomes = list(client.read_many(forms))
+    assert sorted(outcome.ticket.slot for outcome in outcomes) == sorted(ticket.slot for ticket in tickets[1:])
+    assert all(outcome.payload for outcome in outcomes)
+    assert client.state(tickets[1].to_text()) is SlotFate.READABLE
+    assert client.ack(tickets[1].to_text())
+    assert client.discard(ring.write_raw(b"x").to_text(), timeout=15.0)
+    for use in (client.read, client.ack, client.discard, client.state, lambda wrong: list(client.read_many([wrong]))):
+        with pytest.raises(TicketError, match="a int is not a ticket"):
+            use(3)  # type: ignore[arg-type]
 
 
 def test_what_the_client_raises_arrives_by_its_own_class(ring: SharedRingBuffer, client: BlockingClient) -> None:

@@ -124,6 +124,26 @@ async def test_direct_is_staged_where_ucx_knows_no_device_memory(cupy: Any) -> N
             assert out.host.tobytes() == noise(60_000).tobytes()
 
 
+@pytest.mark.ucx
+@asynchronous
+async def test_direct_is_staged_where_the_listener_joins_large_payloads_to_its_answers(cupy: Any) -> None:
+    size = 300 << 10
+    with serving(slots=2, slot_bytes=1 << 20, settings=settings_with(inline_limit=1 << 20)) as (ring, _):
+        async with UCXXClient(wire={"tcp"}, device_receive="direct") as client:
+            client._links.device_memory = lambda: True  # type: ignore[method-assign]  # as with RDMA
+            out = cupy.empty(size, np.uint8)
+            payload = await client.read(ring.write({"x": noise(size)}), out=out)
+            assert payload.data is out
+            home = UCXXClient(wire={"tcp"}, device_receive="direct", device="cupy")
+            async with home:
+                home._links.device_memory = lambda: True  # type: ignore[method-assign]
+                outcomes = [each async for each in home.read_many([ring.write({"x": noise(size)})])]
+                assert [each.error for each in outcomes] == [None]
+            cupy.fake.run_all()
+            assert out.host.tobytes() == noise(size).tobytes()
+            assert client.statistics().links_opened == 1
+
+
 def test_a_blocking_client_orders_with_the_stream_of_its_callers_thread(cupy: Any) -> None:
     stream, out = cupy.cuda.Stream(non_blocking=True), cupy.empty(100, np.uint8)
     with (

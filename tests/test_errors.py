@@ -23,7 +23,7 @@ FAMILIES = [
     errors.RunError,
     errors.InternalError,
 ]
-ALONE = {TransportError, errors.ClosedError, errors.MissingDependencyError}
+ALONE = {TransportError, errors.GivenUpError, errors.ClosedError, errors.MissingDependencyError}
 
 
 @pytest.mark.parametrize("found", CLASSES, ids=lambda found: found.__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,12 @@ async def test_what_does_not_fit_a_message_is_refused_and_nothing_is_sent() -> N
         for destination in (bytearray(4), bytearray(6), b"fixed", np.zeros(10, np.uint8)[::2], "text", None):
             with pytest.raises((ValueError, TypeError, BufferError)):
                 link.read([small, Want(ticket(5), 0, destination)], [])
+        future = asyncio.get_running_loop().create_future()
+        known = sys.getrefcount(future)
+        memory = np.zeros(INLINE, np.uint8)
+        with pytest.raises(ValueError, match="verified elsewhere"):
+            link.native.read(future, [Want(ticket(INLINE), 0, (memory.ctypes.data, INLINE, memory))], [])
+        assert sys.getrefcount(future) == known
         assert (link.native.next_number, link.native.under_way) == (0, 0)
         assert link.tell(acks) == 0
         assert await side.asked() == (0, acks)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from support import asynchronous, noise, over_ucx, serving, settings_with, until
+from support import asynchronous, cut_connections, noise, over_ucx, serving, settings_with, stalled, until
 
-from transport import SharedRingBuffer, UCXXClient
+from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.acks import Ack
 from transport.errors import ClosedError, LinkError, RankError
+from transport.link import Link
 from transport.links import Links
 from transport.pool import PortKey
+from transport.wire import Kind, Record
 
 pytestmark = pytest.mark.ucx
 
@@ -213,3 +216,117 @@ async def test_the_ring_being_read_is_not_forgotten_for_many_others(monkeypatch:
             for number in range(3):
                 links.ledger.forget_ring(f"{number:032x}")
             assert np.array_equal((await client.read(ticket))["data"], noise(100))
+
+
+FEW = 8
+
+
+@pytest.mark.parametrize("sent", [True, False], ids=["sent", "not yet given"])
+@asynchronous
+async def test_an_acknowledgement_is_not_forgotten_with_the_route_to_its_ring(
+    monkeypatch: pytest.MonkeyPatch, sent: bool
+) -> None:
+    monkeypatch.setattr("transport.routes._MOST_ROUTES", FEW)
+    with serving(slots=4, slot_bytes=1000) as (ring, server):
+        ticket = ring.write_raw(noise(100))
+        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+            links = client._links
+            links.routes._forget_at = FEW
+            payload = await client.read(ticket)
+            if sent:
+                with stalled(server, lambda: cut_connections(server)):  # before it was heard
+                    payload.ack()
+                    await until(lambda: links.ledger.sent_count == 1)
+                    for number in range(3 * FEW):
+                        links.ports(msgspec.structs.replace(ticket, ring=f"{number:032x}"))
+            else:
+                for number in range(3 * FEW):
+                    links.ports(msgspec.structs.replace(ticket, ring=f"{number:032x}"))
+                payload.ack()
+            await until(lambda: ring.statistics().consumes == 1)
+
+
+@asynchronous
+async def test_rings_that_are_read_keep_their_routes_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.routes._MOST_ROUTES", FEW)
+    with serving(slots=4, slot_bytes=1000) as (ring, _):
+        ticket = ring.write_raw(noise(100))
+        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+            links = client._links
+            links.routes._forget_at = FEW
+            for number in range(5 * FEW):
+                links.ports(ticket)
+                links.ports(msgspec.structs.replace(ticket, ring=f"{number:032x}"))
+                assert links.routes.find(ticket.ring) is not None
+                assert len(links.routes._of_ring) <= 2 * FEW
+
+
+@asynchronous
+async def test_acknowledgements_wait_for_a_ring_whose_server_moved_to_another_port() -> None:
+    with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
+        first = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread").start()
+        port = first.ports[0]
+        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+            payload = await client.read(ring.write_raw(noise(100)))
+            first.close()
+            with serving(ports=(port,)), UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread"):
+                payload.ack()
+                route = client._links.routes.find(ring.ring_id)
+                assert route is not None
+                await until(lambda: route.wrong == {("127.0.0.1", port)}, "another ring is there now")
+                await until(lambda: not client._links._flushes)
+                assert client.statistics().acks_pending == 1
+                await client.read(ring.write_raw(noise(200)))  # its ticket says where the ring is served now
+                await until(lambda: ring.statistics().consumes == 1)
+                assert client.statistics().acks_pending == 0
+
+
+@asynchronous
+async def test_acknowledgements_for_a_ring_that_nobody_serves_any_more_end_when_it_cannot_live() -> None:
+    settings = settings_with(linger_s=0.05)
+    with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
+        first = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread").start()
+        async with UCXXClient(wire={"tcp"}, ack="manual", settings=settings) as client:
+            payload = await client.read(ring.write_raw(noise(100)))
+            first.close()
+            with serving(ports=(ring.tickets()[0].ports)):
+                payload.ack()
+                await until(lambda: client.statistics().acks_pending + client.statistics().acks_unconfirmed == 0)
+
+
+# --- age -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tended", [True, False], ids=["by itself", "when another is wanted"])
+@asynchronous
+async def test_a_link_that_was_idle_for_too_long_is_parted_from_in_good_order(
+    monkeypatch: pytest.MonkeyPatch, tended: bool
+) -> None:
+    said: list[tuple[Link, Kind]] = []
+    ask = Link.ask
+
+    def noted(link: Link, record: Record, acks: Any) -> Any:
+        said.append((link, record.kind))
+        return ask(link, record, acks)
+
+    monkeypatch.setattr(Link, "ask", noted)
+    settings = settings_with(pool_endpoint_max_age_s=0.1, pool_endpoints_per_port=1)
+    with serving(slots=4, slot_bytes=1000) as (ring, server):
+        port = ("127.0.0.1", server.ports[0])
+        async with UCXXClient(wire={"tcp"}, ack="manual", settings=settings) as client:
+            links = client._links
+            if not tended:
+                links._tender.cancel()
+            await client.read(ring.write_raw(noise(100)))
+            (old,) = links._pool.idle()
+            if tended:
+                await until(lambda: links.counts().total == 0)
+            else:
+                await until(lambda: time.monotonic() > (links._pool.next_expiry() or 0.0))
+                new = await links.checkout(port, ring.ring_id)
+                assert new is not old
+                links.checkin(new)
+            await until(lambda: not old.native.usable)
+            assert said == [(old, Kind.BYE)]
+            listener = server._run._listeners[0]  # type: ignore[union-attr]
+            left = 0 if tended else 1
+            await until(lambda: len(listener._connections) == left, "the listener has let go of it, too")
+            assert client.statistics().quarantined_ports == ()

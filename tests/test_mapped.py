@@ -8,6 +8,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -385,3 +386,16 @@ with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring, BlockingClient(wir
 """
     ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_ring_that_could_not_be_mapped_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = MappedRings()
+    with SharedRingBuffer.create(slots=1, slot_bytes=10) as gone:
+        ticket = gone.write_raw(b"x")
+    assert mapped.find(ticket) is None
+    mapped.detach_finished()
+    assert list(mapped._refused) == [ticket.ring]  # it is not tried at every read
+    later = time.monotonic() + 31.0
+    monkeypatch.setattr("transport.mapped.time.monotonic", lambda: later)
+    mapped.detach_finished()
+    assert not mapped._refused

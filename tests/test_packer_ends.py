@@ -83,6 +83,8 @@ class StalledClient:
             self.cancelled = True
         yield ReadOutcome(tickets[0], None, None)
 
+    def end(self) -> None: ...
+
     async def close(self) -> None:
         pass
 

@@ -62,6 +62,8 @@ class ScriptedClient:
             outcome = self._answer(ticket)
             yield ReadOutcome(ticket, None if outcome else FakePayload(ticket), outcome)  # type: ignore[arg-type]
 
+    def end(self) -> None: ...
+
     async def close(self) -> None:
         pass
 

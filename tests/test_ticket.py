@@ -374,3 +374,20 @@ def test_host_identity_is_the_same_in_every_process_of_the_host() -> None:
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == host_identity() != ""
     changed(host=host_identity())
+
+
+@pytest.mark.parametrize("wrong", [3, None, 1.5, [b"TK"], object(), bytearray(b"TK")], ids=repr)
+@pytest.mark.parametrize("parse", [Ticket.parse, Ticket.of, Ticket.decode, Ticket.from_json])
+def test_what_is_neither_text_nor_bytes_is_said_to_be_no_ticket(parse: Any, wrong: Any) -> None:
+    with pytest.raises(TicketError, match=f"a {type(wrong).__name__} is not a ticket; give the"):
+        parse(wrong)
+
+
+def test_a_ticket_in_any_form_is_the_same_ticket() -> None:
+    ticket = Ticket(
+        ring="ab" * 16, host="here", addresses=("127.0.0.1",), ports=(1,), slot=1, generation=1, key=1,
+        size=8, created=0.0,
+    )  # fmt: skip
+    assert Ticket.of(ticket) is ticket
+    for form in (ticket.encode(), ticket.to_text(), ticket.to_json()):
+        assert Ticket.of(form) == ticket

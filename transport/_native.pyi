@@ -204,6 +204,8 @@ class Hold:
 
     def acknowledge(self) -> bool:
         """Consume now; the memory stays pinned as long as the view. False: it had been consumed. FAULT_DETACHED."""
+    def deliver(self) -> None:
+        """Letting go is an acknowledgement from now on: somebody has been handed the payload."""
     def abandon(self) -> None:
         """Letting go is no acknowledgement: the payload stays for another attempt."""
 

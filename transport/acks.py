@@ -234,6 +234,10 @@ class AckLedger:
         """Rings with something to send, for a flush at the end of a batch or before closing."""
         return list(self._pending)
 
+    def rings(self) -> set[str]:
+        """Rings with anything that is not confirmed."""
+        return {place[0] for place in self._entries}
+
     def due(self, now: float) -> list[str]:
         """Rings whose oldest pending acknowledgement has waited ``ack_delay_s`` for a request to ride with."""
         return [ring for ring in self._pending if self._due_at(ring) <= now]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import os
 import sys
 import threading
@@ -107,7 +108,9 @@ class LoopThread:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
+        self._cancelling: Future[None] | None = None  # by `close`
         self._ending = threading.RLock()  # nothing is submitted behind what ends everything
+        self._joining = threading.RLock()  # not that one, which the thread may still want
         self._pid = os.getpid()
         self._thread.start()
         self._at_exit = AtExit(self._end)
@@ -148,18 +151,22 @@ class LoopThread:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, wait for it, end the thread. Idempotent; nothing where the thread does not run."""
+        """Cancel what still runs, wait for it, end the thread. Idempotent; nothing where the thread does not run.
+
+        Where it is interrupted, the next call goes on with it.
+        """
         if gone(self._pid):
             return
         with self._ending:
-            if self._closed:
-                return
             self._closed = True
-            ended = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
-        ended.result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            if self._cancelling is None:
+                self._cancelling = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
+        concurrent.futures.wait([self._cancelling])
+        with self._joining:
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
         self._at_exit.cancel()
 
     def _end(self) -> None:

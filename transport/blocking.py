@@ -29,38 +29,42 @@ class BlockingClient:
     def __repr__(self) -> str:
         return f"<BlockingClient {self._client!r}>"
 
-    def read(self, ticket: Ticket, out: Any = None, rank: int = 0, timeout: float | None = None) -> ReceivedPayload:
+    def read(
+        self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
+    ) -> ReceivedPayload:
         """See `UCXXClient.read`. For `out` in device memory the stream counts that is current in this thread."""
+        ticket = Ticket.of(ticket)
         target = None if out is None else target_of(out, ticket.size, elsewhere=True)
-        payload = self._thread.run(self._client.read(ticket, out if target is None else target, rank, timeout))
+        payload = self._thread.run(self._client._fetch(ticket, out if target is None else target, rank, timeout))
         if target is not None:
             target.looked_at()
-        return payload
+        return self._client._deliveries.hand_over(payload)  # in this thread, which an interrupt may have ended before
 
     def read_many(
-        self, tickets: Iterable[Ticket], *, rank: int = 0, timeout: float | None = None
+        self, tickets: Iterable[Ticket | str | bytes], *, rank: int = 0, timeout: float | None = None
     ) -> Iterator[ReadOutcome]:
         """See `UCXXClient.read_many`; yields as payloads complete."""
-        outcomes = self._client.read_many(tickets, rank=rank, timeout=timeout)
+        outcomes = self._client._fetch_many(tickets, rank, timeout)
         try:
             while True:
                 try:
-                    yield self._thread.run(_next(outcomes))
+                    outcome = self._thread.run(_next(outcomes))
                 except _Finished:
                     return
+                yield self._client._handed_over(outcome)
         finally:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))
 
-    def ack(self, ticket: Ticket, rank: int = 0) -> bool:
+    def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """See `UCXXClient.ack`."""
         return self._thread.run(_call(self._client.ack, ticket, rank))
 
-    def discard(self, ticket: Ticket, timeout: float | None = None) -> bool:
+    def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:
         """See `UCXXClient.discard`."""
         return self._thread.run(self._client.discard(ticket, timeout))
 
-    def state(self, ticket: Ticket, rank: int = 0, timeout: float | None = None) -> SlotFate:
+    def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
         """See `UCXXClient.state`."""
         return self._thread.run(self._client.state(ticket, rank, timeout))
 
@@ -73,10 +77,11 @@ class BlockingClient:
 
         Nothing in a forked child: the client is its parent's.
         """
-        if not self._thread.closed:
-            with contextlib.ExitStack() as stack:
-                stack.callback(self._at_exit.cancel)
-                stack.callback(self._thread.close)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._at_exit.cancel)
+            stack.callback(self._thread.close)  # also where an earlier call was interrupted in it
+            if not self._thread.closed:
+                stack.callback(lambda: self._thread.run(_call(self._client.end)))  # also where `close` is interrupted
                 self._thread.run(self._client.close())
 
     def __enter__(self) -> Self:

@@ -133,10 +133,14 @@ class ClaimBook:
     def give_back(self, claims: Iterable[Claim], reason: str) -> None:
         """Let others have claims that were not used."""
         claims = list(claims)
-        self._let_go(claims)
-        for claim in claims:
-            if self._queue is not None and self._queue.retry(claim, 0.0, reason):
-                self.counts["returned"] += 1
+        try:
+            for claim in claims:  # each let go of in its turn, so that an interrupt leaves the others to the next call
+                self._let_go([claim])
+                if self._queue is not None and self._queue.retry(claim, 0.0, reason):
+                    self.counts["returned"] += 1
+        except Exception:
+            self._let_go(claims)  # their leases end
+            raise
 
     def _let_go(self, claims: list[Claim]) -> None:
         for claim in claims:

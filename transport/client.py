@@ -10,6 +10,7 @@ ack ledger do (files of those names); here their decisions are carried out. It b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -49,8 +50,9 @@ class UCXXClient:
         schemas: of rings whose tickets do not describe their payloads themselves.
         wire: "auto", or the set of wires that may carry payloads ("mapped", "shm", "tcp", "rdma", "cuda"). A read
             that would go over another one is refused.
-        ack: "on_arrival" acknowledges once the bytes are here and verified; "on_consumed" and "manual" leave it to
-            `payload.ack()`. A mapped payload is acknowledged by `ack` or at the end of its ``with``.
+        ack: "on_arrival" acknowledges when a payload, verified, is handed to whoever asked for it: as `read` returns,
+            as `read_many` yields. "on_consumed" and "manual" leave it to `payload.ack()`. A mapped payload is
+            acknowledged by `ack` or at the end of its ``with``.
         secret: shared secret to prove to listeners.
         verify: compare the checksum of what arrives with the ticket's.
         device: "cupy" or "torch" (":1" for the second device): reads without `out` go to new memory there, and their
@@ -95,6 +97,7 @@ class UCXXClient:
         self._deliveries = Deliveries(schemas, ack, self._links, self._mapped, self._buffers, trace)
         self._counts = dict.fromkeys(("stale", "failed_reads"), 0)
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._status = StatusSocket(self._loop, self.statistics)
 
     def __repr__(self) -> str:
@@ -102,12 +105,12 @@ class UCXXClient:
 
     # --- reading ------------------------------------------------------------------------------------
     async def read(
-        self, ticket: Ticket, out: Any = None, rank: int = 0, timeout: float | None = None
+        self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
     ) -> ReceivedPayload:
         """Fetch one payload.
 
         Args:
-            ticket: names it.
+            ticket: names it; the ticket itself, or any form of it that `Ticket.parse` knows.
             out: where to put the bytes: numpy, pinned, torch or CuPy memory, writable, contiguous, large enough;
                 None: a mapped view, or a pooled buffer. Into device memory they come on the stream that is current
                 when the read is called; work on that stream may be queued as soon as the read returns.
@@ -122,7 +125,15 @@ class UCXXClient:
             WireNotAllowedError: only wires that the policy excludes lead there.
             BufferUnsuitableError, RankError: nothing was sent.
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
+            TicketError: `ticket` is neither a ticket nor a form of one.
         """
+        return self._deliveries.hand_over(await self._fetch(ticket, out, rank, timeout))
+
+    async def _fetch(
+        self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
+    ) -> ReceivedPayload:
+        """`read`, but for handing it over."""
+        ticket = Ticket.of(ticket)
         if self._trace is None:
             return await self._read(ticket, out, rank, self._deadline(timeout))
         return await self._read_traced(self._trace, ticket, out, rank, self._deadline(timeout))
@@ -187,7 +198,7 @@ class UCXXClient:
 
     async def read_many(
         self,
-        tickets: Iterable[Ticket],
+        tickets: Iterable[Ticket | str | bytes],
         *,
         rank: int = 0,
         timeout: float | None = None,
@@ -195,10 +206,29 @@ class UCXXClient:
     ) -> AsyncGenerator[ReadOutcome, None]:
         """Fetch many payloads; yields each as it completes, errors included. Small ones share messages.
 
-        Leaving the iteration early cancels what is still under way; use ``contextlib.aclosing`` to have that at once.
+        Some are fetched ahead. With ack="on_arrival" each is acknowledged as it is yielded, so leaving the iteration
+        early consumes nothing beyond. It also cancels what is still under way; use ``contextlib.aclosing`` to have
+        that at once.
         """
+        async with contextlib.aclosing(self._fetch_many(tickets, rank, timeout, concurrency)) as outcomes:
+            async for outcome in outcomes:
+                yield self._handed_over(outcome)
+
+    def _handed_over(self, outcome: ReadOutcome) -> ReadOutcome:
+        """The outcome that its caller gets; a payload that cannot be handed over is an error."""
+        if outcome.payload is not None:
+            try:
+                self._deliveries.hand_over(outcome.payload)
+            except TransportError as error:
+                return ReadOutcome(outcome.ticket, None, _bare(error))
+        return outcome
+
+    async def _fetch_many(
+        self, tickets: Iterable[Ticket | str | bytes], rank: int, timeout: float | None, concurrency: int = _CONCURRENCY
+    ) -> AsyncGenerator[ReadOutcome, None]:
+        """`read_many`, but for handing over."""
         deadline = self._deadline(timeout)
-        work = grouped(list(tickets), self._settings)
+        work = grouped([Ticket.of(ticket) for ticket in tickets], self._settings)
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
         finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(concurrency)
         expected = sum(len(group) for group in work)
@@ -322,11 +352,12 @@ class UCXXClient:
         return outcomes, left
 
     # --- acknowledgements and what else can be said about a payload ------------------------------------
-    def ack(self, ticket: Ticket, rank: int = 0) -> bool:
+    def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """Acknowledge a payload; it goes with the next request to its ring, or alone after ``ack_delay_s``.
 
         Raises RankError for a rank that is not one of the ticket's readers.
         """
+        ticket = Ticket.of(ticket)
         ticket.check_rank(rank)  # one that no record can hold would come back at every message to its ring
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
         if ring is not None:
@@ -334,11 +365,12 @@ class UCXXClient:
         self._links.ports(ticket)  # makes the way to its ring known
         return self._deliveries.acknowledge(ticket, rank, None)
 
-    async def discard(self, ticket: Ticket, timeout: float | None = None) -> bool:
+    async def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:
         """Free a payload that nobody wants, for all ranks. False when it was gone before.
 
         Raises what `read` raises where the ring cannot be reached.
         """
+        ticket = Ticket.of(ticket)
         fate = await self.state(ticket, timeout=timeout)
         if fate is SlotFate.GONE:
             return False
@@ -350,8 +382,9 @@ class UCXXClient:
         answer = await self._remote.ask(ticket, asking, [discarding], self._deadline(timeout))
         return SlotFate(answer.value) is SlotFate.GONE
 
-    async def state(self, ticket: Ticket, rank: int = 0, timeout: float | None = None) -> SlotFate:
+    async def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
         """What became of a payload, for a rank: readable, consumed by it, or gone. Raises as `discard` does."""
+        ticket = Ticket.of(ticket)
         ticket.check_rank(rank)
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
         record = Record(Kind.STATE, ticket.slot, ticket.generation, rank, ticket.key)
@@ -385,17 +418,32 @@ class UCXXClient:
         )
 
     async def close(self) -> None:
-        """Send the last acknowledgements and close every link. Reads under way fail with ClosedError. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._deliveries.closed = True
-        self._status.close()
-        await self._links.close()
-        self._landing.close()
-        self._remote.close()
-        self._mapped.close()
-        self._buffers.clear()
+        """Send the last acknowledgements and close every link. Reads under way fail with ClosedError. Idempotent.
+
+        It goes on where it is cancelled; called again, it waits for the same end. When the loop ends first, everything
+        is closed at once, and what was not acknowledged by then is not.
+        """
+        if self._closing is None:
+            self._closed = self._deliveries.closed = True
+            self._closing = self._loop.create_task(self._close(), name="transport client closes")
+            self._closing.add_done_callback(lambda _: self.end())  # also where it is cancelled before it has begun
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.end)
+            await self._links.close()
+
+    def end(self) -> None:
+        """Close at once, without a word to anybody: what is not acknowledged yet is not. Idempotent."""
+        self._closed = self._deliveries.closed = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._buffers.clear)
+            stack.callback(self._mapped.close)
+            stack.callback(self._remote.close)
+            stack.callback(self._landing.close)
+            stack.callback(self._links.end)
+            self._status.close()
 
     async def __aenter__(self) -> Self:
         return self

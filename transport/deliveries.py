@@ -3,6 +3,7 @@
     mapped             a view of the slot, or a copy out of it
     copied_to_device   the copy out of the slot is queued
     received           the bytes came over a wire and are verified
+    hand_over          somebody gets it now: with ack="on_arrival" it is acknowledged, not before
 
 One for each client, on its loop; a payload's acknowledgement may come from any thread.
 """
@@ -81,43 +82,42 @@ class Deliveries:
         schema = self._schema(ticket)
         view = None
         if out is None:
-            view = self._mapped.read(ring, ticket, rank, consume=self._ack == "on_arrival")
+            view = self._mapped.read(ring, ticket, rank, consume=False)
         if view is not None:
             self._count("mapped", ticket.size)
             hold = view.hold
-            return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon)
+            return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon, hold.deliver)
         if destination is None:
             destination = self._buffers.take(ticket.size)
         self._mapped.copy_out(ring, ticket, rank, destination)
         self._count("mapped", ticket.size)
         data = destination if out is None else out
-        payload = ReceivedPayload(ticket, rank, "mapped", data, schema, partial(ring.acknowledge, ticket, rank))
-        if self._ack == "on_arrival":
-            payload.ack()
-        return payload
+        return ReceivedPayload(ticket, rank, "mapped", data, schema, partial(ring.acknowledge, ticket, rank))
 
     def copied_to_device(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> ReceivedPayload:
         """The payload whose copy out of the slot is queued."""
         self._count("mapped", ticket.size)
         acknowledge = partial(ring.acknowledge, ticket, rank)
-        payload = DevicePayload(ticket, rank, "mapped", target, self._schema(ticket), acknowledge)
-        if self._ack == "on_arrival":
-            payload.ack()
-        return payload
+        return DevicePayload(ticket, rank, "mapped", target, self._schema(ticket), acknowledge)
 
     # --- over a wire --------------------------------------------------------------------------------
     def received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
         """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`."""
         self._count(wire, ticket.size)
         make = DevicePayload if type(data) is Target else ReceivedPayload
-        schema = self._schema(ticket)
-        if self._ack != "on_arrival":
-            return make(ticket, rank, wire, data, schema, lambda: self.acknowledge(ticket, rank, via))
-        self._links.acknowledge(Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key), via)
-        if self._trace is not None:
-            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
-        payload = make(ticket, rank, wire, data, schema, _acknowledged)
-        payload.acknowledged = True
+        return make(ticket, rank, wire, data, self._schema(ticket), lambda: self.acknowledge(ticket, rank, via))
+
+    # --- acknowledgements ---------------------------------------------------------------------------
+    def hand_over(self, payload: ReceivedPayload) -> ReceivedPayload:
+        """The payload, for whoever asked for it; called where nothing can come between this and the asker.
+
+        With ack="on_arrival" it is acknowledged here: what is fetched ahead and handed to nobody is not consumed.
+        Raises ClosedError when the client is closed.
+        """
+        if self._ack == "on_arrival":
+            if self.closed:
+                raise ClosedError(f"payload {payload.ticket.name} came too late: its client is closed")
+            payload._handed_over()
         return payload
 
     def acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
@@ -131,11 +131,15 @@ class Deliveries:
         if self._trace is not None:
             self._trace.instant("acknowledge", key_of(ticket), rank=rank)
         if threading.get_ident() == self._thread:
-            self._links.acknowledge(ack, via)
+            self._tell(ticket, ack, via)
         else:  # a payload is acknowledged where it is used, which may be the trainer's thread
-            self._loop.call_soon_threadsafe(self._links.acknowledge, ack, via)
+            try:
+                self._loop.call_soon_threadsafe(self._tell, ticket, ack, via)
+            except RuntimeError as error:  # the loop has ended since we looked
+                raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed") from error
         return True
 
-
-def _acknowledged() -> bool:
-    return False
+    def _tell(self, ticket: Ticket, ack: Ack, via: PortKey | None) -> None:
+        if self._links.routes.find(ticket.ring) is None:  # forgotten since it was read
+            self._links.ports(ticket)
+        self._links.acknowledge(ack, via)

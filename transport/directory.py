@@ -168,8 +168,6 @@ class Announcement:
 
     def close(self) -> None:
         """Stop, and withdraw the record where the store can be reached. Idempotent."""
-        if self._ended.is_set():
-            return
         self._ended.set()
         self._thread.join(_JOIN_S)
         if self._version is not None:
@@ -177,6 +175,7 @@ class Announcement:
                 self._directory.withdraw(self._ring, self._version)
             except TransportError as error:
                 log.warning("ring %s stays published until its lease ends: %s", self._ring[:8], error)
+            self._version = None  # last, so that an interrupted call is made good by the next one
 
     def __enter__(self) -> Self:
         return self

@@ -4,6 +4,7 @@
     ├── UsageError          the caller passed something wrong; nothing was lost
     ├── RefusedError        the other side said no, and would say it again
     ├── LinkError           the path broke; another port or another try may work (retryable)
+    ├── GivenUpError        this side broke the connection off; nobody is at fault (retryable)
     ├── RingError           the ring cannot do it now, or is not the ring one thinks
     ├── QueueError          the ticket queue cannot do it now, or is not the queue one thinks
     ├── StoreError          the store of shared records cannot do it now, or is not the store one thinks
@@ -158,6 +159,12 @@ class ReadTimeoutError(LinkError, TimeoutError):
 
 class ChecksumError(LinkError):
     """The bytes that arrived are not the bytes that were written."""
+
+
+class GivenUpError(TransportError):
+    """This side ended a healthy connection for what had happened to another one. It says nothing about its port."""
+
+    retryable = True
 
 
 class RetriesExhaustedError(LinkError):

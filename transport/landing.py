@@ -11,6 +11,7 @@ stream through `ReceivedPayload` is made to. Nothing waits for a device but `dir
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,7 +23,7 @@ import numpy as np
 from transport import _native
 from transport.completions import Completions
 from transport.devices import kind_of
-from transport.errors import DeadlineExceededError, InternalError
+from transport.errors import BufferUnsuitableError, DeadlineExceededError, InternalError
 from transport.libraries import Library, library_of, parse_device
 from transport.payload import check_destination
 from transport.received import ReceivedPayload
@@ -232,7 +233,8 @@ class Landing:
         if direct and target.size >= _DIRECT_BYTES:
             before = Mark(target.stream, target.device)
             await _by(deadline, self._completions.passed(before), "the caller's stream was not done with the memory")
-            return await read(Arriving(target, partial(self._checksum, deadline)).memory())
+            with contextlib.suppress(BufferUnsuitableError):  # its listener joins it to the answer: staged, then
+                return await read(Arriving(target, partial(self._checksum, deadline)).memory())
         block = await self._block(target, deadline)
         try:
             result = await read(block[: target.size].data)

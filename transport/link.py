@@ -90,6 +90,7 @@ class Link:
             endpoint.native, tag_base, welcome.tag_base, welcome.inline_limit, welcome.version
         )
         self.given_up = False  # for what happened to another link
+        self.inline_limit = welcome.inline_limit  # of the listener: payloads of up to this many bytes are joined
         self.ring = welcome.ring
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()

@@ -28,7 +28,7 @@ from transport.errors import (
 from transport.link import Link, Want, new_tag_base
 from transport.pool import EndpointPool, PoolCounts, PortKey
 from transport.quarantine import PortQuarantine
-from transport.routes import Route, Routes
+from transport.routes import Routes
 from transport.settings import Settings
 from transport.ucx import Worker
 from transport.wire import Kind, Record
@@ -74,6 +74,7 @@ class Links:
         self._opening_bases: set[int] = set()
         self._wake = asyncio.Event()
         self._flushes: dict[str, asyncio.Task[None]] = {}
+        self._partings: set[asyncio.Task[None]] = set()
         self._closed = False
         self.opened = 0
         self.quarantine = PortQuarantine(settings)
@@ -91,7 +92,10 @@ class Links:
         return self._pool.counts()
 
     def failed(self, ring: str, port: PortKey, error: TransportError) -> bool:
-        """Note a failure of the port; True when it serves another ring now."""
+        """Note a failure of the port, and quarantine it where the path broke; True when it serves another ring now.
+
+        It is healed by an answer, and a refusal is one. What this side ended itself says nothing about the port.
+        """
         if isinstance(error, WrongRingError):
             self.routes.serves_another(ring, port)
             return True
@@ -100,7 +104,7 @@ class Links:
             self.quarantine.failed(port, time.monotonic())
             self._break_off_all(self._pool.drain_port(port))
         elif isinstance(error, RefusedError):
-            self.quarantine.succeeded(port)  # a refusal is an answer
+            self.quarantine.succeeded(port)
         return False
 
     def request(self, link: Link, wants: list[Want]) -> tuple[int, asyncio.Future[Any]]:
@@ -129,7 +133,7 @@ class Links:
             link = self.try_checkout(port, ring)
             if link is not None:
                 return link
-            self._break_off_all(self._pool.expired(time.monotonic()))
+            self._part_from_old()
             if self._pool.may_open(port):
                 self._pool.begin_open(port)
                 return await self._open(port, ring)
@@ -192,11 +196,8 @@ class Links:
         try:
             if self._closed:  # a turn that came just before
                 raise ClosedError("this client is closed")
-            worker = self._get_worker()
             self.quarantine.begin(port, time.monotonic())
-            link = await Link.open(
-                worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
-            )
+            link = await self._connected(port, ring, base)
         except BaseException:
             self._pool.open_failed(port)
             self._announce_place(port)
@@ -216,6 +217,18 @@ class Links:
             )
         self.routes.listeners_said(ring, link.ports)
         return link
+
+    async def _connected(self, port: PortKey, ring: str, base: int) -> Link:
+        """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
+        while True:
+            worker = self._get_worker()
+            try:
+                return await Link.open(
+                    worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
+                )
+            except (LinkError, ClosedError):
+                if worker is self._worker or self._closed:
+                    raise
 
     def checkin(self, link: Link) -> None:
         """The link's user is done with it and nothing is under way on it."""
@@ -288,7 +301,7 @@ class Links:
                 self._break_off_all([link for link in self._pool.idle() if not link.usable])
                 for ring in self.ledger.due(time.monotonic()):
                     self._begin_flush(ring)
-                await asyncio.gather(*(self._farewell(link) for link in self._pool.expired(time.monotonic())))
+                self._part_from_old()
                 self._tick()
             except Exception:  # whatever it was, acknowledgements must go on
                 log.exception("tending the links failed; going on")
@@ -302,7 +315,9 @@ class Links:
             # not woken by further acknowledgements: under load they ride, and this task costs nothing
             await asyncio.sleep(max(due - now, 0.0))
             return
-        moments = [now + (_LOOK_S if self.ledger.sent_count else _LONGEST_SLEEP_S), due, self._pool.next_expiry()]
+        # not beyond the age of a link that becomes idle in a moment
+        longest_s = min(_LONGEST_SLEEP_S, self._settings.pool_endpoint_max_age_s)
+        moments = [now + (_LOOK_S if self.ledger.sent_count else longest_s), due, self._pool.next_expiry()]
         self._wake.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(min(moment for moment in moments if moment is not None) - now):
@@ -326,34 +341,28 @@ class Links:
 
     async def _flush(self, ring: str) -> None:
         """Send what is pending for a ring, now; failures leave it pending, with a longer pause."""
-        route = self.routes.find(ring)
-        if route is None:
-            self.ledger.forget_ring(ring)
-            return
         for via in self.ledger.vias(ring):
-            await self._flush_to(ring, route, via)
+            route = self.routes.find(ring)
+            if route is None:  # no ticket has named a port of it
+                log.warning("%d acknowledgements for ring %s go nowhere", self.ledger.forget_ring(ring), ring[:8])
+                return
+            await self._flush_to(ring, route.pairs, via)
 
-    async def _flush_to(self, ring: str, route: Route, via: Hashable | None) -> None:
-        ports = route.pairs
+    async def _flush_to(self, ring: str, ports: list[PortKey], via: Hashable | None) -> None:
         port = via if via in ports else self.next_port(ring, ports)
         if via is not None and port != via:
             self.ledger.reroute(ring, via)
         try:
             async with asyncio.timeout(self._settings.read_timeout(0)):
                 link = await self.checkout(port, ring)
-        except WrongRingError:
-            route.wrong.add(port)
-            self.ledger.reroute(ring, port)
-            if route.wrong >= set(ports):
-                self.ledger.forget_ring(ring)  # the ring is gone, its slots with it
-            self.ledger.unreachable(ring, time.monotonic())
-            return
         except (TransportError, TimeoutError) as error:
             log.debug("acknowledgements for ring %s wait: %s", ring[:8], error)
-            if isinstance(error, LinkError):
-                self.quarantine.failed(port, time.monotonic())
+            if isinstance(error, TransportError):
+                self.failed(ring, port, error)
             self.ledger.reroute(ring, port)
             self.ledger.unreachable(ring, time.monotonic())
+            if self.routes.gone(ring, self._settings.linger_s):  # it does not outlive its writer for longer
+                self.ledger.forget_ring(ring)
             return
         try:
             while acks := self.ledger.take(ring, self._settings.records_per_message, port):
@@ -364,6 +373,13 @@ class Links:
                 return
             raise
         self.checkin(link)
+
+    def _part_from_old(self) -> None:
+        """Take leave of links that were idle for too long, beside everything else; their places are free at once."""
+        for link in self._pool.expired(time.monotonic()):
+            parting = asyncio.get_running_loop().create_task(self._farewell(link), name="transport farewell")
+            self._partings.add(parting)
+            parting.add_done_callback(self._partings.discard)
 
     async def _farewell(self, link: Link) -> None:
         """Part in good order: the last acknowledgements, BYE, its answer, close."""
@@ -386,11 +402,22 @@ class Links:
             self._wake.set()
 
     async def close(self) -> None:
-        """Send the last acknowledgements, part from every listener, stop UCX. Users of lent links get ClosedError."""
-        if self._closed:
-            return
-        self._tender.cancel()
-        await asyncio.gather(self._tender, return_exceptions=True)
+        """Send the last acknowledgements, part from every listener, stop UCX. Users of lent links get ClosedError.
+
+        Cancelled, it does not wait any more: everything is closed at once. Idempotent.
+        """
+        try:
+            self._tender.cancel()
+            await asyncio.gather(self._tender, return_exceptions=True)
+            if not self._closed:
+                await self._flush_all()
+                self._admit_no_more()
+                partings = [self._farewell(link) for link in self._pool.drain()]
+                await asyncio.gather(*self._partings, *partings, return_exceptions=True)
+        finally:
+            self.end()
+
+    async def _flush_all(self) -> None:
         for ring in self.ledger.pending_rings():
             self._begin_flush(ring)
         if self._flushes:
@@ -398,13 +425,20 @@ class Links:
             for flush in late:
                 flush.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+    def _admit_no_more(self) -> None:
         self._closed = True
         for port in list(self._waiting):
             while (turn := self._next_turn(port)) is not None:
                 turn.set_exception(ClosedError("this client is closed"))
                 turn.exception()  # who was cancelled meanwhile does not look at it
-        try:
-            await asyncio.gather(*(self._farewell(link) for link in self._pool.drain()))
-        finally:
-            if self._worker is not None:
-                self._worker.close()
+
+    def end(self) -> None:
+        """Stop UCX and everything here, without waiting for anybody. Idempotent."""
+        self._tender.cancel()
+        self._admit_no_more()
+        for task in [*self._flushes.values(), *self._partings]:
+            task.cancel()
+        self._break_off_all(self._pool.drain())
+        if self._worker is not None:
+            self._worker.close()

@@ -98,7 +98,9 @@ class MappedRings:
         ring.native.count("bytes_mapped", ticket.size)
 
     def detach_finished(self) -> int:
-        """Let go of rings whose writer is gone and that hold nothing more; how many."""
+        """Let go of rings whose writer is gone and that hold nothing more; how many. Refusals that are over go, too."""
+        now = time.monotonic()
+        self._refused = {ring_id: until for ring_id, until in self._refused.items() if now < until}
         finished = [
             ring_id
             for ring_id, ring in self._rings.items()
@@ -106,6 +108,7 @@ class MappedRings:
         ]
         for ring_id in finished:
             del self._views[ring_id]
+            self._warned.discard(ring_id)
             self._rings.pop(ring_id).close()
         return len(finished)
 

@@ -163,9 +163,14 @@ class UCXXDataPackerMixin:
 
     def cleanup_ucxx_packer(self) -> None:
         """Stop fetching, give claims back to the queue, close client and loop. Any state; idempotent."""
-        packer, self._ucxx = self._ucxx, None
+        packer = self._ucxx
         if packer is not None:
-            packer.close()
+            try:
+                packer.close()
+            except Exception:  # every step was made; an interrupt leaves what is left to the next call
+                self._ucxx = None
+                raise
+            self._ucxx = None
 
     @property
     def _packer(self) -> PackerSession:

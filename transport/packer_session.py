@@ -102,25 +102,38 @@ class PackerSession:
 
     def cancel(self) -> None:
         """Stop fetching. On return nothing is fetched any more, and claims without a payload are back in the queue."""
-        fetching, self.fetching = self.fetching, None
-        if fetching is not None:
-            fetching.end()
+        if self.fetching is not None:
+            self.fetching.end()
+            self.fetching = None
         self.prefetch.cancelled()
         held = {item.claim.token for item in self.collected.values() if item.claim is not None}
         waiting = [claim for claim in self.claims.in_hand if claim.token not in held]
         self.claims.give_back(waiting, "the fetch was cancelled")
 
     def close(self) -> None:
-        """Stop fetching, give every claim back, close the client and the loop. Every step runs, whatever others do."""
+        """Stop fetching, give every claim back, close the client and the loop. Every step runs, whatever others do.
+
+        Idempotent; where it is interrupted, the next call goes on with it.
+        """
         with contextlib.ExitStack() as stack:
             stack.callback(self._shown.close)
             stack.callback(self.thread.close)
-            stack.callback(lambda: self.thread.run(self.client.close()))
+            stack.callback(self._close_client)
             stack.callback(lambda: self.claims.give_back(self.claims.in_hand, "the trainer stopped"))
             stack.callback(self.renewer.cancel)
             stack.callback(self.collected.clear)
             stack.callback(self.cancel)
             self.prefetch.close()
+
+    def _close_client(self) -> None:
+        if not self.thread.closed:
+            try:
+                self.thread.run(self.client.close())
+            finally:
+                self.thread.run(self._end_client())
+
+    async def _end_client(self) -> None:
+        self.client.end()
 
     def statistics(self) -> PackerStatistics:
         """Counters at this moment."""

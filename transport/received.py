@@ -40,6 +40,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         "_acknowledge",
         "_arrays",
         "_data",
+        "_deliver",
         "_schema",
         "acknowledged",
         "rank",
@@ -56,6 +57,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         schema: Schema | None,
         acknowledge: Callable[[], bool],
         abandon: Callable[[], None] | None = None,
+        deliver: Callable[[], None] | None = None,
     ) -> None:
         self.ticket = ticket
         self.rank = rank
@@ -66,6 +68,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         self._schema = schema
         self._acknowledge = acknowledge
         self._abandon = abandon
+        self._deliver = deliver
 
     def __repr__(self) -> str:
         state = "released" if self._data is None else "acknowledged" if self.acknowledged else "not acknowledged"
@@ -129,6 +132,13 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
             raise named(fault) from None
         self.acknowledged = True
         return accepted
+
+    def _handed_over(self) -> None:
+        """Acknowledge what has arrived where it was asked for; a view: when its last array is gone."""
+        if self._deliver is None:
+            self.ack()
+        elif not self.acknowledged:
+            self._deliver()
 
     def release(self) -> None:
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""

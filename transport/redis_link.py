@@ -276,7 +276,7 @@ class RedisLink:
     def close(self) -> None:
         """Close all connections of this process, and end its waits with ClosedError. Idempotent."""
         self._closed = True
-        room = self._rooms.pop(os.getpid(), None)
+        room = self._rooms.get(os.getpid())
         if room is None:
             return
         room.ended.set()
@@ -288,6 +288,7 @@ class RedisLink:
                 room.client.publish(self._bell_channel(), "")  # else it looks within _BELL_LOOK_S
             listener.join(_JOIN_S)
         room.client.close()
+        self._rooms.pop(os.getpid(), None)  # last, so that an interrupted call is made good by the next one
 
     # --- wake-ups ------------------------------------------------------------------------------
     def _bell_channel(self) -> str:

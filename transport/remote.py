@@ -15,9 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from transport import _native
 from transport.errors import (
-    BusyError,
+    BufferUnsuitableError,
     ChecksumError,
+    ClosedError,
     DeadlineExceededError,
+    GivenUpError,
     LinkError,
     PayloadLostError,
     ReadTimeoutError,
@@ -200,6 +202,12 @@ class RemoteReads:
 
     def _send(self, link: Link, wants: list[Want], size: int, now: float, deadline: Deadline) -> _Request:
         """One message for ``wants``, of ``size`` bytes together, under a limit of time."""
+        if type(wants[0].destination) is tuple and wants[0].ticket.size <= link.inline_limit:
+            self._links.checkin(link)
+            raise BufferUnsuitableError(
+                f"payload {wants[0].ticket.name} is joined to its answer, since its listener's inline_limit is "
+                f"{link.inline_limit} bytes: it comes through host memory"
+            )
         limit_s = self._settings.read_timeout(size)
         left_s = deadline.at - now
         try:
@@ -232,10 +240,7 @@ class RemoteReads:
                 self._links.break_off(link, silent=isinstance(late, ReadTimeoutError))
                 raise late from error
             self._links.break_off(link)
-            if link.given_up and isinstance(error, LinkError):
-                raise BusyError(
-                    f"{link.port[0]}:{link.port[1]}: connections are made anew after a peer's death"
-                ) from error
+            _raise_if_given_up(link, error)
             raise
         self._watch.remove(request.answer)
         if self._trace is not None:
@@ -294,6 +299,7 @@ class RemoteReads:
             self._links.break_off(link)
             if isinstance(error, TimeoutError) and not isinstance(error, TransportError):
                 raise _late(link, limit_s, deadline.at - begun) from error
+            _raise_if_given_up(link, error)
             raise
         self._watch.remove(asking)
         self._links.checkin(link)
@@ -347,6 +353,12 @@ def _late(link: Link, limit_s: float, left_s: float) -> TransportError:
     if left_s < limit_s:  # the caller was in a hurry; the port may be as healthy as ever
         return DeadlineExceededError(f"{host}:{port} did not answer before the deadline")
     return ReadTimeoutError(f"{host}:{port} did not answer within {limit_s:.1f} s")
+
+
+def _raise_if_given_up(link: Link, error: BaseException) -> None:
+    """GivenUpError, where what failed is a link that was closed from this side."""
+    if link.given_up and isinstance(error, LinkError | ClosedError):
+        raise GivenUpError(f"{link.port[0]}:{link.port[1]}: connections are made anew after a peer's death") from error
 
 
 def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:

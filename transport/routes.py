@@ -29,6 +29,8 @@ class Route(msgspec.Struct):
     hosts_named: tuple[str, ...]  # by the last ticket
     ports_named: tuple[int, ...]
     wrong: set[PortKey] = msgspec.field(default_factory=set)  # those that serve another ring now
+    all_wrong_since: float | None = None  # None: not all of them said so
+    used: bool = False  # again, since routes were last forgotten
 
 
 class Routes:
@@ -36,10 +38,11 @@ class Routes:
 
     Args:
         quarantine: says which ports are healthy.
-        ledger: a ring that it still has acknowledgements for is not forgotten.
+        ledger: a ring that it still has acknowledgements for, sent or not, is not forgotten.
     """
 
     def __init__(self, quarantine: PortQuarantine, ledger: AckLedger) -> None:
+        self._forget_at = _MOST_ROUTES
         self._quarantine = quarantine
         self._ledger = ledger
         self._of_ring: dict[str, Route] = {}
@@ -53,6 +56,7 @@ class Routes:
         """(address, port) of every listener that may serve the ticket's ring, best address first."""
         route = self._of_ring.get(ticket.ring)
         if route is not None and route.ports_named == ticket.ports and route.hosts_named == ticket.addresses:
+            route.used = True
             return route.pairs
         hosts = tuple(
             dict.fromkeys((LOOPBACK, *ticket.addresses) if ticket.host == host_identity() else ticket.addresses)
@@ -65,12 +69,23 @@ class Routes:
         if route is not None and route.pairs == pairs:
             route.hosts_named, route.ports_named = ticket.addresses, ticket.ports
         else:
-            wrong = route.wrong if route else set()
-            self._of_ring[ticket.ring] = Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, wrong)
-            if len(self._of_ring) > _MOST_ROUTES:
-                kept = {ticket.ring, *self._ledger.pending_rings()}
-                self._of_ring.pop(next((ring for ring in self._of_ring if ring not in kept), ""), None)
+            made = Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, used=route is not None)
+            made.wrong = route.wrong if route else made.wrong
+            self._of_ring[ticket.ring] = made
+            if len(self._of_ring) > self._forget_at:
+                self._forget_some(ticket.ring)
         return pairs
+
+    def _forget_some(self, ring: str) -> None:
+        """A quarter of what may be kept, but for ``ring``: those that were not used since this was last done first."""
+        kept = self._ledger.rings() | {ring}
+        for used in (False, True):
+            free = [each for each, route in self._of_ring.items() if each not in kept and route.used is used]
+            for each in free[: max(0, len(self._of_ring) - _MOST_ROUTES * 3 // 4)]:
+                del self._of_ring[each]
+        for route in self._of_ring.values():
+            route.used = False
+        self._forget_at = max(_MOST_ROUTES, len(self._of_ring) + _MOST_ROUTES // 4)  # not again at the next one
 
     def next_port(self, ring: str, ports: list[PortKey]) -> PortKey:
         """The healthiest port; the next one each time, so that load is spread. Addresses are tried in their order."""
@@ -103,16 +118,28 @@ class Routes:
             self._quarantine.succeeded(port)
         if (route := self._of_ring.get(ring)) is not None and route.wrong:
             route.wrong.discard(port)
+            route.all_wrong_since = None
 
     def serves_another(self, ring: str, port: PortKey) -> None:
         """The port said that it serves another ring now."""
         route = self._of_ring.get(ring)
         if route is not None:
             route.wrong.add(port)
+            if route.all_wrong_since is None and route.wrong >= set(route.pairs):
+                route.all_wrong_since = time.monotonic()
+
+    def gone(self, ring: str, after_s: float) -> bool:
+        """Whether every known port has been serving other rings for ``after_s``.
+
+        Not at once: the ring may be served at ports that a later ticket, or one of its listeners, names.
+        """
+        route = self._of_ring.get(ring)
+        since = None if route is None else route.all_wrong_since
+        return since is not None and time.monotonic() - since >= after_s
 
     def listeners_said(self, ring: str, numbers: tuple[int, ...]) -> None:
         """A listener named the ports (empty: none) at which the ring is served."""
         route = self._of_ring.get(ring)
         if route is not None and numbers and numbers != route.ports:
             pairs = [(host, number) for host in route.hosts for number in numbers]
-            self._of_ring[ring] = Route(route.hosts, numbers, pairs, (), (), route.wrong)
+            self._of_ring[ring] = Route(route.hosts, numbers, pairs, (), (), route.wrong, used=True)

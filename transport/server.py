@@ -118,6 +118,7 @@ class UCXXServer:
             log_format=log_format,
         )
         self._run: _Processes | _Thread | None = None
+        self._closing = False
 
     def __repr__(self) -> str:
         return f"<UCXXServer {self._mode} ports {self.ports} of ring {self._ring.ring_id[:8]}>"
@@ -125,7 +126,7 @@ class UCXXServer:
     @property
     def ports(self) -> tuple[int, ...]:
         """Ports that are listened on; empty before `start`."""
-        return self._ring.native.ports() if self._run is not None else ()
+        return () if self._run is None or self._closing else self._ring.native.ports()
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -149,25 +150,36 @@ class UCXXServer:
             else _Thread(self._ring, self._config)
         )
         ports = run.start(self._wanted)
-        self._run = run
+        self._run, self._closing = run, False
         self._ring.native.set_ports(ports)
         return self
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening.
+        """Stop listening. Idempotent; where it is interrupted, it waits for readers no longer, or is called again.
 
         Args:
             drain_s: wait this long for unread payloads to be consumed first. What is still unread afterwards
                 stays in the ring, but nobody serves it any more.
         """
-        run, self._run = self._run, None
+        run = self._run
         if run is None:
             return
-        self._drain(drain_s)
-        run.stop()
+        self._closing = True
+        try:
+            self._drain(drain_s)
+        finally:
+            self._stop(run)
         if not self._ring.native.closed:
             self._ring.native.set_ports(())
             self._ring.reclaim()
+
+    def _stop(self, run: _Processes | _Thread) -> None:
+        try:
+            run.stop()
+        except Exception:  # it will not stop better a second time; an interrupt leaves that to the next `close`
+            self._run = None
+            raise
+        self._run = None
 
     def _drain(self, drain_s: float) -> None:
         give_up = time.monotonic() + drain_s

@@ -212,6 +212,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @classmethod
     def decode(cls, data: bytes) -> Ticket:
         """The ticket that `encode` made these bytes of. TicketError for anything else."""
+        if not isinstance(data, bytes):
+            raise TicketError(f"a {type(data).__name__} is not a ticket; give the bytes of encode()")
         if len(data) > MAX_ENCODED_BYTES or len(data) < 3 or data[:2] != _MAGIC:
             raise TicketError(f"these {len(data)} bytes are not a ticket")
         _check_version(data[2])
@@ -235,6 +237,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @classmethod
     def from_json(cls, text: str | bytes) -> Ticket:
         """The ticket in this JSON. TicketError says which field is wrong."""
+        if not isinstance(text, str | bytes):
+            raise TicketError(f"a {type(text).__name__} is not a ticket; give the text of to_json()")
         if len(text) > MAX_JSON_BYTES:
             raise TicketError(f"{len(text)} characters of JSON are more than a ticket has")
         try:
@@ -247,6 +251,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @classmethod
     def parse(cls, source: str | bytes) -> Ticket:
         """A ticket in any of its forms: the bytes of `encode`, or the text of `to_text` or `to_json`. TicketError."""
+        if not isinstance(source, str | bytes):
+            raise TicketError(
+                f"a {type(source).__name__} is not a ticket; give the bytes of encode() or the text of to_text()"
+            )
         if isinstance(source, bytes):
             if source.startswith(_MAGIC):
                 return cls.decode(source)
@@ -262,6 +270,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         except (binascii.Error, ValueError) as error:
             raise TicketError(f"this text of {len(text)} characters is not a ticket: {error}") from error
         return cls.decode(data)
+
+    @classmethod
+    def of(cls, source: Ticket | str | bytes) -> Ticket:
+        """A ticket as it is, any other form of one by `parse`. TicketError."""
+        return source if isinstance(source, Ticket) else cls.parse(source)
 
 
 @cache

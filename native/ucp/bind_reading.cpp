@@ -69,6 +69,18 @@ class Records {
   std::size_t count_ = 0;
 };
 
+// Begins an operation that is to tell `token`; one that is refused before it has begun tells nobody.
+template <typename Begin>
+std::uint32_t begun(nb::handle token, Begin&& begin) {
+  void* const owned = own(token);
+  try {
+    return begin(owned);
+  } catch (const std::invalid_argument&) {
+    token.dec_ref();
+    throw;
+  }
+}
+
 std::uint32_t read(Link& link, nb::handle token, const nb::list& rows, const nb::list& acks) {
   const Records before(acks);
   if (rows.size() == 0 || rows.size() + before.view().size() > kMostRecords)
@@ -76,12 +88,12 @@ std::uint32_t read(Link& link, nb::handle token, const nb::list& rows, const nb:
   if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
   if (rows.size() == 1) {
     Want want = want_of(rows[0]);
-    return link.read(own(token), {&want, 1}, before.view());
+    return begun(token, [&](void* owned) { return link.read(owned, {&want, 1}, before.view()); });
   }
   std::vector<Want> wants;
   wants.reserve(rows.size());
   for (nb::handle row : rows) wants.push_back(want_of(row));
-  return link.read(own(token), wants, before.view());
+  return begun(token, [&](void* owned) { return link.read(owned, wants, before.view()); });
 }
 
 std::uint32_t ask(Link& link, nb::handle token, nb::handle record, const nb::list& before) {
@@ -89,7 +101,7 @@ std::uint32_t ask(Link& link, nb::handle token, nb::handle record, const nb::lis
   const Record asked = record_of(record);
   if (told.view().size() >= kMostRecords || link.next_number() >= kMessageNumbers)
     throw nb::value_error("too many records, or no message numbers left");
-  return link.ask(own(token), asked, told.view());
+  return begun(token, [&](void* owned) { return link.ask(owned, asked, told.view()); });
 }
 
 std::uint32_t tell(Link& link, const nb::list& records) { return link.tell(Records(records).view()); }

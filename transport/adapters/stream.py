@@ -6,14 +6,18 @@ gather claims ──► fetch ──next──► the user's ──used──►
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
+from transport.errors import TransportError
 from transport.packer import FetchedBatch, UCXXDataPackerMixin
 from transport.queue.base import Claim, TicketQueue
 from transport.received import ReceivedPayload
+
+log = logging.getLogger(__name__)
 
 _SLICE_S: Final = 0.25  # of every wait, after which `stopping` is asked
 
@@ -68,9 +72,12 @@ class BatchStream:
             batch = self._collect()
             if batch is None:
                 return None
-            self._claim(0.0)
-            if len(self._waiting) == self._batch_size:
-                self._fetch()
+            try:
+                self._claim(0.0)
+                if len(self._waiting) == self._batch_size:
+                    self._fetch()
+            except TransportError as error:  # if it lasts, the next call raises it; this batch is here
+                log.warning("the batch after this one could not be begun yet: %s", str(error))  # not its frames
             if batch.payloads:
                 return batch
             self._packer.consume(batch)  # the queue is told why nothing came, if it could not be before
