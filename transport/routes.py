@@ -29,6 +29,7 @@ class Route(msgspec.Struct):
     hosts_named: tuple[str, ...]  # by the last ticket
     ports_named: tuple[int, ...]
     wrong: set[PortKey] = msgspec.field(default_factory=set)  # those that serve another ring now
+    segment: str | None = None  # of a ring of this host; None: of another one
 
 
 class Routes:
@@ -66,7 +67,8 @@ class Routes:
             route.hosts_named, route.ports_named = ticket.addresses, ticket.ports
         else:
             wrong = route.wrong if route else set()
-            self._of_ring[ticket.ring] = Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, wrong)
+            segment = ticket.segment if ticket.host == host_identity() else None
+            self._of_ring[ticket.ring] = Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, wrong, segment)
             if len(self._of_ring) > _MOST_ROUTES:
                 kept = {ticket.ring, *self._ledger.pending_rings()}
                 self._of_ring.pop(next((ring for ring in self._of_ring if ring not in kept), ""), None)
@@ -115,4 +117,4 @@ class Routes:
         route = self._of_ring.get(ring)
         if route is not None and numbers and numbers != route.ports:
             pairs = [(host, number) for host in route.hosts for number in numbers]
-            self._of_ring[ring] = Route(route.hosts, numbers, pairs, (), (), route.wrong)
+            self._of_ring[ring] = Route(route.hosts, numbers, pairs, (), (), route.wrong, route.segment)
