@@ -53,7 +53,7 @@ WEIGHTS = 1 << 30
 def lacking(inherited: dict[str, str], modules: tuple[str, ...]) -> list[str]:
     """Of these modules, those that a Python with this environment cannot find."""
     look = "import importlib.util as u, sys; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
-    done = subprocess.run([sys.executable, "-c", look, *modules], env=inherited, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", look, *modules], env=inherited, capture_output=True, text=True)
     return done.stdout.split()
 
 
@@ -64,7 +64,7 @@ def environment() -> dict[str, str]:
     if not lacking(inherited, modules):
         return inherited
     inherited["PYTHONPATH"] = os.pathsep.join([str(BUILT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    install = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
     install += ["--no-deps", "--upgrade", "--target", str(BUILT)]
     wheels = sorted(map(str, WHEELS.glob("*.whl")))
     if wheels and lacking(inherited, NEEDED):
@@ -83,6 +83,7 @@ def check(inherited: dict[str, str]) -> tuple[str, int]:
     """Run the tests: the last line that they print, and their exit status."""
     command = [
         sys.executable,
+        "-P",
         "-m",
         "pytest",
         "-q",
@@ -431,7 +432,7 @@ def main() -> int:
     inherited = environment()
     probe = "import cupy; cupy.cuda.runtime.getDeviceCount() or exit('no CUDA device')"
     if (
-        probed := subprocess.run([sys.executable, "-c", probe], env=inherited, capture_output=True, text=True)
+        probed := subprocess.run([sys.executable, "-P", "-c", probe], env=inherited, capture_output=True, text=True)
     ).returncode:
         print(f"nothing to do here: {(probed.stderr.strip() or 'no CUDA device').splitlines()[-1]}", file=sys.stderr)
         return 2

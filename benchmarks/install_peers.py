@@ -38,8 +38,8 @@ def run(what: str, command: list[str], folder: Path) -> None:
 
 def install(peer: Peer, home: Path) -> None:
     """Everything of one peer, from nothing."""
-    run("making an environment", [sys.executable, "-m", "venv", str(home)], home.parent)
-    pip = [str(home / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    run("making an environment", [sys.executable, "-P", "-m", "venv", str(home)], home.parent)
+    pip = [str(home / "bin" / "python"), "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for requirement in ("numpy", *peer.requirements):
         run(f"pip install {requirement}", [*pip, *requirement.split()], home)
     if peer.libraries:

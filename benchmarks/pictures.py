@@ -26,7 +26,7 @@ from transport.cli import top
 from transport.trace import Trace, events
 
 DEMO = ("demo", "--rollouts", "3", "--readers", "2", "--wire", "tcp", "--episodes", "600", "--target", "0")
-TRANSPORT = (sys.executable, "-m", "transport")
+TRANSPORT = (sys.executable, "-P", "-m", "transport")
 COLOURS = {
     "read": "#c6dbef",
     "connect": "#d62728",

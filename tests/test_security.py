@@ -211,3 +211,48 @@ def test_a_listener_is_known_by_its_command() -> None:
     finally:
         listener.kill()
         listener.communicate()
+
+
+# --- children -------------------------------------------------------------------------------------------------
+PLANTED = "import pathlib; pathlib.Path(__file__).with_name('it-ran').touch(); raise SystemExit(1)"
+
+
+@pytest.mark.parametrize("planted", ["uvloop.py", "transport/__init__.py", "msgspec/__init__.py"])
+@pytest.mark.ucx
+def test_no_child_runs_what_lies_in_the_current_directory(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / planted
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(PLANTED)
+    monkeypatch.chdir(tmp_path)
+    with (
+        SharedRingBuffer.create(slots=1, slot_bytes=10) as ring,
+        UCXXServer(ring, addresses=("127.0.0.1",), secret=SECRET) as server,
+    ):
+        assert len(server.ports) == 1
+    assert not path.with_name("it-ran").exists()
+
+
+STARTERS = [*SOURCES, *sorted((Path(__file__).parents[1] / "benchmarks").rglob("*.py"))]
+
+
+def starts_with_the_current_directory(tree: ast.AST) -> list[int]:
+    """Lines that start a Python by ``-m`` or ``-c`` and not by ``-P``."""
+    found = []
+    for node in ast.walk(tree):
+        words = node.elts if isinstance(node, ast.List | ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+        said = [word.value if isinstance(word, ast.Constant) else ast.unparse(word) for word in words]
+        if "sys.executable" in said and {"-m", "-c"} & set(said) and "-P" not in said:
+            found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize("source", STARTERS, ids=[path.name for path in STARTERS])
+def test_no_python_is_started_with_the_current_directory_on_its_path(source: Path) -> None:
+    assert starts_with_the_current_directory(ast.parse(source.read_text())) == []
+
+
+@pytest.mark.parametrize("code", ["run([sys.executable, '-m', name])", "run(sys.executable, '-c', code, stdin=1)"])
+def test_the_search_finds_starts_with_the_current_directory(code: str) -> None:
+    assert starts_with_the_current_directory(ast.parse(code))

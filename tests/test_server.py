@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
+import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -259,3 +261,29 @@ server.close()
         assert child.line() == "7 True"
         assert child.line() == "3"
         assert child.wait() == 0
+
+
+COUNT = """
+import contextlib, sqlite3, sys
+with contextlib.closing(sqlite3.connect(sys.argv[1])) as database:
+    print(*database.execute("SELECT count(*) FROM rows").fetchone(), flush=True)
+"""
+
+
+def test_listeners_that_end_leave_the_locks_on_this_processes_files_alone(
+    ring: SharedRingBuffer, tmp_path: Path
+) -> None:
+    """A database is one: to close any descriptor of a file gives the process's locks on it up."""
+    path = tmp_path / "database"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as mine:
+        mine.execute("PRAGMA journal_mode=WAL")
+        mine.execute("CREATE TABLE rows (number)")
+        mine.execute("INSERT INTO rows VALUES (1)")
+        with UCXXServer(ring, addresses=LOCAL, mode="thread"):
+            assert read(ring.write_raw(b"x")) == b"x"
+        for count in (2, 3, 4):
+            mine.execute("INSERT INTO rows VALUES (?)", (count,))
+            with Child(COUNT, path) as other:
+                assert int(other.line()) == count
+                assert other.wait() == 0
+            assert path.with_name("database-wal").exists()  # the other one would have removed it as the last user

@@ -90,6 +90,8 @@ class Listener:
     def __init__(
         self, engine: Engine, address: str, port: int, most: int, arrived: Callable[[Endpoint], object]
     ) -> None: ...
+    def end_strangers(self, patience_s: float) -> bool:
+        """End who has connected and has sent no valid connection request in time; True: some still have time."""
     def close(self) -> None: ...
 
 @final

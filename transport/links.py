@@ -29,6 +29,7 @@ from transport.link import Link, Want, new_tag_base
 from transport.pool import EndpointPool, PoolCounts, PortKey
 from transport.quarantine import PortQuarantine
 from transport.routes import Routes
+from transport.segments import shares_memory
 from transport.settings import Settings
 from transport.ucx import Worker
 from transport.wire import Kind, Record
@@ -67,6 +68,7 @@ class Links:
         self._tick = tick
         self._for_device_memory = device_memory
         self._worker: Worker | None = None
+        self._worker_apart: Worker | None = None  # without shared memory, for rings of other users of this host
         self._pool: EndpointPool[Link] = EndpointPool(settings)
         # who waits for a link of a port: given one that came back, or None: a place, which is taken in the pool already
         self._waiting: dict[PortKey, deque[asyncio.Future[Link | None]]] = {}
@@ -175,12 +177,26 @@ class Links:
             self._pool.open_failed(port)
             self._announce_place(port)
 
+    def _allowed(self) -> frozenset[Wire] | None:
+        if self._for_device_memory and self._wires is not None:
+            return self._wires | {"cuda"}
+        return self._wires
+
+    def _worker_for(self, ring: str) -> Worker:
+        """Whether shared memory works has to be known before connecting: UCX crashes where it does not."""
+        route = self.routes.find(ring)
+        if route is not None and (route.segment is None or shares_memory(route.segment)):
+            return self._get_worker()
+        if self._wires is not None and "shm" not in self._wires:
+            return self._get_worker()
+        if self._worker_apart is None:
+            self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
+            self._worker_apart.engine.drop_unexpected()
+        return self._worker_apart
+
     def _get_worker(self) -> Worker:
         if self._worker is None:
-            wires = self._wires
-            if self._for_device_memory and wires is not None:
-                wires |= {"cuda"}
-            self._worker = Worker(settings_for(wires))
+            self._worker = Worker(settings_for(self._allowed()))
             # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
             self._worker.engine.drop_unexpected()
         return self._worker
@@ -221,13 +237,13 @@ class Links:
     async def _connected(self, port: PortKey, ring: str, base: int) -> Link:
         """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
         while True:
-            worker = self._get_worker()
+            worker = self._worker_for(ring)
             try:
                 return await Link.open(
                     worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
                 )
             except (LinkError, ClosedError):
-                if worker is self._worker or self._closed:
+                if worker in (self._worker, self._worker_apart) or self._closed:
                     raise
 
     def checkin(self, link: Link) -> None:
@@ -262,7 +278,7 @@ class Links:
         """
         blocked = link.wire == "shm" and (silent or link.peer_died) and link.worker is self._worker
         link.abort()
-        if link.worker is self._worker and link.worker.engine.abandoned:
+        if link.worker in (self._worker, self._worker_apart) and link.worker.engine.abandoned:
             blocked = True  # a peer may still be sending fragments into memory that goes back to its owner now
         self._pool.drop(link)
         self._tag_bases.pop(link, None)
@@ -271,16 +287,19 @@ class Links:
         if self._waiting:
             self._announce_place(link.port)
         if blocked:
-            self._replace_worker()
+            self._replace_worker(link.worker)
 
-    def _replace_worker(self) -> None:
+    def _replace_worker(self, worker: Worker) -> None:
         """Begin anew after a peer over shared memory has died, or nothing came in time.
 
         All of them write into one queue of this worker. One that is killed while it writes leaves a gap there that UCX
         waits at for ever: nothing would arrive over shared memory any more, from anybody.
         """
-        worker, self._worker = self._worker, None
-        if worker is None:
+        if worker is self._worker:
+            self._worker = None
+        elif worker is self._worker_apart:
+            self._worker_apart = None
+        else:
             return
         log.info("a peer over shared memory died or is silent; connections are made anew")
         for link in [link for link in self._tag_bases if link.worker is worker]:
@@ -440,5 +459,6 @@ class Links:
         for task in [*self._flushes.values(), *self._partings]:
             task.cancel()
         self._break_off_all(self._pool.drain())
-        if self._worker is not None:
-            self._worker.close()
+        for worker in (self._worker, self._worker_apart):
+            if worker is not None:
+                worker.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 _MOST_ATTEMPTS = 4096  # per connection: a client that never acknowledges does not grow the listener
 _MOST_UNSENT = 1024  # per connection: answers and payloads that its client has not taken yet
 _MOST_REFUSED = 64  # beyond the limit on connections: so many at once are told so, more are turned away by UCX
+_ALERT_S = 10.0  # after a stranger was seen, whoever is the next one is looked for this often:
+_LOOK_S = 0.1
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
@@ -72,6 +75,7 @@ class Listener:
         self._begin_anew = begin_anew
         self._hearing = Hearing()
         self._heard_at = 0.0  # when a client that was not yet admitted last said something
+        self._stranger_at = -math.inf
         self._worker: Worker | None = None
         self._listening: Listening | None = None
         self._connections: dict[Connection, asyncio.Task[None]] = {}
@@ -206,8 +210,19 @@ class Listener:
     # --- once a second ------------------------------------------------------------------------------
     async def _sweep(self) -> None:
         while True:
-            self.sweep(time.monotonic())
-            await asyncio.sleep(self.settings.heartbeat_s)
+            now = time.monotonic()
+            self.sweep(now)
+            due = now + self.settings.heartbeat_s
+            while self._on_alert(now) and now + _LOOK_S < due:
+                await asyncio.sleep(_LOOK_S)
+                now = time.monotonic()
+            await asyncio.sleep(max(due - now, 0.0))
+
+    def _on_alert(self, now: float) -> bool:
+        """End who is connected and speaks no UCX; whether there are some, or were lately."""
+        if self._listening is not None and self._listening.end_strangers(self.settings.handshake_timeout_s):
+            self._stranger_at = now
+        return now - self._stranger_at < _ALERT_S
 
     def sweep(self, now: float) -> None:
         """Heartbeat; close idle connections; end attempts acknowledged through other listeners, or not in time."""

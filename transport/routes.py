@@ -31,6 +31,7 @@ class Route(msgspec.Struct):
     wrong: set[PortKey] = msgspec.field(default_factory=set)  # those that serve another ring now
     all_wrong_since: float | None = None  # None: not all of them said so
     used: bool = False  # again, since routes were last forgotten
+    segment: str | None = None  # of a ring of this host; None: of another one
 
 
 class Routes:
@@ -69,7 +70,8 @@ class Routes:
         if route is not None and route.pairs == pairs:
             route.hosts_named, route.ports_named = ticket.addresses, ticket.ports
         else:
-            made = Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, used=route is not None)
+            segment = ticket.segment if ticket.host == host_identity() else None
+            made = Route(hosts, numbers, pairs, ticket.addresses, ticket.ports, used=route is not None, segment=segment)
             made.wrong = route.wrong if route else made.wrong
             self._of_ring[ticket.ring] = made
             if len(self._of_ring) > self._forget_at:
@@ -142,4 +144,6 @@ class Routes:
         route = self._of_ring.get(ring)
         if route is not None and numbers and numbers != route.ports:
             pairs = [(host, number) for host in route.hosts for number in numbers]
-            self._of_ring[ring] = Route(route.hosts, numbers, pairs, (), (), route.wrong, used=True)
+            self._of_ring[ring] = Route(
+                route.hosts, numbers, pairs, (), (), route.wrong, used=True, segment=route.segment
+            )

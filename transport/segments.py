@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, Literal, Self
 
 from transport import _native
@@ -154,6 +156,19 @@ def leave(native: _native.Ring, *, only_empty: bool, give_up_unread: bool = Fals
         log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
     if removes and not removed:
         remove_if_dead(native.name)
+
+
+def shares_memory(name: str) -> bool:
+    """Whether the processes of a segment of this host and this process may map each other's memory.
+
+    The kernel lets one process into another's only where user and group are the same; UCX finds that out when it is
+    too late, and crashes. Who cannot be seen from here (another container's) counts as another user.
+    """
+    try:
+        owner = Path(f"/dev/shm{name}").stat()
+    except OSError:
+        return False
+    return bool(name) and (owner.st_uid, owner.st_gid) == (os.geteuid(), os.getegid())
 
 
 def remove_if_dead(name: str) -> bool:

@@ -235,7 +235,8 @@ class _Processes:
 
     def _spawn(self) -> SupervisorReport:
         process = subprocess.Popen(
-            [sys.executable, "-m", "transport.supervisor"],
+            # without the current directory (-P): it may hold anything, and the supervisor is told the secret
+            [sys.executable, "-P", "-m", "transport.supervisor"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the writer, which stops its listeners in order

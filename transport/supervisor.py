@@ -251,6 +251,7 @@ class Supervisor:
         try:
             place.process = await asyncio.create_subprocess_exec(
                 sys.executable,
+                "-P",  # without the current directory: it may hold anything, and the listener is told the secret
                 "-m",
                 "transport.listener_process",
                 stdin=asyncio.subprocess.PIPE,

@@ -336,6 +336,15 @@ class Listening:
         else:
             self._accept(Endpoint(self._worker, native, native.peer))
 
+    def end_strangers(self, patience_s: float) -> bool:
+        """End who has connected and sent no valid connection request within ``patience_s``, or more than one can have.
+
+        True: there are some who still have time. UCX would wait for ever, and spins where more comes than it has asked
+        for.
+        """
+        some: bool = self._native.end_strangers(patience_s)
+        return some
+
     def close(self) -> None:
         """Accept no more; endpoints that exist go on. The port itself is given up when the worker is closed."""
         self._accept = None

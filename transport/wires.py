@@ -52,12 +52,34 @@ def user_settings() -> frozenset[str]:
     return frozenset(name[4:] for name in os.environ if name.startswith("UCX_"))
 
 
-def settings_for(wires: frozenset[Wire] | None = None) -> dict[str, str]:
+_SHARED_MEMORY = ("sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem")  # as UCX_TLS may name it
+
+
+def _without_shared_memory(transports: str) -> str:
+    """A value of UCX_TLS, less what goes through shared memory. Raises WireNotAllowedError where nothing is left."""
+    names = [name.strip() for name in transports.split(",")]
+    if names[0].startswith("^"):
+        return ",".join([*names, *_SHARED_MEMORY[:1]])
+    kept = [name for name in names if name.split(":")[0].lstrip("\\") not in _SHARED_MEMORY]
+    if not kept:
+        raise WireNotAllowedError(
+            f"UCX_TLS={transports} allows shared memory only, and the ring's processes belong to another user of this "
+            "host, or cannot be seen from here: add tcp"
+        )
+    return "^sm" if "all" in kept else ",".join(kept)
+
+
+def settings_for(wires: frozenset[Wire] | None = None, *, shared_memory: bool = True) -> dict[str, str]:
     """UCX settings (names without UCX_) for a context that may use ``wires``; None: whatever UCX finds best.
 
     The user's UCX_ variables win over the project's choices: UCX reads them itself, and they are left out here. On
     InfiniBand the rendezvous threshold stays low.
+
+    Args:
+        shared_memory: False for peers whose memory cannot be mapped; it is then left out, whoever asks for it.
     """
+    if not shared_memory:
+        return _settings_apart(wires)
     chosen = dict(_CHOSEN)
     if wires is not None:
         remote = [wire for wire in WIRES if wire in wires and wire != "mapped"]
@@ -69,3 +91,19 @@ def settings_for(wires: frozenset[Wire] | None = None) -> dict[str, str]:
     elif Path("/sys/class/infiniband").is_dir():
         chosen.update(_RDMA)
     return {name: value for name, value in chosen.items() if name not in user_settings()}
+
+
+def _settings_apart(wires: frozenset[Wire] | None) -> dict[str, str]:
+    if wires is not None:
+        left = wires - {"shm"}
+        if not left - {"mapped"}:
+            raise WireNotAllowedError(
+                f"wire={sorted(wires)} allows shared memory only, and the ring's processes belong to another user of "
+                "this host, or cannot be seen from here: allow tcp"
+            )
+        wires = left
+    settings = settings_for(wires)
+    theirs = os.environ.get("UCX_TLS") if "TLS" in user_settings() else None
+    if theirs is not None or wires is None:
+        settings["TLS"] = _without_shared_memory(theirs or "all")
+    return settings

@@ -198,7 +198,9 @@ class Cycle:
     def _look_into_shared_memory(self, figures: Figures) -> None:
         segment = Path(f"/dev/shm{self.plan.segment}")
         if segment.exists() and self.end in ("SIGKILL all", "SIGTERM all"):
-            subprocess.run([sys.executable, "-m", "transport", "reclaim", segment.name], cwd=ROOT, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-P", "-m", "transport", "reclaim", segment.name], cwd=ROOT, capture_output=True
+            )
             figures.reclaimed += 1
         there = [path.name for path in Path("/dev/shm").glob(f"transport-teardown-{self._run}-*")]
         if there:

@@ -32,7 +32,10 @@ class PyEngine final : public Engine {
   PyEngine(std::uintptr_t worker, nb::object owner)
       : Engine(reinterpret_cast<ucp_worker_h>(worker)), owner_(std::move(owner)) {}
   ~PyEngine() override {
-    close();
+    if (!closed()) {
+      const nb::gil_scoped_release release;  // as `close` below
+      close();
+    }
     let_go();
     hand_over();
   }
@@ -87,7 +90,10 @@ nb::list collect(PyEngine& engine) {
 }
 
 nb::list close(PyEngine& engine) {
-  engine.close();
+  {
+    const nb::gil_scoped_release release;  // it may wait for UCX's own thread
+    engine.close();
+  }
   engine.let_go();
   return engine.hand_over();
 }
@@ -133,6 +139,10 @@ class PyListener final {
   PyListener(PyEngine& engine, const std::string& address, std::uint16_t port, std::size_t most, nb::object arrived)
       : arrived_(std::move(arrived)), listener_(engine, address, port, most, arrived_.ptr()) {}
   std::uint16_t port() const { return listener_.port(); }
+  bool end_strangers(double patience_s) {
+    const nb::gil_scoped_release release;
+    return listener_.end_strangers(static_cast<std::int64_t>(patience_s * 1e9));
+  }
   void close() {
     listener_.close();
     arrived_.reset();  // mostly a method of what holds this: no collector sees that circle
@@ -245,6 +255,7 @@ void bind_engine(nb::module_& module) {
       .def(nb::init<PyEngine&, const std::string&, std::uint16_t, std::size_t, nb::object>(), "engine"_a, "address"_a,
            "port"_a, "most"_a, "arrived"_a, nb::keep_alive<1, 2>())
       .def_prop_ro("port", &PyListener::port)
+      .def("end_strangers", &PyListener::end_strangers, "patience_s"_a)
       .def("close", &PyListener::close);
 }
 

@@ -7,8 +7,6 @@
 #include <chrono>
 #include <thread>
 
-#include "sockets.hpp"
-
 namespace transport::ucp {
 
 namespace {
@@ -160,10 +158,11 @@ void Engine::close() {
 // UCX destroys a listener, but not the connections that it has taken and not yet heard a request on: when that comes,
 // UCX's own thread calls the listener that is gone. So they end before it does.
 void Engine::shut_doors() {
-  for (const auto& door : doors_) ignore_newcomers(door->at);
   const std::int64_t begun = now_ns();
+  for (const auto& door : doors_)
+    if (door->gate) door->gate->ignore_newcomers();
   for (const auto& door : doors_) {
-    while (!end_connections(door->at) && now_ns() - begun < kShuttingNs) {
+    while (door->gate && !door->gate->end_connections() && now_ns() - begun < kShuttingNs) {
       ucp_worker_progress(worker_);
       std::this_thread::sleep_for(kShuttingPause);  // UCX's own thread is at it
     }

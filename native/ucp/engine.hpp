@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "../clock.hpp"
+#include "sockets.hpp"
 
 namespace transport::ucp {
 
@@ -176,6 +177,8 @@ class Listener {
   Listener& operator=(const Listener&) = delete;
 
   std::uint16_t port() const { return port_; }
+  // Ends who has sent no valid connection request within `patience_ns` (sockets.hpp). True: some still have time.
+  bool end_strangers(std::int64_t patience_ns);
   // Takes nobody any more. The port itself goes with the engine: UCX holds on to connections that are being made when
   // a listener is destroyed, and would call it while it makes progress.
   void close();
@@ -187,7 +190,7 @@ class Listener {
     Engine& engine;
     Listener* owner;  // null: nobody is taken any more
     ucp_listener_h handle = nullptr;
-    sockaddr_in at{};
+    std::unique_ptr<Gate> gate = nullptr;
   };
   static void arrived(ucp_conn_request_h request, void* door);
   Engine& engine_;

@@ -27,14 +27,19 @@ Listener::Listener(Engine& engine, const std::string& address, std::uint16_t por
     close();
     throw UcxFault(status, "asking for the port");
   }
-  door_->at = reinterpret_cast<const sockaddr_in&>(attributes.sockaddr);
-  port_ = ntohs(door_->at.sin_port);
+  const auto& found = reinterpret_cast<const sockaddr_in&>(attributes.sockaddr);
+  door_->gate = std::make_unique<Gate>(found);
+  port_ = ntohs(found.sin_port);
 }
 
 Listener::~Listener() { close(); }
 
 void Listener::arrived(ucp_conn_request_h request, void* self) {
   const auto& door = *static_cast<const Door*>(self);
+  ucp_conn_request_attr_t attributes{};
+  attributes.field_mask = UCP_CONN_REQUEST_ATTR_FIELD_CLIENT_ADDR;
+  if (door.gate != nullptr && ucp_conn_request_query(request, &attributes) == UCS_OK)
+    door.gate->admitted(attributes.client_address);
   Engine& engine = door.engine;
   if (door.owner != nullptr &&
       engine.endpoints_.size() + engine.postponed_.size() + door.owner->waiting_.size() < door.owner->most_) {
@@ -43,6 +48,10 @@ void Listener::arrived(ucp_conn_request_h request, void* self) {
   }
   ++engine.turned_away_;
   ucp_listener_reject(door.handle, request);
+}
+
+bool Listener::end_strangers(std::int64_t patience_ns) {
+  return door_ != nullptr && !engine_.foreign() && door_->gate->end_strangers(now_ns(), patience_ns);
 }
 
 void Listener::close() {

@@ -1,86 +1,167 @@
 #include "sockets.hpp"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <linux/filter.h>
+#include <linux/tcp.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstddef>
 #include <cstdlib>
-#include <memory>
 
 namespace transport::ucp {
 
 namespace {
 
-// One of this process's sockets, held by a descriptor of our own: its number cannot become another's meanwhile.
-class Held {
- public:
-  explicit Held(int descriptor) : descriptor_(fcntl(descriptor, F_DUPFD_CLOEXEC, 0)) {}
-  ~Held() {
-    if (descriptor_ >= 0) close(descriptor_);
-  }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
+// UCX's buffer for a request: 2 KiB (its setting TCP_CM_PRIV_DATA_LEN) and a header. What has filled it and is no request
+// never becomes one.
+constexpr std::uint64_t kMostRequestBytes = 2048 + 16;
 
-  int descriptor() const { return descriptor_; }
+ino_t socket_inode(int descriptor) {  // 0: no socket
+  struct stat found {};
+  return fstat(descriptor, &found) == 0 && S_ISSOCK(found.st_mode) ? found.st_ino : 0;
+}
 
-  bool is_at(const sockaddr_in& at) const {
-    if (descriptor_ < 0 || at.sin_port == 0) return false;
-    int kind = 0;  // ports of UDP are others
-    socklen_t kind_size = sizeof kind;
-    if (getsockopt(descriptor_, SOL_SOCKET, SO_TYPE, &kind, &kind_size) != 0 || kind != SOCK_STREAM) return false;
-    sockaddr_in address{};
-    socklen_t size = sizeof address;
-    return getsockname(descriptor_, reinterpret_cast<sockaddr*>(&address), &size) == 0 &&
-           address.sin_family == AF_INET && address.sin_port == at.sin_port &&
-           (at.sin_addr.s_addr == INADDR_ANY || address.sin_addr.s_addr == at.sin_addr.s_addr);
-  }
+std::uint64_t key_of(const sockaddr_in& address) {
+  return (std::uint64_t{address.sin_addr.s_addr} << 16) | address.sin_port;
+}
 
-  bool listens() const {
-    int accepts = 0;
-    socklen_t size = sizeof accepts;
-    return getsockopt(descriptor_, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) == 0 && accepts != 0;
-  }
-
- private:
-  int descriptor_;
-};
-
-template <typename Do>
-void for_each_socket_at(const sockaddr_in& at, Do act) {
-  const std::unique_ptr<DIR, int (*)(DIR*)> directory(opendir("/proc/self/fd"), &closedir);
-  if (directory == nullptr) return;
-  const int own = dirfd(directory.get());
-  while (const dirent* entry = readdir(directory.get())) {
-    const int descriptor = std::atoi(entry->d_name);
-    if (entry->d_name[0] == '.' || descriptor == own) continue;
-    const Held held(descriptor);
-    if (held.is_at(at)) act(held);
-  }
+bool says_too_much(int descriptor) {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  return getsockopt(descriptor, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 &&
+         size >= offsetof(tcp_info, tcpi_bytes_received) + sizeof info.tcpi_bytes_received &&
+         info.tcpi_bytes_received > kMostRequestBytes;
 }
 
 }  // namespace
 
-void ignore_newcomers(const sockaddr_in& at) {
-  sock_filter nothing = {BPF_RET | BPF_K, 0, 0, 0};  // of each packet, keep no byte
-  const sock_fprog program = {1, &nothing};
-  for_each_socket_at(at, [&](const Held& held) {
-    if (held.listens()) setsockopt(held.descriptor(), SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program);
+Gate::Gate(const sockaddr_in& at) : at_(at), directory_(opendir("/proc/self/fd"), &closedir) {
+  if (directory_ == nullptr) return;
+  spare_ = fcntl(dirfd(directory_.get()), F_DUPFD_CLOEXEC, 0);
+}
+
+Gate::~Gate() {
+  if (spare_ >= 0) close(spare_);
+}
+
+void Gate::admitted(const sockaddr_storage& client) {
+  if (client.ss_family == AF_INET) admitted_.insert(key_of(reinterpret_cast<const sockaddr_in&>(client)));
+}
+
+bool Gate::is_at(int descriptor) const {
+  if (at_.sin_port == 0) return false;
+  int kind = 0;  // ports of UDP are others
+  socklen_t kind_size = sizeof kind;
+  if (getsockopt(descriptor, SOL_SOCKET, SO_TYPE, &kind, &kind_size) != 0 || kind != SOCK_STREAM) return false;
+  sockaddr_in address{};
+  socklen_t size = sizeof address;
+  return getsockname(descriptor, reinterpret_cast<sockaddr*>(&address), &size) == 0 && address.sin_family == AF_INET &&
+         address.sin_port == at_.sin_port &&
+         (at_.sin_addr.s_addr == INADDR_ANY || address.sin_addr.s_addr == at_.sin_addr.s_addr);
+}
+
+Gate::Kind Gate::classify(int descriptor) const {
+  if (!is_at(descriptor)) return Kind::other;
+  int accepts = 0;
+  socklen_t size = sizeof accepts;
+  const bool listens = getsockopt(descriptor, SOL_SOCKET, SO_ACCEPTCONN, &accepts, &size) == 0 && accepts != 0;
+  return listens ? Kind::listens : Kind::stranger;
+}
+
+bool Gate::has_admitted(int descriptor) const {
+  sockaddr_in client{};
+  socklen_t size = sizeof client;
+  return !admitted_.empty() && getpeername(descriptor, reinterpret_cast<sockaddr*>(&client), &size) == 0 &&
+         admitted_.contains(key_of(client));
+}
+
+// Sockets are asked by number: who closes one meanwhile, so that the number is another's, has us learn nothing worse than
+// that. What stands in `seen_` is of sockets that were there at the last round, and is forgotten with them.
+template <typename Do>
+void Gate::for_each(std::int64_t now_ns, Do act) {
+  if (directory_ == nullptr) return;
+  ++round_;
+  rewinddir(directory_.get());
+  const int own = dirfd(directory_.get());
+  while (const dirent* entry = readdir(directory_.get())) {
+    const int descriptor = std::atoi(entry->d_name);
+    if (entry->d_name[0] == '.' || descriptor == own || descriptor == spare_) continue;
+    const ino_t inode = socket_inode(descriptor);
+    if (inode == 0) continue;
+    const auto [found, fresh] = seen_.try_emplace(descriptor, Seen{inode, Kind::other, now_ns, round_});
+    Seen& seen = found->second;
+    if (fresh || seen.inode != inode) seen = {inode, classify(descriptor), now_ns, round_};
+    seen.round = round_;
+    if (seen.kind == Kind::other) continue;
+    if (seen.kind == Kind::stranger && has_admitted(descriptor)) seen.kind = Kind::admitted;
+    act(descriptor, seen);
+  }
+  admitted_.clear();  // whoever is still there has been seen
+  std::erase_if(seen_, [&](const auto& each) { return each.second.round != round_; });
+}
+
+// A number can become another's at any time, so whatever changes a socket does it on a number of ours. dup3 takes no new
+// one. Should a file have got the number in between, then ours is left open: closing it would drop the file's locks.
+template <typename Do>
+void Gate::with(int descriptor, ino_t inode, Do act) {
+  if (socket_inode(descriptor) != inode) return;
+  if (spare_ < 0) spare_ = fcntl(dirfd(directory_.get()), F_DUPFD_CLOEXEC, 0);
+  if (spare_ < 0 || dup3(descriptor, spare_, O_CLOEXEC) < 0) return;
+  const ino_t held = socket_inode(spare_);
+  if (held == inode && is_at(spare_)) act(spare_);
+  struct stat found {};
+  if (held == 0 && (fstat(spare_, &found) != 0 || S_ISREG(found.st_mode)))
+    spare_ = -1;
+  else
+    dup3(dirfd(directory_.get()), spare_, O_CLOEXEC);
+}
+
+// After it every use of the connection is an error. To shut it is not enough where UCX asks for no bytes: it would not be
+// told of the end.
+void Gate::reset(int descriptor, ino_t inode) {
+  with(descriptor, inode, [](int held) {
+    sockaddr nobody{};
+    nobody.sa_family = AF_UNSPEC;
+    connect(held, &nobody, sizeof nobody);
   });
 }
 
-bool end_connections(const sockaddr_in& at) {
+bool Gate::end_strangers(std::int64_t now_ns, std::int64_t patience_ns) {
+  bool again = false;
+  for_each(now_ns, [&](int descriptor, Seen& seen) {
+    if (seen.kind != Kind::stranger) return;
+    again = true;
+    if (now_ns - seen.since_ns > patience_ns || says_too_much(descriptor)) reset(descriptor, seen.inode);
+  });
+  return again;
+}
+
+void Gate::ignore_newcomers() {
+  sock_filter nothing = {BPF_RET | BPF_K, 0, 0, 0};  // of each packet, keep no byte
+  const sock_fprog program = {1, &nothing};
+  for_each(0, [&](int descriptor, Seen& seen) {
+    if (seen.kind != Kind::listens) return;
+    with(descriptor, seen.inode,
+         [&](int held) { setsockopt(held, SOL_SOCKET, SO_ATTACH_FILTER, &program, sizeof program); });
+  });
+}
+
+bool Gate::end_connections() {
   bool none = true;
-  for_each_socket_at(at, [&](const Held& held) {
-    if (!held.listens()) {
-      none = false;
-      shutdown(held.descriptor(), SHUT_RD);
+  for_each(0, [&](int descriptor, Seen& seen) {
+    if (seen.kind == Kind::listens) {
+      pollfd ready = {descriptor, POLLIN, 0};
+      if (poll(&ready, 1, 0) > 0) none = false;
       return;
     }
-    pollfd ready = {held.descriptor(), POLLIN, 0};
-    if (poll(&ready, 1, 0) > 0) none = false;
+    none = false;
+    if (seen.kind == Kind::stranger && says_too_much(descriptor))
+      reset(descriptor, seen.inode);
+    else
+      with(descriptor, seen.inode, [](int held) { shutdown(held, SHUT_RD); });
   });
   return none;
 }

@@ -1,16 +1,69 @@
 // The kernel's side of a listening port: what UCX has of it stands in no interface of its own.
+//
+// UCX's own thread accepts whoever connects, and waits for ever for a connection request. Of somebody who says more than
+// one can have, it asks for no byte any more, is told again and again that there are some, and keeps a core busy. So
+// whoever has sent no valid request within a time and a size is ended here.
 #pragma once
 
+#include <dirent.h>
 #include <netinet/in.h>
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <unordered_set>
 
 namespace transport::ucp {
 
-// Have the kernel ignore whoever wants to connect to an address that this process listens on. Who has already been
-// connected still comes in.
-void ignore_newcomers(const sockaddr_in& at);
+// Of one address that this process listens on. Belongs to the engine's thread. A descriptor of a file that is no socket
+// is never duplicated, since closing it would give up the locks that this process has on the file.
+class Gate {
+ public:
+  explicit Gate(const sockaddr_in& at);
+  ~Gate();
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
 
-// End all of this process's connections through an address that it listens on, as if their clients had. True once there
-// are none, and none that the kernel has ready to be accepted; call again until then.
-bool end_connections(const sockaddr_in& at);
+  // A valid request of this client has come.
+  void admitted(const sockaddr_storage& client);
+
+  // End who has not been admitted, and has been seen `patience_ns` ago or has said more than a request can have. True
+  // while there are some to look at again. Nothing tells when somebody connects: UCX's thread accepts at once, and a
+  // descriptor that waits for the same has then nothing to tell any more. So this is called now and then.
+  bool end_strangers(std::int64_t now_ns, std::int64_t patience_ns);
+
+  // Have the kernel ignore whoever wants to connect. Who has already been connected still comes in.
+  void ignore_newcomers();
+
+  // End all connections, as if their clients had. True once there are none, and none that the kernel has ready to be
+  // accepted; call again until then.
+  bool end_connections();
+
+ private:
+  enum class Kind { other, listens, admitted, stranger };
+  struct Seen {
+    ino_t inode;
+    Kind kind;
+    std::int64_t since_ns;
+    std::uint64_t round;
+  };
+
+  template <typename Do>
+  void for_each(std::int64_t now_ns, Do act);
+  Kind classify(int descriptor) const;
+  bool is_at(int descriptor) const;
+  bool has_admitted(int descriptor) const;
+  template <typename Do>
+  void with(int descriptor, ino_t inode, Do act);
+  void reset(int descriptor, ino_t inode);
+
+  const sockaddr_in at_;
+  std::unique_ptr<DIR, int (*)(DIR*)> directory_;  // kept open: descriptors may run out
+  int spare_ = -1;  // a number of ours for what is held
+  std::uint64_t round_ = 0;
+  std::unordered_map<int, Seen> seen_;
+  std::unordered_set<std::uint64_t> admitted_;  // since the last round
+};
 
 }  // namespace transport::ucp

@@ -26,7 +26,7 @@ class Worker:
     def __init__(self, module: str, configuration: object) -> None:
         self._what = module.rpartition(".")[2]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -109,6 +109,7 @@ class Crew:
         )
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # without the current directory, which may hold anything
             "-m",
             f"transport.demo.{kind}",
             stdin=asyncio.subprocess.PIPE,

@@ -75,6 +75,7 @@ class ProcessMember:
         """Start ``python -m transport.weights.member`` with this `MemberConfig`."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
+            "-P",  # without the current directory, which may hold anything
             "-m",
             "transport.weights.member",
             stdin=asyncio.subprocess.PIPE,
