@@ -248,4 +248,4 @@ def test_without_matplotlib_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["bench", "loopback", "--plot", str(tmp_path / "picture.png")]) == 1
-    assert "pip install 'payload-transport[bench]'" in capsys.readouterr().err
+    assert "pip install 'matplotlib" in capsys.readouterr().err

@@ -23,6 +23,7 @@ from transport.bench.result import aligned
 from transport.bench.units import show_size
 from transport.devices import require_cupy
 from transport.errors import InternalError, LinkError, MissingDependencyError
+from transport.installing import install
 from transport.interruption import segment_prefix
 from transport.libraries import CUPY
 from transport.progress import Progress
@@ -77,7 +78,7 @@ def build(root: Path) -> Path:
         raise MissingDependencyError(f"the C++ rows are built from the project's sources, and {sources} has none")
     cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
     if cmake is None:
-        raise MissingDependencyError("the C++ rows need cmake: pip install 'payload-transport[test]'")
+        raise MissingDependencyError(f"the C++ rows need cmake: {install('cmake')}")
     definitions = ["-DTRANSPORT_NATIVE_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
     for command in (
         [cmake, "-S", str(sources), "-B", str(folder), *definitions],
