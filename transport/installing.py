@@ -1,6 +1,7 @@
 """What to type where a package is missing.
 
-This package is installed from a checkout: its name and extras are on no index, so messages name the packages themselves.
+This package is installed from a checkout: its name is on no index, so messages name the packages
+that are missing.
 """
 
 from __future__ import annotations
