@@ -13,9 +13,9 @@ from transport.errors import MissingDependencyError
 @pytest.mark.parametrize(
     ("adapter", "missing", "remedy"),
     [
-        ("torch", "torch", r"pip install 'payload-transport\[torch\]'"),
-        ("tensors", "torch", r"pip install 'payload-transport\[torch\]'"),
-        ("cosmos_rl", "torch", r"pip install 'payload-transport\[torch\]'"),
+        ("torch", "torch", "pip install 'torch>=2.3'"),
+        ("tensors", "torch", "pip install 'torch>=2.3'"),
+        ("cosmos_rl", "torch", "pip install 'torch>=2.3'"),
     ],
 )
 def test_a_missing_framework_is_named(adapter: str, missing: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from supervised import read_all
 from support import PATIENCE_S, Child, asynchronous, eventually, listener_pids, noise, settings_with, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
@@ -70,12 +71,11 @@ def attacked(settings: Settings = QUICK, secret: bytes | None = SECRET) -> Itera
 
 async def reads(client: UCXXClient, ring: SharedRingBuffer, count: int, seed: int) -> None:
     """Write and read payloads; every one arrives as it was written."""
-    tickets = [ring.write_raw(noise(20_000, seed + each), timeout_s=PATIENCE_S) for each in range(count)]
-    by_ticket = {ticket.name: seed + each for each, ticket in enumerate(tickets)}
-    async for ticket, payload, error in client.read_many(tickets):
-        assert error is None
-        assert payload is not None
-        assert bytes(payload.data) == noise(20_000, by_ticket[ticket.name]).tobytes()
+    tickets = [
+        ring.write_raw(noise(20_000, each), metadata={"seed": each}, timeout_s=PATIENCE_S)
+        for each in range(seed, seed + count)
+    ]
+    await read_all(client, tickets)
 
 
 @pytest.mark.parametrize(

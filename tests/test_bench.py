@@ -21,6 +21,7 @@ from transport.bench.processes import Worker, last_line, run_group
 from transport.bench.reader import Reader, Reading
 from transport.bench.result import Row, aligned, table
 from transport.bench.units import parse_size, show_size
+from transport.bench.writer import Writing
 from transport.cli import run
 from transport.errors import ChecksumError, LinkError, UsageError
 
@@ -191,6 +192,13 @@ def test_wrong_usage_is_one_line_and_status_2(
 
 
 # --- processes ------------------------------------------------------------------------------------
+def test_a_writer_whose_answer_nobody_takes_ends_in_order() -> None:
+    job = Writing(size_bytes=64, payloads=1000, listeners=0)  # their tickets fill a pipe several times
+    with Worker("transport.bench.writer", job) as worker:
+        worker.tell({})
+    assert worker._process.returncode == 0  # and was not killed, which would leave its segment
+
+
 def test_a_process_that_fails_is_reported_by_its_last_line() -> None:
     with Worker("transport.bench.reader", {"way": "juggle"}) as worker, pytest.raises(LinkError) as failure:
         worker.answer()
@@ -240,4 +248,4 @@ def test_without_matplotlib_the_error_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["bench", "loopback", "--plot", str(tmp_path / "picture.png")]) == 1
-    assert "pip install 'payload-transport[bench]'" in capsys.readouterr().err
+    assert "pip install 'matplotlib" in capsys.readouterr().err

@@ -196,6 +196,6 @@ def test_writing_from_a_device_without_cupy_says_what_to_install(monkeypatch: py
     monkeypatch.setitem(sys.modules, "cupy", None)
     with (
         SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring,
-        pytest.raises(MissingDependencyError, match=r"payload-transport\[gpu\]"),
+        pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"),
     ):
         ring.write({"x": values})

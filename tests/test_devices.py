@@ -114,7 +114,7 @@ def test_unsuitable_device_destination_is_refused(changes: dict[str, Any], messa
 def test_missing_cupy_is_an_error_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # what Python itself takes for "not to be found"
     for call in (require_cupy, lambda: to_host(device_array()), lambda: as_host_array(device_array(), "x")):
-        with pytest.raises(MissingDependencyError, match=r"pip install 'payload-transport\[gpu\]'"):
+        with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
             call()
 
 

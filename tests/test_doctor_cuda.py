@@ -53,7 +53,7 @@ def test_what_is_missing_is_said_with_its_remedy(host: Any, monkeypatch: pytest.
     monkeypatch.setattr(cuda, "_DRIVER", tmp_path / "nothing")
     (no_driver,) = cuda.checks()
     assert (none.status, none.detail) == ("warn", "no CUDA device")
-    assert no_cupy.status == "warn" and "payload-transport[gpu]" in no_cupy.remedy
+    assert no_cupy.status == "warn" and "pip install 'cupy-cuda12x" in no_cupy.remedy
     assert no_driver.status == "ok" and "host memory" in no_driver.detail
 
 

@@ -73,7 +73,8 @@ async def test_a_stopped_listener_is_killed_by_the_watchdog_and_what_it_had_pinn
 def children_of(pid: int) -> list[int]:
     """Processes that it started and that are there."""
     with contextlib.suppress(FileNotFoundError):
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        of_threads = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        return [int(child) for children in of_threads for child in children]
     return []
 
 

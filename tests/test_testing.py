@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
 import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from supervised import read_all, write
 
-from transport import testing
+from transport import BlockingClient, SharedRingBuffer, Ticket, testing
+from transport.received import ReadOutcome
 from transport.testing import ResourceSnapshot, run
 
 
@@ -146,3 +150,26 @@ def test_run_returns_the_result_and_refuses_tasks_left_behind() -> None:
 def test_the_watchdog_of_run_ends_what_hangs() -> None:
     with pytest.raises(TimeoutError):
         run(asyncio.sleep(60), timeout_s=0.01)
+
+
+# --- what other tests rely on --------------------------------------------------------------------------
+class _Forgetful:
+    """A client whose `read_many` keeps the last payload to itself, or hands the first one out again."""
+
+    def __init__(self, inner: BlockingClient, again: bool) -> None:
+        self._inner = inner
+        self._again = again
+
+    async def read_many(self, tickets: list[Ticket]) -> AsyncIterator[ReadOutcome]:
+        outcomes = list(self._inner.read_many(tickets))
+        for outcome in [*outcomes[:-1], *([outcomes[0]] if self._again else [])]:
+            yield outcome
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("again", [False, True])
+def test_a_payload_that_does_not_come_fails_whoever_reads_all(again: bool) -> None:
+    with SharedRingBuffer.create(slots=8, slot_bytes=100) as ring, BlockingClient(wire={"mapped"}) as client:
+        with pytest.raises((AssertionError, ValueError)):
+            run(read_all(_Forgetful(client, again), write(ring, 3, size=100)))  # type: ignore[arg-type]
+        gc.collect()

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
 import numpy as np
 
 from transport.errors import BufferUnsuitableError, MissingDependencyError
+from transport.installing import install
 from transport.schema import DTYPES
 
 # DLPack's device types (dlpack.h, DLDeviceType). Pinned memory (3) is the host's as far as reading and writing go;
@@ -85,7 +86,7 @@ def require_cupy() -> ModuleType:
         return importlib.import_module("cupy")
     except ImportError as error:
         raise MissingDependencyError(
-            f"device memory needs CuPy ({error}): pip install 'payload-transport[gpu]' (CUDA 13: gpu13)"
+            f"device memory needs CuPy ({error}): {install('gpu')} (CUDA 13: {install('gpu13')})"
         ) from error
 
 

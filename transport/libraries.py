@@ -15,6 +15,7 @@ import numpy as np
 
 from transport.devices import DeviceTensor, is_torch, require_cupy
 from transport.errors import BufferUnsuitableError, MissingDependencyError, UsageError
+from transport.installing import install
 from transport.schema import DTYPES, Placement
 from transport.streams import Mark, as_current, require_device
 
@@ -112,7 +113,7 @@ class Torch:
         try:
             import torch
         except ImportError as error:
-            raise MissingDependencyError(f"device='torch' needs torch ({error}): pip install torch") from error
+            raise MissingDependencyError(f"device='torch' needs torch ({error}): {install('torch')}") from error
         return torch
 
     def describe(self, value: Any) -> DeviceTensor:

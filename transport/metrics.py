@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 from transport.config import Configuration
 from transport.errors import BusyPortError, MissingDependencyError, TransportError
+from transport.installing import install
 from transport.packer_session import PackerStatistics
 from transport.queue.base import QueueDepth
 from transport.received import ClientStatistics
@@ -289,7 +290,5 @@ def _prometheus() -> tuple[Any, Any]:
         import prometheus_client
         import prometheus_client.core
     except ImportError as error:
-        raise MissingDependencyError(
-            "metrics need prometheus-client: pip install 'payload-transport[metrics]'"
-        ) from error
+        raise MissingDependencyError(f"metrics need prometheus-client: {install('metrics')}") from error
     return prometheus_client, prometheus_client.core

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from transport.database import Words
 from transport.errors import ClosedError, ConfigurationError, MissingDependencyError, TransportError
+from transport.installing import install
 from transport.places import RedisPlace
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def require_redis() -> Any:
         import redis
     except ImportError as error:
         raise MissingDependencyError(
-            f"a redis:// place needs the redis package ({error}): pip install 'payload-transport[redis]'"
+            f"a redis:// place needs the redis package ({error}): {install('redis')}"
         ) from error
     return redis
 

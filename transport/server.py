@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal, Self
 
 import msgspec
@@ -149,7 +150,11 @@ class UCXXServer:
             if self._mode == "process"
             else _Thread(self._ring, self._config)
         )
-        ports = run.start(self._wanted)
+        try:
+            ports = run.start(self._wanted)
+        except BaseException:  # Ctrl-C, too: nobody has what would stop its processes
+            run.stop()
+            raise
         self._run, self._closing = run, False
         self._ring.native.set_ports(ports)
         return self
@@ -214,17 +219,19 @@ class _Processes:
         self._config = SupervisorConfig(ports=ports, listener=config)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
-        self._spawning = threading.Lock()  # Invariant: nobody spawns after stop() has begun
+        self._spawning = threading.RLock()  # Invariant: nobody spawns after stop() has begun
         self._watcher: threading.Thread | None = None
+        self._starting: threading.Thread | None = None
 
     def start(self, _: tuple[int, ...]) -> tuple[int, ...]:
-        for starts in itertools.count(1):
-            report = self._spawn()
-            killed = self._process is not None and self._process.returncode == -signal.SIGKILL
-            if report.error != _DIED or starts >= (_STARTS_IF_KILLED if killed else _STARTS):
-                break
-            log.warning("%s while it started; starting it again", report.message)
-            self._stop_orphans()  # or its listeners would keep the ports that the next one is to have
+        # In a thread, where Ctrl-C is not raised: between the process and the note of it, nobody would stop it.
+        reported: Future[SupervisorReport] = Future()
+        self._starting = threading.Thread(
+            target=self._report_to, args=(reported,), name="transport supervisor start", daemon=True
+        )
+        self._starting.start()
+        report = reported.result()
+        self._starting.join()
         if report.error:
             _raise_reported(report.error, report.message)
         # a supervisor that is started again adopts the listeners on these ports
@@ -233,15 +240,35 @@ class _Processes:
         self._watcher.start()
         return report.ports
 
+    def _report_to(self, reported: Future[SupervisorReport]) -> None:
+        try:
+            reported.set_result(self._started())
+        except BaseException as error:
+            reported.set_exception(error)
+
+    def _started(self) -> SupervisorReport:
+        for starts in itertools.count(1):
+            report = self._spawn()
+            killed = self._process is not None and self._process.returncode == -signal.SIGKILL
+            tries = _STARTS_IF_KILLED if killed else _STARTS
+            if report.error != _DIED or starts >= tries or self._stopping.is_set():
+                break
+            log.warning("%s while it started; starting it again", report.message)
+            self._stop_orphans()  # or its listeners would keep the ports that the next one is to have
+        return report
+
     def _spawn(self) -> SupervisorReport:
-        process = subprocess.Popen(
-            # without the current directory (-P): it may hold anything, and the supervisor is told the secret
-            [sys.executable, "-P", "-m", "transport.supervisor"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the writer, which stops its listeners in order
-        )
-        self._process = process
+        with self._spawning:
+            if self._stopping.is_set():
+                return SupervisorReport(error=_DIED, message="the server was stopped while it started")
+            process = subprocess.Popen(
+                # without the current directory (-P): it may hold anything, and the supervisor is told the secret
+                [sys.executable, "-P", "-m", "transport.supervisor"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the writer, which stops its listeners in order
+            )
+            self._process = process
         if process.stdin is None or process.stdout is None:
             raise InternalError("the supervisor has no pipes")
         killer = threading.Timer(_START_TIMEOUT_S, process.kill)
@@ -254,7 +281,7 @@ class _Processes:
         finally:
             killer.cancel()
             killer.join()
-        process.stdout.close()
+            process.stdout.close()
         if not line:
             process.wait()
             return SupervisorReport(error=_DIED, message=f"the supervisor ended with status {process.returncode}")
@@ -297,8 +324,9 @@ class _Processes:
                 log.error("the supervisor does not stop; killing it")
                 process.kill()
                 process.wait()
-        if self._watcher is not None:
-            self._watcher.join()
+        for thread in (self._starting, self._watcher):
+            if thread is not None and thread.is_alive():
+                thread.join()
         self._stop_orphans()
 
     def _stop_orphans(self) -> None:
@@ -335,11 +363,7 @@ class _Thread:
     def start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
         self._thread.start()
         self._at_exit = AtExit(self.stop)
-        try:
-            return self._call(self._start(ports))
-        except BaseException:
-            self.stop()
-            raise
+        return self._call(self._start(ports))
 
     async def _start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
         config = self._config

@@ -40,6 +40,7 @@ from transport.errors import (
     UsageError,
     WireNotAllowedError,
 )
+from transport.installing import install
 from transport.wires import Wire, user_settings
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def library() -> ModuleType:
             raise MissingDependencyError(f"ucxx is installed and cannot be loaded: {error}") from error
         raise MissingDependencyError(
             "ucxx is not installed, so payloads can be read on their own host only (wire 'mapped'); "
-            "install it with: pip install 'payload-transport[cu12]' (CUDA 13: cu13; neither needs a GPU)"
+            f"install it with: {install('cu12')} (CUDA 13: {install('cu13')}; neither needs a GPU)"
         ) from error
     # ucxx's own choices must not reach child processes as if the user had made them.
     for name in [name for name in os.environ if name.startswith("UCX_") and name not in user]:

@@ -117,7 +117,8 @@ def members(run: str, children: dict[int, str]) -> list[Member]:
 
 
 def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    of_threads = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for children in of_threads for child in children]
 
 
 def _state(pid: int) -> tuple[str, int]:

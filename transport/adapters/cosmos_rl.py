@@ -31,6 +31,7 @@ from transport.background import Job
 from transport.blocking import BlockingClient
 from transport.config import configuration
 from transport.errors import ClosedError, MissingDependencyError, TicketError, TransportError, UsageError
+from transport.installing import install
 from transport.packer import UCXXDataPackerMixin
 from transport.prefetch import FetchedBatch
 from transport.received import ReceivedPayload
@@ -61,7 +62,7 @@ try:
     from cosmos_rl.utils.trajectory import TensorSpec as CosmosSpec
 except ImportError as error:
     raise MissingDependencyError(
-        f"this adapter needs cosmos-rl 0.4.7 or newer ({error}): pip install cosmos-rl"
+        f"this adapter needs cosmos-rl 0.4.7 or newer ({error}): {install('cosmos-rl')}"
     ) from error
 
 log = logging.getLogger(__name__)

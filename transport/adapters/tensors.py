@@ -10,6 +10,7 @@ import warnings
 from typing import Any
 
 from transport.errors import MissingDependencyError
+from transport.installing import install
 from transport.landing import DevicePayload
 from transport.libraries import TORCH
 from transport.received import ReceivedPayload
@@ -18,7 +19,7 @@ try:
     import torch
 except ImportError as error:
     raise MissingDependencyError(
-        f"this adapter needs torch ({error}): pip install 'payload-transport[torch]', or your own build of it"
+        f"this adapter needs torch ({error}): {install('torch')}, or your own build of it"
     ) from error
 
 

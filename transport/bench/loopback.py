@@ -13,6 +13,7 @@ from transport.bench.processes import Worker
 from transport.bench.reader import ON_DEVICE, Look, Portion, Reading, Timed
 from transport.bench.result import OURS, Case, Sample
 from transport.bench.writer import Batch, Writing
+from transport.interruption import segment_prefix
 
 MOST_SLOTS = 1024
 _FEWEST_SLOTS = 4
@@ -86,6 +87,7 @@ def measure(case: Case, seconds: float) -> Sample:
         readers=case.readers,
         listeners=listeners,
         device=case.case == ON_DEVICE,
+        prefix=segment_prefix("bench"),
     )
     with Worker("transport.bench.writer", writing) as writer:
         return measured(case, seconds, writer)

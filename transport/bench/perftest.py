@@ -19,6 +19,7 @@ from transport.bench.machine import settings_of
 from transport.bench.processes import run_group
 from transport.bench.result import Case, Sample
 from transport.errors import LinkError, MissingDependencyError
+from transport.installing import install
 
 _TIMEOUT_S = 60.0
 _LISTENING = "0A"
@@ -62,7 +63,7 @@ def _program() -> Path:
         program = Path(home) / "bin" / "ucx_perftest"
         if program.exists():
             return program
-    raise MissingDependencyError("the libucx wheel with ucx_perftest is not installed: pip install libucx-cu12")
+    raise MissingDependencyError(f"the libucx wheel with ucx_perftest is not installed: {install('perftest')}")
 
 
 def _run(program: Path, case: Case, messages: int, percentile: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ from transport.bench.registry import PEERS
 from transport.bench.result import OURS, Report, Row
 from transport.bench.units import show_size
 from transport.errors import MissingDependencyError, UsageError
+from transport.installing import install
 
 _DASHES: dict[str, Any] = {"mapped": "-", "tcp": "-", "shm": (0, (5, 2)), "rdma": "-.", "memory": (0, (1, 1.5))}
 _MARKERS = {"mapped": "D", "tcp": "o", "shm": "s", "rdma": "^", "memory": "."}
@@ -51,9 +52,7 @@ def check(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise MissingDependencyError(
-            "--plot needs matplotlib, which is not installed; pip install 'payload-transport[bench]'"
-        ) from error
+        raise MissingDependencyError(f"--plot needs matplotlib, which is not installed; {install('bench')}") from error
 
 
 def draw(report: Report, path: Path) -> None:

@@ -46,6 +46,11 @@ class Worker:
         assert self._process.stderr is not None
         self._errors = self._process.stderr.read()
 
+    def _drain(self) -> None:
+        assert self._process.stdout is not None
+        while os.read(self._process.stdout.fileno(), 1 << 16):
+            pass
+
     def tell(self, message: object) -> None:
         """Send a line."""
         assert self._process.stdin is not None
@@ -86,12 +91,17 @@ class Worker:
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+        # Whoever leaves early has not taken the last answer: it may fill the pipe, and its writer then waits in it.
+        draining = threading.Thread(target=self._drain, daemon=True)
+        draining.start()
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._process.stdout.close()
+        draining.join(_LINGER_S)
+        if not draining.is_alive():
+            self._process.stdout.close()
         self._reading.join(_LINGER_S)
         if self._process.stderr is not None and not self._reading.is_alive():
             self._process.stderr.close()
@@ -103,13 +113,17 @@ def last_line(output: bytes) -> str:
     return lines[-1].strip() if lines else "it said nothing"
 
 
-def run_group(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> bytes:
+def run_group(
+    command: Sequence[str], environment: Mapping[str, str], timeout_s: float, *, tidy_s: float = 0.0
+) -> bytes:
     """Standard output of a program; it and all of its process group end with the call.
+
+    tidy_s: that the group gets after SIGTERM, where it is ended. A compiler removes its unfinished output then.
 
     Raises:
         LinkError: it failed or took too long; with the last line of what it said.
     """
-    with _grouped(command, environment) as process:
+    with _grouped(command, environment, tidy_s) as process:
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
@@ -120,7 +134,9 @@ def run_group(command: Sequence[str], environment: Mapping[str, str], timeout_s:
 
 
 @contextlib.contextmanager
-def _grouped(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def _grouped(
+    command: Sequence[str], environment: Mapping[str, str], tidy_s: float
+) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -132,6 +148,10 @@ def _grouped(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
     try:
         yield process
     finally:
+        if tidy_s and process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(tidy_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -26,6 +26,7 @@ from transport.bench.reader import ON_DEVICE
 from transport.bench.result import OURS, Case, Sample
 from transport.bench.writer import Writing
 from transport.errors import BusyPortError, LinkError, ProtocolError, TransportError, UnreachableError
+from transport.interruption import segment_prefix
 
 MOST_BYTES: Final = 4 << 30
 _MOST_LINE: Final = 1 << 24  # tickets of a batch
@@ -118,6 +119,7 @@ class _Handler(socketserver.StreamRequestHandler):
             payloads=wanted.payloads,
             listeners=wanted.listeners,
             device=wanted.device,
+            prefix=segment_prefix("bench"),
             addresses=self.server.addresses,
             reachable=True,
         )
@@ -181,12 +183,12 @@ class RemoteWriter:
         except (OSError, msgspec.MsgspecError) as error:
             raise LinkError(f"{self._where}: {error}") from error
 
-    def close(self) -> None:
-        """Wait until the other side's writing process has ended, too, within a bound."""
+    def close(self, *, wait: bool = True) -> None:
+        """``wait`` until the other side's writing process has ended, too, within a bound."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(_END_S)
-            while self._lines.readline(_MOST_LINE):
+            while wait and self._lines.readline(_MOST_LINE):
                 pass
         self._lines.close()
         self._socket.close()
@@ -194,8 +196,8 @@ class RemoteWriter:
     def __enter__(self) -> RemoteWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(wait=kind is None)
 
 
 def cases(

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from transport.bench.result import aligned
+from transport.interruption import temporary_folder
 from transport.progress import Progress
 from transport.rendezvous.member import State
 from transport.rendezvous.records import Keys
@@ -154,8 +153,8 @@ def one_round(inner: Store, members: int) -> Row:
 def _store(url: str | None) -> Iterator[tuple[str, Store]]:
     with contextlib.ExitStack() as stack:
         if url is None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="transport-bench-"))
-            url = f"sqlite://{Path(folder) / 'store.sqlite3'}"
+            folder = stack.enter_context(temporary_folder("transport-bench-"))
+            url = f"sqlite://{folder / 'store.sqlite3'}"
         yield url.partition(":")[0], stack.enter_context(open_store(url))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,11 +18,13 @@ from typing import Any
 import numpy as np
 
 from transport import _native
-from transport.bench.processes import last_line, run_group
+from transport.bench.processes import run_group
 from transport.bench.result import aligned
 from transport.bench.units import show_size
 from transport.devices import require_cupy
-from transport.errors import InternalError, MissingDependencyError
+from transport.errors import InternalError, LinkError, MissingDependencyError
+from transport.installing import install
+from transport.interruption import segment_prefix
 from transport.libraries import CUPY
 from transport.progress import Progress
 from transport.ring import SharedRingBuffer
@@ -36,6 +37,8 @@ _SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _DEVICE_SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
 _MOST_BYTES = 256 << 20
 _TIMEOUT_S = 300.0
+_BUILD_S = 900.0
+_TIDY_S = 0.5  # of a build that is interrupted: half an object file would fail the next one
 
 Row = dict[str, Any]
 
@@ -75,15 +78,16 @@ def build(root: Path) -> Path:
         raise MissingDependencyError(f"the C++ rows are built from the project's sources, and {sources} has none")
     cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
     if cmake is None:
-        raise MissingDependencyError("the C++ rows need cmake: pip install 'payload-transport[test]'")
+        raise MissingDependencyError(f"the C++ rows need cmake: {install('cmake')}")
     definitions = ["-DTRANSPORT_NATIVE_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
     for command in (
         [cmake, "-S", str(sources), "-B", str(folder), *definitions],
         [cmake, "--build", str(folder), "--target", "ring_bench"],
     ):
-        done = subprocess.run(command, capture_output=True)
-        if done.returncode:
-            raise InternalError(f"{' '.join(command[:4])} failed: {last_line(done.stderr or done.stdout)}")
+        try:
+            run_group(command, {}, _BUILD_S, tidy_s=_TIDY_S)
+        except LinkError as error:
+            raise InternalError(f"{' '.join(command[:4])} failed: {error}") from error
     return next(path for path in folder.rglob("ring_bench") if path.is_file())
 
 
@@ -106,7 +110,7 @@ def python_row(size: int) -> Row:
     target = np.empty_like(source)
     times: dict[str, list[float]] = {"write": [], "read": [], "memcpy": [], "checksum": []}
     verified = True
-    with SharedRingBuffer.create(schema, slots=4) as ring:
+    with SharedRingBuffer.create(schema, slots=4, prefix=segment_prefix("bench")) as ring:
         for _ in range(max(20, min(2000, _MOST_BYTES // size))):
             begun = time.perf_counter()
             ticket = ring.write({"data": source})
@@ -157,7 +161,8 @@ def device_row(size: int) -> Row:
         copy_to_device(up.address, address_of(memory), size, device, stream)
 
     verified = True
-    with SharedRingBuffer.create(Schema.of(data=("uint8", size)), slots=2) as ring:
+    schema = Schema.of(data=("uint8", size))
+    with SharedRingBuffer.create(schema, slots=2, prefix=segment_prefix("bench")) as ring:
         tickets: list[Ticket] = []
         for _ in range(max(10, min(500, _MOST_BYTES // size))):
             timed("write", lambda: tickets.append(ring.write({"data": source})))

@@ -22,6 +22,7 @@ from transport.bench.reader import Look, Portion, Reading, Timed
 from transport.bench.result import OURS, aligned
 from transport.bench.units import show_size
 from transport.bench.writer import Batch, Writing
+from transport.interruption import segment_prefix
 from transport.progress import Progress
 from transport.server import MAX_PORTS
 
@@ -168,6 +169,7 @@ def _writers(scale: Scale) -> list[Writing]:
             size_bytes=scale.size_bytes,
             payloads=slots_for(scale.size_bytes),
             listeners=scale.listeners // rings + (ring < scale.listeners % rings),
+            prefix=segment_prefix("bench"),
         )
         for ring in range(rings)
     ]

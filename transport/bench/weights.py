@@ -18,6 +18,7 @@ import uvloop
 from transport.addresses import LOOPBACK
 from transport.bench.result import aligned
 from transport.errors import InternalError
+from transport.interruption import segment_prefix
 from transport.progress import Progress
 from transport.weights.manager import Outcome, WeightUpdate
 from transport.weights.members import ProcessMember
@@ -130,6 +131,7 @@ async def _measure(load: Load, count: int, step: Any) -> tuple[dict[str, list[_S
                 "engine": sending,
             },
             _ENVIRONMENT,
+            prefix=segment_prefix("weights"),
         )
         members.append(trainer)
         for number in range(count):
@@ -137,7 +139,8 @@ async def _measure(load: Load, count: int, step: Any) -> tuple[dict[str, list[_S
             if load.device:
                 receiving["device"] = "cupy"
             made = {"made": "transport.bench.weights_model:Server", "engine": receiving}
-            members.append(await ProcessMember.start(f"replica {number}", made, _ENVIRONMENT))
+            prefix = segment_prefix("weights")
+            members.append(await ProcessMember.start(f"replica {number}", made, _ENVIRONMENT, prefix=prefix))
         manager = WeightUpdate([trainer], members[1:])
         size = await trainer.call("told", 0.0)
         await manager.update(0)  # memory is made, connections are opened, the layout is learnt

@@ -21,6 +21,7 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     """What to write: ``payloads`` at each request. ``listeners`` 0: for readers that map the ring.
 
     device: from device memory.
+    prefix: of the segment's name, for whoever outlives a killed writer.
     addresses: what tickets advertise; empty: the loopback address.
     reachable: from other hosts, then as any server chooses.
     """
@@ -30,6 +31,7 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     readers: int = 1
     listeners: int = 1
     device: bool = False
+    prefix: str = ""
     addresses: tuple[str, ...] = ()
     reachable: bool = False
 
@@ -48,7 +50,7 @@ def write(job: Writing) -> None:
     # A reader is lent half of a ring as views, and these hold all payloads of a batch until they are verified.
     slots = job.payloads if job.listeners else 2 * job.payloads
     with contextlib.ExitStack() as stack:
-        ring = stack.enter_context(SharedRingBuffer.create(slots=slots, slot_bytes=job.size_bytes))
+        ring = stack.enter_context(SharedRingBuffer.create(slots=slots, slot_bytes=job.size_bytes, prefix=job.prefix))
         if job.listeners:
             addresses = job.addresses or (None if job.reachable else (LOOPBACK,))
             server = UCXXServer(ring, (0,) * job.listeners, addresses=addresses, log_level="ERROR")

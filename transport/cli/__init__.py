@@ -11,6 +11,7 @@ from typing import Annotated, cast
 
 import typer
 
+from transport import interruption
 from transport.cli import bench, cooldown, demo, doctor, read, reclaim, serve, size, top
 from transport.errors import TransportError, UsageError
 
@@ -93,4 +94,11 @@ def _failed(status: int, command: str, what: str) -> int:
 
 def main() -> None:
     """Entry point."""
-    sys.exit(run(sys.argv[1:]))
+    with interruption.bounded() as watch:
+        try:
+            status = run(sys.argv[1:])
+        except KeyboardInterrupt:  # before `run` could say so
+            status = interruption.STATUS
+    if watch.begun:
+        watch.exit(status)
+    sys.exit(status)

@@ -50,7 +50,10 @@ def serve(
         typer.Option(help="Of the ring, so that a restart after a crash finds what is unread; default random."),
     ] = None,
     drain: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait at SIGTERM until what is unread has been consumed.")
+        float,
+        typer.Option(
+            min=0, help="Seconds to wait at the end for readers of what is unread; a second Ctrl-C ends that."
+        ),
     ] = 0.0,
     metrics_port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Prometheus metrics; 0: any free port.")
@@ -62,6 +65,7 @@ def serve(
     A writer attaches with SharedRingBuffer.attach(segment, schema, role="writer"), up to 16 processes in all.
     """
     from transport.config import load, set_up_logging
+    from transport.interruption import owning_segment
     from transport.metrics import Exporter
     from transport.ring import SharedRingBuffer
     from transport.schema import Schema
@@ -77,8 +81,9 @@ def serve(
     largest = None if slot_bytes is None else _size(slot_bytes)
     metrics = configuration.metrics_port if metrics_port is None else metrics_port
     with (
-        until_stopped() as stopped,
+        until_stopped(drain, starting=True) as stopped,
         SharedRingBuffer.create(layout, slots=slots, slot_bytes=largest, name=name) as ring,
+        owning_segment(ring.name),
     ):
         server = UCXXServer(
             ring,
@@ -96,6 +101,7 @@ def serve(
             if exporter is not None:
                 exporter.add_ring(ring)
             server.start()
+            stopped.starting = False
             serving = Serving(
                 segment=ring.name,
                 ring=ring.ring_id,

@@ -15,6 +15,7 @@ from typing import Any, Final
 from transport.cooldown.destination import PIECE, Destination, Writer
 from transport.cooldown.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError, MissingDependencyError, TransportError
+from transport.installing import install
 
 _PART: Final = 16 << 20  # of a multipart upload
 _MOST_PARTS: Final = 9_000  # S3 takes 10 000
@@ -45,8 +46,7 @@ class Bucket(Destination):
             self._fs = fsspec.filesystem(scheme, **options)
         except ImportError as error:
             raise MissingDependencyError(
-                f"destinations {scheme}://… need {_PACKAGES[scheme]} ({error}): "
-                f"pip install 'payload-transport[{scheme}]'"
+                f"destinations {scheme}://… need {_PACKAGES[scheme]} ({error}): {install(scheme)}"
             ) from error
         except Exception as error:  # the services' packages have no common base
             raise DestinationError(f"{url}: cannot be opened: {masked(str(error))}") from error

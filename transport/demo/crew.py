@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +21,7 @@ from transport import _native
 from transport.demo import messages
 from transport.demo.plan import SETTINGS, Plan, WorkerConfig
 from transport.errors import TransportError
+from transport.interruption import segment_prefix
 
 _STOP_S: Final = 15.0  # longer than a worker's own bounds: its server may take ten seconds to stop
 _ENVIRONMENT: Final = {
@@ -66,6 +66,7 @@ class Crew:
         self._watchers: list[asyncio.Task[None]] = []
         self._relays: list[asyncio.Task[None]] = []
         self._trace = False
+        self._prefix = ""
 
     @property
     def workers(self) -> list[Worker]:
@@ -79,6 +80,7 @@ class Crew:
         ``trace``: each writes a file ``*.trace`` into the directory.
         """
         self._trace = trace
+        self._prefix = segment_prefix("demo")
         try:
             for rank in range(self._plan.trainers):
                 self.trainers.append(await self._start("trainer", rank, directory, queue))
@@ -102,7 +104,7 @@ class Crew:
             plan=self._plan,
             index=index,
             queue=queue,
-            ring=f"/transport-demo-{secrets.token_hex(8)}",
+            ring=f"/transport-{self._prefix}{kind}-{index}",
             directory=str(directory),
             parent=os.getpid(),
             trace=str(directory / f"{kind}-{index}.trace") if self._trace else "",

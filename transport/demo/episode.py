@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from transport.demo.policy import OBSERVATION_SIZE, Policy
 from transport.errors import MissingDependencyError
+from transport.installing import install
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -52,7 +53,7 @@ def make_environment() -> Environment:
     try:
         import gymnasium
     except ImportError as error:
-        raise MissingDependencyError("the demo plays Gymnasium's CartPole: pip install 'gymnasium>=1.0'") from error
+        raise MissingDependencyError(f"the demo plays Gymnasium's CartPole: {install('demo')}") from error
     # The checker looks at every step for mistakes of an environment's author; CartPole is not ours.
     environment: Environment = gymnasium.make(ENVIRONMENT, disable_env_checker=True)
     return environment

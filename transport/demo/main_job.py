@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
+from transport import interruption
 from transport.cooldown import EpochRecord
 from transport.demo.checkpoints import Epoch, epoch_store
 from transport.demo.crew import Crew
@@ -66,9 +66,7 @@ async def run_demo(
     started = time.monotonic()
     ended: EpochRecord | None = None
     with contextlib.ExitStack() as stack:
-        directory = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="transport-demo-", ignore_cleanup_errors=True))
-        )
+        directory = stack.enter_context(interruption.temporary_folder("transport-demo-"))
         text = queue_text or SQLitePlace(directory / "tickets.sqlite").text
         with open_queue(text) as queue:
             _refuse_used(queue)
@@ -156,9 +154,10 @@ async def _unless_interrupted() -> AsyncIterator[None]:
         if task is not None and not came:  # a second one must not cut the clean-up short; that is bounded anyway
             task.cancel()
         came.append(number)
+        interruption.began()
 
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    for number in numbers:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
         loop.add_signal_handler(number, interrupt, number)
     try:
         yield
@@ -168,5 +167,6 @@ async def _unless_interrupted() -> AsyncIterator[None]:
             raise InterruptedBySignal(came[0]) from None
         raise
     finally:
-        for number in numbers:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)  # which removing it does not bring back

@@ -9,6 +9,7 @@ from pathlib import Path
 from transport.devices import require_cupy
 from transport.doctor.finding import Check, ok, warn
 from transport.errors import MissingDependencyError
+from transport.installing import install
 from transport.streams import require_device
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -28,7 +29,7 @@ def checks() -> Iterator[Check]:
         yield warn(
             "cuda",
             "an NVIDIA driver, and no CuPy: payloads in device memory cannot be written or read",
-            "pip install 'payload-transport[gpu]' (CUDA 13: gpu13)",
+            f"{install('gpu')} (CUDA 13: {install('gpu13')})",
         )
         return
     try:

@@ -13,6 +13,7 @@ from typing import Final
 from transport import ucx
 from transport.doctor.finding import Check, fail, ok, warn
 from transport.errors import MissingDependencyError, TransportError
+from transport.installing import install
 from transport.wires import settings_for
 
 _OLDEST: Final = (1, 19)
@@ -59,7 +60,7 @@ def checks(*, gpu: bool) -> Iterator[Check]:
     except MissingDependencyError as error:
         installed = importlib.util.find_spec("ucxx") is not None
         unset = "unset RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY, which takes the wheel's UCX again"
-        yield fail("ucx", str(error), unset if installed else "pip install 'payload-transport[cu12]'")
+        yield fail("ucx", str(error), unset if installed else install("cu12"))
         return
     yield _version(version, library)
     flags = build_flags(library)
@@ -74,7 +75,7 @@ def checks(*, gpu: bool) -> Iterator[Check]:
 def _version(version: str, library: Path | None) -> Check:
     detail = f"{version}, {library or 'place unknown'}"
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
-        return fail("ucx", detail, "pip install 'payload-transport[cu12]', or a system UCX 1.19 or newer")
+        return fail("ucx", detail, f"{install('cu12')}, or a system UCX 1.19 or newer")
     return ok("ucx", detail)
 
 
@@ -84,7 +85,7 @@ def _plugins(found: set[str], *, gpu: bool) -> Check:
         return warn(
             "ucx plug-ins",
             f"{detail}; this host has CUDA devices, whose memory this UCX cannot send from",
-            "pip install 'payload-transport[cu12]', or a UCX built --with-cuda",
+            f"{install('cu12')}, or a UCX built --with-cuda",
         )
     return ok("ucx plug-ins", detail)
 

@@ -14,6 +14,7 @@ from transport.config import Configuration
 from transport.doctor import infiniband
 from transport.doctor.finding import Check, fail, ok
 from transport.errors import TransportError
+from transport.interruption import segment_prefix
 from transport.ring import SharedRingBuffer
 from transport.server import UCXXServer
 from transport.wires import Wire
@@ -35,7 +36,7 @@ def checks(configuration: Configuration, *, rdma: bool) -> Iterator[Check]:
     content = np.frombuffer(os.urandom(_BYTES), np.uint8)
     secret = configuration.secret()
     try:
-        ring = SharedRingBuffer.create(slots=2, slot_bytes=_BYTES)
+        ring = SharedRingBuffer.create(slots=2, slot_bytes=_BYTES, prefix=segment_prefix("doctor"))
     except TransportError as error:
         yield fail("ring", str(error), "df /dev/shm; transport reclaim")
         return

@@ -71,8 +71,18 @@ class ProcessMember:
         return f"<ProcessMember {self.name} process {self.process.pid}{', lost' if self.lost else ''}>"
 
     @classmethod
-    async def start(cls, name: str, config: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Self:
-        """Start ``python -m transport.weights.member`` with this `MemberConfig`."""
+    async def start(
+        cls,
+        name: str,
+        config: Mapping[str, Any],
+        environment: Mapping[str, str] | None = None,
+        *,
+        prefix: str | None = None,
+    ) -> Self:
+        """Start ``python -m transport.weights.member`` with this `MemberConfig`.
+
+        prefix: of its segments' names; default random.
+        """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # without the current directory, which may hold anything
@@ -84,7 +94,7 @@ class ProcessMember:
             limit=_MOST_LINE,
             env={**os.environ, **(environment or {})},
         )
-        prefix = f"weights-{secrets.token_hex(8)}-"
+        prefix = prefix or f"weights-{secrets.token_hex(8)}-"
         member = cls(name, process, prefix)
         assert process.stdin is not None
         told = {"name": name, **config, "engine": {**config.get("engine", {}), "prefix": prefix}}

@@ -22,6 +22,7 @@ import numpy as np
 from transport.background import LoopThread
 from transport.devices import kind_of
 from transport.errors import MissingDependencyError, WeightsError
+from transport.installing import install
 from transport.weights.engine import Metadata, Weights
 from transport.weights.ring_engine import RingEngine
 from transport.weights.tensors import tensor_of
@@ -143,7 +144,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise MissingDependencyError('verl works on torch tensors: pip install torch, or tensors="numpy"') from error
+        raise MissingDependencyError(f'verl works on torch tensors: {install("torch")}, or tensors="numpy"') from error
     return torch
 
 
@@ -182,7 +183,7 @@ def register() -> type[Any]:
         from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
     except ImportError as error:
         raise MissingDependencyError(
-            f"verl's checkpoint engines cannot be imported ({error}): pip install verl"
+            f"verl's checkpoint engines cannot be imported ({error}): {install('verl')}"
         ) from error
     made: type[Any] = CheckpointEngineRegistry.register(BACKEND)(engine_class(CheckpointEngine))
     return made

@@ -1,0 +1,34 @@
+"""What to type where a package is missing.
+
+This package is installed from a checkout: its name is on no index, so messages name the packages
+that are missing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+# The optional dependencies of pyproject.toml, and what else a message may ask for.
+PACKAGES: Final[dict[str, tuple[str, ...]]] = {
+    "cu12": ("ucxx-cu12>=0.52,<0.53",),
+    "cu13": ("ucxx-cu13>=0.52,<0.53",),
+    "gpu": ("cupy-cuda12x>=13.3",),
+    "gpu13": ("cupy-cuda13x>=13.6",),
+    "redis": ("redis[hiredis]>=5.0",),
+    "metrics": ("prometheus-client>=0.20",),
+    "s3": ("fsspec>=2024.6", "s3fs>=2024.6"),
+    "gs": ("fsspec>=2024.6", "gcsfs>=2024.6"),
+    "hf": ("fsspec>=2024.6", "huggingface_hub>=0.24"),
+    "torch": ("torch>=2.3",),
+    "demo": ("gymnasium>=1.0",),
+    "bench": ("matplotlib>=3.9",),
+    "cmake": ("cmake>=3.24",),
+    "perftest": ("libucx-cu12",),
+    "verl": ("verl",),
+    "cosmos-rl": ("cosmos-rl",),
+}
+
+
+def install(what: str) -> str:
+    """The command that installs what the extra ``what`` would, or another package of the list."""
+    return " ".join(["pip install", *(f"'{each}'" if set(each) & set("<>[") else each for each in PACKAGES[what])])
