@@ -21,12 +21,16 @@ _ANSWER_S = 120.0  # beyond it something hangs
 
 
 class Worker:
-    """A process of this package that answers lines. Use in a ``with``."""
+    """A process that answers lines, by default one of this package. Use in a ``with``.
 
-    def __init__(self, module: str, configuration: object) -> None:
+    Args:
+        command: another program, which ``module`` then only names.
+    """
+
+    def __init__(self, module: str, configuration: object, command: Sequence[str] = ()) -> None:
         self._what = module.rpartition(".")[2]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
+            command or [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -41,6 +45,11 @@ class Worker:
     def pid(self) -> int:
         """Of the process itself."""
         return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
