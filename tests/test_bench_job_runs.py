@@ -121,7 +121,8 @@ def members(process: int) -> set[int]:
 
 @pytest.mark.ucx
 @pytest.mark.slow
-def test_ctrl_c_leaves_neither_processes_nor_segments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_neither_processes_nor_segments(tmp_path: Path, number: signal.Signals) -> None:
     before = set(Path("/dev/shm").iterdir())
     command = [
         sys.executable,
@@ -149,7 +150,7 @@ def test_ctrl_c_leaves_neither_processes_nor_segments(tmp_path: Path) -> None:
         time.sleep(0.01)
     started |= members(process.pid)
     assert len(started) >= 3
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     process.communicate()
     while any(Path(f"/proc/{pid}").exists() for pid in started):  # the watchdog ends what hangs
         time.sleep(0.01)

@@ -24,6 +24,7 @@ class Worker:
     """A process that answers lines, by default one of this package. Use in a ``with``.
 
     Args:
+        configuration: its first line; None: the caller tells it one later.
         command: another program, which ``module`` then only names.
     """
 
@@ -39,7 +40,8 @@ class Worker:
         self._errors = b""
         self._reading = threading.Thread(target=self._read_errors, daemon=True)
         self._reading.start()
-        self.tell(configuration)
+        if configuration is not None:
+            self.tell(configuration)
 
     @property
     def pid(self) -> int:

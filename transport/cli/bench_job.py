@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -54,7 +57,7 @@ def job(
         check(plot)
     work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle, write_batch)
     where = machine()
-    with bar_with_time_left("bench job") as progress:
+    with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:
         outcome = session.run(work, seconds, repetitions, progress)
     report = JobReport(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(report)]), json_target)
@@ -69,3 +72,13 @@ def job(
     if failed:
         print(f"transport bench job: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[None]:
+    """While the block runs, SIGTERM ends it in order."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -85,39 +85,51 @@ class _Run:
             "cells": cells,
         }
         self._helpers: list[int] = []
-        place = self._service(common, stack)
-
-        def start(role: str, index: int, addresses: list[str]) -> Worker:
-            result = str(folder / f"trainer-{index}")
-            job = {**common, "index": index, "place": place, "addresses": addresses, "result": result}
-            return stack.enter_context(Worker(f"{self._who} {role}", job, _command(case, role)))
-
-        self._writers = [start("writer", index, []) for index in range(case.writers)]
+        # All begin at once, since importing what they need takes longest; each waits for its configuration. The service
+        # ends last.
+        service = self._service(common, stack)
+        self._writers = [self._process("writer", stack) for _ in range(case.writers)]
+        self._trainers = [self._process("trainer", stack) for _ in range(case.trainers)]
+        place = self._place(service)
+        self._configure(self._writers, {**common, "place": place, "addresses": []})
         ready = [writer.answer() for writer in self._writers]
         self._helpers += [pid for each in ready for pid in each["helpers"]]
         addresses = [each["address"] for each in ready]
-        self._trainers = [start("trainer", index, addresses) for index in range(case.trainers)]
+        self._configure(self._trainers, {**common, "place": place, "addresses": addresses})
         for trainer in self._trainers:
             trainer.answer()
+
+    def _process(self, role: str, stack: contextlib.ExitStack) -> Worker:
+        return stack.enter_context(Worker(f"{self._who} {role}", None, _command(self._case, role)))
+
+    def _configure(self, processes: list[Worker], job: dict[str, Any]) -> None:
+        for index, process in enumerate(processes):
+            process.tell({**job, "index": index, "result": str(self._folder / f"trainer-{index}")})
 
     @property
     def _who(self) -> str:
         return "transport" if self._case.peer == OURS else self._case.peer
 
-    def _service(self, common: dict[str, Any], stack: contextlib.ExitStack) -> str:
-        """Where the payloads or their tickets go; started where that is a process."""
+    def _service(self, common: dict[str, Any], stack: contextlib.ExitStack) -> Worker | None:
+        """The process beside the others, where there is one."""
         ours = self._case.peer == OURS
         service = KINDS[self._case.queue].service if ours else JOB_PEERS[self._case.peer].service
         if not service:
-            return f"sqlite://{self._folder / 'tickets.sqlite3'}" if ours else ""
+            return None
         command = [sys.executable, "-m", "transport.bench.job.redis_service"]
         if service == "own":
             command = _command(self._case, "service")
         # It serves no writer or trainer in particular; the fields are there for all.
         job = {**common, "index": 0, "place": "", "addresses": [], "result": ""}
-        server = stack.enter_context(Worker(f"{self._who} service", job, command))
-        place: str = server.answer()["place"]
-        self._helpers.append(server.pid)
+        return stack.enter_context(Worker(f"{self._who} service", job, command))
+
+    def _place(self, service: Worker | None) -> str:
+        """Where the payloads or their tickets go."""
+        ours = self._case.peer == OURS
+        if service is None:
+            return f"sqlite://{self._folder / 'tickets.sqlite3'}" if ours else ""
+        place: str = service.answer()["place"]
+        self._helpers.append(service.pid)
         return f"redis://{place}/0?run=job" if ours else place
 
     def flow(self, count: int) -> bool:
