@@ -106,6 +106,14 @@ def test_a_missing_redis_server_is_named_with_its_remedy(
     assert "redis-server-of-nowhere is not installed; run: apt-get install" in capsys.readouterr().err
 
 
+def test_without_xxhash_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert run(["bench", "job"]) == 1
+    assert "bench job needs xxhash; pip install 'payload-transport[bench]'" in capsys.readouterr().err
+
+
 def test_an_installed_package_without_the_peers_scripts_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from redis_server import needs_redis
 
@@ -91,6 +93,39 @@ def test_a_peer_does_the_same_work(name: str, size: int) -> None:
     sample = driver.measure(case, 0.01)
     assert (sample.lost, sample.duplicated) == (0, 0)
     assert sample.payloads > 0
+
+
+def leaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> plan.JobCase:
+    """A case of the leaky peer, with the harness of all peers."""
+    shutil.copy(registry.JOB_SCRIPTS / "harness.py", tmp_path)
+    shutil.copy(Path(__file__).with_name("leaky_peer.py"), tmp_path)
+    peer = registry.Peer(name="leaky", script="leaky_peer", wire="tcp", folder=tmp_path)
+    monkeypatch.setitem(registry.JOB_PEERS, "leaky", peer)
+    # the first batch, two windows of warm-up, then what is measured
+    (case,) = plan.cases([4096], [], [], "list", [peer], 1, 1, 4, idle=False)
+    return msgspec.structs.replace(case, window=8)
+
+
+def test_what_is_lost_and_what_comes_twice_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = driver.measure(leaky(tmp_path, monkeypatch), 1e-6)
+    assert (sample.payloads, sample.lost, sample.duplicated) == (16, 1, 1)
+
+
+def test_a_run_that_stalls_ends_with_what_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = leaky(tmp_path, monkeypatch)
+    script = tmp_path / "leaky_peer.py"
+    script.write_text(script.read_text().replace("TWICE: 2", "TWICE: 0"))
+    monkeypatch.setattr(driver, "_STALL_S", 0.5)
+    sample = driver.measure(case, 1e-6)
+    assert (sample.lost, sample.duplicated) == (2, 0)
+
+
+def test_a_payload_that_was_changed_on_the_way_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = leaky(tmp_path, monkeypatch)
+    script = tmp_path / "leaky_peer.py"
+    script.write_text(script.read_text().replace("batch[32:])", "batch[32:-1] + b'?')"))
+    with pytest.raises(LinkError, match="payload 0 of writer 0 is not what was written"):
+        driver.measure(case, 1e-6)
 
 
 def test_a_participant_that_fails_is_reported_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:

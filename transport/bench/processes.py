@@ -48,10 +48,11 @@ class Worker:
         """Of the process itself."""
         return self._process.pid
 
-    @property
-    def running(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Whether it ends within that time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        return self._process.returncode is not None
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

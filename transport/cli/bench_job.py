@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 
 from transport.cli.output import JsonTarget, about, emit
+from transport.errors import MissingDependencyError
 
 EXAMPLE = "Example: transport bench job --queue sqlite,redis --wire tcp --peers all --plot job.png"
 
@@ -40,6 +42,8 @@ def job(
 
     Exit status 1 when one of ours failed, was lost or came twice; a peer that fails is reported and left out.
     """
+    if importlib.util.find_spec("xxhash") is None:
+        raise MissingDependencyError("bench job needs xxhash; pip install 'payload-transport[bench]'")
     from transport.bench.job import plan, session
     from transport.bench.job.plot import draw
     from transport.bench.job.rows import JobReport, table

@@ -25,6 +25,7 @@ from transport.errors import LinkError, MissingDependencyError
 
 _LOOK_S = 0.004
 _STALL_S = 30.0  # without a payload consumed
+_OTHERS_S = 1.0  # whoever fails first takes others with it, and may end after them
 _MOST_PAYLOADS = 1_000_000
 _IDLE_PAYLOADS = 300  # so that the 99th percentile is not the greatest
 _IDLE_S = 0.004  # about what one takes, with the pause before it
@@ -143,15 +144,26 @@ class _Run:
             now = time.monotonic()
             if total != before:
                 before, since = total, now
-            for process in (*self._writers, *self._trainers):
-                if not process.running:
-                    process.answer()  # raises with what it said
-                    raise LinkError("a process ended before all payloads were consumed")
+            self._check()
             if now - since > _STALL_S:
                 return False
             time.sleep(_LOOK_S)
         self._began_ns = min(writer.answer()["began_ns"] for writer in self._writers)
         return True
+
+    def _check(self) -> None:
+        """Raise LinkError when a process has ended, with what it said, and what others said that ended with it."""
+        processes = (*self._trainers, *self._writers)
+        if not any(process.ended() for process in processes):
+            return
+        said = []
+        for process in processes:
+            if process.ended(within_s=_OTHERS_S):
+                try:
+                    process.answer()
+                except LinkError as error:
+                    said.append(str(error))
+        raise LinkError("; ".join(said) or "a process ended before all payloads were consumed")
 
     def measured(self, count: int) -> JobSample:
         """The figures of ``count`` payloads of each writer, after which the trainers have stopped."""

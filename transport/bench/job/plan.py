@@ -79,8 +79,6 @@ def check_queues(names: str) -> list[str]:
             redis_service.check()
             if importlib.util.find_spec("redis") is None:
                 raise MissingDependencyError(f"--queue {name} needs redis; pip install 'payload-transport[redis]'")
-    if importlib.util.find_spec("xxhash") is None:
-        raise MissingDependencyError("bench job needs xxhash; pip install 'payload-transport[bench]'")
     return queues
 
 
