@@ -261,6 +261,13 @@ def test_the_picture_has_at_most_eight_lines_with_every_peer() -> None:
     assert len(plot.chosen(ours)) == 6
 
 
+def test_names_of_lines_do_not_cover_each_other_and_stay_near_their_lines() -> None:
+    assert plot.apart([0.1, 0.5, 0.9], 0.05) == pytest.approx([0.1, 0.5, 0.9])
+    assert plot.apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert plot.apart([0.5, 0.52, 0.54], 0.1) == pytest.approx([0.42, 0.52, 0.62])
+    assert plot.apart([], 0.1) == []
+
+
 # --- a run ----------------------------------------------------------------------------------------
 def test_what_fails_is_left_out_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[str] = []

@@ -13,6 +13,7 @@ from transport.bench.units import show_size
 
 MOST_LINES = 8
 _MOST_PEERS = 5
+_APART = 0.05  # of a panel's height, between two names
 _COLOURS = ("#08519c", "#d73027", "#1a9850", "#762a83", "#e08214", "#00868b", "#b0006d", "#5a3e1b")
 _GREYS = ("#555555", "#777777", "#8c8c8c", "#a0a0a0", "#b4b4b4")
 _MARKERS = ("s", "^", "v", "D", "x")
@@ -41,7 +42,7 @@ def draw(report: JobReport, path: Path) -> None:
         _panel(left, report.rows, "payloads_per_s", "Payloads a second (higher is better)")
         _panel(right, report.rows, "cpu_us_per_payload", "Processor time of a payload, µs (lower is better)")
     figure.text(0.05, 0.02, _caption(report), fontsize=8.5, color="#333333", va="bottom", linespacing=1.4)
-    figure.subplots_adjust(left=0.06, right=0.89, top=0.92, bottom=0.2, wspace=0.45)
+    figure.subplots_adjust(left=0.06, right=0.88, top=0.92, bottom=0.2, wspace=0.45)
     figure.savefig(path, format="png")
 
 
@@ -80,23 +81,35 @@ def _style(name: str, names: Sequence[str], ours: bool) -> dict[str, Any]:
 
 def _name_lines(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     """Right of the panel, at the height of the last point, moved apart where two would cover each other."""
-    figure = axes.get_figure()
-    figure.canvas.draw()
+    axes.get_figure().canvas.draw()
     least, most = axes.transAxes.transform([(0, 0), (0, 1)])[:, 1]
-    apart = 0.05
-    below = float("-inf")
-    for value, name, colour in sorted(ends):
-        height = (axes.transData.transform((1, value))[1] - least) / (most - least)
-        below = max(height, below + apart)
+    ordered = sorted(ends)
+    heights = [(axes.transData.transform((1, value))[1] - least) / (most - least) for value, _, _ in ordered]
+    for height, (_, name, colour) in zip(apart(heights, _APART), ordered, strict=True):
         axes.annotate(
             name,
-            (1.02, below),
+            (1.03, height),
             xycoords="axes fraction",
             color=colour,
             fontsize=9.5,
+            fontweight="bold" if colour in _COLOURS else "normal",
             va="center",
             annotation_clip=False,
         )
+
+
+def apart(heights: Sequence[float], least: float) -> list[float]:
+    """Ascending heights, each at least so far above the one before, and as near to where they were as may be."""
+    groups: list[tuple[float, int]] = []  # the lowest of a group, and how many stand on it at that distance
+    for height in heights:
+        low, number = height, 1
+        while groups and groups[-1][0] + groups[-1][1] * least > low:
+            before, many = groups.pop()
+            # both groups keep their middle, weighted by their numbers
+            low = (before * many + (low - many * least) * number) / (many + number)
+            number += many
+        groups.append((low, number))
+    return [low + at * least for low, number in groups for at in range(number)]
 
 
 def _caption(report: JobReport) -> str:
