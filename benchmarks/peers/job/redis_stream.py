@@ -1,4 +1,4 @@
-"""Payloads in a Redis stream with a consumer group: XADD, XREADGROUP, then XACK and XDEL, a round trip for each batch.
+"""Payloads in a Redis stream with a consumer group: XADD, XREADGROUP, then XACK and XDEL; several in a round trip.
 
 What a trainer that dies had not acknowledged stays pending, for others to claim. The server keeps nothing on disk.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import redis
-from redis_list import connect
+from redis_list import at_once, connect
 
 _KEY = "payloads"
 _GROUP = "trainers"
@@ -29,13 +29,18 @@ class Writer:
         self._redis = connect(job)
         self._most = job.window * job.writers
         self._length = 0
+        self._at_once = at_once(job)
 
     def prepare(self, body: bytes) -> bytes:
         """As it is."""
         return body
 
     def write_many(self, payloads: Sequence[tuple[bytes, bytes]]) -> None:
-        """An entry each, sent together."""
+        """An entry each, several sent together."""
+        for at in range(0, len(payloads), self._at_once):
+            self._add(payloads[at : at + self._at_once])
+
+    def _add(self, payloads: Sequence[tuple[bytes, bytes]]) -> None:
         while self._length + len(payloads) > self._most:
             self._length = self._redis.xlen(_KEY)
             if self._length + len(payloads) > self._most:
@@ -58,11 +63,13 @@ class Trainer:
     def __init__(self, job: Any) -> None:
         self._redis = connect(job)
         self._name = f"trainer {job.index}"
+        self._at_once = at_once(job)
         with contextlib.suppress(redis.ResponseError):  # another trainer was first
             self._redis.xgroup_create(_KEY, _GROUP, id="0", mkstream=True)
 
     def claim(self, n: int, timeout_s: float) -> list[Any] | None:
         """Up to n entries, this consumer's until it acknowledges them."""
+        n = min(n, self._at_once)
         read = self._redis.xreadgroup(_GROUP, self._name, {_KEY: ">"}, count=n, block=int(timeout_s * 1000))
         if not read:
             return None
