@@ -28,6 +28,7 @@ def run(cases: Sequence[JobCase], seconds: float, repetitions: int, progress: Pr
     samples: dict[JobCase, list[JobSample]] = {case: [] for case in cases}
     outcome = JobOutcome([], [], {})
     size = 0
+    progress(0, repetitions * len(cases), 0)
     for repetition in range(repetitions):
         for at, case in enumerate(cases):
             if case in samples and case.peer not in outcome.skipped:
