@@ -53,7 +53,10 @@ bench-peers: $(VENV)/installed ## install what bench compares with, each into it
 	@$(BIN)/python benchmarks/install_peers.py
 	@touch build/peers/stamp
 
-bench: build/peers/stamp ## reads over every wire beside the peers, drawn in docs/bench.png; ring operations
+# The whole job first. BENCH_JOB_OPTIONS="--peers all --queue sqlite,redis" adds the peers that need a Ray cluster.
+BENCH_JOB_OPTIONS ?= --peers zmq,redis,redis-stream --seconds 0.3
+bench: build/peers/stamp | redis ## the whole job, then reads over every wire, beside the peers; pictures in docs; the ring
+	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --json build/bench-job.json --plot docs/bench-job.png
 	@$(BIN)/transport bench loopback --checksum on,off --peers all --json build/bench.json --plot docs/bench.png
 	@$(BIN)/transport bench ring
 

@@ -1,4 +1,4 @@
-"""Install what `transport bench loopback --peers` measures, each peer into an environment of its own in build/peers.
+"""Install what `transport bench job` and `loopback` measure with --peers, each into an environment in build/peers.
 
     .venv/bin/python benchmarks/install_peers.py [NAME …]
 
@@ -15,9 +15,10 @@ import sys
 from pathlib import Path
 
 from transport.bench.processes import last_line
-from transport.bench.registry import ENVIRONMENTS, PEERS, REASON_FILE, SCRIPTS, STAMP_FILE, Peer, library_path
+from transport.bench.registry import ENVIRONMENTS, JOB_PEERS, PEERS, REASON_FILE, STAMP_FILE, Peer, library_path
 
 _LONGEST_S = 900.0
+_ALL = {**PEERS, **JOB_PEERS}
 
 
 class NotInstalledError(Exception):
@@ -50,17 +51,17 @@ def install(peer: Peer, home: Path) -> None:
             run(f"unpacking {package.name}", ["dpkg", "-x", package.name, "."], system)
             package.unlink()
     check = ["env", f"LD_LIBRARY_PATH={library_path(peer)}", str(home / "bin" / "python"), "-c"]
-    script = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import {peer.script}"
+    script = f"import sys; sys.path.insert(0, {str(peer.folder)!r}); import {peer.script}"
     run("importing it", [*check, script], home)
 
 
 def main() -> None:
     """Install the peers that are named, or all."""
-    unknown = set(sys.argv[1:]) - set(PEERS)
+    unknown = set(sys.argv[1:]) - set(_ALL)
     if unknown:
-        raise SystemExit(f"no peers: {', '.join(sorted(unknown))}; choose some of {', '.join(PEERS)}")
+        raise SystemExit(f"no peers: {', '.join(sorted(unknown))}; choose some of {', '.join(_ALL)}")
     ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
-    chosen = {peer.environment: peer for name, peer in PEERS.items() if name in (sys.argv[1:] or PEERS)}
+    chosen = {peer.environment: peer for name, peer in _ALL.items() if name in (sys.argv[1:] or _ALL)}
     for environment, peer in chosen.items():
         home = ENVIRONMENTS / environment
         if not environment or (home / STAMP_FILE).exists():

@@ -19,7 +19,7 @@ from transport import Schema, SharedRingBuffer, Ticket, UpTo, _native
 from transport.cli import output, run
 
 COMMANDS = ("bench", "cooldown", "demo", "doctor", "read", "reclaim", "serve", "size", "top")
-BENCHES = ("bench loopback", "bench scaling", "bench serve", "bench fetch", "bench ring")
+BENCHES = ("bench job", "bench loopback", "bench scaling", "bench serve", "bench fetch", "bench ring")
 SCHEMA = Schema.of(observation=("float32", UpTo(8), 2), file=("int64",))
 
 

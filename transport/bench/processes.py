@@ -21,12 +21,17 @@ _ANSWER_S = 120.0  # beyond it something hangs
 
 
 class Worker:
-    """A process of this package that answers lines. Use in a ``with``."""
+    """A process that answers lines, by default one of this package. Use in a ``with``.
 
-    def __init__(self, module: str, configuration: object) -> None:
+    Args:
+        configuration: its first line; None: the caller tells it one later.
+        command: another program, which ``module`` then only names.
+    """
+
+    def __init__(self, module: str, configuration: object, command: Sequence[str] = ()) -> None:
         self._what = module.rpartition(".")[2]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module],
+            command or [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -35,12 +40,19 @@ class Worker:
         self._errors = b""
         self._reading = threading.Thread(target=self._read_errors, daemon=True)
         self._reading.start()
-        self.tell(configuration)
+        if configuration is not None:
+            self.tell(configuration)
 
     @property
     def pid(self) -> int:
         """Of the process itself."""
         return self._process.pid
+
+    def ended(self, within_s: float = 0.0) -> bool:
+        """Whether it ends within that time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(within_s)
+        return self._process.returncode is not None
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None

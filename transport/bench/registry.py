@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,9 @@ import msgspec
 from transport.errors import MissingDependencyError, UsageError
 
 SCRIPTS = Path(__file__).resolve().parent / "peers"
-ENVIRONMENTS = Path(__file__).resolve().parent.parent.parent / "build" / "peers"
+_CHECKOUT = Path(__file__).resolve().parent.parent.parent
+ENVIRONMENTS = _CHECKOUT / "build" / "peers"
+JOB_SCRIPTS = _CHECKOUT / "benchmarks" / "peers" / "job"  # not part of the package
 PERFTEST = "ucx_perftest"
 REASON_FILE = "skipped"
 STAMP_FILE = "installed"
@@ -23,13 +26,15 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     """Something else that moves bytes between two processes.
 
     Attributes:
-        script: its file in transport/bench/peers; empty: a program of its own (ucx_perftest).
+        script: its file in ``folder``; empty: a program of its own (ucx_perftest).
+        folder: where its script lies, and the harness that runs it.
         wire: what carries the bytes; empty: whatever wires are measured.
         environment: name of its virtual environment; empty: needs nothing that is not here.
         requirements: what pip installs there beside numpy, a call of pip for each, options included.
         libraries: Debian packages of system libraries that its wheel lacks, unpacked into the environment.
         variables: environment variables of its processes.
         floor: no peer, but what a machine can do at best.
+        service: what runs beside the processes that are measured: "redis", or "own" for what its script starts.
     """
 
     name: str
@@ -40,6 +45,8 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     libraries: tuple[str, ...] = ()
     variables: dict[str, str] = {}
     floor: bool = False
+    folder: Path = SCRIPTS
+    service: str = ""
 
 
 _NIXL = "--no-deps nixl-cu12"  # what it would pull in (torch, CUDA) is for GPUs, and not imported
@@ -72,19 +79,50 @@ _ALL = (
 PEERS = {peer.name: peer for peer in _ALL}
 
 
-def chosen(names: str) -> list[Peer]:
+def _for_job(name: str, script: str, wire: str, requirements: tuple[str, ...], service: str = "") -> Peer:
+    # The redis peers share an environment. All hash payloads as our own processes do.
+    return Peer(
+        name=name,
+        script=script,
+        wire=wire,
+        environment=f"job-{name.partition('-')[0]}",
+        requirements=(*requirements, "xxhash"),
+        folder=JOB_SCRIPTS,
+        service=service,
+    )
+
+
+# Of `bench job`: whole payloads from writers to trainers.
+_JOB = (
+    _for_job("zmq", "zmq_push_pull", "tcp", ("pyzmq",)),
+    _for_job("redis", "redis_list", "tcp", ("redis[hiredis]",), "redis"),
+    _for_job("redis-stream", "redis_stream", "tcp", ("redis[hiredis]",), "redis"),
+    _for_job("ray", "ray_references", "shm", ("ray",), "own"),
+    # torch's wheel for processors is a tenth of the one for devices
+    _for_job(
+        "transferqueue",
+        "transfer_queue_storage",
+        "tcp",
+        ("torch --index-url https://download.pytorch.org/whl/cpu", "TransferQueue"),
+        "own",
+    ),
+)
+JOB_PEERS = {peer.name: peer for peer in _JOB}
+
+
+def chosen(names: str, among: Mapping[str, Peer] = PEERS) -> list[Peer]:
     """The peers of a comma-separated list, or "all".
 
     Raises:
         UsageError: a name that is none.
     """
     if names == "all":
-        return list(PEERS.values())
+        return list(among.values())
     wanted = [name.strip() for name in names.split(",")]
     for name in wanted:
-        if name not in PEERS:
-            raise UsageError(f"{name!r} is no peer; choose all, or some of {', '.join(PEERS)}")
-    return [peer for name, peer in PEERS.items() if name in wanted]
+        if name not in among:
+            raise UsageError(f"{name!r} is no peer; choose all, or some of {', '.join(among)}")
+    return [peer for name, peer in among.items() if name in wanted]
 
 
 def interpreter(peer: Peer) -> str:

@@ -33,6 +33,11 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
+def parse_sizes(texts: str) -> list[int]:
+    """The sizes of a comma-separated list, in order. Raises as `parse_size`."""
+    return sorted({parse_size(text) for text in texts.split(",")})
+
+
 def show_size(size: int) -> str:
     """The size in the largest binary unit that divides it: "64 KiB"."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

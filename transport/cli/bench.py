@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transport.cli.output import JsonTarget, emit
+from transport.cli.bench_job import EXAMPLE as _JOB_EXAMPLE
+from transport.cli.bench_job import job
+from transport.cli.output import JsonTarget, about, emit
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
-    from transport.bench.result import Report
     from transport.progress import Progress
 
 app = typer.Typer(
-    help="Measure reads, scaling, the ring and rendezvous on this host.",
-    epilog="Example: transport bench loopback --peers all --plot bench.png",
+    help="Measure the whole job, reads, scaling, the ring and rendezvous on this host.",
+    epilog="Example: transport bench job --peers all --plot job.png",
     pretty_exceptions_enable=False,
 )
 
@@ -31,6 +32,8 @@ _RING_EXAMPLE = "Example: transport bench ring --json ring.json"
 
 _RENDEZVOUS_EXAMPLE = "Example: transport bench rendezvous --members 10000 --store redis://localhost/0?run=bench"
 _WEIGHTS_EXAMPLE = "Example: transport bench weights --replicas 1,8 --size 256MiB --rate 100MB --json -"
+
+app.command("job", epilog=_JOB_EXAMPLE)(job)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
 _EVERYWHERE = "mapped,shm,tcp"
@@ -66,10 +69,11 @@ def loopback(
     from transport.bench.plot import check, draw
     from transport.bench.registry import chosen
     from transport.bench.result import Report, table
+    from transport.bench.units import parse_sizes
 
     if device is not None:
         _check_device(device)
-    sizes_bytes = _sizes(sizes)
+    sizes_bytes = parse_sizes(sizes)
     concurrencies = _counts("--concurrency", concurrency)
     wires = _wires(wire)
     others = chosen(peers) if peers is not None else []
@@ -79,11 +83,11 @@ def loopback(
         *cases(sizes_bytes, concurrencies, wires, _checksums(checksum), readers, device is not None),
         *session.peer_cases(others, sizes_bytes, concurrencies, wires),
     ]
-    about = machine()
+    where = machine()
     with _bar("measuring", json_target) as progress:
         outcome = session.run(work, seconds, repetitions, progress)
-    report = Report(machine=about, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
-    emit(report, "\n".join([_about(report), "", table(outcome.rows, outcome.skipped)]), json_target)
+    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
+    emit(report, "\n".join([about(report), "", table(outcome.rows, outcome.skipped)]), json_target)
     if plot is not None and outcome.rows:
         draw(report, plot)
     if outcome.failed:
@@ -107,14 +111,15 @@ def scaling(
     from transport.bench import scaling as measuring
     from transport.bench.machine import machine, settings_of
     from transport.bench.result import Report
+    from transport.bench.units import parse_sizes
 
     wires = _wires(wire, among=_WIRES[1:])
-    work = measuring.cases(_counts("--clients", clients), _counts("--listeners", listeners), _sizes(sizes), wires)
-    about = machine()
+    work = measuring.cases(_counts("--clients", clients), _counts("--listeners", listeners), parse_sizes(sizes), wires)
+    where = machine()
     with _bar("measuring", json_target) as progress:
         rows = measuring.run(work, seconds, repetitions, progress)
-    report = Report(machine=about, settings={each: settings_of(each) for each in wires}, rows=rows)
-    emit(report, "\n".join([_about(report), "", measuring.table(rows)]), json_target)
+    report = Report(machine=where, settings={each: settings_of(each) for each in wires}, rows=rows)
+    emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
 
 
 @app.command("serve", epilog=_SERVE_EXAMPLE)
@@ -164,6 +169,7 @@ def fetch(
     from transport.bench.machine import machine, settings_of
     from transport.bench.plot import check, draw
     from transport.bench.result import Report, Row, table
+    from transport.bench.units import parse_sizes
     from transport.doctor import infiniband
 
     host, _, port = server.rpartition(":")
@@ -175,9 +181,13 @@ def fetch(
     if plot is not None:
         check(plot)
     work = remote.cases(
-        _sizes(sizes), _counts("--concurrency", concurrency), chosen, _checksums(checksum), device=device is not None
+        parse_sizes(sizes),
+        _counts("--concurrency", concurrency),
+        chosen,
+        _checksums(checksum),
+        device=device is not None,
     )
-    rows, about, before = [], machine(), infiniband.ports()
+    rows, where, before = [], machine(), infiniband.ports()
     with _bar("measuring", json_target) as progress:
         for at, case in enumerate(work):
             samples = []
@@ -187,12 +197,12 @@ def fetch(
             rows.append(Row.of(case, samples))
             progress(at + 1, len(work), sum(row.reads * row.size_bytes for row in rows))
     report = Report(
-        machine={**about, "server": other},
+        machine={**where, "server": other},
         settings={chosen: settings_of(chosen)},
         rows=rows,
         rails=infiniband.traffic(before, infiniband.ports()),
     )
-    lines = [_about(report), f"server: {other.get('cpu')}, {other.get('cores')} cores", "", table(rows, {})]
+    lines = [about(report), f"server: {other.get('cpu')}, {other.get('cores')} cores", "", table(rows, {})]
     lines += [f"port {name}: {size / 1e6:.1f} MB" for name, size in report.rails.items()]
     emit(report, "\n".join(lines), json_target)
     if plot is not None:
@@ -220,11 +230,11 @@ def ring(
 
     if device is not None:
         _check_device(device)
-    about = machine()
+    where = machine()
     with _bar("measuring", json_target) as progress:
         rows = measuring.measure(progress) if device is None else measuring.measure_device(progress)
-    report = Report(machine=about, settings={}, rows=rows)
-    emit(report, "\n".join([_about(report), "", measuring.table(rows)]), json_target)
+    report = Report(machine=where, settings={}, rows=rows)
+    emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
 
 
 @app.command("rendezvous", epilog=_RENDEZVOUS_EXAMPLE)
@@ -244,11 +254,11 @@ def rendezvous(
     from transport.bench.result import Report
 
     counts = _counts("--members", members, most=100_000)
-    about = machine()
+    where = machine()
     with _bar("measuring", json_target) as progress:
         rows = measuring.measure(counts, store, progress)
-    report = Report(machine=about, settings={}, rows=rows)
-    emit(report, "\n".join([_about(report), "", measuring.table(rows)]), json_target)
+    report = Report(machine=where, settings={}, rows=rows)
+    emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
     return 0 if all(row["verified"] for row in rows) else 1
 
 
@@ -290,11 +300,11 @@ def weights(
         repetitions=repetitions,
         device=device is not None,
     )
-    about = machine()
+    where = machine()
     with _bar("updates", json_target) as progress:
         rows = measuring.run(load, _counts("--replicas", replicas), progress)
-    report = Report(machine=about, settings={"tcp": settings_of("tcp")}, rows=rows)
-    emit(report, "\n".join([_about(report), "", measuring.table(rows, load)]), json_target)
+    report = Report(machine=where, settings={"tcp": settings_of("tcp")}, rows=rows)
+    emit(report, "\n".join([about(report), "", measuring.table(rows, load)]), json_target)
 
 
 def _check_device(name: str) -> None:
@@ -303,12 +313,6 @@ def _check_device(name: str) -> None:
     if name != "cuda":
         raise UsageError(f"--device {name}: the only kind is cuda")
     require_device()
-
-
-def _sizes(texts: str) -> list[int]:
-    from transport.bench.units import parse_size
-
-    return sorted({parse_size(text) for text in texts.split(",")})
 
 
 def _counts(option: str, texts: str, most: int = _MOST_COUNT) -> list[int]:
@@ -345,16 +349,3 @@ def _bar(what: str, json_target: str | None) -> AbstractContextManager[Progress]
     from transport.progress import bar, silent
 
     return contextlib.nullcontext(silent) if json_target == "-" else bar(what)
-
-
-def _about(report: Report) -> str:
-    machine = report.machine
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = [
-        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python {machine['python']}, load "
-        f"{machine['load']}; {versions}"
-    ]
-    for wire, settings in report.settings.items():
-        if settings:
-            lines.append(f"UCX for {wire}: {' '.join(f'{name}={value}' for name, value in sorted(settings.items()))}")
-    return "\n".join(lines)

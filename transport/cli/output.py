@@ -61,3 +61,17 @@ def emit(result: Any, text: str, json_target: str | None) -> None:
             return
         Path(json_target).write_text(f"{document}\n", encoding="utf-8")
     typer.echo(text)
+
+
+def about(report: Any) -> str:
+    """The first lines of a measurement: machine, versions and UCX settings."""
+    machine = report.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    lines = [
+        f"{machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python {machine['python']}, load "
+        f"{machine['load']}; {versions}"
+    ]
+    for wire, settings in report.settings.items():
+        if settings:
+            lines.append(f"UCX for {wire}: {' '.join(f'{name}={value}' for name, value in sorted(settings.items()))}")
+    return "\n".join(lines)

@@ -1,0 +1,9 @@
+"""The whole job: payloads from N writers to M trainers, written, claimed, read, consumed; ours and the peers alike.
+
+plan     what is measured, and what is refused
+work     what every writer and trainer does, whatever carries the payloads; runs without this package, too
+queues   our queues as writers and trainers use them
+driver   one repetition in fresh processes
+rows     figures of all repetitions, the table with its ratios
+plot     the picture
+"""

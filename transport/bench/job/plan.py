@@ -1,0 +1,139 @@
+"""What `bench job` measures: cases from its options, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from transport.bench.job import redis_service
+from transport.bench.job.queues import KINDS
+from transport.bench.job.work import HEADER
+from transport.bench.registry import Peer
+from transport.bench.result import OURS
+from transport.errors import MissingDependencyError, UsageError
+
+QUEUES = ("rings", "sqlite", "redis")
+WIRES = ("mapped", "shm", "tcp")
+LAYOUTS = ("list", "padded", "packed")
+_MOST_WINDOW = 128
+_WINDOW_BYTES = 128 << 20
+_WINDOW_BATCHES = 4  # one is written, one claimed, one fetched, one consumed
+
+
+class JobCase(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to carry payloads of one size.
+
+    Attributes:
+        queue, wire, layout: of a peer the wire only.
+        batch: payloads that a trainer claims at most.
+        write_batch: payloads that a writer hands over with one call.
+        window: payloads of a writer that are unread at any time; then it waits.
+        idle: one payload at a time, with the trainer waiting.
+    """
+
+    peer: str
+    queue: str
+    wire: str
+    layout: str
+    size_bytes: int
+    writers: int
+    trainers: int
+    batch: int
+    write_batch: int
+    window: int
+    idle: bool = False
+
+    @property
+    def name(self) -> str:
+        """Without the size: "sqlite, tcp" for ours, a peer by its name."""
+        return f"{self.queue}, {self.wire}" if self.peer == OURS else self.peer
+
+
+def window_for(size: int) -> int:
+    """Enough that batches overlap, and no more than 128 MiB."""
+    return max(_WINDOW_BATCHES, min(_MOST_WINDOW, _WINDOW_BYTES // size))
+
+
+def check_names(option: str, names: str, known: Sequence[str]) -> list[str]:
+    """The names of a comma-separated option, in the order of ``known``. UsageError: one that is none."""
+    wanted = {name.strip() for name in names.split(",")}
+    if not wanted <= set(known):
+        raise UsageError(f"{option} {names}: choose some of {', '.join(known)}, separated by commas")
+    return [name for name in known if name in wanted]
+
+
+def check_queues(names: str) -> list[str]:
+    """Queues that can be measured here.
+
+    Raises:
+        UsageError: not a queue, or not one of this version.
+        MissingDependencyError: something that a queue needs is not installed.
+    """
+    queues = check_names("--queue", names, QUEUES)
+    for name in queues:
+        if name not in KINDS:
+            raise UsageError(f"--queue {name}: not in this version; choose some of {', '.join(KINDS)}")
+        if KINDS[name].service == "redis":
+            redis_service.check()
+            if importlib.util.find_spec("redis") is None:
+                raise MissingDependencyError(f"--queue {name} needs redis; pip install 'payload-transport[redis]'")
+    return queues
+
+
+def check_layout(name: str) -> str:
+    """The layout of a batch. UsageError: not a layout, or not one of this version."""
+    if name not in LAYOUTS:
+        raise UsageError(f"--layout {name}: choose one of {', '.join(LAYOUTS)}")
+    if name != "list":
+        raise UsageError(f"--layout {name}: not in this version, whose batches are lists of payloads; choose list")
+    return name
+
+
+def cases(
+    sizes: Sequence[int],
+    queues: Iterable[str],
+    wires: Sequence[str],
+    layout: str,
+    peers: Iterable[Peer],
+    writers: int,
+    trainers: int,
+    batch: int,
+    idle: bool,
+    write_batch: int | None = None,
+) -> list[JobCase]:
+    """Ours, then the peers, at every size; of one size all have the same batches and window.
+
+    write_batch: None: as large as ``batch``.
+
+    Raises:
+        UsageError: sizes, or numbers of writers, that cannot be measured.
+    """
+    if idle and writers > 1:
+        raise UsageError(f"--idle has one payload under way at a time: choose --writers 1, not {writers}")
+    if min(sizes) <= HEADER.size:
+        raise UsageError(f"--sizes {min(sizes)}: a payload has a header of {HEADER.size} bytes and a body; give more")
+    ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires]
+    ways += [(peer.name, "", peer.wire, "list") for peer in peers]
+    found = []
+    for size in sizes:
+        window = window_for(size)
+        claimed = min(batch, max(1, window // _WINDOW_BATCHES))
+        found += [
+            JobCase(
+                peer=peer,
+                queue=queue,
+                wire=wire,
+                layout=shape,
+                size_bytes=size,
+                writers=writers,
+                trainers=trainers,
+                batch=claimed,
+                write_batch=min(write_batch or batch, claimed),
+                window=window,
+                idle=idle,
+            )
+            for peer, queue, wire, shape in ways
+        ]
+    return found

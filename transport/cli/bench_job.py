@@ -1,0 +1,88 @@
+"""``transport bench job``: the whole job, write to consumed, beside what people use today."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from transport.cli.output import JsonTarget, about, emit
+from transport.errors import MissingDependencyError
+
+EXAMPLE = "Example: transport bench job --queue sqlite,redis --wire tcp --peers all --plot job.png"
+
+
+def job(
+    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes.")] = "4KiB,64KiB,1MiB",
+    writers: Annotated[int, typer.Option(min=1, max=64, help="Processes, each with a ring.")] = 1,
+    trainers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the payloads.")] = 1,
+    queue: Annotated[str, typer.Option(metavar="NAME,…", help="Some of rings, sqlite, redis.")] = "sqlite",
+    wire: Annotated[str, typer.Option(metavar="WIRE,…", help="Some of mapped, shm, tcp.")] = "mapped,tcp",
+    layout: Annotated[str, typer.Option(help="Of a batch: list, padded or packed.")] = "list",
+    peers: Annotated[
+        str | None, typer.Option(metavar="all|NAME,…", help="zmq, redis, redis-stream, ray, transferqueue.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Payloads that are claimed at a time.")] = 32,
+    write_batch: Annotated[
+        int | None, typer.Option(min=1, max=4096, help="Payloads that are written with one call; default --batch.")
+    ] = None,
+    idle: Annotated[bool, typer.Option("--idle", help="One payload at a time, with the trainer waiting.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Of each row and repetition.")] = 1.0,
+    repetitions: Annotated[int, typer.Option(min=1, help="In fresh processes; rows are their medians.")] = 5,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the rows.")] = None,
+    json_target: JsonTarget = None,
+) -> int:
+    """The whole job: payloads written, claimed, read and consumed, each verified, beside what else carries them.
+
+    Exit status 1 when one of ours failed, was lost or came twice; a peer that fails is reported and left out.
+    """
+    if importlib.util.find_spec("xxhash") is None:
+        raise MissingDependencyError("bench job needs xxhash; pip install 'payload-transport[bench]'")
+    from transport.bench.job import plan, session
+    from transport.bench.job.plot import draw
+    from transport.bench.job.rows import JobReport, table
+    from transport.bench.machine import machine, settings_of
+    from transport.bench.plot import check
+    from transport.bench.registry import JOB_PEERS, chosen
+    from transport.bench.result import OURS
+    from transport.bench.units import parse_sizes
+    from transport.progress import bar_with_time_left
+
+    wires = plan.check_names("--wire", wire, plan.WIRES)
+    others = chosen(peers, JOB_PEERS) if peers is not None else []
+    queues, shape = plan.check_queues(queue), plan.check_layout(layout)
+    if plot is not None:
+        check(plot)
+    work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle, write_batch)
+    where = machine()
+    with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:
+        outcome = session.run(work, seconds, repetitions, progress)
+    report = JobReport(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
+    emit(report, "\n".join([about(report), "", table(report)]), json_target)
+    if plot is not None and outcome.rows:
+        draw(report, plot)
+    failed = list(outcome.failed)
+    failed += [
+        f"{row.name}, {row.size_bytes} bytes: {row.lost} payloads lost, {row.duplicated} came twice"
+        for row in outcome.rows
+        if row.peer == OURS and row.lost + row.duplicated
+    ]
+    if failed:
+        print(f"transport bench job: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+@contextlib.contextmanager
+def _stopped_as_by_ctrl_c() -> Iterator[None]:
+    """While the block runs, SIGTERM ends it in order."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
