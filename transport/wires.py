@@ -30,9 +30,10 @@ _CHOSEN = {
     "MEMTYPE_CACHE": "n",
 }
 _RDMA = {"RNDV_THRESH": "8192"}
-# While it is loaded, UCX writes hooks into libc's mmap, munmap and others, to learn which memory is unmapped. It waits 50
-# ms for each, in which other threads that call the function spin, and it waits by the wall clock: a process that starts
-# while that is set back by a day hangs for a day. Only registered memory needs the hooks; TCP and shared memory have none.
+# While it is loaded, UCX writes hooks into libc's mmap, munmap and others, to learn which memory is unmapped. It waits
+# 50 ms for each, in which other threads that call the function spin, and it waits by the wall clock: a process that
+# starts while that is set back by a day hangs for a day. Only registered memory needs the hooks; TCP and shared memory
+# register none.
 _TO_LOAD = {"MEM_MMAP_HOOK_MODE": "none"}
 _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
     "shm": ("sm", "tcp"),  # tcp makes the connection, the bytes go through shared memory
