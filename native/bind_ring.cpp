@@ -180,7 +180,7 @@ void bind_ring(nb::module_& module) {
       .def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a)
       .def_static("attach", attach, "name"_a, "role"_a, nb::kw_only(), "writable_payload"_a = false)
       .def("close", &Ring::close, "Give up pins, owner place and locks. Idempotent.")
-      .def("unlink_if_last", &Ring::unlink_if_last)
+      .def("unlink_if_last", &Ring::unlink_if_last, nb::kw_only(), "readers_may_stay"_a = false)
       .def_static("unlink_if_dead", &Segment::unlink_if_dead, "name"_a)
       .def("keep", &Ring::keep, "Try to become keeper; True if held now.")
       .def_prop_ro("keeper_alive", &Ring::keeper_alive)

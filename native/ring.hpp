@@ -84,7 +84,8 @@ class Ring {
 
   void close();
   bool closed() const { return closed_ || segment_.description->fd() < 0; }
-  bool unlink_if_last();
+  // readers_may_stay: for a writer that closes, whose readers keep the memory and need no name.
+  bool unlink_if_last(bool readers_may_stay = false);
   bool keep();
   bool keeper_alive() const;
 

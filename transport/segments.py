@@ -75,7 +75,7 @@ class Attachment:
             return
         if self._forgotten is not None:
             self._forgotten.detach()
-        _leave(self.native, only_empty=not self._made_here)
+        _leave(self.native, only_empty=not self._made_here, readers_may_stay=self._made_here)
 
     def __enter__(self) -> Self:
         return self
@@ -137,15 +137,17 @@ def _forget(native: _native.Ring, release: Callable[[], None] | None, *, only_em
             _leave(native, only_empty=only_empty)
 
 
-def _leave(native: _native.Ring, *, only_empty: bool) -> None:
+def _leave(native: _native.Ring, *, only_empty: bool, readers_may_stay: bool = False) -> None:
     """Detach; the last one removes the segment.
 
+    The writer that closes a ring, unread payloads given up, removes its name beside readers, too: they keep the memory
+    until they let go, and one of them that is killed leaves nothing behind.
     Of several that leave at once, each may still see another's place. So whoever may remove it looks again when its
     own place is free: the last to get there finds nobody.
     """
     _, _, ready, reading = native.state_counts()
     removes = not only_empty or ready + reading == 0
-    removed = removes and native.unlink_if_last()
+    removed = removes and native.unlink_if_last(readers_may_stay=readers_may_stay)
     native.close()
     if removes and not removed:
         remove_if_dead(native.name)

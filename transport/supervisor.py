@@ -320,7 +320,7 @@ class Supervisor:
                     await self._wake.wait()
 
     async def _stop_listeners(self) -> bool:
-        """SIGTERM to own and adopted listeners; SIGKILL to those that do not go. Whether a writer was seen meanwhile."""
+        """SIGTERM to own and adopted listeners; SIGKILL to those that do not go. True: a writer was seen meanwhile."""
         self._stop = True
         writer_was_there: bool = self._ring.native.keeper_alive
         for place in self.places:
