@@ -94,7 +94,8 @@ class Ring {
   // and with only_empty no payload either. give_up_unread: discards what is unread; how many payloads that were.
   unsigned leave(bool give_up_unread, bool only_empty);
   bool closed() const { return closed_ || segment_.description->fd() < 0; }
-  bool unlink_if_last();
+  // readers_may_stay: for a writer that closes, whose readers keep the memory and need no name.
+  bool unlink_if_last(bool readers_may_stay = false);
   bool keep();
   bool keeper_alive() const;
 
@@ -171,7 +172,7 @@ class Ring {
   void clear_slot(std::uint64_t slot, unsigned owner, Cleared& cleared);
   void give_up(std::uint64_t slot);
   void detach();
-  bool remove_name();
+  bool remove_name(bool readers_may_stay);
   template <std::size_t Capacity>
   void write_board(Board<Capacity>& board, std::string_view text);
 
@@ -189,6 +190,7 @@ class Ring {
   std::unique_ptr<std::uint32_t[]> loans_;  // by slot, under loans_mutex_, as their sum and what the last one does
   std::uint64_t lent_ = 0;
   Removal removal_ = Removal::none;
+  bool readers_may_stay_ = false;  // when the name goes with the last loan
   // Invariant: own_pins_[slot] > 0 exactly while this owner's bit stands in the word of a published
   // slot. Each entry under its stripe.
   std::unique_ptr<std::uint32_t[]> own_pins_;

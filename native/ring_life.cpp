@@ -121,6 +121,7 @@ unsigned Ring::leave(bool give_up_unread, bool only_empty) {
     if (seen.state == State::ready || seen.state == State::reading) given_up += discard(slot, seen.generation);
   }
   removal_ = only_empty ? Removal::if_empty : Removal::always;
+  readers_may_stay_ = give_up_unread;
   close();
   return given_up;
 }
@@ -141,7 +142,7 @@ void Ring::detach() {
     return true;
   };
   try {
-    if (removal_ == Removal::always || (removal_ == Removal::if_empty && empty())) remove_name();
+    if (removal_ == Removal::always || (removal_ == Removal::if_empty && empty())) remove_name(readers_may_stay_);
   } catch (const RingFault&) {  // no descriptor left to look with: the name stays, as after a kill
   }
   if (me_ >= 0) row().occupied.store(0, std::memory_order_relaxed);

@@ -1,5 +1,6 @@
 // What a ring shows without changing a slot, what its processes tell each other, and its removal.
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -181,23 +182,33 @@ bool Ring::keeper_alive() const {
   return keeper_ || held_elsewhere(fd(), kKeeperByte);
 }
 
-bool Ring::unlink_if_last() {
+bool Ring::unlink_if_last(bool readers_may_stay) {
   require_open();
-  return remove_name();
+  return remove_name(readers_may_stay);
 }
 
-// Holding the keeper's byte and every owner's, we are alone, and nobody can join before the name is gone.
-bool Ring::remove_name() {
+// Holding the keeper's byte and that of every place but those of readers who may stay, nobody can join before the name
+// is gone. The row of a place that is being claimed right now may still say whose it was: whoever claims it finds the
+// name gone, or has a ring that nobody else finds, like the readers that stay.
+bool Ring::remove_name(bool readers_may_stay) {
   const std::lock_guard hold(locks_mutex_);
   if (!keeper_ && !try_lock(fd(), kKeeperByte)) return false;
-  const bool alone = try_lock(fd(), kOwnerByte, kMaxOwners);
+  const auto is_reader = [this](unsigned index) {
+    const OwnerRow& owner = row(index);
+    return owner.occupied.load(std::memory_order_acquire) != 0 &&  // SYNC O
+           owner.role.load(std::memory_order_relaxed) == static_cast<std::uint32_t>(Role::reader);
+  };
+  std::array<bool, kMaxOwners> locked{};
+  bool alone = true;
+  for (unsigned index = 0; index < kMaxOwners && alone; ++index) {
+    if (static_cast<int>(index) == me_) continue;
+    locked[index] = try_lock(fd(), kOwnerByte + off_t{index});
+    alone = locked[index] || (readers_may_stay && is_reader(index));
+  }
   const bool removed =
       alone && segment_.description->still_named(segment_.name) && shm_unlink(segment_.name.c_str()) == 0;
-  if (alone) {  // our own place stays ours
-    const off_t below = me_ < 0 ? off_t{kMaxOwners} : off_t{me_};
-    unlock(fd(), kOwnerByte, below);
-    if (me_ >= 0) unlock(fd(), kOwnerByte + me_ + 1, off_t{kMaxOwners} - me_ - 1);
-  }
+  for (unsigned index = 0; index < kMaxOwners; ++index)
+    if (locked[index]) unlock(fd(), kOwnerByte + off_t{index});
   if (!keeper_) unlock(fd(), kKeeperByte);
   return removed;
 }

@@ -262,9 +262,10 @@ def test_close_acknowledges_what_was_delivered_and_detaches_with_the_last_array(
 
 def test_a_reader_that_ends_last_removes_the_segment() -> None:
     mapped = MappedRings()
-    with SharedRingBuffer.create(slots=2, slot_bytes=100) as writer:
-        made = view(mapped, writer.write_raw(noise(100)))
-        file = segment_file(writer)
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100)
+    made = view(mapped, writer.write_raw(noise(100)))
+    file = segment_file(writer)
+    writer.native.close()  # as the kernel ends a killed one's
     assert np.array_equal(look(made), noise(100))
     mapped.close()
     assert file.exists()
@@ -273,9 +274,10 @@ def test_a_reader_that_ends_last_removes_the_segment() -> None:
 
 
 def test_rings_whose_writers_are_gone_are_let_go_when_another_one_comes(mapped: MappedRings) -> None:
-    with SharedRingBuffer.create(slots=2, slot_bytes=100) as first:
-        made = view(mapped, first.write_raw(b"x"))
-        file = segment_file(first)
+    first = SharedRingBuffer.create(slots=2, slot_bytes=100)
+    made = view(mapped, first.write_raw(b"x"))
+    file = segment_file(first)
+    first.native.close()  # as the kernel ends a killed one's
     with SharedRingBuffer.create(slots=2, slot_bytes=100) as second:
         view(mapped, second.write_raw(b"x"))
         assert file.exists()  # a view is out
@@ -346,10 +348,11 @@ print(bytes(view).hex(), flush=True)
 sys.stdin.readline()
 """
     with Child(code) as child:
-        with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
-            file = segment_file(ring)
-            child.tell(ring.write_raw(noise(100)).to_text())
-            assert child.line() == noise(100).tobytes().hex()
+        ring = SharedRingBuffer.create(slots=2, slot_bytes=100)
+        file = segment_file(ring)
+        child.tell(ring.write_raw(noise(100)).to_text())
+        assert child.line() == noise(100).tobytes().hex()
+        ring.native.close()  # as the kernel ends a killed one's
         assert file.exists()
         child.tell()
         assert child.wait() == 0

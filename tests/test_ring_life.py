@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support import SHM, Child, leaving_at_once, noise, read_bytes, segment_file, slot_state
 
-from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo, _native
+from transport import Schema, SharedRingBuffer, SlotState, Ticket, UpTo, _native, mapped
 from transport.errors import (
     ClosedError,
     LayoutError,
@@ -116,17 +116,17 @@ def test_sixteen_owners_fit_and_observers_do_not_count(ring: SharedRingBuffer) -
 def test_the_segment_goes_with_the_last_of_its_users(ring: SharedRingBuffer) -> None:
     with SharedRingBuffer.create(slots=1, slot_bytes=10) as writer:
         file = segment_file(writer)
-        reader = SharedRingBuffer.attach(writer.name, role="reader")
+        other = SharedRingBuffer.attach(writer.name, role="writer")
     assert file.exists()
-    reader.close()
+    other.close()
     assert not file.exists()
-    reader.close()
+    other.close()
     assert segment_file(ring).exists()
 
 
 def test_of_several_that_leave_at_once_the_last_one_removes_the_segment() -> None:
     rings = [SharedRingBuffer.create(slots=1, slot_bytes=10)]
-    rings += [SharedRingBuffer.attach(rings[0].name, role="reader") for _ in range(3)]
+    rings += [SharedRingBuffer.attach(rings[0].name, role="writer") for _ in range(3)]
     with leaving_at_once(rings) as threads:
         list(threads.map(SharedRingBuffer.close, rings))
     assert rings[0].name not in _native.segments()
@@ -239,7 +239,7 @@ sys.stdin.readline()
     assert read_bytes(ring, ticket) == noise(100).tobytes()
 
 
-def test_a_writer_that_closes_gives_up_what_is_unread_and_the_last_reader_removes_the_segment() -> None:
+def test_a_writer_that_closes_gives_up_what_is_unread_and_removes_the_segment_beside_readers() -> None:
     writer = SharedRingBuffer.create(slots=3, slot_bytes=1000)
     file = segment_file(writer)
     unread, held, acknowledged = (writer.write_raw(noise(100, seed)) for seed in range(3))
@@ -251,11 +251,50 @@ def test_a_writer_that_closes_gives_up_what_is_unread_and_the_last_reader_remove
     for gone in (unread, held):
         with pytest.raises(StaleSlotError):
             reader.read_raw(gone)
+    assert not file.exists()
     for lease in leases:
         lease.release()
-    assert file.exists()
     reader.close()
-    assert not file.exists()
+
+
+def test_a_reader_killed_after_its_writer_has_closed_leaves_no_segment(ring: SharedRingBuffer) -> None:
+    code = """
+import sys
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.attach(sys.argv[1], role="reader")
+print("attached", flush=True)
+sys.stdin.readline()
+"""
+    with Child(code, ring.name) as child:
+        assert child.line() == "attached"
+        ring.close()
+        child.kill()
+    assert not segment_file(ring).exists()
+
+
+@pytest.mark.parametrize("role", ["writer", "listener"])
+def test_a_writer_that_closes_leaves_the_segment_to_who_goes_on_with_it(role: Any, ring: SharedRingBuffer) -> None:
+    with SharedRingBuffer.attach(ring.name, role=role):
+        ring.close()
+        assert segment_file(ring).exists()
+    assert not segment_file(ring).exists()
+
+
+def test_a_reader_that_is_refused_leaves_no_segment_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100)
+    ticket = writer.write_raw(b"payload")
+
+    def everybody_else_leaves(_: SharedRingBuffer) -> int:
+        assert writer.native.unlink_if_last() is False  # a reader is attached, as the last look of a killed writer's
+        for ticket in writer.tickets():
+            writer.discard(ticket)
+        writer.native.close()
+        return 16
+
+    monkeypatch.setattr(mapped, "_readers", everybody_else_leaves)
+    rings = mapped.MappedRings()
+    assert rings.find(ticket) is None
+    assert not segment_file(writer).exists()
 
 
 def test_a_reader_that_closes_next_to_a_killed_writer_leaves_the_unread_payloads(name: str) -> None:

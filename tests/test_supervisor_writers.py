@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -142,6 +143,46 @@ def test_sigterm_to_the_supervisor_of_a_dead_writer_ends_everything(name: str) -
     with writer.child as child:
         child.kill()
     os.kill(writer.supervisor, signal.SIGTERM)
+    eventually(lambda: writer.gone(name))
+
+
+TAKES_OVER = """
+import sys
+from transport import SharedRingBuffer
+print("ready", flush=True)
+sys.stdin.readline()
+ring = SharedRingBuffer.create(slots=8, slot_bytes=50_000, name=sys.argv[1])
+print(len(ring.tickets()), flush=True)
+sys.stdin.readline()
+"""
+
+
+def has_pending(pid: int, number: signal.Signals) -> bool:
+    """Whether a stopped process has been sent this signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    pending = sum(int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd")))
+    return bool(pending >> (number - 1) & 1)
+
+
+def test_a_successor_killed_while_the_old_supervisor_ends_takes_no_payload_with_it(name: str) -> None:
+    writer = Writer(name, 3, ports=1)
+    (listener,) = writer.listeners.values()
+    with Child(TAKES_OVER, name) as successor, writer.child as child:
+        assert successor.line() == "ready"
+        child.kill()
+        os.kill(listener, signal.SIGSTOP)  # the supervisor has to wait for it
+        successor.tell()
+        assert successor.line() == "3"
+        eventually(lambda: has_pending(listener, signal.SIGTERM))
+        successor.kill()  # before it has a supervisor of its own
+    os.kill(listener, signal.SIGCONT)
+    eventually(lambda: not is_running(listener))
+
+    async def reading() -> None:
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, writer.tickets)
+
+    run(reading())
     eventually(lambda: writer.gone(name))
 
 

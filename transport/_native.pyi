@@ -129,8 +129,8 @@ class Ring:
         """
     @property
     def lent(self) -> int: ...  # loans that have not ended
-    def unlink_if_last(self) -> bool:
-        """Remove the segment's name if no other owner is alive and nobody else keeps it."""
+    def unlink_if_last(self, *, readers_may_stay: bool = False) -> bool:
+        """Remove the segment's name if no other owner (or none but readers) is alive and nobody else keeps it."""
     @staticmethod
     def unlink_if_dead(name: str) -> bool:
         """Remove a segment whose keeper and owners are all dead. False if one lives. FAULT_NOT_FOUND."""

@@ -152,7 +152,7 @@ async def _serve(config: ListenerConfig) -> int:
             await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)), exiting=True)
         finally:
             orphaned.cancel()  # does nothing to one that has come to its end
-        if orphaned.done() and not orphaned.cancelled():
+        if orphaned.done() and not orphaned.cancelled() and not supervised(ring.name):
             ring.native.unlink_if_last()  # its lingering is over: what is still unread has had its time
     return 0
 

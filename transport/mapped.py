@@ -52,11 +52,11 @@ class MappedRings:
             self._refuse(ticket, str(error))
             return None
         if _readers(ring) > _native.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
-            ring.native.close()
+            ring.close()  # not native.close(): everybody else may have left meanwhile
             self._refuse(ticket, "its other owner places are kept for its writer and listeners")
             return None
         if ring.ring_id != ticket.ring:
-            ring.native.close()
+            ring.close()
             self._refuse(ticket, "its segment belongs to another ring now")
             return None
         views = Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))

@@ -173,8 +173,9 @@ class SharedRingBuffer(Attachment):
     def close(self) -> None:
         """Give up every hold and detach. Idempotent.
 
-        The writer gives up with it what is still unread: nobody serves that any more. Others leave it, since what a
-        dead writer left may be taken over. The last one removes an empty segment.
+        The writer gives up with it what is still unread: nobody serves that any more; and it removes the segment unless
+        listeners or other writers are attached. Others leave unread payloads, since what a dead writer left may be
+        taken over. The last one removes an empty segment.
 
         It waits for nobody. A slot that a write, a lease or a view of another thread still uses stays theirs until they
         end, with ClosedError where there is something to publish or to consume, and so does the owner place.

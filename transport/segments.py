@@ -145,12 +145,14 @@ def leave(native: _native.Ring, *, only_empty: bool, give_up_unread: bool = Fals
     ``give_up_unread``: discard what is unread, in one step with closing, so that no thread publishes in between; a
     reader that looks at a slot keeps its memory until it lets go.
 
+    The writer that closes a ring, unread payloads given up, removes its name beside readers, too: they keep the memory
+    until they let go, and one of them that is killed leaves nothing behind.
     Of several that leave at once, each may still see another's place. So whoever may remove it looks again when its
     own place is free: the last to get there finds nobody.
     """
     _, _, ready, reading = native.state_counts()
     removes = not only_empty or ready + reading == 0
-    removed = removes and native.unlink_if_last()
+    removed = removes and native.unlink_if_last(readers_may_stay=give_up_unread)
     given_up = native.leave(give_up_unread=give_up_unread, only_empty=only_empty)
     if given_up:
         log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)

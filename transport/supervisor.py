@@ -117,6 +117,7 @@ class Supervisor:
         self._ring = ring
         self._config = config
         self._wake = asyncio.Event()
+        self._told = False  # to stop, by a signal
         self._stop = False
         self._lifetime = Lifetime(config.listener.settings.linger_s)
         self._watchdog = Watchdog(config.listener.settings.watchdog_s, 2 * _TICK_S)
@@ -145,7 +146,7 @@ class Supervisor:
 
     def request_stop(self) -> None:
         """Stop at the next look (signal handler)."""
-        self._stop = True
+        self._told = self._stop = True
         self._wake.set()
 
     # --- the listeners ------------------------------------------------------------------------------
@@ -287,7 +288,21 @@ class Supervisor:
 
     # --- the run ------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Keep the places filled until told to stop, or until nobody needs them."""
+        """Keep the places filled until told to stop, until nobody needs them, or until another writer has the ring.
+
+        Stopping takes seconds, in which a writer may come and be killed. Whoever comes then has listeners stopped that
+        it did not start, and its own supervisor may not be there yet: so the ring is served on.
+        """
+        while True:
+            await self._serve()
+            writer_was_there = await self._stop_listeners()
+            if self._told or self._ring.native.keeper_alive or not writer_was_there:
+                break
+            log.warning("the writer that took the ring over is gone already; serving on")
+            self._stop = False
+            self._lifetime = Lifetime(self._config.listener.settings.linger_s)
+
+    async def _serve(self) -> None:
         while not self._stop:
             self.fill()
             if not all(place.process for place in self.places):
@@ -304,11 +319,11 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
                     await self._wake.wait()
-        await self._stop_listeners()
 
-    async def _stop_listeners(self) -> None:
-        """SIGTERM to own and adopted listeners; SIGKILL to those that do not go."""
+    async def _stop_listeners(self) -> bool:
+        """SIGTERM to own and adopted listeners; SIGKILL to those that do not go. True: a writer was seen meanwhile."""
         self._stop = True
+        writer_was_there: bool = self._ring.native.keeper_alive
         for place in self.places:
             if place.starting is not None:
                 place.starting.cancel()
@@ -323,7 +338,9 @@ class Supervisor:
                     send(signal.SIGKILL, pid)
                 give_up = time.monotonic() + 5.0
             await asyncio.sleep(0.02)
+            writer_was_there = writer_was_there or self._ring.native.keeper_alive
         self._ring.reclaim()
+        return writer_was_there
 
     def _listener_pids(self) -> set[int]:
         own = {place.process.pid for place in self.places if place.process is not None}

@@ -41,7 +41,7 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.installing import install
-from transport.wires import Wire, user_settings
+from transport.wires import Wire, settings_to_load, user_settings
 
 if TYPE_CHECKING:
     from transport import _ucp
@@ -61,6 +61,8 @@ def library() -> ModuleType:
     """
     user = {name for name in os.environ if name.startswith("UCX_")}
     user_settings()
+    for name, value in settings_to_load().items():  # read while the library is loaded; no context can choose them
+        os.environ.setdefault(f"UCX_{name}", value)
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")  # what it would print of lost peers is raised here as errors
     try:

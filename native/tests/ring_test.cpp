@@ -238,6 +238,22 @@ TEST(a_name_is_removed_only_by_the_last) {
   reader->heartbeat();
 }
 
+TEST(a_writer_that_closes_removes_the_name_beside_readers_and_beside_nobody_else) {
+  Fixture f("unlink-beside");
+  auto reader = f.ring->attach_again(Role::reader);
+  auto listener = f.ring->attach_again(Role::listener);
+  CHECK(!f.ring->unlink_if_last(true));
+  listener->close();
+  auto writer = f.ring->attach_again(Role::writer);
+  CHECK(!f.ring->unlink_if_last(true));
+  writer->close();
+  CHECK(!f.ring->unlink_if_last());
+  CHECK(!reader->unlink_if_last(true));  // somebody keeps it
+  CHECK(f.ring->unlink_if_last(true));
+  CHECK(refused(Fault::not_found, [&] { Ring::attach(f.guard.name, Role::reader, false); }));
+  CHECK(reader->try_take());  // the memory outlives the name
+}
+
 TEST(a_forked_child_is_detached_and_does_not_keep_its_parent_alive) {
   Fixture f("fork");
   auto parent = f.ring->attach_again(Role::reader);
