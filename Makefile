@@ -71,7 +71,7 @@ redis:
 	  apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } || \
 	  printf '\033[31m%s\033[0m\n' "Redis is not tested: apt-get install redis-server" >&2
 
-# Each worker has a /dev/shm of its own where that is allowed (tests/mounts.py), so that it sees only its own leaks. Tests
+# Each worker has a /dev/shm of its own where that is allowed (tests/support/mounts.py), so that it sees only its own leaks. Tests
 # wait more than they compute: one worker more than there are cores.
 PYTEST_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 pytest: $(VENV)/installed | redis
@@ -140,7 +140,7 @@ build/model: $(wildcard native/model/*.pml) native/model/check.py
 # libFuzzer over what is parsed in native code; what it has learnt stays in build/fuzz.
 FUZZ_SECONDS ?= 60
 FUZZ_FLAGS := -std=c++20 -O1 -g -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Inative
-FUZZ_SOURCES := native/ring.cpp native/ring_life.cpp native/ring_look.cpp native/segment.cpp
+FUZZ_SOURCES := native/ring/ring.cpp native/ring/ring_life.cpp native/ring/ring_look.cpp native/ring/segment.cpp
 
 build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
 	@command -v clang++ >/dev/null || { echo "clang++ is missing: apt-get install clang" >&2; exit 2; }
@@ -170,7 +170,7 @@ teardown: $(VENV)/installed ## started and stopped with reads in flight: 1000 ti
 	@$(BIN)/python benchmarks/teardown --processes 200 --json build/teardown-processes.json
 
 docs: $(VENV)/installed ## run the code blocks of the documentation
-	@$(BIN)/python -m pytest tests/test_docs.py
+	@$(BIN)/python -m pytest tests/docs/test_docs.py
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -155,7 +155,7 @@ class Bench:
 
     def plain(self, size: int) -> None:
         """The floor."""
-        from transport.streams import address_of, copy_to_device, copy_to_host, pinned_memory
+        from transport.devices.streams import address_of, copy_to_device, copy_to_host, pinned_memory
 
         pinned = address_of(memory := pinned_memory(size, 0))
         device = int(self.source.data.ptr), int(self.out.data.ptr)
@@ -198,15 +198,16 @@ class Bench:
 
     def write_many(self) -> None:
         """A payload of many small tensors: gathered, and one by one."""
-        from transport import SharedRingBuffer, device_copies
+        from transport import SharedRingBuffer
+        from transport.devices import copies
 
         values = {f"t{number}": self.source[number * SMALL : (number + 1) * SMALL] for number in range(MANY)}
         size = MANY * SMALL
         with SharedRingBuffer.create(slots=1, slot_bytes=size) as ring:
-            for way, run in (("gathered", device_copies._RUN), ("one by one", MANY + 1)):
-                device_copies._RUN, kept = run, device_copies._RUN
+            for way, run in (("gathered", copies._RUN), ("one by one", MANY + 1)):
+                copies._RUN, kept = run, copies._RUN
                 gb_per_s = timed(size, lambda: ring.discard(ring.write(values)))
-                device_copies._RUN = kept
+                copies._RUN = kept
                 self.add(f"device → ring, {MANY} tensors of {SMALL >> 10} KiB, {way}", size, gb_per_s)
 
     def read(self, size: int, wire: str, receive: str, *, registered: bool = True, verify: bool = True) -> None:
@@ -273,8 +274,8 @@ class Bench:
 
     def weights(self, size: int) -> None:
         """A version between two processes, out of device memory and into it, without a limit of the link."""
-        from transport.bench.weights import Load, run
-        from transport.progress import silent
+        from transport.bench.weights.update import Load, run
+        from transport.runtime.progress import silent
 
         load = Load(
             size_bytes=size,
@@ -293,8 +294,9 @@ class Bench:
 
     def context_memory(self) -> dict[str, Any]:
         """What UCX says of device memory: the transports of a connection, and device memory that listeners take."""
-        from transport import SharedRingBuffer, UCXXServer, ucx
+        from transport import SharedRingBuffer, UCXXServer
         from transport.testing import run
+        from transport.wire import ucx
         from transport.wires import settings_for
 
         async def look(port: int) -> list[str]:
@@ -348,7 +350,7 @@ def versions() -> dict[str, str]:
     import cupy
     import numpy as np
 
-    from transport import ucx
+    from transport.wire import ucx
 
     runtime = cupy.cuda.runtime
     found = {

@@ -21,9 +21,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from transport import BlockingClient, SharedRingBuffer, UCXXServer, overview
+from transport import BlockingClient, SharedRingBuffer, UCXXServer
 from transport.cli import top
-from transport.trace import Trace, events
+from transport.client.trace import Trace, events
+from transport.observe import overview
 
 DEMO = ("demo", "--rollouts", "3", "--readers", "2", "--wire", "tcp", "--episodes", "600", "--target", "0")
 TRANSPORT = (sys.executable, "-P", "-m", "transport")

@@ -18,25 +18,26 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers import dead_port, noise, serving, settings_with, stalled
 from packers import Packer
 from queue_conformance import ticket as queued_ticket
-from support import dead_port, noise, serving, settings_with, stalled
 
-from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXRolloutMixin, config, listener
-from transport.acks import Ack, AckLedger
-from transport.claims import ClaimBook
+from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXRolloutMixin, config
 from transport.cli import run as command
-from transport.duplicates import ConsumedRecord
+from transport.client.acknowledgements import Ack, AckLedger
+from transport.client.attempts import grouped
+from transport.client.pool import EndpointPool
+from transport.client.quarantine import PortQuarantine
+from transport.client.retry import backoff_ceiling
 from transport.errors import ReadTimeoutError, RetriesExhaustedError
-from transport.group import GroupQueue
-from transport.lifetime import Lifetime, Phase, Watchdog
-from transport.metrics import configured_exporter
-from transport.places import SQLitePlace
-from transport.pool import EndpointPool
-from transport.quarantine import PortQuarantine
+from transport.observe.metrics import configured_exporter
+from transport.packer.claims import ClaimBook
+from transport.packer.consumed_record import ConsumedRecord
 from transport.queue import SQLiteQueue
-from transport.remote import grouped
-from transport.retry import backoff_ceiling
+from transport.queue.group import GroupQueue
+from transport.server import listener
+from transport.server.lifetime import Lifetime, Phase, Watchdog
+from transport.storage.urls import SQLitePlace
 from transport.store.memory import MemoryStore
 
 Configuration = config.Configuration
@@ -189,7 +190,7 @@ def limit_of_a_connection(found: Configuration) -> float:
     real = asyncio.timeout
 
     def timeout(seconds: float | None) -> Any:
-        if sys._getframe(1).f_globals["__name__"] == "transport.link":
+        if sys._getframe(1).f_globals["__name__"] == "transport.client.connection":
             limits.append(seconds or 0.0)
         return real(seconds)
 
@@ -219,7 +220,7 @@ def calls_and_rounds(found: Configuration) -> tuple[int, int]:
             raise RetriesExhaustedError("tried")
 
         async def read_many(self: UCXXClient, tickets: list[Ticket], **_: Any) -> Any:
-            from transport.received import ReadOutcome
+            from transport.client.payload import ReadOutcome
 
             for each in tickets:
                 calls.append(each)
@@ -307,7 +308,7 @@ def pause_of_the_sweep(found: Configuration) -> float:
             await listener.Listener(ring, settings=found.settings)._sweep()
 
     with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transport.listener.asyncio.sleep", sleep)
+        patch.setattr("transport.server.listener.asyncio.sleep", sleep)
         asyncio.run(sweep(ring))
     return pauses[0]
 
@@ -326,7 +327,7 @@ class Silent:
 
 
 def swept(found: Configuration, native: Silent, now: float) -> bool:
-    from transport.connection import Connection
+    from transport.server.connection import Connection
 
     class Swept(Connection):
         def __init__(self) -> None:
@@ -356,7 +357,7 @@ def unacknowledged_attempts_end(found: Configuration) -> bool:
 
 
 def staging_pool(found: Configuration) -> int:
-    from transport.landing import Landing
+    from transport.client.device_reads import Landing
 
     async def bound() -> int:
         return Landing(None, "staged", found.settings.staging_bytes)._staging._most

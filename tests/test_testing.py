@@ -16,7 +16,7 @@ import pytest
 from supervised import read_all, write
 
 from transport import BlockingClient, SharedRingBuffer, Ticket, testing
-from transport.received import ReadOutcome
+from transport.client.payload import ReadOutcome
 from transport.testing import ResourceSnapshot, run
 
 

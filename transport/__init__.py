@@ -16,35 +16,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transport.blocking import BlockingClient
-    from transport.client import UCXXClient
+    from transport.client.blocking import BlockingClient
+    from transport.client.client import UCXXClient
+    from transport.client.payload import ReadOutcome, ReceivedPayload
     from transport.errors import StaleSlotError, TransportError
-    from transport.packer import UCXXDataPackerMixin
-    from transport.received import ReadOutcome, ReceivedPayload
-    from transport.ring import SharedRingBuffer
-    from transport.rollout import UCXXRolloutMixin
+    from transport.packer.mixin import UCXXDataPackerMixin
+    from transport.packer.rollout import UCXXRolloutMixin
+    from transport.ring.buffer import SharedRingBuffer
+    from transport.ring.states import SlotState
     from transport.schema import Schema, TensorSpec, UpTo
-    from transport.server import UCXXServer
+    from transport.server.server import UCXXServer
     from transport.settings import Settings
-    from transport.slots import SlotState
     from transport.ticket import Ticket
 
 _HOMES = {
-    "BlockingClient": "blocking",
-    "ReadOutcome": "received",
-    "ReceivedPayload": "received",
+    "BlockingClient": "client.blocking",
+    "ReadOutcome": "client.payload",
+    "ReceivedPayload": "client.payload",
     "Schema": "schema",
     "Settings": "settings",
-    "SharedRingBuffer": "ring",
-    "SlotState": "slots",
+    "SharedRingBuffer": "ring.buffer",
+    "SlotState": "ring.states",
     "StaleSlotError": "errors",
     "TensorSpec": "schema",
     "Ticket": "ticket",
     "TransportError": "errors",
-    "UCXXClient": "client",
-    "UCXXDataPackerMixin": "packer",
-    "UCXXRolloutMixin": "rollout",
-    "UCXXServer": "server",
+    "UCXXClient": "client.client",
+    "UCXXDataPackerMixin": "packer.mixin",
+    "UCXXRolloutMixin": "packer.rollout",
+    "UCXXServer": "server.server",
     "UpTo": "schema",
 }
 

@@ -1,4 +1,4 @@
-"""Interface of the native engine (native/ucp). It needs the UCX library that ucxx loads; see transport/ucx.py.
+"""Interface of the native engine (native/ucp). It needs the UCX library that ucxx loads; see transport/wire/ucx.py.
 
 Everything belongs to one thread. A ``token`` is the future that gets the outcome: `Engine.drive`, `collect` and `close`
 return pairs (token, outcome), where an outcome is a number, a list of numbers, or (status, peer) of a failure with a
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, final
 
 from typing_extensions import Buffer
 
-from transport import _native
+from transport import _ring
 from transport.ticket import Ticket
 
 _Memory: TypeAlias = Buffer | tuple[int, int, object]
@@ -109,7 +109,7 @@ class Link:
         """Outcome: [code, value]."""
     def tell(self, records: Sequence[_Record]) -> int: ...
 
-# what must be equal to transport/errors.py and transport/wire.py
+# what must be equal to transport/errors.py and transport/wire/frames.py
 CODES: dict[str, int]
 FATES: dict[str, int]
 
@@ -128,7 +128,7 @@ class Service:
     def __init__(
         self,
         engine: Engine,
-        ring: _native.Ring,
+        ring: _ring.Ring,
         *,
         inline_limit: int,
         slowest_rate: float,

@@ -260,7 +260,7 @@ _TYPES: Final[Mapping[str, Any]] = typing.get_type_hints(Configuration, include_
 
 def set_up_logging(configuration: Configuration, who: str = "") -> None:
     """Log to standard error as configured. ``who`` names the process in lines of text."""
-    from transport.logs import handler
+    from transport.runtime.logs import handler
 
     logging.basicConfig(level=configuration.log_level, handlers=[handler(configuration.log_format, who)])
 

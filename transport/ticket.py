@@ -24,12 +24,12 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from transport import _native
+from transport import _ring
 from transport.errors import RankError, SchemaError, TicketError
 from transport.schema import MAX_BYTES, MAX_TENSORS, Layout, Schema
 
 VERSION: Final = 1
-MAX_ENCODED_BYTES: Final = _native.NOTE_CAPACITY  # a slot keeps its ticket beside the payload
+MAX_ENCODED_BYTES: Final = _ring.NOTE_CAPACITY  # a slot keeps its ticket beside the payload
 MAX_METADATA_BYTES: Final = 1024
 MAX_JSON_BYTES: Final = 16 * MAX_ENCODED_BYTES  # names and escapes make JSON longer, but not by more
 MAX_ADDRESSES: Final = 16
@@ -116,7 +116,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             _check_place(self.ring, self.segment, self.host, self.addresses)
         except TypeError:  # something that cannot be remembered, and is no string
             _check_place.__wrapped__(self.ring, self.segment, self.host, self.addresses)
-        if len(self.addresses) > MAX_ADDRESSES or len(self.ports) > _native.MAX_PORTS:
+        if len(self.addresses) > MAX_ADDRESSES or len(self.ports) > _ring.MAX_PORTS:
             raise TicketError(f"{len(self.addresses)} addresses and {len(self.ports)} ports are more than a ticket has")
         for port in self.ports:
             _within("port", port, 1, 1 << 16)
@@ -124,7 +124,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _within("generation", self.generation, 0, _SLOT_LIMIT)
         _within("key", self.key, 0, _U64_LIMIT, secret=True)
         _within("size", self.size, 0, MAX_BYTES + 1)
-        _within("readers", self.readers, 1, _native.MAX_READERS + 1)
+        _within("readers", self.readers, 1, _ring.MAX_READERS + 1)
         if self.checksum is not None:
             _within("checksum", self.checksum, 0, _U64_LIMIT)
         if not (math.isfinite(self.created) and math.isfinite(self.deadline or 0.0)):

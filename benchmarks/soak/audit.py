@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from transport.errors import MissingDependencyError
-from transport.places import RedisPlace, SQLitePlace, parse_place
+from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
 
 Question = tuple[int, str]  # rank, token of the claim
 _HELD = ("claimed", "arrived")  # by the claim, until its lease ends: what was asked for may still be on its way

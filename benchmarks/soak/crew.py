@@ -19,7 +19,7 @@ MARK = "SOAK_RUN"
 HERE = Path(__file__).parent
 _PR_SET_CHILD_SUBREAPER = 36
 _LAST_WORDS_BYTES = 3000  # of a log, in the report of an end that nobody asked for
-_MODULES = {b"transport.supervisor": "supervisor", b"transport.listener_process": "listener"}
+_MODULES = {b"transport.server.supervisor": "supervisor", b"transport.server.process": "listener"}
 
 
 class Member(NamedTuple):

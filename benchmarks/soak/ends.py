@@ -25,7 +25,7 @@ from plan import SETTINGS, Plan, TrainerPlan, WriterPlan
 
 from transport import SharedRingBuffer
 from transport.errors import TransportError
-from transport.places import SQLitePlace
+from transport.storage.urls import SQLitePlace
 
 WRITERS, TRAINERS = 3, 2
 SHM = Path("/dev/shm")

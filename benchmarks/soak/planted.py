@@ -116,7 +116,7 @@ def _rings_begin_anew(module: ModuleType) -> None:
 # --- the bytes ----------------------------------------------------------------------------------------
 def _generations_are_not_compared(module: ModuleType) -> None:
     """A ticket is only the number of its slot: what is in there now is read."""
-    from transport.ring import SharedRingBuffer
+    from transport.ring.buffer import SharedRingBuffer
     from transport.ticket import Ticket
 
     client: Any = module.UCXXClient
@@ -216,47 +216,47 @@ PLANTS = {
     "dropped": Plant(
         "payloads without a deadline are discarded as if it had passed",
         "lost",
-        {"transport.claims": _claims_are_dropped},
+        {"transport.packer.claims": _claims_are_dropped},
     ),
     "freed-on-arrival": Plant(
         "a slot is acknowledged when its payload has arrived, not when it was consumed",
         "lost",
-        {"transport.packer": _freed_on_arrival},
+        {"transport.packer.mixin": _freed_on_arrival},
     ),
     "freed-on-send": Plant(
         "a slot is freed when it was sent",
         "lost",
-        {"transport.rollout": _freed_on_send},
+        {"transport.packer.rollout": _freed_on_send},
     ),
     "begun-anew": Plant(
         "a restarted writer makes a new ring instead of taking over the old one",
         "lost",
-        {"transport.ring": _rings_begin_anew},
+        {"transport.ring.buffer": _rings_begin_anew},
     ),
     "no-generation": Plant(
         "a ticket names a slot and no generation",
         "wrong",
-        {"transport.client": _generations_are_not_compared},
+        {"transport.client.client": _generations_are_not_compared},
     ),
     "flipped": Plant(
         "bytes change in the ring; over wires, the checksum keeps them from being consumed",
         "lost",
-        {"transport.ring": _bytes_are_flipped, "transport.packer": _nobody_maps},
+        {"transport.ring.buffer": _bytes_are_flipped, "transport.packer.mixin": _nobody_maps},
         hides="wrong",
     ),
     "flipped-unverified": Plant(
         "bytes change in the ring, and no checksum is compared",
         "wrong",
-        {"transport.ring": _bytes_are_flipped, "transport.ticket": _nothing_is_verified},
+        {"transport.ring.buffer": _bytes_are_flipped, "transport.ticket": _nothing_is_verified},
     ),
     "segments-stay": Plant(
         "a writer leaves a segment behind",
         "left_behind",
-        {"transport.rollout": _segments_stay},
+        {"transport.packer.rollout": _segments_stay},
     ),
     "trainers-fail": Plant(
         "a trainer ends by itself",
         "crashes",
-        {"transport.packer": _trainers_fail},
+        {"transport.packer.mixin": _trainers_fail},
     ),
 }

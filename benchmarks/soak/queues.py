@@ -16,9 +16,9 @@ from pathlib import Path
 from plan import MAX_DELIVERIES, Plan
 
 from transport.errors import QueueError
-from transport.places import SQLitePlace, parse_place
 from transport.queue import RedisQueue, SQLiteQueue
 from transport.queue.base import TicketQueue
+from transport.storage.urls import SQLitePlace, parse_place
 
 _FIRST_PORT = 6379  # below what the kernel gives away: nobody has it while the server is down
 _PAUSE_S = 0.2  # between two starts of a server that does not stay, as on a full disk

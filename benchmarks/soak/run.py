@@ -30,8 +30,8 @@ from report import End, allowed, reason_of, report
 
 from transport import SharedRingBuffer
 from transport.errors import QueueError, TransportError
-from transport.places import SQLitePlace
 from transport.queue.base import QueueDepth
+from transport.storage.urls import SQLitePlace
 
 READERS = (1, 2)  # by writer
 RANKS = (0, 0, 1)  # by trainer

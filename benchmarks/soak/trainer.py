@@ -19,7 +19,7 @@ from queues import opened_in_time
 
 from transport import UCXXDataPackerMixin
 from transport.errors import QueueError
-from transport.packer import FetchedBatch
+from transport.packer.mixin import FetchedBatch
 from transport.queue.base import Claim
 from transport.ticket import Ticket
 

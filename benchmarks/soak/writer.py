@@ -20,7 +20,7 @@ from queues import opened_in_time
 
 from transport import UCXXRolloutMixin
 from transport.errors import QueueError, RingFullError
-from transport.rollout import queued, ticket_id
+from transport.packer.rollout import queued, ticket_id
 from transport.ticket import Ticket
 
 Answer = TypeVar("Answer")

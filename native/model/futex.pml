@@ -1,4 +1,4 @@
-/* The event counter of native/futex.hpp, one atomic access per step: sleepers that look for what wakers make, and the
+/* The event counter of native/common/futex.hpp, one atomic access per step: sleepers that look for what wakers make, and the
  * kernel's sleep, which compares and falls asleep in one step.
  *
  * A thing that is made stands for a slot that becomes FREE, or READY. A sleeper looks for one between its look at

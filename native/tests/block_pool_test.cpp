@@ -4,7 +4,7 @@
 #include <random>
 #include <thread>
 
-#include "block_pool.hpp"
+#include "common/block_pool.hpp"
 #include "check.hpp"
 
 using namespace transport;

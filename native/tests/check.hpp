@@ -10,8 +10,8 @@
 
 #include <unistd.h>
 
-#include "error.hpp"
-#include "ring.hpp"
+#include "common/error.hpp"
+#include "ring/ring.hpp"
 
 namespace transport::test {
 

@@ -13,8 +13,8 @@
 #include <sys/wait.h>
 
 #include "check.hpp"
-#include "checksum.hpp"
-#include "fault.hpp"
+#include "common/checksum.hpp"
+#include "common/fault.hpp"
 
 #ifndef TRANSPORT_FAULT_POINTS
 #error "tests of crashes need TRANSPORT_FAULT_POINTS"

@@ -10,7 +10,7 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 
-#include "clock.hpp"
+#include "common/clock.hpp"
 #include "crash.hpp"
 
 using namespace transport;

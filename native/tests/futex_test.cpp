@@ -1,11 +1,11 @@
-// The event counter, one step of one thread at a time: native/futex.hpp. native/model/futex.pml searches all orders.
+// The event counter, one step of one thread at a time: native/common/futex.hpp. native/model/futex.pml searches all orders.
 #include <atomic>
 #include <csignal>
 #include <thread>
 
 #include "check.hpp"
-#include "fault.hpp"
-#include "futex.hpp"
+#include "common/fault.hpp"
+#include "common/futex.hpp"
 
 #ifndef TRANSPORT_FAULT_POINTS
 #error "tests that stop a thread between two steps need TRANSPORT_FAULT_POINTS"

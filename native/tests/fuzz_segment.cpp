@@ -12,8 +12,8 @@
 #include <cstring>
 #include <string>
 
-#include "error.hpp"
-#include "ring.hpp"
+#include "common/error.hpp"
+#include "ring/ring.hpp"
 
 using namespace transport;
 

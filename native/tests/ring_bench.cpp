@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "check.hpp"
-#include "clock.hpp"
-#include "copy.hpp"
+#include "common/clock.hpp"
+#include "common/copy.hpp"
 
 using namespace transport;
 using namespace transport::test;

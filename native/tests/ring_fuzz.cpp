@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "clock.hpp"
+#include "common/clock.hpp"
 
 using namespace transport;
 using namespace transport::test;

@@ -10,8 +10,8 @@
 #include <sys/wait.h>
 
 #include "check.hpp"
-#include "copy.hpp"
-#include "siphash.hpp"
+#include "common/copy.hpp"
+#include "common/siphash.hpp"
 
 using namespace transport;
 using namespace transport::test;

@@ -1,6 +1,6 @@
 // The vectors that its authors published: key 00..0f, message 00..(n-1).
 #include "check.hpp"
-#include "siphash.hpp"
+#include "common/siphash.hpp"
 
 using namespace transport;
 

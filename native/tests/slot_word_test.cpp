@@ -1,6 +1,6 @@
 // The transition table, row by row, and then what must hold for every word and operation.
 #include "check.hpp"
-#include "slot_word.hpp"
+#include "ring/slot_word.hpp"
 
 using namespace transport;
 using namespace transport::slot_word;

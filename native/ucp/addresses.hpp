@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "engine.hpp"
+#include "ucp/engine.hpp"
 
 namespace transport::ucp {
 

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "frames.hpp"
+#include "ucp/frames.hpp"
 
 namespace transport::ucp {
 

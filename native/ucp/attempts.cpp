@@ -1,12 +1,12 @@
 // Attempts: each holds the pin of one payload from READ to the end, whichever way that comes.
-#include "serving.hpp"
+#include "ucp/serving.hpp"
 
 #include <utility>
 
-#include "../clock.hpp"
-#include "../error.hpp"
-#include "../fault.hpp"
-#include "../siphash.hpp"
+#include "common/clock.hpp"
+#include "common/error.hpp"
+#include "common/fault.hpp"
+#include "common/siphash.hpp"
 
 namespace transport::ucp {
 

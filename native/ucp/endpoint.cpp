@@ -1,9 +1,9 @@
 // One connection: made, lost, given up. Its requests are in requests.cpp.
-#include "engine.hpp"
+#include "ucp/engine.hpp"
 
 #include <algorithm>
 
-#include "addresses.hpp"
+#include "ucp/addresses.hpp"
 
 namespace transport::ucp {
 

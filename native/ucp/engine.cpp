@@ -1,5 +1,5 @@
 // Rounds of progress, when to sleep, and the end. Endpoints, requests and the listener have files of their own.
-#include "engine.hpp"
+#include "ucp/engine.hpp"
 
 #include <unistd.h>
 

@@ -24,8 +24,8 @@
 #include <utility>
 #include <vector>
 
-#include "../clock.hpp"
-#include "sockets.hpp"
+#include "common/clock.hpp"
+#include "ucp/sockets.hpp"
 
 namespace transport::ucp {
 

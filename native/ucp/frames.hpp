@@ -1,4 +1,4 @@
-// The hot frames of transport/wire.py as they lie in memory: little-endian, fixed layouts, checked before they are read.
+// The hot frames of transport/wire/frames.py as they lie in memory: little-endian, fixed layouts, checked before they are read.
 #pragma once
 
 #include <bit>

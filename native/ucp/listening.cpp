@@ -1,9 +1,9 @@
 // Connections that come in: taken while there is room, turned away otherwise.
-#include "engine.hpp"
+#include "ucp/engine.hpp"
 
 #include <algorithm>
 
-#include "addresses.hpp"
+#include "ucp/addresses.hpp"
 
 namespace transport::ucp {
 

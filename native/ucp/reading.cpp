@@ -1,10 +1,10 @@
-#include "reading.hpp"
+#include "ucp/reading.hpp"
 
 #include <stdexcept>
 
-#include "answers.hpp"
-#include "checksum.hpp"
-#include "fault.hpp"
+#include "ucp/answers.hpp"
+#include "common/checksum.hpp"
+#include "common/fault.hpp"
 
 namespace transport::ucp {
 

@@ -14,8 +14,8 @@
 #include <span>
 #include <vector>
 
-#include "engine.hpp"
-#include "frames.hpp"
+#include "ucp/engine.hpp"
+#include "ucp/frames.hpp"
 
 namespace transport::ucp {
 

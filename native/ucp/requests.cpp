@@ -1,5 +1,5 @@
 // Requests: how each kind begins, and how its end is told, exactly once.
-#include "engine.hpp"
+#include "ucp/engine.hpp"
 
 #include <algorithm>
 

@@ -1,12 +1,12 @@
 // A client's connection: its messages in, answers and payloads out. What its reads hold is in attempts.cpp.
-#include "serving.hpp"
+#include "ucp/serving.hpp"
 
 #include <algorithm>
 #include <exception>
 #include <utility>
 
-#include "../clock.hpp"
-#include "../fault.hpp"
+#include "common/clock.hpp"
+#include "common/fault.hpp"
 
 namespace transport::ucp {
 

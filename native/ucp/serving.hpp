@@ -21,9 +21,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../ring.hpp"
-#include "engine.hpp"
-#include "frames.hpp"
+#include "ring/ring.hpp"
+#include "ucp/engine.hpp"
+#include "ucp/frames.hpp"
 
 namespace transport::ucp {
 
@@ -32,7 +32,7 @@ class Connection;
 // `status` of the classes in transport/errors.py.
 enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8 };
 
-// SlotFate of transport/wire.py.
+// SlotFate of transport/wire/frames.py.
 enum class Fate : std::uint8_t { readable = 1, consumed = 2, gone = 3 };
 
 // Outcome of the event that a connection ends with.

@@ -1,4 +1,4 @@
-#include "sockets.hpp"
+#include "ucp/sockets.hpp"
 
 #include <fcntl.h>
 #include <linux/filter.h>

@@ -27,16 +27,16 @@ from typing import Any, Final
 import numpy as np
 
 from transport.adapters.tensors import tensors
-from transport.background import Job
-from transport.blocking import BlockingClient
+from transport.client.blocking import BlockingClient
+from transport.client.payload import ReceivedPayload
+from transport.client.retry import Deadline
 from transport.config import configuration
 from transport.errors import ClosedError, MissingDependencyError, TicketError, TransportError, UsageError
-from transport.installing import install
-from transport.packer import UCXXDataPackerMixin
-from transport.prefetch import FetchedBatch
-from transport.received import ReceivedPayload
-from transport.retry import Deadline
-from transport.rollout import UCXXRolloutMixin, ticket_id
+from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.prefetch import FetchedBatch
+from transport.packer.rollout import UCXXRolloutMixin, ticket_id
+from transport.runtime.installing import install
+from transport.runtime.loop_thread import Job
 from transport.schema import Schema, TensorSpec
 from transport.ticket import Ticket
 

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
+from transport.client.payload import ReceivedPayload
 from transport.errors import TransportError
-from transport.packer import FetchedBatch, UCXXDataPackerMixin
+from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
 from transport.queue.base import Claim, TicketQueue
-from transport.received import ReceivedPayload
 
 log = logging.getLogger(__name__)
 

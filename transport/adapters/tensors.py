@@ -9,11 +9,11 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from transport.client.device_reads import DevicePayload
+from transport.client.payload import ReceivedPayload
+from transport.devices.libraries import TORCH
 from transport.errors import MissingDependencyError
-from transport.installing import install
-from transport.landing import DevicePayload
-from transport.libraries import TORCH
-from transport.received import ReceivedPayload
+from transport.runtime.installing import install
 
 try:
     import torch

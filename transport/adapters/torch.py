@@ -24,14 +24,14 @@ import multiprocessing.connection
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-from transport import ucx
 from transport.adapters.stream import BatchStream
 from transport.adapters.tensors import tensors
 from transport.errors import UsageError
-from transport.packer import FetchedBatch
+from transport.packer.mixin import FetchedBatch
 from transport.queue.base import TicketQueue
 from transport.queue.open import open_queue
 from transport.ticket import Metadata
+from transport.wire import ucx
 
 # tensors.py has said what to do where torch is missing
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # isort: skip

@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from transport import ucx
 from transport.errors import MissingDependencyError
+from transport.wire import ucx
 from transport.wires import Wire, settings_for, user_settings
 
 _PACKAGES = ("payload-transport", "ucxx-cu12", "ucxx-cu13", "numpy", "uvloop")

@@ -19,7 +19,7 @@ from transport.bench.machine import settings_of
 from transport.bench.processes import run_group
 from transport.bench.result import Case, Sample
 from transport.errors import LinkError, MissingDependencyError
-from transport.installing import install
+from transport.runtime.installing import install
 
 _TIMEOUT_S = 60.0
 _LISTENING = "0A"

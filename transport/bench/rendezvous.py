@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transport.bench.result import aligned
-from transport.interruption import temporary_folder
-from transport.progress import Progress
 from transport.rendezvous.member import State
 from transport.rendezvous.records import Keys
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session
+from transport.runtime.interruption import temporary_folder
+from transport.runtime.progress import Progress
 from transport.store.base import Change, Entry, Store
 from transport.store.open import open_store
 

@@ -17,19 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from transport import _native
+from transport import _ring
 from transport.bench.processes import run_group
 from transport.bench.result import aligned
 from transport.bench.units import show_size
-from transport.devices import require_cupy
+from transport.devices.arrays import require_cupy
+from transport.devices.libraries import CUPY
+from transport.devices.streams import Mark, address_of, copy_to_device, copy_to_host, pinned_memory
 from transport.errors import InternalError, LinkError, MissingDependencyError
-from transport.installing import install
-from transport.interruption import segment_prefix
-from transport.libraries import CUPY
-from transport.progress import Progress
-from transport.ring import SharedRingBuffer
+from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.installing import install
+from transport.runtime.interruption import segment_prefix
+from transport.runtime.progress import Progress
 from transport.schema import Schema
-from transport.streams import Mark, address_of, copy_to_device, copy_to_host, pinned_memory
 from transport.ticket import Ticket
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
@@ -123,7 +123,7 @@ def python_row(size: int) -> Row:
             consumed = time.perf_counter()
             np.copyto(target, source)
             copied = time.perf_counter()
-            _native.checksum(source.data)
+            _ring.checksum(source.data)
             times["checksum"].append(time.perf_counter() - copied)
             times["write"].append(written - begun)
             times["read"].append(read - written + consumed - consuming)

@@ -11,9 +11,9 @@ from typing import Annotated, cast
 
 import typer
 
-from transport import interruption
 from transport.cli import bench, cooldown, demo, doctor, read, reclaim, serve, size, top
 from transport.errors import TransportError, UsageError
+from transport.runtime import interruption
 
 __all__ = ["main", "run"]
 

@@ -16,7 +16,7 @@ from transport.cli.output import JsonTarget, about, emit
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
-    from transport.progress import Progress
+    from transport.runtime.progress import Progress
 
 app = typer.Typer(
     help="Measure the whole job, reads, scaling, the ring and rendezvous on this host.",
@@ -63,10 +63,10 @@ def loopback(
 
     Exit status 1 when one of our own reads failed; a peer that fails is reported and left out.
     """
-    from transport.bench import session
-    from transport.bench.loopback import cases
     from transport.bench.machine import machine, settings_of
-    from transport.bench.plot import check, draw
+    from transport.bench.reads import session
+    from transport.bench.reads.loopback import cases
+    from transport.bench.reads.plot import check, draw
     from transport.bench.registry import chosen
     from transport.bench.result import Report, table
     from transport.bench.units import parse_sizes
@@ -108,8 +108,8 @@ def scaling(
     json_target: JsonTarget = None,
 ) -> None:
     """Many clients, many listeners: throughput, memory per endpoint, and what idling costs afterwards."""
-    from transport.bench import scaling as measuring
     from transport.bench.machine import machine, settings_of
+    from transport.bench.reads import scaling as measuring
     from transport.bench.result import Report
     from transport.bench.units import parse_sizes
 
@@ -133,8 +133,8 @@ def serve(
     """Offer payloads to `bench fetch` on another host, until Ctrl-C. Prints its port on one line when ready."""
     import threading
 
-    from transport.bench.remote import BenchServer
-    from transport.stopping import until_stopped
+    from transport.bench.reads.remote import BenchServer
+    from transport.runtime.signals import until_stopped
 
     with until_stopped() as stopped, BenchServer(bind, port, [each for each in address.split(",") if each]) as server:
         serving = threading.Thread(target=server.serve_forever, name="transport bench serve")
@@ -165,9 +165,9 @@ def fetch(
 
     Exit status 1, and no figures, when the bytes did not go by the wire that was asked for.
     """
-    from transport.bench import remote
     from transport.bench.machine import machine, settings_of
-    from transport.bench.plot import check, draw
+    from transport.bench.reads import remote
+    from transport.bench.reads.plot import check, draw
     from transport.bench.result import Report, Row, table
     from transport.bench.units import parse_sizes
     from transport.doctor import infiniband
@@ -280,11 +280,11 @@ def weights(
     json_target: JsonTarget = None,
 ) -> None:
     """Weights from a trainer with a limited link to replicas of this host, each proving what it serves."""
-    from transport.bench import weights as measuring
     from transport.bench.machine import machine, settings_of
     from transport.bench.result import Report
     from transport.bench.units import parse_size
-    from transport.weights.topology import SHAPES
+    from transport.bench.weights import update as measuring
+    from transport.weights.plan.topology import SHAPES
 
     if shape not in SHAPES:
         raise UsageError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
@@ -308,7 +308,7 @@ def weights(
 
 
 def _check_device(name: str) -> None:
-    from transport.streams import require_device
+    from transport.devices.streams import require_device
 
     if name != "cuda":
         raise UsageError(f"--device {name}: the only kind is cuda")
@@ -330,7 +330,7 @@ def _wires(names: str, among: tuple[str, ...] = _WIRES) -> list[str]:
     if not wanted <= set(among):
         raise UsageError(f"--wire {names}: choose some of {', '.join(among)}, separated by commas")
     if "rdma" in wanted:
-        from transport.addresses import rdma_interfaces
+        from transport.wire.addresses import rdma_interfaces
 
         if not rdma_interfaces():
             others = " or ".join(each for each in among if each != "rdma")
@@ -346,6 +346,6 @@ def _checksums(names: str) -> list[bool]:
 
 
 def _bar(what: str, json_target: str | None) -> AbstractContextManager[Progress]:
-    from transport.progress import bar, silent
+    from transport.runtime.progress import bar, silent
 
     return contextlib.nullcontext(silent) if json_target == "-" else bar(what)

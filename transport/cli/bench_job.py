@@ -48,11 +48,11 @@ def job(
     from transport.bench.job.plot import draw
     from transport.bench.job.rows import JobReport, table
     from transport.bench.machine import machine, settings_of
-    from transport.bench.plot import check
+    from transport.bench.reads.plot import check
     from transport.bench.registry import JOB_PEERS, chosen
     from transport.bench.result import OURS
     from transport.bench.units import parse_sizes
-    from transport.progress import bar_with_time_left
+    from transport.runtime.progress import bar_with_time_left
 
     wires = plan.check_names("--wire", wire, plan.WIRES)
     others = chosen(peers, JOB_PEERS) if peers is not None else []

@@ -13,10 +13,10 @@ import typer
 from transport.cli.output import JsonTarget, emit
 from transport.config import configuration
 from transport.errors import UsageError
-from transport.places import SQLitePlace, parse_place
+from transport.storage.urls import SQLitePlace, parse_place
 
 if TYPE_CHECKING:
-    from transport.cooldown.records import EpochRecord
+    from transport.cooldown.epochs.records import EpochRecord
 
 EXAMPLE = "Example: transport cooldown status --store sqlite:///var/lib/run/store.sqlite3 --json -"
 
@@ -95,7 +95,7 @@ def default_store() -> str:
 
 
 def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:
-    from transport.cooldown.ledger import Ledger, runs
+    from transport.cooldown.epochs.ledger import Ledger, runs
     from transport.store.open import open_store
 
     url = url or default_store()
@@ -108,8 +108,8 @@ def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:
 
 
 def _from_destination(url: str, run: str | None) -> list[EpochRecord]:
+    from transport.cooldown.destinations.open import open_destination
     from transport.cooldown.host import recorded_outcomes
-    from transport.cooldown.open import open_destination
 
     if run is None:
         raise UsageError("--destination needs --run, the name under which the run's epochs lie there")
@@ -118,7 +118,7 @@ def _from_destination(url: str, run: str | None) -> list[EpochRecord]:
 
 
 def _described(record: EpochRecord) -> Epoch:
-    from transport.cooldown.records import upload_place
+    from transport.cooldown.epochs.records import upload_place
 
     checkpoint = record.checkpoint
     elected = set(record.elected)

@@ -15,7 +15,7 @@ from transport.cli.output import JsonTarget, emit
 from transport.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
-    from transport.metrics import Exporter
+    from transport.observe.metrics import Exporter
     from transport.wires import Wire
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
@@ -101,7 +101,7 @@ def demo(
 
 
 def _exporter(port: int | None) -> Exporter | None:
-    from transport.metrics import Exporter
+    from transport.observe.metrics import Exporter
 
     return None if port is None else Exporter(port)
 
@@ -115,7 +115,7 @@ def _wires(names: str) -> tuple[Wire, ...]:
     if not wanted <= set(_DEMO_WIRES):
         raise UsageError(f"--wire {names}: choose auto, or some of {', '.join(_DEMO_WIRES)}, separated by commas")
     if wanted == {"rdma"}:
-        from transport.addresses import rdma_interfaces
+        from transport.wire.addresses import rdma_interfaces
 
         if not rdma_interfaces():
             raise UsageError("--wire rdma: this host has no InfiniBand or RoCE device; choose auto, shm or tcp")
@@ -124,7 +124,7 @@ def _wires(names: str) -> tuple[Wire, ...]:
 
 def _queue_text(queue: str) -> tuple[str | None, str | None]:
     """The place of the queue, None for a temporary file; and that of a run on a server that is to be removed."""
-    from transport.places import RedisPlace, SQLitePlace, parse_place
+    from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
 
     if queue == _EMBEDDED:
         return None, None
@@ -141,8 +141,8 @@ def _queue_text(queue: str) -> tuple[str | None, str | None]:
 
 
 def _remove_run(text: str) -> None:
-    from transport.places import RedisPlace, parse_place
     from transport.queue import RedisQueue
+    from transport.storage.urls import RedisPlace, parse_place
 
     place = parse_place(text)
     if isinstance(place, RedisPlace):

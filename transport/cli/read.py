@@ -14,7 +14,7 @@ from transport.cli.output import JsonTarget, emit
 if TYPE_CHECKING:
     import numpy as np
 
-    from transport.received import ReceivedPayload
+    from transport.client.payload import ReceivedPayload
     from transport.schema import Schema
     from transport.ticket import Ticket
 
@@ -43,7 +43,7 @@ def read(
     wanted = _ticket(ticket)
     schemas = [] if schema is None else [_schema(schema)]
 
-    from transport.blocking import BlockingClient
+    from transport.client.blocking import BlockingClient
     from transport.config import configuration
 
     operator = configuration()

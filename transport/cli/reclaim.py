@@ -11,7 +11,7 @@ import typer
 from transport.cli.output import JsonTarget, emit, shown
 
 if TYPE_CHECKING:
-    from transport.ring import SharedRingBuffer
+    from transport.ring.buffer import SharedRingBuffer
 
 EXAMPLE = "Example: transport reclaim --dry-run"
 
@@ -67,9 +67,9 @@ def reclaim(
     json_target: JsonTarget = None,
 ) -> None:
     """List the ring segments of this host, and remove those whose owners are all dead, unread payloads included."""
-    from transport import _native
+    from transport import _ring
 
-    chosen = [f"/{name.lstrip('/')}" for name in names] if names else _native.segments()
+    chosen = [f"/{name.lstrip('/')}" for name in names] if names else _ring.segments()
     segments = [segment for name in chosen if (segment := _look(name)) is not None]
     for segment in segments:
         if segment.dead and not dry_run:
@@ -85,7 +85,7 @@ def reclaim(
 def _look(name: str) -> Segment | None:
     """What is known of a segment; None when it has gone meanwhile."""
     from transport.errors import RingError, RingNotFoundError
-    from transport.ring import SharedRingBuffer
+    from transport.ring.buffer import SharedRingBuffer
 
     try:
         size = (_SHARED_MEMORY / name.lstrip("/")).stat().st_size
@@ -101,7 +101,7 @@ def _look(name: str) -> Segment | None:
 
 
 def _described(ring: SharedRingBuffer, size: int) -> Segment:
-    from transport.supervisor_lock import supervised
+    from transport.server.supervisor_lock import supervised
 
     free, writing, ready, reading = ring.native.state_counts()
     owners = [owner.pid for owner in ring.native.owners() if owner.alive]
@@ -121,9 +121,9 @@ def _described(ring: SharedRingBuffer, size: int) -> Segment:
 
 
 def _remove(segment: Segment) -> None:
-    from transport import _native
+    from transport import _ring
 
     try:
-        segment.removed = _native.Ring.unlink_if_dead(segment.name)  # looks again: somebody may have attached
-    except _native.RingFault as fault:
+        segment.removed = _ring.Ring.unlink_if_dead(segment.name)  # looks again: somebody may have attached
+    except _ring.RingFault as fault:
         segment.unreadable = str(fault.args[1])

@@ -65,12 +65,12 @@ def serve(
     A writer attaches with SharedRingBuffer.attach(segment, schema, role="writer"), up to 16 processes in all.
     """
     from transport.config import load, set_up_logging
-    from transport.interruption import owning_segment
-    from transport.metrics import Exporter
-    from transport.ring import SharedRingBuffer
+    from transport.observe.metrics import Exporter
+    from transport.ring.buffer import SharedRingBuffer
+    from transport.runtime.interruption import owning_segment
+    from transport.runtime.signals import until_stopped
     from transport.schema import Schema
-    from transport.server import UCXXServer
-    from transport.stopping import until_stopped
+    from transport.server.server import UCXXServer
 
     if schema is None and slot_bytes is None:
         raise UsageError("give --schema FILE, or --slot-bytes SIZE for payloads that describe themselves")

@@ -28,8 +28,8 @@ def size(
 ) -> None:
     """Say how many slots of which size a ring needs, and how much of /dev/shm that takes."""
     from transport.bench.units import parse_size
+    from transport.ring.sizing import sized
     from transport.schema import Schema
-    from transport.sizing import sized
 
     if (schema is None) == (slot_bytes is None):
         raise UsageError("give --schema FILE or --slot-bytes SIZE, one of them")

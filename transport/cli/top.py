@@ -13,7 +13,7 @@ from transport.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from transport.overview import Rates, RingView, Snapshot
+    from transport.observe.overview import Rates, RingView, Snapshot
 
 EXAMPLE = "Example: transport top --once --json -"
 
@@ -32,7 +32,7 @@ def top(
     """
     import time
 
-    from transport import overview
+    from transport.observe import overview
 
     if json_target is not None and not once:
         raise UsageError("--json needs --once: a live view has no end")
@@ -54,7 +54,7 @@ def _live(chosen: list[str] | None, interval: float) -> None:
 
     from rich.live import Live
 
-    from transport import overview
+    from transport.observe import overview
 
     before = overview.look(chosen)
     with Live(screen=True, auto_refresh=False) as live:

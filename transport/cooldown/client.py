@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from transport.cooldown.destination import check_permissions
-from transport.cooldown.ledger import Ledger
-from transport.cooldown.masking import masked
-from transport.cooldown.open import open_destination
-from transport.cooldown.records import EpochRecord, Phase, Refusal, Report, ReportKind, check_name, upload_place
-from transport.cooldown.stop import Stop
+from transport.cooldown.destinations.base import check_permissions
+from transport.cooldown.destinations.masking import masked
+from transport.cooldown.destinations.open import open_destination
+from transport.cooldown.epochs.ledger import Ledger
+from transport.cooldown.epochs.records import EpochRecord, Phase, Refusal, Report, ReportKind, check_name, upload_place
+from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.threads import in_thread, patient, settled
 from transport.cooldown.upload import remove, upload
 from transport.errors import (
@@ -29,7 +29,7 @@ from transport.errors import (
     RunError,
     TransportError,
 )
-from transport.progress import Progress, silent
+from transport.runtime.progress import Progress, silent
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)

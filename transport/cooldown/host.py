@@ -15,7 +15,9 @@ from typing import Any, Final
 
 import msgspec
 
-from transport.cooldown.coordinator import (
+from transport.cooldown.destinations.base import Destination, normalise
+from transport.cooldown.destinations.open import open_destination
+from transport.cooldown.epochs.coordinator import (
     Action,
     Begin,
     Coordinator,
@@ -29,10 +31,8 @@ from transport.cooldown.coordinator import (
     Write,
     Written,
 )
-from transport.cooldown.destination import Destination, normalise
-from transport.cooldown.ledger import Ledger
-from transport.cooldown.open import open_destination
-from transport.cooldown.records import (
+from transport.cooldown.epochs.ledger import Ledger
+from transport.cooldown.epochs.records import (
     EpochRecord,
     Phase,
     Report,
@@ -41,7 +41,7 @@ from transport.cooldown.records import (
     encode,
     outcomes_place,
 )
-from transport.cooldown.stop import Stop
+from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.threads import in_thread, patient, settled
 from transport.cooldown.verify import Untrue, verified
 from transport.errors import (

@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from transport.cooldown import manifest as manifests
-from transport.cooldown.destination import PIECE, Destination
-from transport.cooldown.manifest import File, Manifest
-from transport.cooldown.records import EpochRecord, upload_place
-from transport.cooldown.stop import Stop
+from transport.cooldown.destinations.base import PIECE, Destination
+from transport.cooldown.epochs import manifest as manifests
+from transport.cooldown.epochs.manifest import File, Manifest
+from transport.cooldown.epochs.records import EpochRecord, upload_place
+from transport.cooldown.epochs.stop import Stop
 from transport.errors import DestinationError, UsageError
-from transport.progress import Progress, silent
+from transport.runtime.progress import Progress, silent
 
 
 class Uploaded(NamedTuple):

@@ -13,13 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from transport.cooldown import manifest as manifests
-from transport.cooldown.destination import Destination
-from transport.cooldown.manifest import File, Manifest
-from transport.cooldown.records import Checkpoint, EpochRecord, Outcome, Refusal, Report, is_attempt, upload_place
-from transport.cooldown.stop import Stop
+from transport.cooldown.destinations.base import Destination
+from transport.cooldown.epochs import manifest as manifests
+from transport.cooldown.epochs.manifest import File, Manifest
+from transport.cooldown.epochs.records import (
+    Checkpoint,
+    EpochRecord,
+    Outcome,
+    Refusal,
+    Report,
+    is_attempt,
+    upload_place,
+)
+from transport.cooldown.epochs.stop import Stop
 from transport.errors import CheckpointDamagedError, DestinationError, NoCheckpointError
-from transport.progress import Progress, silent
+from transport.runtime.progress import Progress, silent
 
 
 class Untrue(Exception):

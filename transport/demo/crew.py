@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import msgspec
 
-from transport import _native
+from transport import _ring
 from transport.demo import messages
 from transport.demo.plan import SETTINGS, Plan, WorkerConfig
 from transport.errors import TransportError
-from transport.interruption import segment_prefix
+from transport.runtime.interruption import segment_prefix
 
 _STOP_S: Final = 15.0  # longer than a worker's own bounds: its server may take ten seconds to stop
 _ENVIRONMENT: Final = {
@@ -163,8 +163,8 @@ class Crew:
             if left:
                 self._say(f"processes below {len(left)} workers do not end; see `transport reclaim`")
         for worker in self.workers:
-            with contextlib.suppress(_native.RingFault):  # mostly: it is gone already
-                _native.Ring.unlink_if_dead(worker.ring)
+            with contextlib.suppress(_ring.RingFault):  # mostly: it is gone already
+                _ring.Ring.unlink_if_dead(worker.ring)
 
     async def _stopped(self, worker: Worker) -> None:
         try:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from transport.demo.policy import OBSERVATION_SIZE, Policy
 from transport.errors import MissingDependencyError
-from transport.installing import install
+from transport.runtime.installing import install
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import NamedTuple
 
-from transport import interruption
+from transport.client.trace import merge
 from transport.cooldown import EpochRecord
 from transport.demo.checkpoints import Epoch, epoch_store
 from transport.demo.crew import Crew
@@ -20,10 +20,10 @@ from transport.demo.observed import crew_samples
 from transport.demo.plan import POLICY_TOPIC, Plan
 from transport.demo.summary import Summary, summarise
 from transport.errors import UsageError
-from transport.metrics import Exporter
-from transport.places import SQLitePlace
+from transport.observe.metrics import Exporter
 from transport.queue import QueueDepth, TicketQueue, open_queue
-from transport.trace import merge
+from transport.runtime import interruption
+from transport.storage.urls import SQLitePlace
 
 
 class CheckpointTo(NamedTuple):

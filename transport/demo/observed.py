@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from transport import status
+from transport.client import status_socket
 from transport.demo.crew import Crew
 from transport.errors import RingError
-from transport.metrics import Sample, client_samples, queue_samples, ring_samples
+from transport.observe.metrics import Sample, client_samples, queue_samples, ring_samples
 from transport.queue import TicketQueue
-from transport.ring import SharedRingBuffer
+from transport.ring.buffer import SharedRingBuffer
 
 
 def crew_samples(crew: Crew, queue: TicketQueue) -> Iterator[Sample]:
@@ -27,6 +27,6 @@ def crew_samples(crew: Crew, queue: TicketQueue) -> Iterator[Sample]:
         finally:
             ring.native.close()  # an observer must not remove it
     names = {worker.process.pid: worker.name for worker in workers}
-    for client in status.clients():
+    for client in status_socket.clients():
         if client.pid in names:
             yield from client_samples(names[client.pid], client.statistics)

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from transport.client import WirePolicy
+from transport.client.client import WirePolicy
 from transport.demo.episode import EPISODE_FIELDS
 from transport.demo.policy import PARAMETER_SHAPES
 from transport.schema import Schema, TensorSpec

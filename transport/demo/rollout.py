@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from transport.blocking import BlockingClient
+from transport.client.blocking import BlockingClient
+from transport.client.trace import Trace, key_of
 from transport.demo.checkpoints import Membership, first_policy
 from transport.demo.episode import Episode, make_environment, play_episode
 from transport.demo.messages import RolloutDone
@@ -21,11 +22,10 @@ from transport.demo.plan import BACKLOG, BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, P
 from transport.demo.policy import Policy
 from transport.demo.worker import LOOK_S, Parent, run, tracing
 from transport.errors import LinkError, RingFullError, StaleSlotError, WeightsChecksumError
+from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import TicketQueue, open_queue
-from transport.rollout import UCXXRolloutMixin
-from transport.trace import Trace, key_of
-from transport.weights.layout import weights_checksum
 from transport.weights.offers import Taker
+from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import ReferenceWorker
 
 _POLICY_TIMEOUT_S = 5.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from transport.cooldown.records import EpochRecord, upload_place
+from transport.cooldown.epochs.records import EpochRecord, upload_place
 from transport.demo.messages import RolloutDone, TrainerDone
 from transport.demo.plan import Plan
 from transport.queue import QueueDepth

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from transport.client.payload import ReceivedPayload
+from transport.client.trace import Trace
 from transport.demo.checkpoints import Membership, first_policy
 from transport.demo.messages import Progress, TrainerDone
 from transport.demo.plan import BATCH, EPISODE_SCHEMA, POLICY_SCHEMA, POLICY_TOPIC, SETTINGS, WorkerConfig
 from transport.demo.policy import Learner, Policy
 from transport.demo.worker import LOOK_S, Parent, run, tracing
 from transport.errors import InternalError
-from transport.packer import UCXXDataPackerMixin
+from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import Claim, TicketQueue, open_queue
-from transport.received import ReceivedPayload
-from transport.rollout import UCXXRolloutMixin
 from transport.ticket import Ticket
-from transport.trace import Trace
 from transport.weights.offers import offer
 
 _POLICY_SLOTS = 4  # the newest version, and older ones that a rollout is still reading

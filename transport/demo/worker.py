@@ -18,10 +18,10 @@ from typing import BinaryIO, Final
 
 import msgspec
 
+from transport.client.trace import Trace
 from transport.demo import messages
 from transport.demo.plan import WorkerConfig
 from transport.errors import TransportError
-from transport.trace import Trace
 
 log = logging.getLogger(__name__)
 

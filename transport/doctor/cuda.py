@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from transport.devices import require_cupy
+from transport.devices.arrays import require_cupy
+from transport.devices.streams import require_device
 from transport.doctor.finding import Check, ok, warn
 from transport.errors import MissingDependencyError
-from transport.installing import install
-from transport.streams import require_device
+from transport.runtime.installing import install
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from transport import ucx
 from transport.doctor.finding import Check, fail, ok, warn
 from transport.errors import MissingDependencyError, TransportError
-from transport.installing import install
+from transport.runtime.installing import install
+from transport.wire import ucx
 from transport.wires import settings_for
 
 _OLDEST: Final = (1, 19)

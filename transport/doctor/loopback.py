@@ -9,14 +9,14 @@ from typing import Final
 
 import numpy as np
 
-from transport.blocking import BlockingClient
+from transport.client.blocking import BlockingClient
 from transport.config import Configuration
 from transport.doctor import infiniband
 from transport.doctor.finding import Check, fail, ok
 from transport.errors import TransportError
-from transport.interruption import segment_prefix
-from transport.ring import SharedRingBuffer
-from transport.server import UCXXServer
+from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.interruption import segment_prefix
+from transport.server.server import UCXXServer
 from transport.wires import Wire
 
 _BYTES: Final = 4 << 20

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 
-from transport.addresses import LOOPBACK, default_route_interface, interface_address, rdma_interfaces
 from transport.config import Configuration
 from transport.doctor.finding import Check, fail, ok, warn
+from transport.wire.addresses import LOOPBACK, default_route_interface, interface_address, rdma_interfaces
 
 
 def checks(configuration: Configuration, ports: Sequence[int]) -> Iterator[Check]:

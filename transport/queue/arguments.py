@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from transport.arguments import expect, seconds, several, whole
 from transport.queue.base import Claim, QueuedTicket
+from transport.runtime.arguments import expect, seconds, several, whole
 
-_TICKETS = "a QueuedTicket or several of them (transport.rollout.queued makes one of a Ticket)"
+_TICKETS = "a QueuedTicket or several of them (transport.packer.rollout.queued makes one of a Ticket)"
 
 
 def published(

@@ -30,7 +30,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from transport.structs import hiding
+from transport.runtime.decoders import hiding
 
 MAX_DELIVERIES = 20
 KEEP_FINISHED = 100_000

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from transport.places import SQLitePlace, parse_place
 from transport.queue.base import TicketQueue
 from transport.queue.redis import RedisQueue
 from transport.queue.sqlite import SQLiteQueue
+from transport.storage.urls import SQLitePlace, parse_place
 
 
 def open_queue(url: str) -> TicketQueue:

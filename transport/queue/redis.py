@@ -21,9 +21,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 
-from transport.arguments import expect, seconds
 from transport.config import lease_or_configured
-from transport.database import Words
 from transport.errors import (
     QueueError,
     QueueFullError,
@@ -32,7 +30,6 @@ from transport.errors import (
     RankError,
     UsageError,
 )
-from transport.places import RedisPlace
 from transport.queue import arguments
 from transport.queue.base import (
     KEEP_FINISHED,
@@ -58,8 +55,11 @@ from transport.queue.redis_scripts import (
     PUBLISH,
     RENEW,
 )
-from transport.redis_link import RedisLink, Script
-from transport.wake import wait_for
+from transport.runtime.arguments import expect, seconds
+from transport.storage.notify import wait_for
+from transport.storage.redis_connection import RedisLink, Script
+from transport.storage.sqlite_file import Words
+from transport.storage.urls import RedisPlace
 
 MAX_READERS = 16
 RECHECK_S = 1.0  # a wake-up may be lost with a connection, and nobody wakes for the end of a lease

@@ -7,7 +7,7 @@ first end the leases whose time has come, so what they see never depends on whet
 
 from __future__ import annotations
 
-from transport.redis_link import Script
+from transport.storage.redis_connection import Script
 
 KEYS = ("tickets", "ids", "info", "rows", "leases", "back", "failed", "finished", "counts", "seq", "notices")
 

@@ -12,9 +12,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from transport.arguments import expect, seconds
 from transport.config import lease_or_configured
-from transport.database import Synchronous, Words
 from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError, RankError, UsageError
 from transport.queue import arguments
 from transport.queue.base import (
@@ -29,8 +27,10 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
-from transport.shared_file import SharedFile
-from transport.wake import wait_for
+from transport.runtime.arguments import expect, seconds
+from transport.storage.notify import wait_for
+from transport.storage.shared_file import SharedFile
+from transport.storage.sqlite_file import Synchronous, Words
 
 APPLICATION_ID = 0x5452_5051  # "TRPQ"
 SCHEMA_VERSION = 1

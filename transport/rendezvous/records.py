@@ -19,8 +19,8 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from transport.errors import StoreUnsuitableError, UsageError
+from transport.runtime.decoders import ready
 from transport.store.base import Entry
-from transport.structs import ready
 
 MOST_NAME_CHARACTERS = 128  # of runs and members
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_NAME_CHARACTERS)]

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from transport.errors import UsageError
-from transport.structs import hiding
+from transport.runtime.decoders import hiding
 
 MOST_KEY_BYTES = 512
 MOST_VALUE_BYTES = 16 << 20

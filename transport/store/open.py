@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transport.places import SQLitePlace, parse_place
+from transport.storage.urls import SQLitePlace, parse_place
 from transport.store.base import Store
 from transport.store.redis import RedisStore
 from transport.store.sqlite import SQLiteStore

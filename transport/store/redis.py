@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from transport.arguments import expect
-from transport.database import Words
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.places import RedisPlace
-from transport.redis_link import RedisLink, Script
+from transport.runtime.arguments import expect
+from transport.storage.notify import wait_for
+from transport.storage.redis_connection import RedisLink, Script
+from transport.storage.sqlite_file import Words
+from transport.storage.urls import RedisPlace
 from transport.store.base import (
     ABSENT,
     RECHECK_S,
@@ -31,7 +32,6 @@ from transport.store.base import (
     check_lease,
     check_prefix,
 )
-from transport.wake import wait_for
 
 _WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
 _KEYS = ("values", "versions", "index", "leases", "revision")

@@ -15,9 +15,10 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from transport.database import Synchronous, Words
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
-from transport.shared_file import SharedFile
+from transport.storage.notify import wait_for
+from transport.storage.shared_file import SharedFile
+from transport.storage.sqlite_file import Synchronous, Words
 from transport.store.base import (
     ABSENT,
     RECHECK_S,
@@ -29,7 +30,6 @@ from transport.store.base import (
     check_lease,
     check_prefix,
 )
-from transport.wake import wait_for
 
 APPLICATION_ID = 0x5452_5053  # "TRPS"
 SCHEMA_VERSION = 1

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from transport.errors import UsageError, WeightsChecksumError, WeightsError
-from transport.weights.admission import Admission, Event, State
-from transport.weights.engine import WeightEngine
+from transport.weights.plan.admission import Admission, Event, State
+from transport.weights.plan.engine import WeightEngine
+from transport.weights.plan.steps import Limits, Policy, Proof, Step, UpdateMachine, Verdict, verdicts
 from transport.weights.ring_engine import RingEngine
-from transport.weights.steps import Limits, Policy, Proof, Step, UpdateMachine, Verdict, verdicts
 from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_of
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from transport.blocking import BlockingClient
+from transport.client.blocking import BlockingClient
 from transport.errors import ProtocolError, WeightsChecksumError
 from transport.ticket import Ticket
-from transport.weights.layout import weights_checksum
+from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import RolloutWorker, check
 
 

@@ -12,27 +12,27 @@ from typing import Any
 
 import msgspec
 
-from transport.addresses import advertised
-from transport.client import UCXXClient
+from transport.client.client import UCXXClient
+from transport.devices.libraries import parse_device
 from transport.errors import InternalError, UsageError, WeightsError
-from transport.libraries import parse_device
-from transport.progress import Progress, silent
+from transport.runtime.decoders import hiding
+from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.settings import Settings
-from transport.structs import hiding
 from transport.ticket import host_identity
-from transport.weights import topology
-from transport.weights.copies import Copies, Held
-from transport.weights.engine import Metadata, WeightEngine, Weights
-from transport.weights.feed import Feed, Upstream, told
-from transport.weights.messages import Failed
-from transport.weights.outlet import Outlet
-from transport.weights.pace import Pace
-from transport.weights.receiving import Landing, map_
-from transport.weights.sending import Base, Sending, drain
-from transport.weights.steps import Proof
-from transport.weights.threads import in_thread
-from transport.weights.topology import Description, Shape
+from transport.weights.plan import topology
+from transport.weights.plan.engine import Metadata, WeightEngine, Weights
+from transport.weights.plan.steps import Proof
+from transport.weights.plan.topology import Description, Shape
+from transport.weights.transfer.feed import Feed, Upstream, told
+from transport.weights.transfer.messages import Failed
+from transport.weights.transfer.outlet import Outlet
+from transport.weights.transfer.pace import Pace
+from transport.weights.transfer.receiving import Landing, map_
+from transport.weights.transfer.sending import Base, Sending, drain
+from transport.weights.transfer.threads import in_thread
+from transport.weights.versions.copies import Copies, Held
+from transport.wire.addresses import advertised
 from transport.wires import Wire
 
 BUCKET_BYTES = 256 << 20

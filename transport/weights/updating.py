@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
 from transport.errors import ChildrenLostError, MemberFailedError, ParentLostError, WeightsTimeoutError
-from transport.weights.admission import Event
-from transport.weights.engine import Metadata, WeightEngine
-from transport.weights.steps import CLOSING, Do, Proof, Step, UpdateMachine, Verdict
+from transport.weights.plan.admission import Event
+from transport.weights.plan.engine import Metadata, WeightEngine
+from transport.weights.plan.steps import CLOSING, Do, Proof, Step, UpdateMachine, Verdict
 from transport.weights.worker import check
 
 log = logging.getLogger(__name__)

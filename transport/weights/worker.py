@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from transport.errors import MemberFailedError, WeightsChecksumError
-from transport.weights.copies import Held
-from transport.weights.engine import Metadata
-from transport.weights.layout import weights_checksum
+from transport.weights.plan.engine import Metadata
+from transport.weights.plan.steps import Proof
 from transport.weights.ring_engine import RingEngine
-from transport.weights.steps import Proof
-from transport.weights.threads import in_thread, settled
+from transport.weights.transfer.threads import in_thread, settled
+from transport.weights.versions.copies import Held
+from transport.weights.versions.layout import weights_checksum
 
 
 class RolloutWorker(abc.ABC):

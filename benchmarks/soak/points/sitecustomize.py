@@ -3,7 +3,7 @@ the installed ones, and sets this process's trap: one named step at which it die
 Besides, whoever comes first to a step that the soak has named (`closed.Points.stop_at`) stops there.
 
 What is armed follows from SOAK_POINTS (`run.Soak`). Steps in Python are marked here, around the methods whose
-beginning and end they are; those of ring, listener and client are compiled in (native/fault.hpp). A planted fault
+beginning and end they are; those of ring, listener and client are compiled in (native/common/fault.hpp). A planted fault
 (`planted.py`) goes into the modules that it names the same way.
 """
 
@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import Any
 
 _TOLD = os.environ.get("SOAK_POINTS")
-_NATIVE = ("transport._native", "transport._ucp")
+_NATIVE = ("transport._ring", "transport._ucp")
 
 # By role; those of which a process has never heard are never passed, and cost nothing.
 _ATTACHING = ("attach.found", "attach.locked", "attach.claimed")
@@ -73,8 +73,8 @@ class _Trap:
         self.folder = Path(told["folder"])
         words = [Path(word).name for word in sys.orig_argv]
         roles = {
-            "transport.supervisor": "supervisor",
-            "transport.listener_process": "listener",
+            "transport.server.supervisor": "supervisor",
+            "transport.server.process": "listener",
             "writer.py": "writer",
             "trainer.py": "trainer",
         }
@@ -166,10 +166,10 @@ def _planted(name: str) -> dict[str, Callable[[ModuleType], None]]:
 
 CHANGES: dict[str, Callable[[_Trap, ModuleType], None]] = {
     **dict.fromkeys(_NATIVE, _Trap.arm),
-    "transport.database": _mark_database,
+    "transport.storage.sqlite_file": _mark_database,
     "transport.queue.sqlite": lambda trap, module: _mark_queue(trap, module.SQLiteQueue),
     "transport.queue.redis": lambda trap, module: _mark_queue(trap, module.RedisQueue),
-    "transport.packer_session": _mark_session,
+    "transport.packer.session": _mark_session,
 }
 
 

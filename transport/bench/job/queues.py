@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transport.addresses import LOOPBACK
 from transport.bench.job.work import HEADER, Job, Training, Writing
 from transport.errors import RingFullError
-from transport.packer import UCXXDataPackerMixin
-from transport.prefetch import FetchedBatch
+from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.prefetch import FetchedBatch
+from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import open_queue
-from transport.rollout import UCXXRolloutMixin
 from transport.schema import Schema, UpTo
+from transport.wire.addresses import LOOPBACK
 from transport.wires import Wire
 
 _LOOK_S = 0.5  # how often a writer that waits for a free slot looks whether it is to end

@@ -14,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-from transport.addresses import LOOPBACK
 from transport.bench.job.work import Job, main
 from transport.errors import LinkError, MissingDependencyError
+from transport.wire.addresses import LOOPBACK
 
 PROGRAM = "redis-server"
 _START_S = 20.0

@@ -12,7 +12,7 @@ from transport.bench.job.rows import JobRow
 from transport.bench.result import OURS
 from transport.bench.units import show_size
 from transport.errors import LinkError, TransportError
-from transport.progress import Progress
+from transport.runtime.progress import Progress
 
 
 class JobOutcome(NamedTuple):

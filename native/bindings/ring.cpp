@@ -1,0 +1,312 @@
+// Ring, SlotInfo, OwnerInfo.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "bindings/ring_bindings.hpp"
+#include "ring/ring.hpp"
+
+namespace transport::python {
+
+using namespace nb::literals;
+
+namespace {
+
+// What a memoryview of a payload refers to; it keeps the mapping and not the attachment.
+struct PayloadArea {
+  std::shared_ptr<Mapping> mapping;
+  std::byte* data;
+  std::size_t size;
+
+  static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+    const auto* area = nb::inst_ptr<PayloadArea>(self);
+    return PyBuffer_FillInfo(view, self, area->data, static_cast<Py_ssize_t>(area->size), !area->mapping->writable(),
+                             flags);
+  }
+};
+PyType_Slot payload_area_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(PayloadArea::get_buffer)}, {0, nullptr}};
+
+nb::object payload(const Ring& ring, std::uint64_t slot) {
+  nb::object area = nb::cast(PayloadArea{ring.mapping(), ring.payload(slot), ring.identity().slot_capacity});
+  return nb::steal(PyMemoryView_FromObject(area.ptr()));
+}
+
+// Memory of a slot that somebody writes or reads, for as long as anything looks into it. Closing the ring leaves the
+// slot to it. One that nobody ended gives the slot back when it goes: unpublished, or for another attempt.
+class Loan {
+ public:
+  Loan(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation)
+      : ring_(nb::inst_ptr<Ring>(ring)),
+        mapping_(ring_->mapping()),
+        slot_(slot),
+        generation_(generation),
+        data_(ring_->payload(slot)) {
+    ring_->lend(slot);
+    keep_ = nb::borrow(ring);
+  }
+  Loan(const Loan&) = delete;
+  Loan& operator=(const Loan&) = delete;
+  ~Loan() {
+    if (ended_) return;
+    try {
+      if (!ring_->closed() && !ring_->abort(slot_, generation_)) ring_->unpin(slot_, generation_);
+    } catch (const RingFault&) {  // closed since we looked
+    }
+    ring_->returned(slot_);
+  }
+
+  // The slot was published, given back or let go of; or it is to be, where the ring is closed.
+  void end() {
+    if (!std::exchange(ended_, true)) ring_->returned(slot_);
+  }
+
+  static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
+    const auto* loan = nb::inst_ptr<Loan>(self);
+    return PyBuffer_FillInfo(view, self, loan->data_, static_cast<Py_ssize_t>(loan->ring_->identity().slot_capacity),
+                             !loan->mapping_->writable(), flags);
+  }
+
+ private:
+  nb::object keep_;  // the Ring
+  Ring* ring_;
+  std::shared_ptr<Mapping> mapping_;
+  std::uint64_t slot_, generation_;
+  std::byte* data_;
+  bool ended_ = false;
+};
+PyType_Slot loan_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Loan::get_buffer)}, {0, nullptr}};
+
+nb::object lease(const std::optional<Lease>& lease) {
+  if (!lease) return nb::none();
+  return nb::make_tuple(lease->slot, lease->generation);
+}
+
+// Invariant: transitions run with the GIL, only sleeping does not; so close() excludes them (ring.hpp).
+nb::object take(Ring& ring, double timeout_s) {
+  const Deadline deadline(timeout_s);
+  bool waited = false, woken = false;
+  for (;;) {
+    EventWord& freed = ring.freed();
+    const std::uint32_t before = seen(freed);
+    if (const auto taken = ring.try_take()) return lease(taken);
+    if (!std::exchange(waited, true)) ring.count(Counter::full_waits, 1);
+    if (!woken && ring.reclaim() > 0) continue;  // dead owners may be all that fills it
+    if (deadline.left_ns() == 0) return nb::none();
+    const std::shared_ptr<Mapping> keep = ring.mapping();
+    woken = sleep_without_gil(freed, before, deadline);
+  }
+}
+
+bool wait(const Ring& ring, EventWord& (Ring::*which)() const, std::uint32_t before, double timeout_s) {
+  const Deadline deadline(timeout_s);
+  do {
+    EventWord& event = (ring.*which)();
+    const std::shared_ptr<Mapping> keep = ring.mapping();
+    if (sleep_without_gil(event, before, deadline)) return true;
+  } while (deadline.left_ns() > 0);
+  return false;
+}
+
+std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
+                             nb::bytes fingerprint) {
+  Bytes16 key{};
+  if (fingerprint.size() != key.size()) fail(Fault::argument, "a fingerprint has 16 bytes");
+  std::memcpy(key.data(), fingerprint.c_str(), key.size());
+  const nb::gil_scoped_release release;
+  return Ring::create(name, slot_count, slot_capacity, key);
+}
+
+std::unique_ptr<Ring> attach(const std::string& name, int role, bool writable_payload) {
+  if (role < 0 || role > static_cast<int>(Role::reader)) fail(Fault::argument, "no such role");
+  const nb::gil_scoped_release release;
+  return Ring::attach(name, static_cast<Role>(role), writable_payload);
+}
+
+nb::bytes bytes_of(const Bytes16& value) { return nb::bytes(value.data(), value.size()); }
+
+nb::object note(const Ring& ring, std::uint64_t slot, std::uint64_t generation) {
+  const auto note = ring.note(slot, generation);
+  if (!note) return nb::none();
+  return nb::bytes(note->data(), note->size());
+}
+
+nb::dict counters(const Ring& ring) {
+  nb::dict counters;
+  const auto sums = ring.counters();
+  for (std::size_t i = 0; i < sums.size(); ++i) counters[kCounterNames[i]] = sums[i];
+  return counters;
+}
+
+Counter counter(const std::string& name) {
+  const auto found = std::find(kCounterNames.begin(), kCounterNames.end(), name);
+  if (found == kCounterNames.end()) fail(Fault::argument, "no counter is named " + name);
+  return static_cast<Counter>(found - kCounterNames.begin());
+}
+
+void count(Ring& ring, const std::string& name, std::uint64_t amount) { ring.count(counter(name), amount); }
+std::uint64_t own_count(const Ring& ring, const std::string& name) { return ring.own_count(counter(name)); }
+
+nb::tuple ports(const Ring& ring) { return nb::tuple(nb::cast(ring.ports())); }
+
+// Whatever stands in shared memory by now is text.
+nb::str addresses(const Ring& ring) {
+  const std::string bytes = ring.addresses();
+  return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
+void set_addresses(Ring& ring, const std::string& addresses) { ring.set_addresses(addresses); }
+
+nb::tuple state_counts(const Ring& ring) {
+  const auto counts = ring.state_counts();
+  return nb::make_tuple(counts[0], counts[1], counts[2], counts[3]);
+}
+
+bool publish(Ring& ring, std::uint64_t slot, std::uint64_t generation, std::uint64_t length, std::uint64_t checksum,
+             unsigned readers, std::uint64_t deadline_ns, nb::bytes note) {
+  return ring.publish(slot, generation, {length, checksum, readers, deadline_ns, {note.c_str(), note.size()}});
+}
+
+const char* state_name(State state) {
+  constexpr const char* names[] = {"FREE", "WRITING", "READY", "READING"};
+  return names[static_cast<unsigned>(state)];
+}
+
+nb::str describe(const Ring& ring) {
+  if (ring.closed()) return nb::str("<Ring {} closed>").format(ring.name());
+  const auto counts = ring.state_counts();
+  return nb::str("<Ring {} owner={} free={} writing={} ready={} reading={}>")
+      .format(ring.name(), ring.owner(), counts[0], counts[1], counts[2], counts[3]);
+}
+
+nb::str describe_slot(const SlotInfo& slot) {
+  return nb::str("<SlotInfo {} generation={} done={:04x} pins={:04x} length={}>")
+      .format(state_name(slot.state), slot.generation, slot.done, slot.pins, slot.length);
+}
+
+nb::str describe_owner(const OwnerInfo& owner) {
+  constexpr const char* roles[] = {"observer", "writer", "listener", "reader"};
+  const auto role = static_cast<std::size_t>(owner.role);
+  return nb::str("<OwnerInfo {} {} pid={} {} port={}>")
+      .format(owner.index, role < std::size(roles) ? roles[role] : "unknown", owner.pid, owner.alive ? "alive" : "dead",
+              owner.port);
+}
+
+}  // namespace
+
+void bind_ring(nb::module_& module) {
+  nb::class_<PayloadArea>(module, "_PayloadArea", nb::is_final(), nb::type_slots(payload_area_slots));
+
+  nb::class_<Loan>(module, "Loan", nb::is_final(), nb::type_slots(loan_slots), "Memory of a slot that is in use.")
+      .def(nb::init<nb::handle_t<Ring>, std::uint64_t, std::uint64_t>(), "ring"_a, "slot"_a, "generation"_a)
+      .def("end", &Loan::end);
+
+  nb::class_<SlotInfo>(module, "SlotInfo", nb::is_final(), "One consistent look at a slot.")
+      .def_prop_ro("state", [](const SlotInfo& slot) { return static_cast<int>(slot.state); })
+      .def_ro("generation", &SlotInfo::generation)
+      .def_ro("done", &SlotInfo::done)
+      .def_ro("pins", &SlotInfo::pins)
+      .def_ro("readers", &SlotInfo::readers)
+      .def_ro("length", &SlotInfo::length)
+      .def_ro("checksum", &SlotInfo::checksum)
+      .def_ro("sequence", &SlotInfo::sequence)
+      .def_ro("created_ns", &SlotInfo::created_ns)
+      .def_ro("deadline_ns", &SlotInfo::deadline_ns)
+      .def("__repr__", describe_slot);
+
+  nb::class_<OwnerInfo>(module, "OwnerInfo", nb::is_final(), "A row of the owner table.")
+      .def_ro("index", &OwnerInfo::index)
+      .def_ro("alive", &OwnerInfo::alive)
+      .def_prop_ro("role", [](const OwnerInfo& owner) { return static_cast<int>(owner.role); })
+      .def_ro("pid", &OwnerInfo::pid)
+      .def_ro("started_ns", &OwnerInfo::started_ns)
+      .def_ro("heartbeat_ns", &OwnerInfo::heartbeat_ns)
+      .def_ro("port", &OwnerInfo::port)
+      .def("__repr__", describe_owner);
+
+  nb::class_<Ring>(module, "Ring", nb::is_final(), "One attachment of this process to a ring's segment.")
+      .def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a)
+      .def_static("attach", attach, "name"_a, "role"_a, nb::kw_only(), "writable_payload"_a = false)
+      .def("close", &Ring::close, "Give up pins, owner place and locks, but for what is lent. Idempotent.")
+      .def("leave", &Ring::leave, nb::kw_only(), "give_up_unread"_a, "only_empty"_a)
+      .def_prop_ro("lent", &Ring::lent)
+      .def("unlink_if_last", &Ring::unlink_if_last, nb::kw_only(), "readers_may_stay"_a = false)
+      .def_static("unlink_if_dead", &Segment::unlink_if_dead, "name"_a)
+      .def("keep", &Ring::keep, "Try to become keeper; True if held now.")
+      .def_prop_ro("keeper_alive", &Ring::keeper_alive)
+
+      .def_prop_ro("name", &Ring::name)
+      .def_prop_ro("ring_id", [](const Ring& ring) { return bytes_of(ring.identity().ring_id); })
+      .def_prop_ro("secret", [](const Ring& ring) { return bytes_of(ring.identity().secret); })
+      .def_prop_ro("fingerprint", [](const Ring& ring) { return bytes_of(ring.identity().fingerprint); })
+      .def_prop_ro("slot_count", [](const Ring& ring) { return ring.identity().slot_count; })
+      .def_prop_ro("slot_capacity", [](const Ring& ring) { return ring.identity().slot_capacity; })
+      .def_prop_ro("created_ns", [](const Ring& ring) { return ring.identity().created_ns; })
+      .def_prop_ro("taken_over", &Ring::taken_over)
+      .def_prop_ro("owner", &Ring::owner)
+      .def_prop_ro("closed", &Ring::closed)
+
+      .def("try_take", [](Ring& ring) { return lease(ring.try_take()); })
+      .def("take", take, "timeout_s"_a)
+      .def("try_overwrite", [](Ring& ring) { return lease(ring.try_overwrite()); })
+      .def("publish", publish, "slot"_a, "generation"_a, "length"_a, "checksum"_a, "readers"_a, "deadline_ns"_a,
+           "note"_a)
+      .def("abort", &Ring::abort, "slot"_a, "generation"_a)
+      .def(
+          "pin",
+          [](Ring& ring, std::uint64_t slot, std::uint64_t generation, unsigned rank) {
+            return static_cast<int>(ring.pin(slot, generation, rank));
+          },
+          "slot"_a, "generation"_a, "rank"_a)
+      .def(
+          "begin_read",
+          [](Ring& ring, std::uint64_t slot, std::uint64_t generation, std::uint64_t key, std::uint64_t length,
+             unsigned rank) {
+            return static_cast<int>(ring.begin_read({slot, generation, key, length, rank}));
+          },
+          "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a)
+      .def("unpin", &Ring::unpin, "slot"_a, "generation"_a)
+      .def("consume", &Ring::consume, "slot"_a, "generation"_a, "rank"_a)
+      .def("mark_consumed", &Ring::mark_consumed, "slot"_a, "generation"_a, "rank"_a)
+      .def("discard", &Ring::discard, "slot"_a, "generation"_a)
+      .def("reclaim", &Ring::reclaim)
+
+      .def("info", &Ring::info, "slot"_a)
+      .def("note", note, "slot"_a, "generation"_a)
+      .def("payload", payload, "slot"_a)
+      .def("state_counts", state_counts)
+      .def("counters", counters)
+      .def("count", count, "name"_a, "amount"_a)
+      .def("own_count", own_count, "name"_a)
+      .def("owners", &Ring::owners)
+      .def("own_pins", &Ring::own_pins, "slot"_a)
+      .def("heartbeat", &Ring::heartbeat)
+      .def("ports", ports)
+      .def("set_ports", &Ring::set_ports, "ports"_a)
+      .def("set_own_port", &Ring::set_own_port, "port"_a)
+      .def_prop_rw("addresses", addresses, set_addresses)
+
+      .def("freed_event", [](const Ring& ring) { return seen(ring.freed()); })
+      .def(
+          "wait_freed",
+          [](const Ring& ring, std::uint32_t before, double timeout_s) {
+            return wait(ring, &Ring::freed, before, timeout_s);
+          },
+          "seen"_a, "timeout_s"_a)
+      .def("published_event", [](const Ring& ring) { return seen(ring.published()); })
+      .def(
+          "wait_published",
+          [](const Ring& ring, std::uint32_t before, double timeout_s) {
+            return wait(ring, &Ring::published, before, timeout_s);
+          },
+          "seen"_a, "timeout_s"_a)
+      .def("__repr__", describe);
+
+  module.def("segments", &Segment::list, "Names of this project's ring segments on this host.");
+}
+
+}  // namespace transport::python

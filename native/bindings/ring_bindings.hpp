@@ -1,0 +1,57 @@
+// What the files of the binding share. They hold names, the GIL and the ownership of memory, no decisions.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <memory>
+
+#include "common/error.hpp"
+#include "common/futex.hpp"
+
+namespace transport::python {
+
+namespace nb = nanobind;
+
+void bind_ring(nb::module_& module);
+void bind_bytes(nb::module_& module);
+void bind_blocks(nb::module_& module);
+void bind_views(nb::module_& module);
+
+// Copies and hashes of less are over before another thread could have used the GIL.
+inline constexpr std::size_t kReleaseGilBytes = 64 * 1024;
+
+// Contiguous memory of any object with the buffer protocol, for the length of a call.
+class BufferView {
+ public:
+  BufferView(nb::handle object, bool writable) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+      throw nb::python_error();
+  }
+  ~BufferView() { PyBuffer_Release(&view_); }
+  BufferView(const BufferView&) = delete;
+  BufferView& operator=(const BufferView&) = delete;
+
+  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+inline void check_signals() {
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+// One sleep of at most a re-check interval without the GIL, and then Python's signal handlers.
+inline bool sleep_without_gil(EventWord& event, std::uint32_t before, const Deadline& deadline) {
+  bool advanced = false;
+  {
+    const nb::gil_scoped_release release;
+    advanced = sleep_slice(event, before, deadline);
+  }
+  check_signals();
+  return advanced;
+}
+
+}  // namespace transport::python

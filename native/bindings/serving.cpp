@@ -1,0 +1,91 @@
+// Service and Connection for transport/server/listener.py and transport/server/connection.py.
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <string>
+
+#include "bindings/ucp_bindings.hpp"
+#include "ucp/serving.hpp"
+
+namespace transport::ucp::python {
+
+using namespace nb::literals;
+
+namespace {
+
+// Arguments of a `new_`, which has the class in front of them.
+constexpr std::size_t kFirst = 2, kSecond = 3;
+
+std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_ptr<Endpoint> endpoint,
+                                 std::uint32_t tag_base, std::uint32_t client_base, std::uint8_t version,
+                                 nb::handle ended) {
+  return Connection::open(std::move(service), std::move(endpoint), tag_base, client_base, version, own(ended));
+}
+
+nb::object oldest(const Connection& connection) {
+  const Attempt* const oldest = connection.oldest();
+  return oldest != nullptr ? nb::cast(oldest->sent_by) : nb::none();
+}
+
+// What must be equal to transport/errors.py and transport/wire/frames.py; tests/server/test_connection_requests.py compares.
+void bind_codes(nb::module_& module) {
+  nb::dict codes;
+  codes["StaleSlotError"] = static_cast<int>(Code::stale);
+  codes["WrongKeyError"] = static_cast<int>(Code::wrong_key);
+  codes["RankError"] = static_cast<int>(Code::rank);
+  codes["LengthMismatchError"] = static_cast<int>(Code::length);
+  codes["BusyError"] = static_cast<int>(Code::busy);
+  module.attr("CODES") = codes;
+  nb::dict fates;
+  fates["READABLE"] = static_cast<int>(Fate::readable);
+  fates["CONSUMED"] = static_cast<int>(Fate::consumed);
+  fates["GONE"] = static_cast<int>(Fate::gone);
+  module.attr("FATES") = fates;
+  module.attr("END_GONE") = static_cast<long>(End::gone);
+  module.attr("END_GARBAGE") = static_cast<long>(End::garbage);
+  module.attr("END_INTERNAL") = static_cast<long>(End::internal);
+}
+
+}  // namespace
+
+void bind_serving(nb::module_& module) {
+  bind_codes(module);
+
+  nb::class_<Service>(module, "Service", nb::is_final(), "What the connections of a listener share.")
+      .def(nb::new_([](Engine& engine, Ring& ring, std::uint64_t inline_limit, double slowest_rate,
+                       std::size_t most_attempts, std::size_t most_unsent, std::uint32_t numbers) {
+             return std::make_shared<Service>(engine, ring,
+                                              Limits{inline_limit, slowest_rate, most_attempts, most_unsent, numbers});
+           }),
+           "engine"_a, "ring"_a, nb::kw_only(), "inline_limit"_a, "slowest_rate"_a, "most_attempts"_a, "most_unsent"_a,
+           "numbers"_a, nb::keep_alive<0, kSecond>())
+      .def_rw("draining", &Service::draining, "While it is set, reads are told that the listener is busy.")
+      .def_prop_ro("attempts", &Service::attempts)
+      .def(
+          "when_quiet", [](Service& service, nb::handle future) { service.when_quiet(own(future)); }, "future"_a,
+          "Resolve the future as soon as there is no attempt.");
+
+  nb::class_<Connection>(module, "Connection", nb::is_final(), "A client's connection after WELCOME.")
+      .def(nb::new_(&open), "service"_a, "endpoint"_a, "tag_base"_a, "client_base"_a, "version"_a,
+           "ended"_a,
+           nb::keep_alive<0, kFirst>())
+      .def_prop_ro("last_active", &Connection::last_active)
+      .def_prop_ro("attempts", &Connection::attempts)
+      .def_prop_ro("unsent", &Connection::unsent)
+      .def_prop_ro("oldest", oldest)
+      .def_prop_ro("reason", &Connection::reason)
+      .def(
+          "count_as",
+          [](Connection& connection, const std::string& name) {
+            const auto found = std::find(kCounterNames.begin(), kCounterNames.end(), name);
+            if (found == kCounterNames.end()) throw nb::value_error(("no counter is named " + name).c_str());
+            connection.count_as(static_cast<Counter>(found - kCounterNames.begin()));
+          },
+          "counter"_a, "Count the bytes of its payloads under this name, such as bytes_shm.")
+      .def("end_consumed", &Connection::end_consumed, nb::call_guard<nb::gil_scoped_release>())
+      .def("expire", &Connection::expire, "before"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("close", &Connection::close, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace transport::ucp::python

@@ -1,0 +1,50 @@
+// What the files of the binding share: references to Python objects that native code carries without the GIL.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+#include <vector>
+
+#include "ucp/engine.hpp"
+
+namespace transport::ucp::python {
+
+namespace nb = nanobind;
+
+void bind_engine(nb::module_& module);
+void bind_reading(nb::module_& module);
+void bind_serving(nb::module_& module);
+
+// An owned reference, given back by the event that carries it to Python.
+inline void* own(nb::handle object) { return object.inc_ref().ptr(); }
+
+// Memory of a Python object, exported for as long as this lives; dies with the GIL held (Engine::take_garbage).
+class Memory {
+ public:
+  Memory(nb::handle object, bool writable) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+      throw nb::python_error();
+  }
+  ~Memory() { PyBuffer_Release(&view_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  std::byte* data() const { return static_cast<std::byte*>(view_.buf); }
+  std::size_t size() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+// Host memory by the buffer protocol, or what a tuple (address, bytes, object) names, of any kind.
+struct Place {
+  std::byte* data;
+  std::size_t size;
+  ucs_memory_type_t memory;
+  std::shared_ptr<void> keep;
+
+  static Place of(nb::handle object, bool writable);
+};
+
+}  // namespace transport::ucp::python

@@ -1,0 +1,200 @@
+// One attachment of this process to a ring: the transitions of slot_word.hpp applied to a segment.
+//
+// Every call may be made from any thread, except that close() excludes every other call on the same
+// Ring: the Python binding keeps that by holding the GIL, and who calls without it holds an InUse. Memory
+// of a slot that is used between two calls is lent: close() leaves such a slot ours, and our place with
+// it, until it is returned. The transitions never wait. Attaching may, for 20 ms, when every place is held or being reclaimed; so may
+// setting ports or addresses, for 200 ms, when another process was stopped while setting them.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ring/segment.hpp"
+
+namespace transport {
+
+struct Lease {
+  std::uint32_t slot, generation;
+};
+
+struct Publication {
+  std::uint64_t length = 0, checksum = 0;
+  unsigned readers = 1;
+  std::uint64_t deadline_ns = 0;
+  std::string_view note;
+};
+
+enum class PinAnswer : int { ok = 0, stale = 1, done = 2 };
+
+// What a ticket says of a payload, for whoever reads it on this host.
+struct Wanted {
+  std::uint64_t slot, generation, key, length;
+  unsigned rank;
+};
+// Why a payload is not pinned: what `pin` answers, or what contradicts the ticket.
+enum class ReadAnswer : int { ok = 0, stale = 1, done = 2, wrong_key = 3, expired = 4, other_length = 5 };
+
+struct SlotInfo {
+  State state;
+  std::uint32_t generation;
+  std::uint16_t done, pins;
+  // Zero unless the generation was published.
+  std::uint32_t readers;
+  std::uint64_t length, checksum, sequence, created_ns, deadline_ns;
+};
+
+struct OwnerInfo {
+  unsigned index;
+  bool alive;
+  Role role;
+  std::uint32_t pid;
+  std::uint64_t started_ns, heartbeat_ns;
+  std::uint32_t port;
+};
+
+class Ring {
+ public:
+  static std::unique_ptr<Ring> create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
+                                      const Bytes16& fingerprint);
+  static std::unique_ptr<Ring> attach(const std::string& name, Role role, bool writable_payload);
+  // Another owner of the same ring over the same mapping, for threads that want places of their own.
+  std::unique_ptr<Ring> attach_again(Role role) const;
+  ~Ring();
+  Ring(const Ring&) = delete;
+  Ring& operator=(const Ring&) = delete;
+
+  // close() waits until there is none. What is called in here afterwards throws, as after any close.
+  class InUse {
+   public:
+    explicit InUse(const Ring& ring) : ring_(ring) { ring_.users_.fetch_add(1); }
+    ~InUse() { ring_.users_.fetch_sub(1); }
+    InUse(const InUse&) = delete;
+    InUse& operator=(const InUse&) = delete;
+
+   private:
+    const Ring& ring_;
+  };
+
+  // Memory of a slot that this owner holds goes to somebody, and comes back. After close() the last return of a slot
+  // gives the slot up, and the last of all the place.
+  void lend(std::uint64_t slot);
+  void returned(std::uint64_t slot) noexcept;
+  std::uint64_t lent() const;
+
+  void close();
+  // close() for whoever removes what nobody needs: the segment goes with the last return, where nobody else is left,
+  // and with only_empty no payload either. give_up_unread: discards what is unread; how many payloads that were.
+  unsigned leave(bool give_up_unread, bool only_empty);
+  bool closed() const { return closed_ || segment_.description->fd() < 0; }
+  // readers_may_stay: for a writer that closes, whose readers keep the memory and need no name.
+  bool unlink_if_last(bool readers_may_stay = false);
+  bool keep();
+  bool keeper_alive() const;
+
+  const std::string& name() const { return segment_.name; }
+  const Identity& identity() const { return segment_.identity; }
+  bool taken_over() const { return segment_.taken_over; }
+  int owner() const { return me_; }
+
+  // --- transitions -------------------------------------------------------------------------------
+  std::optional<Lease> try_take();
+  std::optional<Lease> try_overwrite();
+  bool publish(std::uint64_t slot, std::uint64_t generation, const Publication& publication);
+  bool abort(std::uint64_t slot, std::uint64_t generation);
+  PinAnswer pin(std::uint64_t slot, std::uint64_t generation, unsigned rank);
+  // Pins what is wanted if the key is right, nobody's deadline has passed and the length agrees; else leaves no pin,
+  // and an expired payload is discarded.
+  ReadAnswer begin_read(const Wanted& wanted);
+  bool unpin(std::uint64_t slot, std::uint64_t generation);
+  bool consume(std::uint64_t slot, std::uint64_t generation, unsigned rank);
+  bool mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned rank);
+  bool discard(std::uint64_t slot, std::uint64_t generation);
+  unsigned reclaim();
+
+  // --- looking -----------------------------------------------------------------------------------
+  SlotInfo info(std::uint64_t slot) const;
+  std::optional<std::string> note(std::uint64_t slot, std::uint64_t generation) const;
+  std::byte* payload(std::uint64_t slot) const;
+  const std::shared_ptr<Mapping>& mapping() const { return segment_.mapping; }
+  std::array<std::uint64_t, 4> state_counts() const;
+  std::array<std::uint64_t, kCounterNames.size()> counters() const;
+  void count(Counter which, std::uint64_t amount);
+  // By the owners of this place so far, or by all observers.
+  std::uint64_t own_count(Counter which) const;
+  std::vector<OwnerInfo> owners() const;
+  std::uint32_t own_pins(std::uint64_t slot) const;
+  void heartbeat();
+
+  std::vector<std::uint32_t> ports() const;
+  void set_ports(const std::vector<std::uint32_t>& ports);
+  void set_own_port(std::uint32_t port);
+  std::string addresses() const;
+  void set_addresses(std::string_view addresses);
+
+  // --- waiting: with futex.hpp, on a word that the mapping keeps alive -----------------------------
+  EventWord& freed() const;
+  EventWord& published() const;
+
+  // Throws unless the attachment is open, in the process that made it.
+  void require_open() const;
+
+ private:
+  static constexpr std::size_t kStripes = 64;
+
+  Ring(Segment segment, Role role);
+
+  void claim_place(Role role);
+  void require_owner() const;
+  void require_slot(std::uint64_t slot) const;
+  static void require_rank(unsigned rank);
+  Header& header() const { return *reinterpret_cast<Header*>(segment_.mapping->control()); }
+  OwnerRow& row(unsigned index) const;
+  OwnerRow& row() const;
+  SlotControl& control(std::uint64_t slot) const;
+  NoteWords& note_words(std::uint64_t slot) const;
+  std::mutex& stripe(std::uint64_t slot) const { return stripes_[slot % kStripes]; }
+  int fd() const { return segment_.description->fd(); }
+
+  void offer_free_slots();
+  void freed(std::uint64_t slot);
+  struct Cleared {
+    unsigned writing = 0, reading = 0;
+  };
+  Cleared clear_bits(unsigned owner);
+  void clear_slot(std::uint64_t slot, unsigned owner, Cleared& cleared);
+  void give_up(std::uint64_t slot);
+  void detach();
+  bool remove_name(bool readers_may_stay);
+  template <std::size_t Capacity>
+  void write_board(Board<Capacity>& board, std::string_view text);
+
+  Segment segment_;
+  int me_ = -1;
+  // Either a user sees that the ring is closed, or close() sees the user: both sequentially consistent.
+  std::atomic<bool> closed_ = false;
+  mutable std::atomic<unsigned> users_ = 0;
+  FreeHints hints_;
+  // The locks that this description takes for a moment: two threads of it would not exclude each other.
+  mutable std::mutex locks_mutex_;
+  bool keeper_ = false;  // under locks_mutex_
+  enum class Removal { none, if_empty, always };
+  mutable std::mutex loans_mutex_;
+  std::unique_ptr<std::uint32_t[]> loans_;  // by slot, under loans_mutex_, as their sum and what the last one does
+  std::uint64_t lent_ = 0;
+  Removal removal_ = Removal::none;
+  bool readers_may_stay_ = false;  // when the name goes with the last loan
+  // Invariant: own_pins_[slot] > 0 exactly while this owner's bit stands in the word of a published
+  // slot. Each entry under its stripe.
+  std::unique_ptr<std::uint32_t[]> own_pins_;
+  mutable std::array<std::mutex, kStripes> stripes_;
+};
+
+}  // namespace transport

@@ -1,0 +1,153 @@
+// The life of an attachment: a place among the owners, taken and given back.
+#include "ring/ring.hpp"
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include <unistd.h>
+
+#include "common/clock.hpp"
+#include "common/error.hpp"
+#include "common/fault.hpp"
+
+namespace transport {
+
+std::unique_ptr<Ring> Ring::create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
+                                   const Bytes16& fingerprint) {
+  Segment segment = Segment::create(name, slot_count, slot_capacity, fingerprint);
+  std::unique_ptr<Ring> ring(new Ring(std::move(segment), Role::writer));
+  ring->keeper_ = true;
+  if (ring->taken_over()) ring->reclaim();
+  return ring;
+}
+
+std::unique_ptr<Ring> Ring::attach(const std::string& name, Role role, bool writable_payload) {
+  return std::unique_ptr<Ring>(new Ring(Segment::attach(name, writable_payload), role));
+}
+
+std::unique_ptr<Ring> Ring::attach_again(Role role) const {
+  require_open();
+  Segment segment = Segment::attach(segment_.name, segment_.mapping->writable(), segment_.mapping);
+  if (segment.identity.ring_id != segment_.identity.ring_id)
+    fail(Fault::not_found, segment_.name + " is another ring now");
+  return std::unique_ptr<Ring>(new Ring(std::move(segment), role));
+}
+
+Ring::Ring(Segment segment, Role role)
+    : segment_(std::move(segment)),
+      hints_(segment_.mapping->control() + segment_.geometry.hints_offset, segment_.identity.slot_count),
+      loans_(std::make_unique<std::uint32_t[]>(segment_.identity.slot_count)),
+      own_pins_(std::make_unique<std::uint32_t[]>(segment_.identity.slot_count)) {
+  if (role != Role::observer) claim_place(role);
+}
+
+Ring::~Ring() { close(); }
+
+void Ring::claim_place(Role role) {
+  FAULT_POINT("attach.found");
+  // A place may be locked for a moment by whoever proves its owner dead, so one look is not enough.
+  constexpr int kLooks = 20;
+  for (int look = 0; me_ < 0; ++look) {
+    if (look == kLooks)
+      fail(Fault::no_owner, segment_.name + ": all " + std::to_string(kMaxOwners) + " owners are alive");
+    if (look > 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    for (unsigned index = 0; index < kMaxOwners && me_ < 0; ++index)
+      if (try_lock(fd(), kOwnerByte + off_t{index})) me_ = static_cast<int>(index);
+  }
+  // Whoever removes the name holds every place: after that we hold a place of a ring that nobody finds.
+  if (!segment_.description->still_named(segment_.name)) fail(Fault::not_found, segment_.name + " was removed");
+  FAULT_POINT("attach.locked");
+  const Cleared left = clear_bits(static_cast<unsigned>(me_));
+  OwnerRow& mine = row();
+  mine.role.store(static_cast<std::uint32_t>(role), std::memory_order_relaxed);
+  mine.pid.store(static_cast<std::uint32_t>(getpid()), std::memory_order_relaxed);
+  mine.port.store(0, std::memory_order_relaxed);
+  mine.started_ns.store(realtime_ns(), std::memory_order_relaxed);
+  mine.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
+  mine.occupied.store(1, std::memory_order_release);  // SYNC O: whoever sees the place occupied sees by whom
+  mine.count(Counter::reclaimed_writing, left.writing);
+  mine.count(Counter::reclaimed_reading, left.reading);
+  FAULT_POINT("attach.claimed");
+}
+
+// --- the end -------------------------------------------------------------------------------------
+
+void Ring::lend(std::uint64_t slot) {
+  require_owner();
+  require_slot(slot);
+  const std::lock_guard hold(loans_mutex_);
+  ++loans_[slot];
+  ++lent_;
+}
+
+void Ring::returned(std::uint64_t slot) noexcept {
+  const std::lock_guard hold(loans_mutex_);
+  --lent_;
+  if (--loans_[slot] > 0 || !closed_ || fd() < 0) return;  // a forked child owns nothing
+  give_up(slot);
+  if (lent_ == 0) detach();
+}
+
+std::uint64_t Ring::lent() const {
+  const std::lock_guard hold(loans_mutex_);
+  return lent_;
+}
+
+void Ring::close() {
+  if (closed_.exchange(true)) return;
+  // In a forked child those are other threads of the parent, and nobody ends their use.
+  while (users_.load() != 0 && fd() >= 0) std::this_thread::yield();
+  const std::lock_guard hold(loans_mutex_);
+  if (fd() < 0) {  // a forked child, which owns nothing
+    segment_.mapping.reset();
+    return;
+  }
+  if (me_ >= 0) {
+    for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot)
+      if (loans_[slot] == 0) give_up(slot);
+    FAULT_POINT("close.released");
+  }
+  if (lent_ == 0) return detach();
+  const std::lock_guard locks(locks_mutex_);
+  if (std::exchange(keeper_, false)) unlock(fd(), kKeeperByte);  // whoever takes the ring over need not wait
+}
+
+unsigned Ring::leave(bool give_up_unread, bool only_empty) {
+  if (closed()) return 0;
+  unsigned given_up = 0;
+  for (std::uint64_t slot = 0; give_up_unread && slot < segment_.identity.slot_count; ++slot) {
+    const SlotInfo seen = info(slot);
+    if (seen.state == State::ready || seen.state == State::reading) given_up += discard(slot, seen.generation);
+  }
+  removal_ = only_empty ? Removal::if_empty : Removal::always;
+  readers_may_stay_ = give_up_unread;
+  close();
+  return given_up;
+}
+
+// The caller has seen that nobody uses the slot's memory on our behalf.
+void Ring::give_up(std::uint64_t slot) {
+  Cleared left;
+  clear_slot(slot, static_cast<unsigned>(me_), left);
+  row().count(Counter::aborts, left.writing);
+  row().count(Counter::unpins, std::exchange(own_pins_[slot], 0));
+}
+
+// The last step of close(), or of the last return after it.
+void Ring::detach() {
+  const auto empty = [this] {
+    for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot)
+      if (Word{control(slot).word.load(std::memory_order_relaxed)}.published()) return false;
+    return true;
+  };
+  try {
+    if (removal_ == Removal::always || (removal_ == Removal::if_empty && empty())) remove_name(readers_may_stay_);
+  } catch (const RingFault&) {  // no descriptor left to look with: the name stays, as after a kill
+  }
+  if (me_ >= 0) row().occupied.store(0, std::memory_order_relaxed);
+  segment_.description->close();
+  segment_.mapping.reset();
+}
+
+}  // namespace transport

@@ -1,0 +1,357 @@
+#include "ring/segment.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include "common/clock.hpp"
+#include "common/error.hpp"
+#include "common/fault.hpp"
+
+namespace transport {
+
+namespace {
+
+class OwnFd {
+ public:
+  explicit OwnFd(int fd) : fd_(fd) {}
+  ~OwnFd() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  OwnFd(const OwnFd&) = delete;
+  OwnFd& operator=(const OwnFd&) = delete;
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+}  // namespace
+
+// Every open description of this process, so that a forked child can close what it inherited.
+struct OpenDescriptions {
+  std::mutex mutex;
+  std::vector<Description*> all;
+
+  static OpenDescriptions& instance() {
+    // Never destroyed: attachments may outlive the static destructors.
+    static OpenDescriptions* const open = [] {
+      auto* made = new OpenDescriptions;
+      pthread_atfork([] { instance().mutex.lock(); }, [] { instance().mutex.unlock(); },
+                     [] {
+                       for (Description* description : instance().all) {
+                         ::close(description->fd());
+                         description->fd_.store(-1, std::memory_order_relaxed);
+                       }
+                       instance().all.clear();
+                       instance().mutex.unlock();
+                     });
+      return made;
+    }();
+    return *open;
+  }
+};
+
+std::unique_ptr<Description> Description::try_open(const std::string& name, int flags) {
+  OpenDescriptions& open = OpenDescriptions::instance();
+  const std::lock_guard hold(open.mutex);  // no fork between opening and being known
+  open.all.reserve(open.all.size() + 1);   // may throw; nothing after shm_open but `new` does
+  const int fd = shm_open(name.c_str(), flags | O_CLOEXEC, 0600);
+  if (fd < 0) return nullptr;
+  std::unique_ptr<Description> description(new Description(fd));
+  open.all.push_back(description.get());
+  return description;
+}
+
+std::unique_ptr<Description> Description::open(const std::string& name, int flags) {
+  auto description = try_open(name, flags);
+  if (!description) fail_errno(errno, "shm_open", name);
+  return description;
+}
+
+Description::~Description() { close(); }
+
+void Description::close() {
+  OpenDescriptions& open = OpenDescriptions::instance();
+  const std::lock_guard hold(open.mutex);
+  const int fd = fd_.exchange(-1, std::memory_order_relaxed);
+  if (fd < 0) return;
+  std::erase(open.all, this);
+  // A child between fork and exec may still share the description: give the locks up by name.
+  unlock(fd, kKeeperByte, kBoardByte + 1 - kKeeperByte);
+  ::close(fd);
+}
+
+int Description::reopen(const std::string& name, int flags) const {
+  struct stat mine {
+  }, named{};
+  if (fstat(fd(), &mine) != 0) fail_errno(errno, "fstat", name);
+  const int other = shm_open(name.c_str(), flags | O_CLOEXEC, 0);
+  if (other < 0) {
+    if (errno == ENOENT) return -1;
+    fail_errno(errno, "shm_open", name);
+  }
+  if (fstat(other, &named) == 0 && mine.st_dev == named.st_dev && mine.st_ino == named.st_ino) return other;
+  ::close(other);
+  return -1;
+}
+
+bool Description::still_named(const std::string& name) const { return OwnFd(reopen(name, O_RDONLY)).get() >= 0; }
+
+bool Geometry::compute(std::uint64_t slot_count, std::uint64_t slot_capacity, std::uint64_t page_bytes, Geometry& out) {
+  bool fits = true;
+  const auto plus = [&fits](std::uint64_t a, std::uint64_t b) {
+    std::uint64_t sum = 0;
+    fits = !__builtin_add_overflow(a, b, &sum) && sum >> 62 == 0 && fits;
+    return sum;
+  };
+  const auto times = [&fits](std::uint64_t a, std::uint64_t b) {
+    std::uint64_t product = 0;
+    fits = !__builtin_mul_overflow(a, b, &product) && product >> 62 == 0 && fits;
+    return product;
+  };
+  const auto aligned = [&plus](std::uint64_t value, std::uint64_t to) { return plus(value, to - 1) / to * to; };
+
+  out.owners_offset = kHeaderBytes;
+  out.controls_offset = plus(out.owners_offset, (kMaxOwners + 1) * sizeof(OwnerRow));
+  out.hints_offset = plus(out.controls_offset, times(slot_count, sizeof(SlotControl)));
+  out.notes_offset = aligned(plus(out.hints_offset, FreeHints::bytes_for(slot_count)), 64);
+  out.payload_offset = aligned(plus(out.notes_offset, times(slot_count, kNoteCapacity)), page_bytes);
+  out.payload_stride = aligned(slot_capacity, page_bytes);
+  out.total_bytes = plus(out.payload_offset, times(slot_count, out.payload_stride));
+  return fits;
+}
+
+Mapping::Mapping(const Description& description, const std::string& name, const Geometry& geometry,
+                 bool writable_payload)
+    : control_bytes_(geometry.payload_offset),
+      payload_bytes_(geometry.total_bytes - geometry.payload_offset),
+      writable_(writable_payload) {
+  const OwnFd control_fd(description.reopen(name, O_RDWR));
+  // Opened for reading only, the payload cannot be made writable later either.
+  const OwnFd payload_fd(description.reopen(name, writable_payload ? O_RDWR : O_RDONLY));
+  if (control_fd.get() < 0 || payload_fd.get() < 0) fail(Fault::not_found, name + " was removed");
+  void* control = mmap(nullptr, control_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, control_fd.get(), 0);
+  if (control == MAP_FAILED) fail_errno(errno, "mmap", name);
+  const int protection = PROT_READ | (writable_payload ? PROT_WRITE : 0);
+  const auto offset = static_cast<off_t>(geometry.payload_offset);
+  void* payload = mmap(nullptr, payload_bytes_, protection, MAP_SHARED, payload_fd.get(), offset);
+  if (payload == MAP_FAILED) {
+    const int error = errno;
+    munmap(control, control_bytes_);
+    fail_errno(error, "mmap", name);
+  }
+  control_ = static_cast<std::byte*>(control);
+  payload_ = static_cast<std::byte*>(payload);
+}
+
+Mapping::~Mapping() {
+  munmap(payload_, payload_bytes_);
+  munmap(control_, control_bytes_);
+}
+
+namespace {
+
+std::uint64_t page_bytes() { return std::max<std::uint64_t>(4096, static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE))); }
+
+void check_name(const std::string& name) {
+  const std::string prefix = kNamePrefix;
+  const bool well_formed =
+      name.size() > prefix.size() && name.size() <= 255 && name.starts_with(prefix) &&
+      std::all_of(name.begin() + 1, name.end(), [](char c) { return c > ' ' && c < 127 && c != '/'; });
+  if (!well_formed)
+    fail(Fault::argument, "a ring is named " + prefix + "…, printable ASCII without a slash, at most 255 bytes");
+}
+
+struct stat checked_stat(const Description& description, const std::string& name) {
+  struct stat status {};
+  if (fstat(description.fd(), &status) != 0) fail_errno(errno, "fstat", name);
+  if (status.st_uid != geteuid())
+    fail(Fault::denied,
+         name + " belongs to user " + std::to_string(status.st_uid) + ", we are " + std::to_string(geteuid()));
+  return status;
+}
+
+// The header of an initialised segment whose sizes agree with each other and with the file.
+// not_ready: it is not initialised. layout: it is, but not for us.
+Identity read_identity(const Description& description, const std::string& name, Geometry& geometry) {
+  const struct stat status = checked_stat(description, name);
+  const auto file_bytes = static_cast<std::uint64_t>(status.st_size);
+  if (file_bytes < kHeaderBytes) fail(Fault::not_ready, name + " has no header yet");
+
+  const OwnFd fd(description.reopen(name, O_RDONLY));
+  if (fd.get() < 0) fail(Fault::not_found, name + " was removed");
+  void* page = mmap(nullptr, kHeaderBytes, PROT_READ, MAP_SHARED, fd.get(), 0);
+  if (page == MAP_FAILED) fail_errno(errno, "mmap", name);
+  const auto* header = static_cast<const Header*>(page);
+  const bool initialised = header->initialised.load(std::memory_order_acquire) != 0;  // SYNC I
+  const std::uint64_t magic = header->magic;
+  const std::uint32_t version = header->layout_version;
+  const Identity identity = header->identity;
+  munmap(page, kHeaderBytes);
+
+  const auto refuse = [&name](const std::string& what) { fail(Fault::layout, name + ": " + what); };
+  if (!initialised) fail(Fault::not_ready, name + " is not initialised");
+  if (magic != kMagic) refuse("magic differs, not a ring");
+  if (version != kLayoutVersion)
+    refuse("its segment has layout version " + std::to_string(version) + ", this build knows " +
+           std::to_string(kLayoutVersion) + "; processes that share a ring are of one build");
+  if (identity.page_bytes != page_bytes()) refuse("page size differs");
+  if (identity.slot_count == 0 || identity.slot_count > kMaxSlots || identity.slot_capacity == 0 ||
+      !Geometry::compute(identity.slot_count, identity.slot_capacity, identity.page_bytes, geometry) ||
+      geometry.total_bytes != identity.total_bytes)
+    refuse("sizes contradict each other");
+  if (geometry.total_bytes != file_bytes)
+    refuse("file has " + std::to_string(file_bytes) + " bytes, header says " + std::to_string(geometry.total_bytes));
+  return identity;
+}
+
+Bytes16 random_bytes() {
+  Bytes16 bytes{};
+  if (getentropy(bytes.data(), bytes.size()) != 0) fail_errno(errno, "getentropy", "16");
+  return bytes;
+}
+
+// In pieces, since tmpfs undoes a whole request when a signal arrives: a profiler's timer would never let
+// a large one end. What can be seen not to fit is refused before it has taken everybody's memory.
+void reserve_memory(const Description& description, const std::string& name, std::uint64_t bytes) {
+  struct statvfs space {};
+  if (fstatvfs(description.fd(), &space) != 0) fail_errno(errno, "fstatvfs", name);
+  const bool limited = space.f_blocks != 0;  // a tmpfs mounted with size=0 is not
+  const std::uint64_t free_bytes = limited ? std::uint64_t{space.f_bavail} * space.f_frsize
+                                           : static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
+  if (bytes > free_bytes)
+    fail(Fault::no_memory, name + " needs " + std::to_string(bytes) + " bytes of shared memory, " +
+                               std::to_string(free_bytes) + " are free");
+  constexpr std::uint64_t kPiece = std::uint64_t{16} << 20;
+  for (std::uint64_t at = 0; at < bytes;) {
+    const std::uint64_t piece = std::min(kPiece, bytes - at);
+    const int error = posix_fallocate(description.fd(), static_cast<off_t>(at), static_cast<off_t>(piece));
+    if (error == 0)
+      at += piece;
+    else if (error != EINTR)
+      fail_errno(error, "posix_fallocate", name + ", " + std::to_string(bytes));
+  }
+}
+
+// `segment.description` is a new, empty, locked file.
+void initialise(Segment& segment, std::uint64_t slot_count, std::uint64_t slot_capacity, const Bytes16& fingerprint) {
+  reserve_memory(*segment.description, segment.name, segment.geometry.total_bytes);
+  FAULT_POINT("create.allocated");
+  segment.mapping = std::make_shared<Mapping>(*segment.description, segment.name, segment.geometry, true);
+  segment.identity = {slot_count,    slot_capacity,  page_bytes(),   segment.geometry.total_bytes,
+                      realtime_ns(), random_bytes(), random_bytes(), fingerprint};
+  // The file is zero-filled: slots are FREE in generation 0, owner places vacant, boards empty.
+  auto* header = reinterpret_cast<Header*>(segment.mapping->control());
+  header->identity = segment.identity;
+  header->layout_version = kLayoutVersion;
+  header->magic = kMagic;
+  FreeHints hints(segment.mapping->control() + segment.geometry.hints_offset, slot_count);
+  for (std::uint64_t slot = 0; slot < slot_count; ++slot) hints.offer(slot);
+  FAULT_POINT("create.header");
+  header->initialised.store(1, std::memory_order_release);  // SYNC I
+  FAULT_POINT("create.initialised");
+}
+
+}  // namespace
+
+// A name goes through three states: absent; present and kept; present and not kept, which is a ring to
+// take over, or rubbish of a creator that died. The keeper lock decides, and it lies on the file and
+// not on the name: whoever has got it looks whether the file still has the name, and else begins anew.
+Segment Segment::create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
+                        const Bytes16& fingerprint) {
+  check_name(name);
+  if (slot_count == 0 || slot_count > kMaxSlots)
+    fail(Fault::argument, "slot_count is 1 to " + std::to_string(kMaxSlots));
+  if (slot_capacity == 0) fail(Fault::argument, "slot_capacity is at least 1");
+  Segment segment;
+  segment.name = name;
+  if (!Geometry::compute(slot_count, slot_capacity, page_bytes(), segment.geometry))
+    fail(Fault::no_memory, name + " would have more than 2^62 bytes");
+
+  for (;;) {
+    segment.description = Description::try_open(name, O_RDWR | O_CREAT | O_EXCL);
+    if (!segment.description && errno != EEXIST) fail_errno(errno, "shm_open", name);
+    if (segment.description) {
+      FAULT_POINT("create.opened");
+      // Another creator may have taken our empty file for rubbish.
+      if (!try_lock(segment.description->fd(), kKeeperByte) || !segment.description->still_named(name)) continue;
+      FAULT_POINT("create.locked");
+      try {
+        initialise(segment, slot_count, slot_capacity, fingerprint);
+      } catch (...) {
+        shm_unlink(name.c_str());
+        throw;
+      }
+      return segment;
+    }
+
+    segment.description = Description::try_open(name, O_RDWR);
+    if (!segment.description && errno == ENOENT) continue;
+    if (!segment.description) fail_errno(errno, "shm_open", name);
+    checked_stat(*segment.description, name);
+    FAULT_POINT("create.found");
+    if (!try_lock(segment.description->fd(), kKeeperByte))
+      fail(Fault::exists, name + " exists and is kept by a live process");
+    if (!segment.description->still_named(name)) continue;
+    try {
+      segment.identity = read_identity(*segment.description, name, segment.geometry);
+    } catch (const RingFault& fault) {
+      if (fault.code() != Fault::not_ready) throw;
+      shm_unlink(name.c_str());
+      continue;
+    }
+    if (segment.identity.slot_count != slot_count || segment.identity.slot_capacity != slot_capacity ||
+        segment.identity.fingerprint != fingerprint)
+      fail(Fault::layout, name + " is a dead ring of other sizes or another fingerprint");
+    segment.mapping = std::make_shared<Mapping>(*segment.description, name, segment.geometry, true);
+    segment.taken_over = true;
+    return segment;
+  }
+}
+
+Segment Segment::attach(const std::string& name, bool writable_payload, std::shared_ptr<Mapping> same) {
+  check_name(name);
+  Segment segment;
+  segment.name = name;
+  segment.description = Description::open(name, O_RDWR);
+  segment.identity = read_identity(*segment.description, name, segment.geometry);
+  segment.mapping = same ? std::move(same)
+                         : std::make_shared<Mapping>(*segment.description, name, segment.geometry, writable_payload);
+  return segment;
+}
+
+bool Segment::unlink_if_dead(const std::string& name) {
+  check_name(name);
+  const auto description = Description::open(name, O_RDWR);
+  checked_stat(*description, name);
+  if (!try_lock(description->fd(), kKeeperByte, off_t{1} + kMaxOwners)) return false;
+  if (!description->still_named(name)) fail(Fault::not_found, name + " is gone");
+  if (shm_unlink(name.c_str()) != 0) fail_errno(errno, "shm_unlink", name);
+  return true;
+}
+
+std::vector<std::string> Segment::list() {
+  std::vector<std::string> names;
+  DIR* const directory = opendir("/dev/shm");
+  if (directory == nullptr) return names;
+  while (const dirent* entry = readdir(directory)) {
+    const std::string name = std::string("/") + entry->d_name;
+    if (name.starts_with(kNamePrefix)) names.push_back(name);
+  }
+  closedir(directory);
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+}  // namespace transport

@@ -1,0 +1,152 @@
+// The segment: how it lies in memory, and how a process gets hold of one.
+//
+//   header (1 page) · owner rows (16, and one that observers share) · slot controls (64 bytes each)
+//   · free hints · notes (2 KiB per slot) · [page boundary] · payload areas (whole pages each)
+//
+// SYNC I: everything in the header is written before `initialised` is stored, and read after it was
+// loaded. Sizes are validated against the file once, when attaching, and then kept in process memory:
+// what another process scribbles into the header later cannot move a pointer of ours.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <sys/types.h>
+
+#include "ring/board.hpp"
+#include "ring/free_hints.hpp"
+#include "common/futex.hpp"
+#include "ring/owners.hpp"
+#include "ring/slot_word.hpp"
+
+namespace transport {
+
+inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
+inline constexpr std::uint32_t kLayoutVersion = 2;
+inline constexpr std::size_t kNoteCapacity = 2048;
+inline constexpr std::size_t kMaxPorts = 16;
+inline constexpr std::size_t kAddressCapacity = 1000;
+inline constexpr std::size_t kHeaderBytes = 4096;
+inline constexpr std::uint64_t kMaxSlots = std::uint64_t{1} << 24;
+inline constexpr unsigned kObserverRow = kMaxOwners;
+inline constexpr char kNamePrefix[] = "/transport-";
+
+using Bytes16 = std::array<std::uint8_t, 16>;
+
+// What a creator decides and an attacher checks.
+struct Identity {
+  std::uint64_t slot_count, slot_capacity, page_bytes, total_bytes, created_ns;
+  Bytes16 ring_id, secret, fingerprint;
+};
+
+struct Header {
+  std::uint64_t magic;  // these three keep their places in every layout version
+  std::uint32_t layout_version;
+  std::atomic<std::uint32_t> initialised;
+  Identity identity;
+  alignas(64) EventWord freed;      // advanced whenever a slot becomes FREE
+  alignas(64) EventWord published;  // advanced whenever one becomes READY from WRITING
+  alignas(64) std::atomic<std::uint64_t> sequence;
+  alignas(64) Board<4 * kMaxPorts> ports;
+  alignas(64) Board<kAddressCapacity> addresses;
+};
+static_assert(sizeof(Header) <= kHeaderBytes, "the header fits its page");
+static_assert(std::is_standard_layout_v<Header>, "offsets mean the same in every process");
+static_assert(offsetof(Header, initialised) == 12, "any version can tell that it is not its own");
+
+// SYNC F: the fields are stored after the word became WRITING and before it becomes READY. A reader
+// loads the word, the fields, and the word again: a field of a later generation brings the later word
+// with it (release and acquire on each field), and the second look fails.
+// Invariant: everything but `word` is immutable from publish to the next take or overwrite.
+struct alignas(64) SlotControl {
+  std::atomic<std::uint64_t> word;
+  std::atomic<std::uint64_t> length;
+  std::atomic<std::uint64_t> checksum;
+  std::atomic<std::uint64_t> sequence;
+  std::atomic<std::uint64_t> created_ns;
+  std::atomic<std::uint64_t> deadline_ns;
+  std::atomic<std::uint32_t> readers;
+  std::atomic<std::uint32_t> note_length;
+};
+static_assert(sizeof(SlotControl) == 64 && alignof(SlotControl) == 64, "one slot, one cache line");
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "only a lock-free atomic works across processes");
+
+using NoteWords = std::array<std::atomic<std::uint64_t>, kNoteCapacity / 8>;
+static_assert(sizeof(NoteWords) == kNoteCapacity, "notes lie densely");
+
+// Where everything lies. All offsets follow from the three numbers of Identity.
+struct Geometry {
+  std::uint64_t owners_offset, controls_offset, hints_offset, notes_offset, payload_offset, payload_stride, total_bytes;
+
+  // False if the sum does not fit into an off_t.
+  static bool compute(std::uint64_t slot_count, std::uint64_t slot_capacity, std::uint64_t page_bytes, Geometry& out);
+};
+
+// An open file description of a segment, which carries the locks of owners.hpp and nothing else. In a
+// forked child its descriptor is closed before fork() returns, and the locks stay the parent's alone.
+// Memory is mapped through descriptions of its own: a mapping keeps its description, and so the locks
+// on it, alive in a child that has inherited it.
+class Description {
+ public:
+  // Flags of shm_open; O_CLOEXEC is added. Null with errno set if it refuses.
+  static std::unique_ptr<Description> try_open(const std::string& name, int flags);
+  static std::unique_ptr<Description> open(const std::string& name, int flags);
+  ~Description();
+  Description(const Description&) = delete;
+  Description& operator=(const Description&) = delete;
+
+  int fd() const { return fd_.load(std::memory_order_relaxed); }
+  void close();
+  bool still_named(const std::string& name) const;
+  // Another description of the same file, for the caller to close; -1 if the name is gone, or another file's.
+  int reopen(const std::string& name, int flags) const;
+
+ private:
+  friend struct OpenDescriptions;
+  explicit Description(int fd) : fd_(fd) {}
+  std::atomic<int> fd_;
+};
+
+// The mapped segment. It lives as long as an attachment or memory exported from it.
+class Mapping {
+ public:
+  Mapping(const Description& description, const std::string& name, const Geometry& geometry, bool writable_payload);
+  ~Mapping();
+  Mapping(const Mapping&) = delete;
+  Mapping& operator=(const Mapping&) = delete;
+
+  std::byte* control() const { return control_; }
+  std::byte* payload() const { return payload_; }
+  bool writable() const { return writable_; }
+
+ private:
+  std::byte* control_ = nullptr;
+  std::byte* payload_ = nullptr;
+  std::size_t control_bytes_, payload_bytes_;
+  bool writable_;
+};
+
+struct Segment {
+  std::string name;
+  std::unique_ptr<Description> description;
+  Identity identity{};
+  Geometry geometry{};
+  std::shared_ptr<Mapping> mapping;
+  bool taken_over = false;
+
+  // The returned description holds the keeper lock.
+  static Segment create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
+                        const Bytes16& fingerprint);
+  // `same` may carry a mapping of the same segment, which is then shared instead of mapped again.
+  static Segment attach(const std::string& name, bool writable_payload, std::shared_ptr<Mapping> same = nullptr);
+  // False if its keeper or an owner is alive.
+  static bool unlink_if_dead(const std::string& name);
+  static std::vector<std::string> list();
+};
+
+}  // namespace transport

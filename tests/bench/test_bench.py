@@ -1,0 +1,252 @@
+"""The measurements: what they count and refuse, and how it is shown. No figure is compared with another."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from bench_cases import case, report, sample
+from helpers import asynchronous
+from transport.bench.peers.harness import Content, Tally, percentile
+
+from transport import SharedRingBuffer
+from transport.bench import registry
+from transport.bench.machine import settings_of
+from transport.bench.processes import Worker, last_line, run_group
+from transport.bench.reads import loopback, scaling, session
+from transport.bench.reads.reader import Reader, Reading
+from transport.bench.reads.writer import Writing
+from transport.bench.result import Row, aligned, table
+from transport.bench.units import parse_size, show_size
+from transport.cli import run
+from transport.errors import ChecksumError, LinkError, UsageError
+
+
+# --- sizes, percentiles, content ------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("64KiB", 65536),
+        ("1 MiB", 1 << 20),
+        ("0.5mib", 1 << 19),
+        (" 2GiB ", 2 << 30),
+        ("1TiB", 1 << 40),
+        ("3kB", 3000),
+    ],
+)
+def test_sizes_are_parsed(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "KiB", "1 XiB", "-4", "1e3", "0.3B", "1 MiB 2"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["1 B", "1000 B", "4 KiB", "3 MiB", "1 GiB"])
+def test_sizes_are_shown_as_they_are_parsed(text: str) -> None:
+    assert show_size(parse_size(text)) == text
+
+
+def test_percentiles_are_values_that_occurred() -> None:
+    assert [percentile(range(1, 101), share) for share in (0.01, 0.5, 0.99, 1.0)] == [1, 50, 99, 100]
+    assert percentile([7.0], 0.99) == 7.0
+
+
+def test_a_tally_leaves_the_warm_up_out() -> None:
+    tally = Tally(seconds=1.0, warm_up_batches=1)
+    tally.add([9.0], 9.0, 10**9)
+    assert not tally.enough()
+    tally.add([0.5, 1.5], 2.0, 4 * 10**9)
+    assert tally.enough()
+    assert tally.sample() == {"gb_per_s": 2.0, "us_p50": 1e6, "us_p99": 1.5e6, "reads": 2}
+
+
+@pytest.mark.parametrize("size", [64, 4096, 100_003])
+def test_every_payload_has_its_own_content(size: int) -> None:
+    content = Content(size)
+    for number in range(8):
+        content.verify(number, Content(size).payload(number))
+        with pytest.raises(ValueError, match=f"payload {number} of {size} bytes"):
+            content.verify(number, content.payload(number + 1))
+
+
+def test_a_single_wrong_byte_is_found() -> None:
+    content = Content(4096)
+    data = content.payload(3).copy()
+    data[4000] ^= 1
+    with pytest.raises(ValueError, match="not what was written"):
+        content.verify(3, data)
+
+
+@asynchronous
+async def test_a_reader_refuses_another_payload_than_was_written() -> None:
+    content = Content(4096)
+    with SharedRingBuffer.create(slots=4, slot_bytes=4096) as segment:
+        reader = Reader(Reading(way="view", wire="mapped", size_bytes=4096, payloads=1, checksum=False))
+        reader.have(1)
+        right = segment.write_raw(content.payload(7), metadata={"number": 7})
+        assert (await reader.batch([right], 1)).bytes == 4096
+        wrong = segment.write_raw(content.payload(7), metadata={"number": 8})
+        with pytest.raises(ChecksumError, match="payload 8 of 4096 bytes is not what was written"):
+            await reader.batch([wrong], 1)
+        await reader.close()
+
+
+# --- rows -----------------------------------------------------------------------------------------
+def test_a_row_has_the_medians_of_its_repetitions() -> None:
+    row = Row.of(case(checksum=True), [sample(1.0, 5.0), sample(9.0, 3.0), sample(2.0, 4.0)])
+    assert (row.gb_per_s, row.us_p50, row.repetitions, row.reads) == (2.0, 4.0, 3, 3)
+    assert (row.checksum, row.verified) == ("on", True)
+    assert not Row.of(case(), [sample(1.0), sample(1.0, verified=False)]).verified
+
+
+def test_the_table_names_what_was_not_verified_and_what_was_skipped() -> None:
+    rows = [Row.of(case(), [sample(1.0, verified=False, note="one way", transports=["tcp/lo"])])]
+    shown = table(rows, {"ray": "not installed; run: make bench-peers"}).splitlines()
+    assert shown[0] == "4 KiB, 1 in flight"
+    assert shown[2].endswith("1.00  tcp/lo; not verified; one way")
+    assert shown[-1] == "skipped ray: not installed; run: make bench-peers"
+
+
+def test_columns_are_aligned() -> None:
+    assert aligned([("a", "1"), ("bcd", "20")], right=frozenset((1,))) == ["a     1", "bcd  20"]
+
+
+def test_slots_are_bounded_in_number_and_bytes() -> None:
+    assert [loopback.slots_for(size) for size in (1, 1 << 20, 16 << 20, 1 << 30)] == [1024, 128, 8, 4]
+
+
+def test_our_cases_have_views_where_mapped_and_batches_where_several_are_under_way() -> None:
+    alone = loopback.cases([4096], [1], ["mapped", "tcp"], [True, False], 1)
+    assert [(each.case, each.wire, each.checksum) for each in alone] == [
+        ("read", "mapped", False),
+        ("view", "mapped", False),
+        ("read", "tcp", True),
+        ("read", "tcp", False),
+    ]
+    several = loopback.cases([65536], [8], ["shm"], [False], 1)
+    assert [(each.case, each.size_bytes, each.payloads) for each in several] == [
+        ("read", 65536, 1024),
+        ("read_many", 65536, 1024),
+        ("read_many_1000", 4096, 1000),
+    ]
+
+
+def test_the_peers_have_the_same_sizes_and_payloads() -> None:
+    found = session.peer_cases(registry.chosen("memcpy,ucx_perftest"), [1 << 20], [1, 8], ["mapped", "shm", "tcp"])
+    assert [(each.peer, each.case, each.wire) for each in found] == [
+        ("memcpy", "copy", "memory"),
+        ("memcpy", "copy", "memory"),
+        ("ucx_perftest", "tag_lat", "shm"),
+        ("ucx_perftest", "tag_bw", "shm"),
+        ("ucx_perftest", "tag_lat", "tcp"),
+        ("ucx_perftest", "tag_bw", "tcp"),
+    ]
+    assert {each.payloads for each in found} == {loopback.slots_for(1 << 20)}
+
+
+def test_settings_are_those_of_the_wire() -> None:
+    assert settings_of("mapped") == {}
+    assert settings_of("tcp")["TLS"] == "tcp,self"
+
+
+def test_listeners_are_spread_over_rings() -> None:
+    jobs = scaling._writers(scaling.Scale(wire="tcp", size_bytes=4096, clients=1, listeners=64))
+    assert [job.listeners for job in jobs] == [13, 13, 13, 13, 12]
+
+
+# --- wrong usage ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["loopback", "--sizes", "4KiB,big"], "'big' is not a size"),
+        (["loopback", "--concurrency", "1,x"], "--concurrency 1,x: give whole numbers"),
+        (["loopback", "--concurrency", "0"], "--concurrency 0: each is from 1 to 1024"),
+        (["loopback", "--wire", "mapped,pigeon"], "--wire mapped,pigeon: choose some of mapped, shm, tcp, rdma"),
+        (["loopback", "--checksum", "perhaps"], "--checksum perhaps: choose on, off, or on,off"),
+        (["loopback", "--peers", "memcpy,owl"], "'owl' is no peer; choose all, or some of memcpy, ucx_perftest, "),
+        (["loopback", "--plot", "picture.jpeg"], "--plot picture.jpeg: give the name of a .png file"),
+        (["loopback", "--plot", "/nowhere/picture.png"], "in a folder that exists"),
+        (["loopback", "--readers", "15"], "--readers"),
+        (["loopback", "--seconds", "0"], "--seconds"),
+        (["scaling", "--wire", "mapped"], "--wire mapped: choose some of shm, tcp, rdma"),
+        (["scaling", "--clients", ""], "--clients : give whole numbers"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"transport bench {arguments[0]}: ")
+    assert expected in printed.err
+    assert printed.err.count("\n") == 1
+
+
+# --- processes ------------------------------------------------------------------------------------
+def test_a_writer_whose_answer_nobody_takes_ends_in_order() -> None:
+    job = Writing(size_bytes=64, payloads=1000, listeners=0)  # their tickets fill a pipe several times
+    with Worker("transport.bench.reads.writer", job) as worker:
+        worker.tell({})
+    assert worker._process.returncode == 0  # and was not killed, which would leave its segment
+
+
+def test_a_process_that_fails_is_reported_by_its_last_line() -> None:
+    with Worker("transport.bench.reads.reader", {"way": "juggle"}) as worker, pytest.raises(LinkError) as failure:
+        worker.answer()
+    assert "the measuring reader ended with status 1: msgspec.ValidationError" in str(failure.value)
+
+
+def test_a_program_that_does_not_end_is_ended_with_its_group() -> None:
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import signal; signal.pause()'])"
+    with pytest.raises(LinkError, match="no end within 1 s"):
+        run_group([sys.executable, "-c", code], {}, 1.0)
+
+
+def test_what_a_program_said_last() -> None:
+    assert last_line(b"one\ntwo\n\n") == "two"
+    assert last_line(b"") == "it said nothing"
+
+
+# --- the picture ----------------------------------------------------------------------------------
+DRAW = """
+import sys
+from pathlib import Path
+import msgspec
+from transport.bench.reads.plot import check, draw
+from transport.bench.result import Report, Row
+report = msgspec.json.decode(sys.stdin.buffer.read(), type=Report)
+path = Path(sys.argv[1])
+check(path)
+draw(msgspec.structs.replace(report, rows=[msgspec.convert(row, Row) for row in report.rows]), path)
+"""
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed (the extra bench)")
+    path = tmp_path / "picture.png"
+    # in a process of its own, since matplotlib keeps its fonts open for life
+    encoded = msgspec.json.encode(report())
+    subprocess.run([sys.executable, "-c", DRAW, str(path)], input=encoded, check=True, timeout=60)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = np.frombuffer(data[16:24], ">u4")
+    assert width > height > 500
+
+
+def test_without_matplotlib_the_error_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(["bench", "loopback", "--plot", str(tmp_path / "picture.png")]) == 1
+    assert "pip install 'matplotlib" in capsys.readouterr().err

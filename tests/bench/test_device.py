@@ -1,0 +1,122 @@
+"""The measurements with ``--device``: what is refused without one, and their device side over the stand-in for CuPy."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from helpers import asynchronous
+from transport.bench.peers.harness import Content
+
+from transport import SharedRingBuffer
+from transport.bench import ring
+from transport.bench.reads.reader import ON_DEVICE, Reader, Reading
+from transport.bench.weights import update
+from transport.bench.weights.model import Model
+from transport.cli import run
+from transport.runtime.progress import silent
+from transport.weights.versions.layout import weights_checksum
+
+COMMANDS = (["loopback"], ["ring"], ["weights"], ["fetch", "127.0.0.1:1"])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_device_is_asked_for_by_its_kind(command: list[str], cupy: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", *command, "--device", "rocm"]) == 2
+    assert "--device rocm: the only kind is cuda" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_where_there_is_no_device_nothing_is_measured(
+    command: list[str], cupy: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy.fake.count = 0
+    assert run(["bench", *command, "--device", "cuda"]) == 1
+    assert "no CUDA device" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert run(["bench", *command, "--device", "cuda"]) == 1
+    assert "pip install 'cupy-cuda12x" in capsys.readouterr().err
+
+
+def test_the_ring_is_measured_from_and_to_device_memory(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ring.measure_device(silent, [4096, 1 << 20])
+    assert [row["bytes"] for row in rows] == [4096, 1 << 20] and all(row["verified"] for row in rows)
+    assert "write µs" in ring.table(rows)
+    write = SharedRingBuffer.write
+
+    def spoilt(self: SharedRingBuffer, values: Any, **options: Any) -> Any:
+        ticket = write(self, values, **options)
+        self.native.payload(ticket.slot)[5:6] = bytes([self.native.payload(ticket.slot)[5] ^ 1])
+        return ticket
+
+    monkeypatch.setattr(SharedRingBuffer, "write", spoilt)
+    assert not ring.device_row(4096)["verified"]
+
+
+def test_the_ring_command_prints_its_device_rows(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ring, "measure_device", lambda progress: [ring.device_row(4096)])
+    assert run(["bench", "ring", "--device", "cuda", "--json", "-"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["case"] == "device" and {"write_us", "to_pinned_us", "read_us", "from_pinned_us"} <= row.keys()
+
+
+def test_the_model_on_a_device_is_the_one_on_the_host(cupy: Any) -> None:
+    host, device = Model(1 << 20), Model(1 << 20, device=True)
+    for changed in (0.0, 0.01, 0.5):
+        assert host.told(changed) == device.told(changed)
+        sent = dict(device.weights(0))
+        assert all(isinstance(array, cupy.ndarray) for array in sent.values())
+        plain = {name: array.view(np.float16) for name, array in host.weights(0)}
+        assert weights_checksum(sent) == weights_checksum(plain)
+
+
+def test_the_load_tells_every_member_of_the_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+
+    class Stop(Exception):
+        """No process is started here."""
+
+    async def start(name: str, made: dict[str, Any], _: Any) -> Any:
+        started.append(made)
+        if len(started) == 2:
+            raise Stop
+        return member
+
+    class Member:
+        """Closes."""
+
+        async def close(self) -> None: ...
+
+    member = Member()
+    monkeypatch.setattr(update.ProcessMember, "start", start)
+    load = update.Load(
+        size_bytes=1 << 20, bucket_bytes=1 << 16, rate=0, shape="tree", hosts=1, changed=0, repetitions=1, device=True
+    )
+    with pytest.raises(Stop):
+        update.run(load, [1], silent)
+    assert started[0]["arguments"]["device"] is True and "device" not in started[0]["engine"]
+    assert started[1]["engine"]["device"] == "cupy"
+    assert msgspec.structs.asdict(load)["device"]
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_the_reader_compares_what_arrived_on_the_device(cupy: Any) -> None:
+    cupy.ones = lambda size, dtype: cupy.asarray(np.ones(size, dtype))
+    with SharedRingBuffer.create(slots=2, slot_bytes=4096) as each:
+        reader = Reader(Reading(way=ON_DEVICE, wire="mapped", size_bytes=4096, payloads=2, checksum=True))
+        reader.have(1)
+        content = Content(4096)
+        tickets = [
+            each.write({"data": cupy.on_device(content.payload(number))}, metadata={"number": number})
+            for number in range(2)
+        ]
+        timed = await reader.batch(tickets, 1)
+        assert (timed.bytes, len(timed.times_s)) == (8192, 2)
+        await reader.close()

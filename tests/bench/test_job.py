@@ -1,0 +1,316 @@
+"""The benchmark of the whole job: cases, refusals, accounts, table and picture. No figure is compared with another."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+from transport.bench import registry
+from transport.bench.job import driver, plan, plot, redis_service, session, work
+from transport.bench.job.driver import JobSample, account
+from transport.bench.job.plan import JobCase
+from transport.bench.job.rows import JobReport, JobRow, table
+from transport.cli import run
+from transport.errors import LinkError, MissingDependencyError
+from transport.runtime.progress import Lines, lasting, silent
+
+KEYS = (
+    "peer", "queue", "wire", "layout", "size_bytes", "writers", "trainers", "payloads_per_s", "gb_per_s", "ms_p50",
+    "ms_p99", "cpu_us_per_payload", "lost", "duplicated",
+)  # fmt: skip
+
+
+def case(**changed: Any) -> JobCase:
+    usual: dict[str, Any] = {"peer": "transport", "queue": "sqlite", "wire": "mapped", "layout": "list"}
+    sizes = {"size_bytes": 4096, "writers": 1, "trainers": 1, "batch": 32, "write_batch": 32, "window": 128}
+    return JobCase(**{**usual, **sizes, **changed})
+
+
+def sample(rate: float = 100.0, **changed: Any) -> JobSample:
+    usual = {"payloads": 200, "seconds": 200 / rate, "ms_p50": 1.0, "ms_p99": 2.0, "cpu_s": 0.002, "helpers_cpu_s": 0.0}
+    return JobSample(**{**usual, "lost": 0, "duplicated": 0, **changed})
+
+
+def report(idle: bool = False) -> JobReport:
+    ways = [("transport", "sqlite", "mapped"), ("transport", "redis", "tcp"), ("zmq", "", "tcp"), ("redis", "", "tcp")]
+    rows = [
+        JobRow.of(case(peer=peer, queue=queue, wire=wire, size_bytes=size, idle=idle), [sample(100.0 * (1 + at))])
+        for at, (peer, queue, wire) in enumerate(ways)
+        for size in (4096, 65536)
+    ]
+    about = {"date": "2026-01-01", "cpu": "a", "cores": 2, "kernel": "6", "python": "3", "load": 0.0}
+    about["versions"] = {"payload-transport": "1"}
+    return JobReport(machine=about, settings={}, rows=rows, skipped={"ray": "not installed; run: make bench-peers"})
+
+
+# --- what is measured, and what is refused --------------------------------------------------------
+def test_all_ways_of_a_size_have_the_same_batches_and_window() -> None:
+    peers = registry.chosen("zmq,redis", registry.JOB_PEERS)
+    found = plan.cases([4096, 16 << 20], ["sqlite"], ["mapped", "tcp"], "list", peers, 2, 3, 32, idle=False)
+    assert [each.name for each in found] == ["sqlite, mapped", "sqlite, tcp", "zmq", "redis"] * 2
+    assert {(each.batch, each.write_batch, each.window) for each in found[:4]} == {(32, 32, 128)}
+    assert {(each.batch, each.write_batch, each.window) for each in found[4:]} == {(2, 2, 8)}
+    assert {(each.writers, each.trainers) for each in found} == {(2, 3)}
+
+
+def test_payloads_may_be_written_in_smaller_batches_than_they_are_claimed() -> None:
+    (found,) = plan.cases([4096], ["sqlite"], ["tcp"], "list", [], 1, 1, 32, idle=False, write_batch=1)
+    assert (found.batch, found.write_batch) == (32, 1)
+
+
+@pytest.mark.parametrize("size", [64, 4096, 1 << 20, 1 << 30])
+def test_the_window_has_room_for_four_payloads_and_bounded_memory(size: int) -> None:
+    assert 4 <= plan.window_for(size) <= 128
+    assert plan.window_for(size) * size <= max(4 * size, 128 << 20)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--queue", "rings"], "--queue rings: not in this version; choose some of sqlite, redis"),
+        (["--queue", "kafka"], "--queue kafka: choose some of rings, sqlite, redis"),
+        (["--layout", "packed"], "--layout packed: not in this version"),
+        (["--layout", "padded"], "--layout padded: not in this version"),
+        (["--layout", "tiled"], "--layout tiled: choose one of list, padded, packed"),
+        (["--wire", "rdma"], "--wire rdma: choose some of mapped, shm, tcp"),
+        (
+            ["--peers", "kafka"],
+            "'kafka' is no peer; choose all, or some of zmq, redis, redis-stream, ray, transferqueue",
+        ),
+        (["--sizes", "32B"], "--sizes 32: a payload has a header of 32 bytes"),
+        (["--idle", "--writers", "2"], "--idle has one payload under way at a time: choose --writers 1, not 2"),
+        (["--plot", "job.pdf"], "--plot job.pdf: give the name of a .png file"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["bench", "job", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_redis_server_is_named_with_its_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(redis_service, "PROGRAM", "redis-server-of-nowhere")
+    assert run(["bench", "job", "--queue", "redis"]) == 1
+    assert "redis-server-of-nowhere is not installed; run: apt-get install" in capsys.readouterr().err
+
+
+def test_without_xxhash_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert run(["bench", "job"]) == 1
+    assert "bench job needs xxhash; pip install 'payload-transport[bench]'" in capsys.readouterr().err
+
+
+def test_an_installed_package_without_the_peers_scripts_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = msgspec.structs.replace(registry.JOB_PEERS["zmq"], folder=tmp_path)
+    monkeypatch.setitem(registry.JOB_PEERS, "zmq", elsewhere)
+    with pytest.raises(MissingDependencyError, match="part of the project's checkout"):
+        driver.measure(case(peer="zmq", queue="", wire="tcp"), 0.01)
+
+
+def test_every_peers_script_has_what_the_harness_calls() -> None:
+    for peer in registry.JOB_PEERS.values():
+        source = (peer.folder / f"{peer.script}.py").read_text(encoding="utf-8")
+        assert "class Writer:" in source
+        assert "class Trainer:" in source
+        assert ("def service(" in source) is (peer.service == "own")
+        assert "xxhash" in peer.requirements
+
+
+# --- work -----------------------------------------------------------------------------------------
+def records_of(bodies: work.Bodies, *numbers: int, writer: int = 0) -> list[tuple[bytes, bytes]]:
+    return [
+        (work.HEADER.pack(writer, number, 1000, bodies.hashes[number % len(bodies.bodies)]), bodies.bodies[number % 8])
+        for number in numbers
+    ]
+
+
+def test_a_payload_has_the_size_that_was_asked_for_and_its_hash() -> None:
+    bodies = work.Bodies(4096, seed=3)
+    for header, body in records_of(bodies, 0, 9):
+        assert len(header) + len(body) == 4096
+        assert xxhash.xxh3_64_intdigest(body) == work.HEADER.unpack(header)[3]
+    assert len(set(bodies.bodies)) == 8
+    assert set(bodies.bodies).isdisjoint(work.Bodies(4096, seed=4).bodies)
+
+
+def test_a_trainer_refuses_a_payload_with_one_wrong_byte() -> None:
+    ((header, body),) = records_of(work.Bodies(4096, seed=0), 5)
+    records = work.Records()
+    records.add([(header, body)], consumed_ns=1500)
+    assert list(records.taken_ns) == [500]
+    wrong = bytearray(body)
+    wrong[4000] ^= 1
+    with pytest.raises(work.WrongPayloadError, match="payload 5 of writer 0 is not what was written"):
+        records.add([(header, wrong)], consumed_ns=1500)
+
+
+def test_only_what_was_consumed_after_the_mark_is_kept(tmp_path: Path) -> None:
+    records = work.Records()
+    records.add(records_of(work.Bodies(64, seed=0), 0, 1), consumed_ns=1500)
+    records.first = 1
+    path = str(tmp_path / "trainer-0")
+    records.save(path)
+    names, times = work.load_records(path)
+    assert (list(names), list(times)) == ([1], [500])
+
+
+def test_cells_are_the_trainers_counts(tmp_path: Path) -> None:
+    path = str(tmp_path / "cells")
+    work.Cells.make(path, 3)
+    cells, same = work.Cells(path, 3), work.Cells(path, 3)
+    cells.put(0, 5)
+    cells.put(2, 7)
+    assert same.total() == 12
+    cells.close()
+    same.close()
+
+
+# --- accounts -------------------------------------------------------------------------------------
+def names(*pairs: tuple[int, int]) -> np.ndarray:
+    return np.array([writer << 48 | number for writer, number in pairs], np.uint64)
+
+
+def test_lost_and_duplicated_payloads_are_counted_by_writer_and_number() -> None:
+    everything = [(writer, number) for writer in (0, 1) for number in (10, 11, 12)]
+    assert account(names(*everything), 10, 3, 2) == (0, 0)
+    assert account(names(*everything[1:]), 10, 3, 2) == (1, 0)
+    assert account(names(*everything, (1, 12)), 10, 3, 2) == (0, 1)
+    assert account(names(*everything[:5], (0, 3)), 10, 3, 2) == (1, 1), "one of the warm-up, once more"
+
+
+def test_processor_time_is_that_of_a_process_and_its_descendants() -> None:
+    assert driver.tree_cpu_s([]) == 0.0
+    assert driver.tree_cpu_s([1 << 30]) == 0.0
+    assert driver.tree_cpu_s([1]) >= driver.tree_cpu_s([os.getpid()]) > 0.0
+
+
+# --- rows and table -------------------------------------------------------------------------------
+def test_a_row_has_medians_spread_and_the_sum_of_what_was_lost() -> None:
+    found = JobRow.of(case(), [sample(300.0), sample(100.0, lost=1), sample(200.0, duplicated=2)])
+    assert set(KEYS) <= set(msgspec.to_builtins(found))
+    assert found.payloads_per_s == 200.0
+    assert found.payloads_per_s_range == (99.5, 300.0)
+    assert found.gb_per_s == pytest.approx(200 * 4096 / 1e9, rel=0.1)
+    assert found.cpu_us_per_payload == 10.0
+    assert (found.lost, found.duplicated, found.repetitions, found.mode) == (1, 2, 3, "throughput")
+
+
+def test_the_table_has_our_figures_as_multiples_of_each_peers() -> None:
+    shown = table(report()).splitlines()
+    assert shown[0] == "4 KiB, 1 writer to 1 trainer, written 32 and claimed 32 at a time"
+    assert [line.split()[0] for line in shown[2:6]] == ["redis", "zmq", "transport", "transport"], "fastest first"
+    assert shown[7].split() == ["times", "as", "many", "as", "zmq", "redis"]
+    assert shown[8].split() == ["transport", "sqlite,", "mapped", "0.333×", "0.25×"]
+    assert shown[9].split() == ["transport", "redis,", "tcp", "0.667×", "0.5×"]
+    assert shown[-1] == "skipped ray: not installed; run: make bench-peers"
+
+
+def test_the_table_of_an_idle_run_compares_times() -> None:
+    shown = table(report(idle=True))
+    assert "one payload at a time, the trainer waiting" in shown
+    assert "times sooner than" in shown
+
+
+DRAW = """
+import sys
+from pathlib import Path
+
+import msgspec
+from transport.bench.job.plot import draw
+from transport.bench.job.rows import JobReport
+
+draw(msgspec.json.decode(sys.stdin.buffer.read(), type=JobReport), Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_the_picture_is_a_png(tmp_path: Path, idle: bool) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed (the extra bench)")
+    path = tmp_path / "job.png"
+    # in a process of its own, since matplotlib keeps its fonts open for life
+    encoded = msgspec.json.encode(report(idle))
+    subprocess.run([sys.executable, "-c", DRAW, str(path)], input=encoded, check=True, timeout=60)
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_the_picture_has_at_most_eight_lines_with_every_peer() -> None:
+    peers = [JobRow.of(case(peer=name, queue="", wire="tcp"), [sample()]) for name in registry.JOB_PEERS]
+    ours = [
+        JobRow.of(case(queue=queue, wire=wire), [sample()])
+        for queue in ("sqlite", "redis")
+        for wire in ("mapped", "shm", "tcp")
+    ]
+    assert plot.chosen([*ours, *peers]) == ["sqlite, mapped", "sqlite, shm", "sqlite, tcp", *registry.JOB_PEERS]
+    assert len(plot.chosen(ours)) == 6
+
+
+def test_names_of_lines_do_not_cover_each_other_and_stay_near_their_lines() -> None:
+    assert plot.apart([0.1, 0.5, 0.9], 0.05) == pytest.approx([0.1, 0.5, 0.9])
+    assert plot.apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert plot.apart([0.5, 0.52, 0.54], 0.1) == pytest.approx([0.42, 0.52, 0.62])
+    assert plot.apart([], 0.1) == []
+
+
+# --- a run ----------------------------------------------------------------------------------------
+def test_what_fails_is_left_out_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(each: JobCase, _: float) -> JobSample:
+        measured.append(each.name)
+        match each.name:
+            case "sqlite, mapped":
+                raise LinkError("cut off")
+            case "ray":
+                raise MissingDependencyError("not installed")
+            case "zmq":
+                raise LinkError("status 1")
+        return sample()
+
+    monkeypatch.setattr(driver, "measure", measure)
+    cases = [case(), case(wire="tcp"), *(case(peer=name, queue="") for name in ("zmq", "ray", "redis"))]
+    outcome = session.run([*cases, case(peer="ray", queue="", size_bytes=65536)], 0.01, 2, silent)
+    assert outcome.failed == ["sqlite, mapped, 4 KiB: cut off"]
+    assert outcome.skipped == {"zmq, 4 KiB": "status 1", "ray": "not installed"}
+    assert [(row.name, row.repetitions) for row in outcome.rows] == [("sqlite, tcp", 2), ("redis", 2)]
+    assert measured == ["sqlite, mapped", "sqlite, tcp", "zmq", "ray", "redis", "sqlite, tcp", "redis"]
+
+
+def test_a_lost_payload_of_ours_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(driver, "measure", lambda *_: sample(lost=3, duplicated=1))
+    assert run(["bench", "job", "--sizes", "4KiB", "--wire", "tcp", "--repetitions", "1"]) == 1
+    assert "sqlite, tcp, 4096 bytes: 3 payloads lost, 1 came twice" in capsys.readouterr().err
+
+
+# --- progress -------------------------------------------------------------------------------------
+def test_progress_in_a_pipe_is_a_line_every_thirty_seconds_with_the_time_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = [0.0]
+    show = Lines("bench job", clock=lambda: now[0])
+    for at, done in ((10.0, 1), (31.0, 3), (50.0, 5), (62.0, 6), (200.0, 12)):
+        now[0] = at
+        show(done, 12, 0)
+    assert capsys.readouterr().err.splitlines() == [
+        "bench job: 3 of 12, about 2 min left",
+        "bench job: 6 of 12, about 62 s left",
+    ]
+    assert [lasting(seconds) for seconds in (3.4, 240.0, 9000.0)] == ["3 s", "4 min", "2.5 h"]

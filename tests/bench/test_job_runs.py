@@ -1,0 +1,193 @@
+"""The whole job, really run: small, in real processes, ours and the peers that are installed. No figure is compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from redis_server import needs_redis
+
+from transport.bench import registry
+from transport.bench.job import driver, plan
+from transport.cli import run
+from transport.errors import LinkError
+
+SHORT = ("--sizes", "4KiB", "--seconds", "0.01", "--repetitions", "1", "--batch", "4")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    """Rows of a short run, everything consumed once."""
+    assert run(["bench", "job", *SHORT, *arguments, "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["failed"] == []
+    assert report["skipped"] == {}
+    for row in report["rows"]:
+        assert (row["lost"], row["duplicated"], row["size_bytes"]) == (0, 0, 4096)
+        assert row["payloads"] > 0
+        assert row["payloads_per_s"] > 0
+        assert 0 < row["ms_p50"] <= row["ms_p99"]
+    rows: list[dict[str, Any]] = report["rows"]
+    return rows
+
+
+def needs_peer(name: str) -> pytest.MarkDecorator:
+    peer = registry.JOB_PEERS[name]
+    installed = (registry.ENVIRONMENTS / peer.environment / registry.STAMP_FILE).exists()
+    return pytest.mark.skipif(not installed, reason=f"SKIPPED: {name} is not installed; run: make bench-peers")
+
+
+@pytest.mark.ucx
+def test_every_payload_of_the_embedded_queue_is_consumed_once_over_each_wire(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = rows_of(capsys, "--queue", "sqlite", "--wire", "mapped,tcp")
+    assert [(row["peer"], row["queue"], row["wire"], row["layout"]) for row in rows] == [
+        ("transport", "sqlite", "mapped", "list"),
+        ("transport", "sqlite", "tcp", "list"),
+    ]
+
+
+@pytest.mark.ucx
+def test_two_writers_and_two_trainers_share_the_payloads(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows_of(capsys, "--queue", "sqlite", "--wire", "mapped", "--writers", "2", "--trainers", "2")
+    assert (row["writers"], row["trainers"]) == (2, 2)
+
+
+@pytest.mark.ucx
+def test_an_idle_system_is_measured_one_payload_at_a_time(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_IDLE_PAYLOADS", 5)
+    (row,) = rows_of(capsys, "--queue", "sqlite", "--wire", "mapped", "--idle")
+    assert (row["mode"], row["batch"]) == ("idle", 1)
+
+
+@pytest.mark.ucx
+@needs_redis
+def test_every_payload_of_the_redis_queue_is_consumed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = rows_of(capsys, "--queue", "redis", "--wire", "mapped")
+    assert (row["peer"], row["queue"]) == ("transport", "redis")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("zmq", marks=needs_peer("zmq")),
+        pytest.param("redis", marks=[needs_peer("redis"), needs_redis]),
+        pytest.param("redis-stream", marks=[needs_peer("redis-stream"), needs_redis]),
+    ],
+)
+@pytest.mark.parametrize("size", [4096, 1 << 17])
+def test_a_peer_does_the_same_work(name: str, size: int) -> None:
+    (case,) = plan.cases([size], [], [], "list", [registry.JOB_PEERS[name]], 2, 2, 4, idle=False)
+    sample = driver.measure(case, 0.01)
+    assert (sample.lost, sample.duplicated) == (0, 0)
+    assert sample.payloads > 0
+
+
+def leaky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> plan.JobCase:
+    """A case of the leaky peer, with the harness of all peers."""
+    shutil.copy(registry.JOB_SCRIPTS / "harness.py", tmp_path)
+    shutil.copy(Path(__file__).resolve().parents[1].joinpath("support", "leaky_peer.py"), tmp_path)
+    peer = registry.Peer(name="leaky", script="leaky_peer", wire="tcp", folder=tmp_path)
+    monkeypatch.setitem(registry.JOB_PEERS, "leaky", peer)
+    # the first batch, two windows of warm-up, then what is measured
+    (case,) = plan.cases([4096], [], [], "list", [peer], 1, 1, 4, idle=False)
+    return msgspec.structs.replace(case, window=8)
+
+
+def test_what_is_lost_and_what_comes_twice_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = driver.measure(leaky(tmp_path, monkeypatch), 1e-6)
+    assert (sample.payloads, sample.lost, sample.duplicated) == (16, 1, 1)
+
+
+def test_a_run_that_stalls_ends_with_what_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = leaky(tmp_path, monkeypatch)
+    script = tmp_path / "leaky_peer.py"
+    script.write_text(script.read_text().replace("TWICE: 2", "TWICE: 0"))
+    monkeypatch.setattr(driver, "_STALL_S", 0.5)
+    sample = driver.measure(case, 1e-6)
+    assert (sample.lost, sample.duplicated) == (2, 0)
+
+
+def test_a_payload_that_was_changed_on_the_way_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = leaky(tmp_path, monkeypatch)
+    script = tmp_path / "leaky_peer.py"
+    script.write_text(script.read_text().replace("batch[32:])", "batch[32:-1] + b'?')"))
+    with pytest.raises(LinkError, match="payload 0 of writer 0 is not what was written"):
+        driver.measure(case, 1e-6)
+
+
+def test_a_participant_that_fails_is_reported_with_what_it_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = plan.cases([4096], ["sqlite"], ["mapped"], "list", [], 1, 1, 4, idle=False)
+    broken = [sys.executable, "-c", "raise SystemExit('no room for anything')"]
+    monkeypatch.setattr(driver, "_command", lambda *_: broken)
+    with pytest.raises(LinkError, match="transport writer ended with status 1: no room for anything"):
+        driver.measure(case, 0.01)
+
+
+def members(process: int) -> set[int]:
+    """Children of a process, theirs, and so on."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: set[int] = set()
+    todo = [process]
+    while todo:
+        todo += (new := set(children.get(todo.pop(), ())) - found)
+        found |= new
+    return found
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_leaves_neither_processes_nor_segments(tmp_path: Path, number: signal.Signals) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    command = [
+        sys.executable,
+        "-m",
+        "transport",
+        "bench",
+        "job",
+        "--sizes",
+        "64KiB",
+        "--wire",
+        "tcp",
+        "--seconds",
+        "60",
+    ]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    started: set[int] = set()
+    # writer, trainer, and the writer's supervisor and listener; then the trainers have consumed something
+    cells = None
+    while cells is None or not any(cells.read_bytes()):
+        assert process.poll() is None
+        started |= members(process.pid)
+        cells = next(tmp_path.glob("bench-job-*/cells"), None)
+        time.sleep(0.01)
+    started |= members(process.pid)
+    assert len(started) >= 3
+    process.send_signal(number)
+    process.communicate()
+    while any(Path(f"/proc/{pid}").exists() for pid in started):  # the watchdog ends what hangs
+        time.sleep(0.01)
+    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not list(tmp_path.glob("bench-job-*"))

@@ -1,0 +1,176 @@
+"""Short measurements that are really made: readers, peers, rings. No figure is compared with another."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from bench_cases import case
+
+from transport.bench import registry, ring
+from transport.bench.reads import loopback, scaling, session
+from transport.bench.result import Case, Sample
+from transport.cli import run
+from transport.errors import LinkError, MissingDependencyError
+from transport.runtime.progress import silent
+
+SHORT = ("--seconds", "0.01", "--repetitions", "1")
+ROW_KEYS = ("case", "peer", "wire", "size_bytes", "concurrency", "checksum", "gb_per_s", "us_p50", "us_p99", "verified")
+
+
+# --- short real ones ------------------------------------------------------------------------------
+@pytest.mark.ucx
+def test_loopback_measures_us_and_peers_and_says_who_was_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "ENVIRONMENTS", tmp_path)
+    peers = "memcpy,socket,ucx_perftest,pyzmq"
+    arguments = ["--sizes", "4KiB", "--concurrency", "1", "--wire", "tcp", "--peers", peers, "--json", "-"]
+    assert run(["bench", "loopback", *arguments, *SHORT]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {"cpu", "cores", "kernel", "python", "versions"} <= report["machine"].keys()
+    assert report["settings"]["tcp"]["TLS"] == "tcp,self"
+    assert report["skipped"] == {"pyzmq": "not installed; run: make bench-peers"}
+    rows = {row["peer"]: row for row in report["rows"]}
+    assert set(rows) == {"transport", "memcpy", "socket", "ucx_perftest"}
+    for row in rows.values():
+        assert set(ROW_KEYS) <= row.keys()
+        assert (row["size_bytes"], row["concurrency"], row["repetitions"]) == (4096, 1, 1)
+        assert row["verified"] is (row["peer"] != "ucx_perftest")
+        assert 0 < row["us_p50"] <= row["us_p99"] or row["peer"] == "ucx_perftest"
+        assert row["reads"] > 0
+    assert rows["transport"]["checksum"] == "on"
+    assert any(name.startswith("tcp/") for name in rows["transport"]["transports"])
+
+
+@pytest.mark.ucx
+def test_a_mapped_ring_is_read_and_viewed_and_the_result_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.json"
+    arguments = ["--sizes", "1KiB", "--concurrency", "1", "--wire", "mapped", "--json", str(path)]
+    assert run(["bench", "loopback", *arguments, *SHORT]) == 0
+    shown = capsys.readouterr().out
+    assert "1 KiB, 1 in flight" in shown
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["case"], row["wire"], row["checksum"], row["verified"]) for row in rows] == [
+        ("read", "mapped", "off", True),
+        ("view", "mapped", "off", True),
+    ]
+
+
+@pytest.mark.ucx
+def test_several_readers_read_every_payload() -> None:
+    measured = loopback.measure(case(case="view", readers=2, payloads=4), seconds=1e-6)
+    assert measured.verified
+    assert measured.reads % (2 * 4) == 0
+
+
+@pytest.mark.ucx
+def test_read_many_is_measured_by_batches() -> None:
+    measured = loopback.measure(case(case="read_many", concurrency=8, payloads=32), seconds=1e-6)
+    assert measured.verified
+    assert measured.reads == 1
+
+
+@pytest.mark.ucx
+def test_scaling_counts_endpoints_and_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "_IDLE_S", 0.1)
+    (row,) = scaling.run([scaling.Scale(wire="tcp", size_bytes=1024, clients=3, listeners=1)], 1e-6, 1, silent)
+    assert set(ROW_KEYS) <= {*msgspec.to_builtins(row)}
+    assert (row.case, row.clients, row.listeners, row.concurrency) == ("clients", 3, 1, 8)
+    assert row.endpoints >= 3
+    assert row.client_bytes_per_endpoint > 0
+    assert row.verified
+    assert "1 KiB" in scaling.table([row])
+
+
+def test_a_peer_that_fails_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    # this Python has no zmq: a peer whose environment is broken
+    monkeypatch.setitem(registry.PEERS, "pyzmq", msgspec.structs.replace(registry.PEERS["pyzmq"], environment=""))
+    cases = session.peer_cases([registry.PEERS["pyzmq"]], [1024], [1, 8], ["tcp"])
+    outcome = session.run(cases, 0.01, 1, silent)
+    assert outcome.rows == outcome.failed == []
+    assert outcome.skipped["pyzmq"].startswith("read over tcp, 1 KiB, 1 in flight: status 1: ModuleNotFoundError")
+
+
+def test_our_own_failure_is_reported_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: Case, __: float) -> Sample:
+        raise LinkError("cut off")
+
+    monkeypatch.setattr(loopback, "measure", fail)
+    arguments = ["--sizes", "1KiB", "--concurrency", "1", "--wire", "tcp", "--peers", "memcpy", "--json", "-"]
+    assert run(["bench", "loopback", *arguments, *SHORT]) == 1
+    printed = capsys.readouterr()
+    what = "read over tcp, 1 KiB, 1 in flight: cut off"
+    assert printed.err == f"transport bench loopback: {what}\n"
+    report = json.loads(printed.out)
+    assert report["failed"] == [what]
+    assert [row["peer"] for row in report["rows"]] == ["memcpy"]
+
+
+def test_the_reason_of_a_skipped_peer_is_what_its_installation_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "ENVIRONMENTS", tmp_path)
+    home = tmp_path / "ray"
+    home.mkdir()
+    (home / registry.REASON_FILE).write_text("pip install ray failed: no such wheel\n")
+    with pytest.raises(MissingDependencyError, match="no such wheel"):
+        registry.interpreter(registry.PEERS["ray"])
+    (home / registry.REASON_FILE).unlink()
+    (home / registry.STAMP_FILE).touch()
+    assert registry.interpreter(registry.PEERS["ray"]) == str(home / "bin" / "python")
+
+
+def test_every_peer_has_its_script() -> None:
+    for peer in registry.PEERS.values():
+        assert not peer.script or (registry.SCRIPTS / f"{peer.script}.py").exists()
+
+
+# --- ring -----------------------------------------------------------------------------------------
+def test_the_ring_is_written_read_and_consumed_from_python() -> None:
+    row = ring.python_row(4096)
+    assert row["verified"]
+    assert min(row["write_us"], row["read_us"], row["memcpy_us"]) > 0
+
+
+def test_rows_from_cpp_are_the_lines_that_the_program_prints(tmp_path: Path) -> None:
+    program = tmp_path / "ring_bench"
+    lines = [{"case": "cycles", "slots": 100, "cycles_per_s": 5}, {"case": "copy", "memcpy_gb_per_s": 4}]
+    lines[1]["copy_gb_per_s"] = 3
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{json.dumps(line)}'\n" for line in lines))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    rows = ring.native_rows(program)
+    assert rows == [lines[0], {**lines[1], "copy_to_memcpy": 0.75}]
+    assert "cycles per s" in ring.table(rows)
+
+
+def test_without_sources_the_cpp_rows_say_so(tmp_path: Path) -> None:
+    with pytest.raises(MissingDependencyError, match="built from the project's sources"):
+        ring.build(tmp_path)
+
+
+# --- the picture ----------------------------------------------------------------------------------
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_weights_reach_every_replica_and_a_delta_costs_less_of_the_link(tmp_path: Path) -> None:
+    report = tmp_path / "weights.json"
+    arguments = ["--replicas", "1,3", "--hosts", "2", "--size", "4MiB", "--rate", "0", "--bucket", "1MiB"]
+    command = [sys.executable, "-m", "transport", "bench", "weights", *arguments, "--json", str(report)]
+    subprocess.run(command, check=True, capture_output=True, timeout=90)
+    rows = json.loads(report.read_text())["rows"]
+    assert [(row["replicas"], row["mode"]) for row in rows] == [(1, "full"), (1, "delta"), (3, "full"), (3, "delta")]
+    for row in rows:
+        assert row["verified"]
+        size = row["model_bytes"]
+        assert row["link_bytes"] == size if row["mode"] == "full" else row["link_bytes"] < 0.1 * size
+        assert row["trainer_copies"] == 2.0 if row["mode"] == "full" else row["trainer_copies"] < 0.2
+    assert [row["received"] for row in rows if row["mode"] == "full"] == [1.0, 2.0]  # once for each host

@@ -1,0 +1,269 @@
+"""The soak's accountant judges rightly, a short soak with every kind of fault loses nothing, and one with a planted
+fault finds it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_server import needs_redis, redis_server
+
+from transport.queue import RedisQueue, SQLiteQueue
+from transport.queue.base import DeliveryState, Failure, QueuedTicket, TicketQueue
+from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
+
+ROOT = Path(__file__).resolve().parents[2]
+SOAK = ROOT / "benchmarks" / "soak"
+BUILD = ROOT / "build" / "faults"
+
+sys.path.insert(0, str(SOAK))
+try:
+    import audit
+    import mutations
+    import payloads
+    from accounts import Accounts
+    from faults import schedule
+    from journal import Journal, Reader
+    from plan import Plan
+    from planted import PLANTS
+    from report import allowed, reason_of
+finally:
+    sys.path.remove(str(SOAK))
+
+
+def heard(*lines: str, readers: tuple[int, ...] = (1, 2)) -> Accounts:
+    """What "source: line" lines amount to."""
+    accounts = Accounts(readers)
+    for line in lines:
+        source, _, said = line.partition(": ")
+        accounts.hear(source, said.split())
+    return accounts
+
+
+# --- the accountant --------------------------------------------------------------------------------
+def test_what_every_rank_consumed_once_is_in_order() -> None:
+    verdict = heard("w1: I 1 0 2", "w1: P 1 0=a 1=b", "t0: C 0 1=0 1=1", "t2: C 1 1=0 1=1").verdict()
+    assert (verdict.payloads, verdict.deliveries) == (2, 4)
+    assert (verdict.lost, verdict.wrong, verdict.duplicated, verdict.never_published) == (0, 0, 0, 0)
+
+
+def test_what_one_rank_never_got_is_lost() -> None:
+    verdict = heard("w1: I 1 0 1", "w1: P 1 0=a", "t0: C 0 1=0").verdict()
+    assert verdict.lost == 1
+    assert verdict.named == ["writer 1 number 0 rank 1: no trace"]
+
+
+def test_what_was_only_intended_may_be_missing_but_not_for_one_rank_only() -> None:
+    assert heard("w1: I 1 0 3").verdict().never_published == 3
+    verdict = heard("w1: I 1 0 3", "t0: C 0 1=1").verdict()
+    assert (verdict.lost, verdict.never_published) == (1, 2)
+
+
+def test_a_payload_that_one_rank_consumed_is_due_to_every_rank_though_its_writer_never_said_that_it_is_there() -> None:
+    accounts = heard("w1: I 1 0 2", "w1: P 1 0=a", "t0: C 0 1=0 1=1", "t2: C 1 1=0")
+    assert (accounts.consumed_total, accounts.expected()) == (3, 4)
+
+
+def test_what_a_successor_found_in_the_ring_counts_as_published() -> None:
+    assert heard("w0: I 0 0 2", "w0: F 0 1").verdict().lost == 1
+
+
+def test_what_was_consumed_twice_is_a_duplicate_whoever_it_was() -> None:
+    verdict = heard("w0: I 0 0 1", "w0: P 0 0=a", "t0: C 0 0=0", "t1: C 0 0=0").verdict()
+    assert (verdict.lost, verdict.duplicated) == (0, 1)
+
+
+def test_a_claim_that_the_queue_accepted_from_a_dead_trainer_is_consumption() -> None:
+    accounts = heard("w0: I 0 0 2", "w0: P 0 0=a 1=b", "t0: A 0 0=0=7:1 1=0=8:1")
+    assert accounts.open_questions() == []  # it lives, and may yet say so itself
+    accounts.died("t0")
+    assert accounts.open_questions() == [(0, "7:1"), (0, "8:1")]
+    accounts.answer(0, "7:1", True)
+    assert accounts.open_questions() == [(0, "8:1")]
+    accounts.hear("t0", ["A", "0", "1=0=9:1"])  # its next life has questions of its own
+    accounts.answer(0, "8:1", False)
+    assert accounts.open_questions() == []
+    assert (accounts.verdict().lost, accounts.verdict().silent) == (1, 1)
+    accounts.hear("t1", ["C", "0", "0=0", "0=1"])
+    assert (accounts.verdict().lost, accounts.verdict().duplicated) == (0, 1)
+
+
+def test_a_report_excuses_only_for_the_reasons_that_are_allowed() -> None:
+    accounts = heard("w0: I 0 0 1", "w0: P 0 0=a")
+    accounts.report(0, 0, 0, "StaleSlotError: gone")
+    assert accounts.verdict().lost == 1
+    assert accounts.verdict(allowed=["expired"]).lost == 1
+    verdict = accounts.verdict(allowed=["StaleSlotError"])
+    assert (verdict.lost, verdict.reported) == (0, {"StaleSlotError": 1})
+
+
+def test_wrong_bytes_are_counted_and_named() -> None:
+    verdict = heard("w0: I 0 0 1", "w0: P 0 0=a", "t0: X 0 0=0 tcp", "t0: C 0 0=0").verdict()
+    assert verdict.wrong == 1
+    assert "tcp" in verdict.named[0]
+
+
+def test_what_was_reported_and_consumed_is_a_duplicate() -> None:
+    accounts = heard("w0: I 0 0 1", "w0: P 0 0=a", "t0: C 0 0=0")
+    accounts.report(0, 0, 0, "expired: late")
+    verdict = accounts.verdict(allowed=["expired"])
+    assert (verdict.lost, verdict.duplicated, verdict.reported) == (0, 1, {})
+
+
+def test_what_was_reported_to_one_rank_is_due_to_the_others_and_settles_once() -> None:
+    accounts = heard("w1: I 1 0 2", "t0: N 0 id=1=0")
+    assert accounts.named("id") == (1, 0)
+    assert accounts.named("another") is None
+    for _ in range(2):  # the queue is asked again and again
+        accounts.report(0, 1, 0, "expired: late")
+    assert (accounts.settled(["expired"]), accounts.settled(), accounts.expected()) == (1, 0, 2)
+    verdict = accounts.verdict(allowed=["expired"])
+    assert (verdict.payloads, verdict.lost, verdict.reported, verdict.never_published) == (1, 1, {"expired": 1}, 1)
+
+
+def numbers(with_deadline: bool) -> int:
+    """The first number of a payload that has a deadline, or has none."""
+    return next(each for each in range(1000) if (payloads.deadline_s(0, each) is not None) == with_deadline)
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "with_deadline", "ack", "excused"),
+    [
+        (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", True, "on_consumed", True),
+        (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", False, "on_consumed", False),
+        (DeliveryState.DISCARDED, "PayloadLostError: nobody serves it", True, "on_consumed", False),
+        (DeliveryState.DEAD, "StaleSlotError: gone", True, "on_consumed", False),
+        (DeliveryState.LOST, "the lease of t0 ended", False, "on_arrival", True),
+        (DeliveryState.LOST, "the lease of t0 ended", False, "on_consumed", False),
+        (DeliveryState.DISCARDED, "StaleSlotError: gone", False, "on_arrival", False),
+    ],
+)
+def test_only_a_deadline_or_an_arrival_excuses_a_delivery(
+    state: DeliveryState, reason: str, with_deadline: bool, ack: Any, excused: bool
+) -> None:
+    plan = Plan(folder="", queue="", run="", seed=1, ack=ack)
+    failure = Failure("id", 0, state, 1, "t0", reason)
+    said = reason_of(failure, 0, numbers(with_deadline), plan)
+    assert (said.partition(":")[0] in allowed(plan)) == excused
+
+
+# --- what became of a dead trainer's claims -----------------------------------------------------------
+def asks(queue: TicketQueue, place: str) -> None:
+    """Claims in every state, as the auditor finds them."""
+    queue.publish([QueuedTicket(f"ring/{each}/1", b"ticket") for each in range(4)])
+    acked, retried, held, lapsed = queue.claim(4, consumer="t0")
+    assert queue.ack(acked)
+    assert queue.retry(retried)
+    assert queue.discard(lapsed, "no more")
+    questions = [(0, each.token) for each in (acked, retried, held, lapsed)]
+    fates = audit.fates(place, questions)
+    assert fates == {questions[0]: True, questions[1]: False, questions[3]: False}  # one may yet be accepted
+    [again] = queue.claim(1, consumer="t1")
+    assert queue.ack(again)
+    assert audit.fates(place, questions[1:2]) == {questions[1]: False}  # done, and by another
+
+
+def test_the_auditor_finds_in_a_file_what_was_accepted(tmp_path: Path) -> None:
+    place = SQLitePlace(tmp_path / "queue.sqlite3")
+    with SQLiteQueue(place.path) as queue:
+        asks(queue, place.text)
+
+
+@needs_redis
+def test_the_auditor_finds_on_a_server_what_was_accepted_and_nothing_while_it_is_away() -> None:
+    with redis_server() as server:
+        place = parse_place(server.place())
+        assert isinstance(place, RedisPlace)
+        with RedisQueue(place) as queue:
+            asks(queue, server.place())
+        server.kill()
+        assert audit.fates(server.place(), [(0, "1:1:x")]) == {}
+
+
+# --- planted faults -----------------------------------------------------------------------------------
+def test_every_module_that_is_marked_or_planted_into_is_there() -> None:
+    """Where a module has moved, nothing would be marked, and nobody would notice."""
+    spec = importlib.util.spec_from_file_location("soak_points", SOAK / "points" / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    points = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(points)
+    marked = {*points.CHANGES, *(name for plant in PLANTS.values() for name in plant.changes)}
+    assert [name for name in sorted(marked) if importlib.util.find_spec(name) is None] == []
+
+
+def test_a_planted_fault_is_found_only_by_its_own_figure() -> None:
+    clean = {"passed": True, "deliveries": 9, "lost": 0, "wrong": 0, "duplicated": 0, "crashes": [], "left_behind": []}
+    assert mutations.found("", clean)
+    assert not mutations.found("unfenced", clean)
+    assert mutations.found("unfenced", clean | {"passed": False, "duplicated": 1})
+    assert not mutations.found("unfenced", clean | {"passed": False, "lost": 1})
+    assert not mutations.found("dropped", clean | {"passed": False, "lost": 9})
+    assert not mutations.found("flipped", clean | {"passed": False, "lost": 1, "wrong": 1})
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_redis
+def test_a_soak_finds_a_queue_that_does_not_fence(tmp_path: Path) -> None:
+    """On the queue that the other short soak has not. With every planted fault it is `make soak-planted`."""
+    size = ["--queue", "redis", "--payloads", "1000", "--kills", "0", "--lapses", "5", "--stuck-s", "15"]
+    report = mutations.run("unfenced", tmp_path, size)
+    assert mutations.found("unfenced", report), json.dumps(report, indent=1)
+
+
+# --- journals, payloads, schedule ------------------------------------------------------------------------
+def test_a_torn_line_was_never_said_and_spoils_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    killed = Journal(path)
+    killed.say("C", 0, "0=1")
+    with path.open("ab") as file:
+        file.write(b"C 0 0=2 0=3")
+    reader = Reader(path)
+    assert list(reader.lines()) == [["C", "0", "0=1"]]
+    successor = Journal(path)
+    successor.say("C", 0, "0=4")
+    assert list(reader.lines()) == [["C", "0", "0=4"]]
+    killed.close()
+    successor.close()
+
+
+def test_one_wrong_byte_and_another_payload_are_seen() -> None:
+    for number in range(300):
+        data = payloads.make(1, number)
+        assert payloads.is_right(1, number, data)
+        assert not payloads.is_right(0, number, data)
+        assert not payloads.is_right(1, number + 1, data)
+        data[-1] ^= 1
+        assert not payloads.is_right(1, number, data)
+        assert not payloads.is_right(1, number, data[:-1])
+
+
+def test_a_schedule_follows_from_its_seed_and_has_what_was_asked_for() -> None:
+    faults = schedule(7, 1000, 50, {"stop": 5, "stall": 2})
+    assert faults == schedule(7, 1000, 50, {"stop": 5, "stall": 2}) != schedule(8, 1000, 50, {"stop": 5, "stall": 2})
+    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
+    kinds = [fault.kind for fault in faults]
+    assert (kinds.count("kill"), kinds.count("stop"), kinds.count("stall")) == (50, 5, 2)
+
+
+# --- a short soak ----------------------------------------------------------------------------------------
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_short_soak_loses_mixes_up_and_leaves_behind_nothing(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    command = [sys.executable, SOAK, "--payloads", "2500", "--kills", "8", "--seed", "5", "--json", report]
+    command += ["--folder", tmp_path / "run", "--stuck-s", "60"]
+    if (BUILD / "stamp").exists():
+        command += ["--build", BUILD]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=110)
+    said = json.loads(report.read_text())
+    assert done.returncode == 0, json.dumps(said, indent=1)
+    assert (said["lost"], said["wrong"], said["duplicated"], said["unfinished"]) == (0, 0, 0, 0)
+    assert said["payloads"] >= 2500
+    assert said["kills"] >= 6

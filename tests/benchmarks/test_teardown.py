@@ -1,0 +1,78 @@
+"""Memory that a read was given is its caller's again the moment the read ends, however it ends; whole processes that
+are stopped with reads in flight leave nothing behind. The long version of these tests is `make teardown`."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import asynchronous, over_ucx
+
+from transport import SharedRingBuffer, UCXXClient, UCXXServer
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path[:0] = [str(BENCHMARKS / "teardown"), str(BENCHMARKS / "soak")]
+try:
+    import cycles
+    import processes
+finally:
+    del sys.path[:2]
+
+pytestmark = pytest.mark.ucx
+
+ROUNDS = 12
+
+
+@over_ucx
+@asynchronous
+async def test_a_buffer_reused_at_once_after_a_cancelled_or_late_read_is_never_written(wire: Any) -> None:
+    reuse = cycles.Reuse()
+    with (
+        SharedRingBuffer.create(slots=cycles.SLOTS, slot_bytes=max(cycles.SIZES.values())) as ring,
+        UCXXServer(ring, addresses=("127.0.0.1",), mode="thread", settings=cycles.SETTINGS),
+    ):
+        async with UCXXClient(wire={wire}, settings=cycles.SETTINGS) as client:
+            for seed in range(ROUNDS):
+                await cycles.instants(client, ring, wire, seed, reuse)
+    assert reuse.reads == ROUNDS * cycles.SLOTS
+    assert any("arrived" not in how for how in reuse.ended), "no read was disturbed"
+    assert not reuse.wrong
+    assert not reuse.written_afterwards
+
+
+@pytest.mark.slow
+@asynchronous
+async def test_a_server_in_processes_ends_with_reads_in_flight() -> None:
+    seed = next(seed for seed in range(100) if random.Random(seed).choice(cycles.ENDS) == "both")
+    reuse = await cycles.cycle(seed, "tcp", "process")
+    assert reuse.reads == cycles.SLOTS
+    assert not reuse.wrong
+    assert not reuse.written_afterwards
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["writer first", "SIGKILL all"])
+def test_whole_processes_that_are_stopped_with_reads_in_flight_leave_nothing_behind(end: str, tmp_path: Path) -> None:
+    seed = next(seed for seed in range(1000) if random.Random(seed).choice(processes.ENDS) == end)
+    report = tmp_path / "report.json"
+    command = [sys.executable, BENCHMARKS / "teardown", "--processes", 1, "--seed", seed, "--json", report]
+    command += ["--folder", tmp_path / "logs"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    said = json.loads(report.read_text())
+    assert done.returncode == 0, said
+    assert (said["cycles"], said["ends"]) == (1, {end: 1})
+    assert (said["wrong"], said["crashes"], said["hangs"], said["left"]) == ([], [], [], [])
+    assert said["reclaimed"] == (end == "SIGKILL all")
+    assert said["reads"] > 0 or end == "SIGKILL all"  # killed clients say nothing
+
+
+def test_a_crash_is_seen_in_the_words_of_whoever_crashed() -> None:
+    crash = "import ctypes; ctypes.string_at(0)"
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", crash], capture_output=True)
+    assert any(sign in done.stderr for sign in processes.SIGNS_OF_A_CRASH)
+    assert not any(sign in b"listener on port 5 ended with status -9" for sign in processes.SIGNS_OF_A_CRASH)

@@ -1,0 +1,263 @@
+"""The command line: help, usage errors in one line, and the commands that need no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from transport import Schema, SharedRingBuffer, Ticket, UpTo, _ring
+from transport.cli import output, run
+
+COMMANDS = ("bench", "cooldown", "demo", "doctor", "read", "reclaim", "serve", "size", "top")
+BENCHES = ("bench job", "bench loopback", "bench scaling", "bench serve", "bench fetch", "bench ring")
+SCHEMA = Schema.of(observation=("float32", UpTo(8), 2), file=("int64",))
+
+
+def complaint(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that an error prints."""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err.rstrip()
+
+
+# --- all commands ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("command", ["reclaim --dry-run", "top --once", "bench ring", "demo", "size --slot-bytes 1KiB"])
+def test_json_into_a_folder_that_is_not_there_is_refused_before_anything_is_done(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command.split(), "--json", str(tmp_path / "none" / "result.json")]) == 2
+    assert complaint(capsys).endswith("result.json: its folder does not exist")
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(0, "0 B"), (452, "452 B"), (16388, "16.4 kB"), (1 << 20, "1.0 MB"), (1 << 34, "17.2 GB")]
+)
+def test_sizes_are_shown_in_the_unit_that_tells_something(size: int, expected: str) -> None:
+    assert output.shown(size) == expected
+
+
+@pytest.mark.parametrize("command", (*COMMANDS, *BENCHES, "cooldown status"))
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command.split(), "--help"]) == 0
+    assert f"Example: transport {command}" in capsys.readouterr().out
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(command in shown for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "transport: Missing command; see `transport --help`"),
+        (["juggle"], "transport: No such command 'juggle'; see `transport --help`"),
+        (["demo", "--juggle"], "transport demo: No such option: --juggle; see `transport demo --help`"),
+        (["bench"], "transport bench: Missing command; see `transport bench --help`"),
+        (["bench", "juggle"], "transport bench: No such command 'juggle'; see `transport bench --help`"),
+        (
+            ["bench", "ring", "--juggle"],
+            "transport bench ring: No such option: --juggle; see `transport bench ring --help`",
+        ),
+        (["read"], "transport read: Missing argument 'TICKET'; see `transport read --help`"),
+        (
+            ["demo", "--queue", "redis://host/name"],
+            "transport demo: the database of a Redis place is a number, not 'name': give sqlite:file, relative, or "
+            "sqlite:///path/of/file, or redis://host:port/db?run=name",
+        ),
+        (
+            ["demo", "--wire", "pigeon"],
+            "transport demo: --wire pigeon: choose auto, or some of mapped, shm, tcp, rdma, separated by commas",
+        ),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    assert complaint(capsys) == expected
+
+
+@pytest.mark.parametrize("option", [("--rollouts", "0"), ("--readers", "15"), ("--episodes", "many"), ("--seed", "-1")])
+def test_numbers_out_of_range_are_wrong_usage(option: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["demo", *option]) == 2
+    assert option[0] in complaint(capsys)
+
+
+def test_the_demo_refuses_a_queue_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.sqlite3"
+    path.touch()
+    assert run(["demo", "--queue", str(path)]) == 2
+    assert f"--queue {path}: exists" in complaint(capsys)
+
+
+def test_the_module_is_the_command() -> None:
+    shown = subprocess.run([sys.executable, "-m", "transport", "--version"], capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stdout) == (0, f"transport {version('payload-transport')}\n")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = {"numpy", "ucxx", "uvloop", "gymnasium", "transport._ring", "ml_dtypes"}
+    code = f"import sys, transport.cli; print(*({heavy} & set(sys.modules)))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert shown.stdout == "\n"
+
+
+# --- reclaim ---------------------------------------------------------------------------------------------
+# Always with the segment's name: others on this host may have rings, too, and tests must not touch them.
+WRITER = """
+import sys
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.create(slots=2, slot_bytes=64)
+ring.write({"a": 1})
+print(ring.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def dead_segment() -> Iterator[str]:
+    """A ring of two slots with one unread payload, whose writer was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writer:
+        assert writer.stdout is not None
+        name = writer.stdout.readline().strip()
+        os.kill(writer.pid, signal.SIGKILL)
+    yield name
+    if name in _ring.segments():
+        _ring.Ring.unlink_if_dead(name)
+
+
+def test_reclaim_removes_a_dead_writers_segment(dead_segment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reclaim", dead_segment, "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    (segment,) = report["segments"]
+    assert (segment["name"], segment["dead"], segment["removed"], segment["owners"]) == (dead_segment, True, True, [])
+    assert (segment["free"], segment["ready"]) == (1, 1)
+    assert (report["removed"], report["bytes_freed"]) == (1, segment["bytes"])
+    assert dead_segment not in _ring.segments()
+
+
+def test_a_dry_run_removes_nothing(dead_segment: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reclaim", "--dry-run", dead_segment]) == 0
+    first, total = capsys.readouterr().out.splitlines()
+    assert first.startswith(dead_segment)
+    assert first.endswith("its owners are dead")
+    assert total == "0 of 1 segments removed, 0 B freed"
+    assert dead_segment in _ring.segments()
+
+
+def test_reclaim_leaves_a_living_writers_segment(capsys: pytest.CaptureFixture[str]) -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring:
+        assert run(["reclaim", ring.name]) == 0
+        assert f"in use by {os.getpid()}" in capsys.readouterr().out
+        assert ring.name in _ring.segments()
+
+
+def test_a_segment_that_is_gone_is_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reclaim", "transport-test-that-never-was"]) == 0
+    said = capsys.readouterr().out
+    assert said == "0 of 0 segments removed, 0 B freed; not on this host: /transport-test-that-never-was\n"
+
+
+# --- read ------------------------------------------------------------------------------------------------
+@pytest.fixture
+def ring() -> Iterator[SharedRingBuffer]:
+    """Takes any payload; tickets describe them."""
+    with SharedRingBuffer.create(slots=2, slot_bytes=4096) as ring:
+        yield ring
+
+
+@pytest.fixture
+def ticket(ring: SharedRingBuffer) -> Ticket:
+    """Of one payload that nobody has read."""
+    return ring.write({"step": np.arange(3), "file": np.float32(0.5)}, metadata={"reward": 1.5})
+
+
+def test_read_shows_the_arrays_and_leaves_the_payload(
+    ring: SharedRingBuffer, ticket: Ticket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["read", ticket.to_text()]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"payload {ticket.name}: {ticket.size} bytes by mapped",
+        "array  dtype    shape   first values",
+        "step   int64    3       0 1 2",
+        "file   float32  scalar  0.5",
+        "reward: 1.5",
+    ]
+    assert ring.get_ready_count() == 1
+
+
+@pytest.mark.parametrize("form", ["text", "json", "binary"])
+def test_read_takes_a_file_with_the_ticket(
+    form: str, ticket: Ticket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ticket"
+    path.write_bytes({"text": ticket.to_text().encode(), "json": ticket.to_json().encode()}.get(form, ticket.encode()))
+    assert run(["read", str(path), "--json", "-"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["slot"], shown["bytes"], shown["wire"]) == (ticket.slot, ticket.size, "mapped")
+    assert shown["metadata"] == {"reward": 1.5}
+    assert shown["arrays"][0] == {"name": "step", "dtype": "int64", "shape": [3], "bytes": 24}
+
+
+def test_consuming_takes_the_payload_away(
+    ring: SharedRingBuffer, ticket: Ticket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["read", ticket.to_text(), "--consume"]) == 0
+    capsys.readouterr()
+    assert ring.get_ready_count() == 0
+    assert run(["read", ticket.to_text()]) == 1
+    assert complaint(capsys).startswith(f"transport read: payload {ticket.name} ")
+
+
+def test_read_writes_every_array(ring: SharedRingBuffer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = {
+        "file": np.arange(6, dtype=np.int8).reshape(2, 3),
+        "obs/image": np.ones((0, 4), np.uint8),
+        "weights": np.array([1.5, -2.0], ml_dtypes.bfloat16),
+        "reward": np.array(2.0),
+    }
+    path = tmp_path / "payload.npz"
+    assert run(["read", ring.write(values).to_text(), "--out", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(f"written to {path}\n")
+    with np.load(path) as saved:
+        assert sorted(saved.files) == sorted(values)
+        for name in ("file", "obs/image", "reward"):
+            np.testing.assert_array_equal(saved[name], values[name], strict=True)
+        np.testing.assert_array_equal(saved["weights"].view(ml_dtypes.bfloat16), values["weights"])
+
+
+def test_read_uses_the_rings_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(SCHEMA.to_json())
+    with SharedRingBuffer.create(SCHEMA, slots=1) as ring:
+        text = ring.write({"observation": np.zeros((3, 2), np.float32), "file": 1}).to_text()
+        assert run(["read", text]) == 2
+        assert "give its ring's schema with --schema FILE" in complaint(capsys)
+        assert run(["read", text, "--schema", str(path)]) == 0
+        assert "float32  3×2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("source", ["juggle", "", "x" * 5000, "\0"])
+def test_what_is_no_ticket_is_wrong_usage(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["read", source]) == 2
+    assert complaint(capsys).startswith("transport read: ")
+
+
+def test_a_file_that_cannot_be_written_is_named(ticket: Ticket, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["read", ticket.to_text(), "--out", "/nowhere/payload.npz"]) == 1
+    assert complaint(capsys) == "transport read: /nowhere/payload.npz: No such file or directory"

@@ -1,0 +1,182 @@
+"""Ctrl-C, at any instant of any command: it ends, and leaves no process, no shared memory and no temporary file.
+
+The instants are random and the same in every run; INTERRUPT_SEED has others, INTERRUPT_RUNS more of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import eventually
+from interrupts import Way, instants, interrupted
+
+from transport import SharedRingBuffer, UCXXServer, _ring
+
+SEED = os.environ.get("INTERRUPT_SEED", "0")
+RUNS = int(os.environ.get("INTERRUPT_RUNS", "1"))
+PATIENCE_S = 60.0
+BOTH: tuple[Way, ...] = ("group", "process")
+SHORT = ("--seconds", "0.3", "--repetitions", "2")
+
+# Arguments, how the interrupt comes, and the last second in which it does; most would go on for longer.
+COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
+    "demo": (("demo", "--episodes", "1000000"), ("group",), 4.0),
+    "bench loopback": (("bench", "loopback", "--sizes", "64KiB,1MiB", *SHORT), BOTH, 3.0),
+    "bench scaling": (("bench", "scaling", "--clients", "1,4", "--listeners", "1,2", *SHORT), ("process",), 2.5),
+    "bench weights": (
+        ("bench", "weights", "--replicas", "1,2", "--size", "16MiB", "--bucket", "4MiB"),
+        ("group",),
+        3.0,
+    ),
+    "bench rendezvous": (("bench", "rendezvous", "--members", "500"), ("process",), 1.5),
+    "bench ring": (("bench", "ring"), ("process",), 2.5),
+    "bench serve": (("bench", "serve", "--port", "0"), ("group",), 1.0),
+    "serve": (("serve", "--slot-bytes", "1MiB", "--ports", "0,0"), BOTH, 1.5),
+    "read": (("read", "{ticket}", "--wire", "tcp", "--timeout", "60"), ("process",), 1.5),
+    "doctor": (("doctor",), ("process",), 2.0),
+    "top": (("top",), ("terminal",), 1.2),
+    "reclaim": (("reclaim", "--dry-run"), ("group",), 0.5),
+    "size": (("size", "--slot-bytes", "1MiB"), ("group",), 0.5),
+    "cooldown status": (("cooldown", "status", "--store", "sqlite:///nowhere/store"), ("group",), 0.5),
+}
+
+
+@pytest.fixture(scope="module")
+def ticket() -> Iterator[str]:
+    """Of a payload that nobody serves: a read tries again until its time is over."""
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
+        ring.native.addresses = "127.0.0.1"
+        ring.native.set_ports((1,))
+        yield ring.write({"data": np.zeros(8, np.uint8)}).to_text()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """A benchmark server for `bench fetch`."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "transport", "bench", "serve", "--port", "0", "--bind", "127.0.0.1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("UCX")},
+    )
+    assert process.stdout is not None
+    yield f"127.0.0.1:{process.stdout.readline().split()[-1]}"
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
+    process.stdout.close()
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_interrupted_command_ends_and_leaves_nothing(command: str, ticket: str, tmp_path: Path) -> None:
+    if command == "demo":
+        pytest.importorskip("gymnasium")
+    arguments, ways, longest_s = COMMANDS[command]
+    told = [ticket if each == "{ticket}" else each for each in arguments]
+    interrupt_at_any_instant(told, ways, longest_s, tmp_path)
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_fetch_that_is_interrupted_ends_and_leaves_nothing(server: str, tmp_path: Path) -> None:
+    interrupt_at_any_instant(["bench", "fetch", server, "--sizes", "1MiB", *SHORT], ("group",), 2.5, tmp_path)
+
+
+def interrupt_at_any_instant(arguments: list[str], ways: tuple[Way, ...], longest_s: float, folder: Path) -> None:
+    seed = f"{SEED} {' '.join(arguments[:2])}"
+    for after_s, way in instants(seed, RUNS * ways, longest_s):
+        wrong = interrupted(arguments, after_s, way, folder)
+        assert not wrong, f"{' '.join(arguments)}, {way}, after {after_s:.3f} s: " + "\n".join(wrong)
+
+
+# --- the bound itself -------------------------------------------------------------------------------------
+_LOSES_IT = """
+import subprocess, sys, time
+from transport import interruption
+from transport.ring.buffer import SharedRingBuffer
+
+with interruption.bounded():
+    ring = SharedRingBuffer.create(slots=1, slot_bytes=64, prefix=interruption.segment_prefix("lost"))
+    with interruption.temporary_folder("lost-") as folder:
+        sleeper = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        while True:
+            try:
+                print(ring.name, folder, flush=True)
+                subprocess.run(sleeper, start_new_session=True)
+            except BaseException:
+                pass
+"""
+
+
+def test_an_interrupt_that_is_lost_ends_the_program_all_the_same(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LOSES_IT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    name, folder = process.stdout.readline().split()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert name not in _ring.segments()
+    assert not Path(folder).exists()  # that no child is left is checked after every test
+
+
+@pytest.mark.ucx
+def test_a_second_interrupt_ends_the_wait_for_readers(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "transport", "serve", "--slot-bytes", "64", "--drain", "1000"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={name: value for name, value in os.environ.items() if not name.startswith("UCX")},
+    )
+    assert process.stdout is not None
+    words = process.stdout.readline().split()
+    name = words[words.index("segment") + 1]
+    with SharedRingBuffer.attach(name, role="writer") as ring:
+        ring.write_raw(b"unread")
+    while process.poll() is None:  # whether the first has been taken in cannot be seen from outside
+        process.send_signal(signal.SIGINT)
+        threading.Event().wait(0.2)
+    process.communicate(timeout=PATIENCE_S)
+    assert name not in _ring.segments()
+
+
+@pytest.mark.ucx
+def test_an_interrupt_while_a_server_starts_leaves_no_process() -> None:
+    def children() -> list[str]:
+        of_threads = [path.read_text().split() for path in Path("/proc/self/task").glob("*/children")]
+        return [
+            pid
+            for pid in itertools.chain(*of_threads)
+            if b"transport.server.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+
+    def interrupt() -> None:
+        eventually(children)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupting = threading.Thread(target=interrupt)
+    try:
+        with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
+            interrupting.start()
+            with pytest.raises(KeyboardInterrupt):
+                UCXXServer(ring).start()
+            interrupting.join()
+            assert children() == []
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,118 @@
+"""transport serve: ready on one line, written into from other processes, and ended in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from transport import BlockingClient, Schema, SharedRingBuffer, _ring
+from transport.cli import run
+from transport.runtime.signals import until_stopped
+
+PATIENCE_S = 60.0
+SCHEMA = Schema.of(step=("int64",))
+
+
+@contextmanager
+def served(*arguments: str, folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
+    """The process, and what it said when it was ready."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "transport", "serve", *arguments, "--json", "-"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env={**inherited, "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path.cwd())]))},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, f"it ended with {process.wait(PATIENCE_S)}"
+        yield process, json.loads(line)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.mark.ucx
+def test_other_processes_write_and_read(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(SCHEMA.to_json())
+    with served(
+        "--schema", "schema.json", "--slots", "4", "--ports", "0,0", "--metrics-port", "0", folder=tmp_path
+    ) as (
+        process,
+        said,
+    ):
+        assert (said["slots"], len(said["ports"])) == (4, 2)  # type: ignore[arg-type]
+        with SharedRingBuffer.attach(str(said["segment"]), SCHEMA, role="writer") as ring:
+            ticket = ring.write({"step": 7})
+            assert list(ticket.ports) == said["ports"]
+            with BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client:
+                assert int(client.read(ticket)["step"]) == 7
+        with urllib.request.urlopen(f"http://127.0.0.1:{said['metrics_port']}/metrics", timeout=30) as answer:
+            assert b"transport_ring_listeners{" in answer.read()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 0
+        assert said["segment"] not in _ring.segments()
+
+
+@pytest.mark.ucx
+def test_with_a_grace_budget_it_waits_until_everything_is_read_and_logs_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRANSPORT_LOG_LEVEL", "INFO")
+    monkeypatch.setenv("TRANSPORT_LOG_FORMAT", "json")
+    with served("--slot-bytes", "64", "--drain", str(PATIENCE_S), folder=tmp_path) as (process, said):
+        with SharedRingBuffer.attach(str(said["segment"]), role="writer") as ring:
+            ticket = ring.write_raw(b"unread")
+        process.send_signal(signal.SIGTERM)
+        with BlockingClient(wire={"tcp"}) as client:  # it still serves
+            assert bytes(client.read(ticket).data) == b"unread"
+        assert process.wait(PATIENCE_S) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    messages = [line["message"] for line in lines if line["logger"] == "transport.cli.serve"]
+    assert f"segment {said['segment']}" in messages[0]
+    assert messages[1:] == [f"stopping; 1 payloads unread, waiting up to {PATIENCE_S:.0f} s for them"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give --schema FILE, or --slot-bytes SIZE"),
+        (["--slot-bytes", "64", "--ports", "a"], "give port numbers"),
+        (["--slot-bytes", "64", "--ports", "7,7"], "name one port twice"),
+        (["--slot-bytes", "much"], "is not a size"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_schema_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--schema", "/nowhere/schema.json"]) == 1
+    assert "/nowhere/schema.json" in capsys.readouterr().err
+
+
+# --- the wish to stop ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_wish_and_handlers_come_back(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with until_stopped() as stopped:
+        assert not stopped.wait(0)
+        threading.Timer(0, os.kill, (os.getpid(), number)).start()
+        assert stopped.wait(PATIENCE_S)
+        assert stopped.wait(0)
+        assert stopped.by is number
+    assert signal.getsignal(number) is before

@@ -1,0 +1,212 @@
+"""BlockingClient: the client for code without a loop, against a real listener."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from helpers import Child, eventually, free, noise, serving
+
+from transport import SharedRingBuffer, UCXXServer
+from transport.client.blocking import BlockingClient
+from transport.errors import ClosedError, RankError, StaleSlotError, TicketError, UsageError
+from transport.wire.frames import SlotFate
+
+pytestmark = pytest.mark.ucx
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[SharedRingBuffer, UCXXServer]]:
+    with serving(slots=32, slot_bytes=70_000) as both:
+        yield both
+
+
+@pytest.fixture
+def ring(served: tuple[SharedRingBuffer, UCXXServer]) -> SharedRingBuffer:
+    return served[0]
+
+
+@pytest.fixture
+def client(ring: SharedRingBuffer) -> Iterator[BlockingClient]:
+    with BlockingClient(wire={"tcp"}, ack="manual") as made:
+        yield made
+
+
+def test_read_waits_for_the_payload_and_fills_what_it_is_given(ring: SharedRingBuffer, client: BlockingClient) -> None:
+    ticket, out = ring.write_raw(noise(20_000), readers=2), bytearray(20_000)
+    assert np.array_equal(client.read(ticket)["data"], noise(20_000))
+    assert client.read(ticket, out, rank=1).data is out
+    assert out == noise(20_000).tobytes()
+    assert client.statistics().reads == 2
+
+
+def test_a_tickets_text_is_as_good_as_the_ticket(ring: SharedRingBuffer, client: BlockingClient) -> None:
+    tickets = [ring.write_raw(noise(100, seed)) for seed in range(4)]
+    out = bytearray(100)
+    assert bytes(client.read(tickets[0].to_text(), out).data) == noise(100, 0).tobytes()
+    forms = [tickets[1].to_text(), tickets[2].encode(), tickets[3]]
+    outcomes = list(client.read_many(forms))
+    assert sorted(outcome.ticket.slot for outcome in outcomes) == sorted(ticket.slot for ticket in tickets[1:])
+    assert all(outcome.payload for outcome in outcomes)
+    assert client.state(tickets[1].to_text()) is SlotFate.READABLE
+    assert client.ack(tickets[1].to_text())
+    assert client.discard(ring.write_raw(b"x").to_text(), timeout=15.0)
+    for use in (client.read, client.ack, client.discard, client.state, lambda wrong: list(client.read_many([wrong]))):
+        with pytest.raises(TicketError, match="a int is not a ticket"):
+            use(3)  # type: ignore[arg-type]
+
+
+def test_what_the_client_raises_arrives_by_its_own_class(ring: SharedRingBuffer, client: BlockingClient) -> None:
+    ticket = ring.write_raw(b"x")
+    with pytest.raises(RankError):
+        client.read(ticket, rank=3)
+    ring.discard(ticket)
+    with pytest.raises(StaleSlotError):
+        client.read(ticket)
+
+
+def test_payloads_are_acknowledged_discarded_and_asked_about(ring: SharedRingBuffer, client: BlockingClient) -> None:
+    read, acked, discarded = (ring.write_raw(noise(100, seed)) for seed in range(3))
+    with client.read(read):
+        pass
+    client.read(acked)
+    assert client.ack(acked)
+    assert client.state(discarded) is SlotFate.READABLE
+    assert client.discard(discarded, timeout=15.0)
+    assert not client.discard(discarded)
+    assert client.state(discarded, timeout=15.0) is SlotFate.GONE
+    eventually(lambda: ring.statistics().free == ring.slot_count)
+    assert client.state(acked) is SlotFate.GONE
+
+
+def test_read_many_yields_every_outcome(ring: SharedRingBuffer, client: BlockingClient) -> None:
+    tickets = [ring.write_raw(noise(size, 1)) for size in (10, 20_000, 300, 40_000)]
+    ring.discard(tickets[2])
+    outcomes = {outcome.ticket: outcome for outcome in client.read_many(tickets)}
+    assert outcomes.keys() == set(tickets)
+    assert isinstance(outcomes[tickets[2]].error, StaleSlotError)
+    for ticket in tickets[:2] + tickets[3:]:
+        payload = outcomes[ticket].payload
+        assert payload is not None
+        assert np.array_equal(payload["data"], noise(ticket.size, 1))
+    assert list(client.read_many([])) == []
+
+
+def test_leaving_read_many_early_ends_what_is_under_way(ring: SharedRingBuffer, client: BlockingClient) -> None:
+    tickets = [ring.write_raw(noise(70_000, seed)) for seed in range(20)]
+    outcomes = client.read_many(tickets)
+    assert next(outcomes).payload is not None
+    outcomes.close()
+    assert client.statistics().links_in_use == 0
+    assert client.statistics().reads < len(tickets)
+
+
+def test_threads_share_a_client(ring: SharedRingBuffer, client: BlockingClient) -> None:
+    tickets = [ring.write_raw(noise(70_000, seed)) for seed in range(32)]
+    together = threading.Barrier(4)
+
+    def read(start: int) -> list[bool]:
+        together.wait()
+        return [np.array_equal(client.read(tickets[seed])["data"], noise(70_000, seed)) for seed in range(start, 32, 4)]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(all(found) for found in pool.map(read, range(4)))
+    assert client.statistics().reads == 32
+
+
+def test_close_ends_the_thread_may_be_repeated_and_nothing_works_afterwards(ring: SharedRingBuffer) -> None:
+    before = threading.active_count()
+    client = BlockingClient(wire={"tcp"})
+    ticket = ring.write_raw(b"x")
+    kept = client.read(ticket)["data"]
+    unfinished = client.read_many([ring.write_raw(noise(10, seed)) for seed in range(3)])
+    next(unfinished)
+    assert threading.active_count() > before
+    client.close()
+    client.close()
+    assert threading.active_count() == before
+    for use in (lambda: client.read(ticket), lambda: client.statistics(), lambda: client.ack(ticket)):
+        with pytest.raises(ClosedError):
+            use()
+    unfinished.close()
+    assert bytes(kept) == b"x"
+
+
+def test_arguments_that_the_client_refuses_leave_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(UsageError):
+        BlockingClient(wire={"pigeon"})
+    assert threading.active_count() == before
+
+
+# --- the end of the process --------------------------------------------------------------------------
+LEFT_OPEN = """
+import os, sys, threading
+from transport import Ticket
+from transport.client.blocking import BlockingClient
+from transport.errors import ClosedError
+ticket, how = Ticket.parse(sys.argv[1]), sys.argv[2]
+client = BlockingClient(wire={"tcp"}, ack="manual")
+client.read(ticket)
+reading = threading.Semaphore(0)
+def read_on():
+    try:
+        while True:
+            client.read(ticket)
+            reading.release()
+    except ClosedError:
+        pass
+"""
+
+
+def test_a_client_left_open_does_not_disturb_the_processes_exit(ring: SharedRingBuffer) -> None:
+    code = f"""{LEFT_OPEN}
+for _ in range(2):
+    threading.Thread(target=read_on, daemon=True).start()
+for _ in range(20):
+    reading.acquire()
+print("main done", flush=True)
+"""
+    ticket = ring.write_raw(noise(1000))
+    for _ in range(3):
+        with Child(code, ticket.to_text(), "") as child:
+            assert child.line() == "main done"
+            assert child.wait() == 0
+
+
+def test_an_acknowledgement_of_a_client_left_open_is_sent_at_the_processes_exit(ring: SharedRingBuffer) -> None:
+    code = f"""{LEFT_OPEN}
+client.ack(ticket)
+print("main done", flush=True)
+"""
+    ticket = ring.write_raw(noise(1000))
+    with Child(code, ticket.to_text(), "") as child:
+        assert child.line() == "main done"
+        assert child.wait() == 0
+    eventually(lambda: free(ring))
+
+
+@pytest.mark.parametrize("how", ["close", "read", "exit", "del"])
+def test_a_forked_child_has_no_client_and_leaves_its_parents_alone(ring: SharedRingBuffer, how: str) -> None:
+    code = f"""{LEFT_OPEN}
+pid = os.fork()
+if pid == 0:
+    if how == "close":
+        client.close()
+    elif how == "read":
+        try:
+            client.read(ticket)
+        except ClosedError:
+            pass
+    elif how == "del":
+        del client
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), len(client.read(ticket, timeout=10.0).data), flush=True)
+"""
+    ticket = ring.write_raw(noise(1000))
+    with Child(code, ticket.to_text(), how) as child:
+        assert child.line() == "7 1000"
+        assert child.wait() == 0

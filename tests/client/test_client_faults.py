@@ -1,0 +1,385 @@
+"""UCXXClient when something is wrong on the way: stopped and dead listeners, cut links, changed bytes, no time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from helpers import (
+    asynchronous,
+    cut_connections,
+    dead_port,
+    free,
+    noise,
+    on_loop,
+    over_ucx,
+    serving,
+    settings_with,
+    stalled,
+    states,
+    until,
+)
+
+from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
+from transport.errors import (
+    ChecksumError,
+    ClosedError,
+    DeadlineExceededError,
+    ReadTimeoutError,
+    RetriesExhaustedError,
+    UnreachableError,
+)
+from transport.settings import DEFAULTS
+from transport.wire.frames import SlotFate
+
+pytestmark = pytest.mark.ucx
+
+
+# --- time runs out -----------------------------------------------------------------------------------
+IMPATIENT = settings_with(read_timeout_s=1.0, attempts_per_read=1)
+
+
+@over_ucx
+@pytest.mark.parametrize("size", [5000, 50_000, 4 << 20])
+@asynchronous
+async def test_a_timed_out_read_never_writes_its_buffer_afterwards(wire: Any, size: int) -> None:
+    out = np.zeros(size, np.uint8)
+    with serving(slot_bytes=size) as (ring, server):
+        async with UCXXClient(wire={wire}, settings=IMPATIENT) as client:
+            await client.read(ring.write_raw(noise(10)))
+            ticket = ring.write_raw(noise(size))
+            with stalled(server):
+                with pytest.raises(RetriesExhaustedError) as caught:
+                    await client.read(ticket, out=out)
+                assert isinstance(caught.value.__cause__, ReadTimeoutError)
+                out[:] = 0xEE
+            assert np.array_equal((await client.read(ticket))["data"], noise(size))
+        assert (out == 0xEE).all()
+
+
+@over_ucx
+@asynchronous
+async def test_a_read_cancelled_while_it_arrives_never_writes_its_buffer_afterwards(wire: Any) -> None:
+    size = 32 << 20
+    data, out = noise(size) | 1, np.zeros(size, np.uint8)
+    with serving(slot_bytes=size) as (ring, _):
+        ticket = ring.write_raw(data)
+        async with UCXXClient(wire={wire}, ack="manual") as client:
+            reading = asyncio.create_task(client.read(ticket, out=out))
+            await until(out.any, "the first bytes arrive")
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            out[:] = 0xEE
+            assert np.array_equal((await client.read(ticket))["data"], data)
+        assert (out == 0xEE).all()
+        await until(lambda: states(ring) == (1, 0))
+
+
+@asynchronous
+async def test_the_callers_time_limit_is_kept_where_the_settings_would_allow_more() -> None:
+    patient = settings_with(read_timeout_s=200.0, connect_timeout_s=200.0, handshake_timeout_s=200.0)
+    with serving(ports=(0,)) as (ring, server):
+        tickets = [ring.write_raw(noise(10, number)) for number in range(3)]
+        async with UCXXClient(wire={"tcp"}, settings=patient) as client:
+            with stalled(server):
+                with pytest.raises((DeadlineExceededError, RetriesExhaustedError)):
+                    await client.read(tickets[0], timeout=0.2)
+                outcomes = [outcome async for outcome in client.read_many(tickets, timeout=0.2)]
+                assert len(outcomes) == len(tickets)
+                assert all(isinstance(outcome.error, DeadlineExceededError) for outcome in outcomes)
+            assert len([outcome async for outcome in client.read_many(tickets) if outcome.payload]) == 3
+
+
+# --- trouble on the way ------------------------------------------------------------------------------
+@contextlib.contextmanager
+def corrupted(ring: SharedRingBuffer, ticket: Ticket) -> Iterator[None]:
+    """One bit of the payload is another, as memory may have it."""
+    memory = ring.native.payload(ticket.slot)
+    memory[5] ^= 4
+    yield
+    memory[5] ^= 4
+
+
+@over_ucx
+@pytest.mark.parametrize("size", [100, 50_000, 9 << 20])
+@asynchronous
+async def test_changed_bytes_are_read_again_and_then_reported(wire: Any, size: int) -> None:
+    with serving(slot_bytes=size) as (ring, _):
+        ticket = ring.write_raw(noise(size), readers=2)
+        async with UCXXClient(wire={wire}) as client:
+            with corrupted(ring, ticket):
+                with pytest.raises(RetriesExhaustedError) as caught:
+                    await client.read(ticket)
+                assert isinstance(caught.value.__cause__, ChecksumError)
+                assert client.statistics().checksum_failures == DEFAULTS.attempts_per_read
+                async with UCXXClient(wire={wire}, verify=False) as careless:
+                    assert not np.array_equal((await careless.read(ticket, rank=1))["data"], noise(size))
+            assert np.array_equal((await client.read(ticket))["data"], noise(size))
+
+
+@asynchronous
+async def test_an_unreachable_port_is_named() -> None:
+    with serving() as (ring, _), dead_port() as port:
+        ticket = msgspec.structs.replace(ring.write_raw(noise(10)), ports=(port,))
+        async with UCXXClient(wire={"tcp"}) as client:
+            with pytest.raises(RetriesExhaustedError, match=f"127.0.0.1:{port}"):
+                await client.read(ticket)
+            assert client.statistics().quarantined_ports == (f"127.0.0.1:{port}",)
+            assert client.statistics().failed_reads == 1
+
+
+@asynchronous
+async def test_a_ticket_without_ports_is_unreachable() -> None:
+    with SharedRingBuffer.create(slots=1, slot_bytes=10) as ring:
+        async with UCXXClient(wire={"tcp"}) as client:
+            with pytest.raises(UnreachableError, match="being served"):
+                await client.read(ring.write_raw(b"x"))
+
+
+@asynchronous
+async def test_a_broken_port_is_avoided_while_another_one_serves() -> None:
+    with serving() as (ring, server), dead_port() as port:
+        async with UCXXClient(wire={"tcp"}) as client:
+            for seed in range(10):
+                ticket = msgspec.structs.replace(ring.write_raw(noise(10_000, seed)), ports=(port, *server.ports))
+                assert np.array_equal((await client.read(ticket))["data"], noise(10_000, seed))
+            assert client.statistics().retries == 1
+            assert client.statistics().quarantined_ports == (f"127.0.0.1:{port}",)
+
+
+@asynchronous
+async def test_a_port_that_is_back_is_used_again_when_its_quarantine_is_over() -> None:
+    brief = settings_with(port_quarantine_s=0.05, port_quarantine_most_s=0.1)
+    with serving() as (ring, server), contextlib.ExitStack() as stack:
+        with dead_port() as port:
+            tickets = (msgspec.structs.replace(ring.write_raw(b"x"), ports=(port, *server.ports)) for _ in range(1000))
+            client = UCXXClient(wire={"tcp"}, settings=brief)
+            while not client.statistics().retries:
+                await client.read(next(tickets))
+        again = UCXXServer(ring, (port,), addresses=("127.0.0.1",), mode="thread")
+        stack.enter_context(again)
+        while not on_loop(again, lambda: again._run._listeners[0]._connections):
+            await client.read(next(tickets))
+        assert client.statistics().failed_reads == 0
+        await client.close()
+
+
+@over_ucx
+@pytest.mark.parametrize("again", [True, False], ids=["with another read", "while idle"])
+@asynchronous
+async def test_an_acknowledgement_lost_with_its_connection_is_sent_again(wire: Any, again: bool) -> None:
+    delayed = settings_with(ack_delay_s=0.05)
+    with serving() as (ring, server):
+        async with UCXXClient(wire={wire}, settings=delayed) as client:
+            await client.read(ring.write_raw(noise(20_000)))
+            with stalled(server, then=lambda: cut_connections(server)):
+                await until(lambda: client.statistics().acks_unconfirmed == 1)
+            if again:
+                await client.read(ring.write_raw(noise(20_000, 1)))
+            await until(lambda: free(ring))
+            assert ring.statistics().consumes == 1 + again
+            assert client.statistics().acks_dropped == 0
+
+
+@over_ucx
+@asynchronous
+async def test_a_connection_cut_while_idle_costs_no_read(wire: Any) -> None:
+    with serving() as (ring, server):
+        async with UCXXClient(wire={wire}) as client:
+            for seed in range(3):
+                payload = await client.read(ring.write_raw(noise(20_000, seed)))
+                assert np.array_equal(payload["data"], noise(20_000, seed))
+                on_loop(server, lambda: cut_connections(server))
+            assert client.statistics().failed_reads == 0
+
+
+@asynchronous
+async def test_closing_ends_reads_under_way() -> None:
+    with serving() as (ring, server):
+        client = UCXXClient(wire={"tcp"})
+        await client.read(ring.write_raw(noise(10)))
+        with stalled(server):
+            reading = asyncio.create_task(client.read(ring.write_raw(noise(10, 1))))
+            await until(lambda: client.statistics().links_in_use == 1)
+            closing = asyncio.create_task(client.close())
+            with pytest.raises(ClosedError):
+                await reading
+        await closing
+        await client.close()
+
+
+# --- one of two is unwell ----------------------------------------------------------------------------
+QUICK_TO_DOUBT = settings_with(read_timeout_s=0.3, connect_timeout_s=0.2, handshake_timeout_s=0.2)
+
+
+@contextlib.contextmanager
+def two_servers(first: SharedRingBuffer) -> Iterator[tuple[UCXXServer, UCXXServer]]:
+    """Servers of one ring, each with a loop of its own, so that one can be stalled."""
+    with (
+        UCXXServer(first, addresses=("127.0.0.1",), mode="thread") as one,
+        UCXXServer(first, addresses=("127.0.0.1",), mode="thread") as other,
+    ):
+        ports = [on_loop(server, lambda server=server: server._run._listeners[0].port) for server in (one, other)]
+        assert len(set(ports)) == 2
+        first.native.set_ports(ports)
+        yield one, other
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@asynchronous
+async def test_a_callers_hurry_says_nothing_against_the_port(connected: bool) -> None:
+    with serving() as (ring, server):
+        async with UCXXClient(wire={"tcp"}) as client:
+            if connected:
+                await client.read(ring.write_raw(noise(20_000)))
+            tickets = [ring.write_raw(noise(20_000, seed)) for seed in (1, 2)]
+            with stalled(server):
+                with pytest.raises(DeadlineExceededError):
+                    await client.read(tickets[0], timeout=0.05)
+                outcomes = [outcome async for outcome in client.read_many(tickets, timeout=0.05)]
+                assert len(outcomes) == len(tickets)
+                assert all(isinstance(outcome.error, DeadlineExceededError) for outcome in outcomes)
+                with pytest.raises(DeadlineExceededError):
+                    await client.state(tickets[0], timeout=0.05)
+                assert client.statistics().quarantined_ports == ()
+            for ticket in tickets:
+                assert np.array_equal((await client.read(ticket))["data"], noise(20_000, tickets.index(ticket) + 1))
+            assert client.statistics().quarantined_ports == ()
+
+
+@asynchronous
+async def test_more_reads_than_the_pool_has_places_wait_for_a_place_however_long() -> None:
+    one_place = msgspec.structs.replace(QUICK_TO_DOUBT, pool_endpoints_per_port=1, attempts_per_read=1)
+    size = 300_000
+    with serving(slots=12, slot_bytes=size) as (ring, server), serving() as (silent_ring, silent):
+        tickets = [ring.write_raw(noise(size, seed)) for seed in range(12)]
+        async with UCXXClient(wire={"tcp"}, settings=one_place) as client:
+            await client.state(tickets[0])
+            port = ("127.0.0.1", server.ports[0])
+            taken = await client._links.checkout(port, ring.ring_id)
+            reading = [asyncio.create_task(client.read(ticket)) for ticket in tickets]
+            with stalled(silent), pytest.raises(RetriesExhaustedError):  # which takes as long as a read may
+                await client.read(silent_ring.write_raw(noise(size)))
+            assert not any(task.done() for task in reading)
+            client._links.checkin(taken)
+            for seed, payload in enumerate(await asyncio.gather(*reading)):
+                assert np.array_equal(payload["data"], noise(size, seed))
+            assert client.statistics().links_opened == 1
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        pytest.param(False, id="together"),
+        pytest.param(True, id="while the other one is being tried"),
+    ],
+)
+@asynchronous
+async def test_acknowledgements_reach_their_ring_although_another_one_cannot_be_reached(
+    monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    monkeypatch.setattr("transport.client.connections._CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("support.PATIENCE_S", 2.0)
+    patient = settings_with(read_timeout_s=200.0, connect_timeout_s=200.0, handshake_timeout_s=200.0, ack_delay_s=0.01)
+    with serving() as (lost, server), serving() as (well, _), socket.socket() as silent:
+        async with UCXXClient(wire={"tcp"}, settings=patient, ack="manual") as client:
+            payloads = [await client.read(ring.write_raw(noise(20_000))) for ring in (lost, well)]
+            port = server.ports[0]
+            server.close()
+            silent.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            silent.bind(("0.0.0.0", port))
+            silent.listen()  # connections are made and never answered
+            for payload in payloads:
+                assert payload.ack()
+                if later:
+                    await until(lambda: client._links.counts().opening == 1)
+            await until(lambda: free(well))
+            assert client.statistics().acks_pending == 1
+
+
+@pytest.mark.parametrize("ask", ["state", "discard"])
+@asynchronous
+async def test_a_question_goes_to_the_other_port_when_one_is_stopped(ask: str) -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring, two_servers(ring) as (_, other):
+        stopped = ring.native.ports()[1]
+        ticket = ring.write_raw(noise(10))
+        async with UCXXClient(wire={"tcp"}, settings=QUICK_TO_DOUBT) as client:
+            with stalled(other):
+                if ask == "discard":  # which asks for the state first
+                    assert await client.discard(ticket)
+                else:
+                    assert [await client.state(ticket) for _ in range(2)] == [SlotFate.READABLE] * 2
+                # of two questions one went to the stopped port first
+                assert client.statistics().retries == 1
+                assert client.statistics().quarantined_ports == (f"127.0.0.1:{stopped}",)
+
+
+@pytest.mark.parametrize("ask", [UCXXClient.state, UCXXClient.discard])
+@asynchronous
+async def test_a_question_that_nobody_answers_ends_in_an_error_of_ours(ask: Any) -> None:
+    with serving() as (ring, server):
+        ticket = ring.write_raw(noise(10))
+        async with UCXXClient(wire={"tcp"}, settings=QUICK_TO_DOUBT) as client:
+            await client.read(ring.write_raw(noise(10)))
+            with stalled(server):
+                with pytest.raises(DeadlineExceededError):
+                    await ask(client, ticket, timeout=0.05)
+                with pytest.raises(RetriesExhaustedError) as caught:
+                    await ask(client, ticket)
+                assert isinstance(caught.value.__cause__, ReadTimeoutError)
+            assert await client.state(ticket) is SlotFate.READABLE
+
+
+@pytest.mark.parametrize(
+    ("first", "known"),
+    [
+        (0, True),
+        (1, True),
+        (0, False),
+        (1, False),
+    ],
+)
+@asynchronous
+async def test_a_port_that_serves_another_ring_is_not_asked_again(first: int, known: bool) -> None:
+    with serving() as (ring, server), serving() as (_, stranger):
+        ports = (*stranger.ports, *server.ports)
+        if known:
+            ring.native.set_ports(ports)
+        async with UCXXClient(wire={"tcp"}) as client:
+            client._links.routes._rotation = first
+            for seed in range(10):
+                ticket = msgspec.structs.replace(ring.write_raw(noise(10_000, seed)), ports=ports)
+                assert np.array_equal((await client.read(ticket))["data"], noise(10_000, seed))
+                await until(lambda: free(ring))
+            assert client.statistics().retries <= 1
+            assert client.statistics().quarantined_ports == ()
+
+
+@asynchronous
+async def test_listeners_killed_while_they_write_into_shared_memory_cost_no_payload_and_no_patience() -> None:
+    """UCX waits for ever at the gap that a killed writer leaves in the queue of the client's worker."""
+    size = 1000 << 10
+    with (
+        SharedRingBuffer.create(slots=4, slot_bytes=size) as ring,
+        UCXXServer(ring, (0, 0), addresses=("127.0.0.1",), log_level="ERROR"),
+    ):
+        async with UCXXClient(wire={"shm"}, settings=settings_with(attempts_per_read=8)) as client:
+            for seed in range(12):
+                out = np.zeros(size, np.uint8)
+                ticket = ring.write_raw(noise(size, seed) | 1, timeout_s=30)
+                reading = asyncio.create_task(client.read(ticket, out=out))
+                await until(out.any, "the first bytes arrive")
+                pins = ring.native.info(ticket.slot).pins
+                for owner in ring.native.owners():
+                    if pins >> owner.index & 1:
+                        os.kill(owner.pid, signal.SIGKILL)
+                assert np.array_equal((await reading).data, noise(size, seed) | 1)
+            assert client.statistics().failed_reads == 0

@@ -1,0 +1,211 @@
+"""A `close` that is cancelled or interrupted: the next one finishes what it had begun, and nothing stays open."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import asynchronous, eventually, listener_pids, noise, over_ucx, serving, stalled, until
+from packers import SCHEMA, Packer, Worker, write
+
+from transport import SharedRingBuffer, UCXXClient, UCXXServer
+from transport.client.blocking import BlockingClient
+from transport.errors import ClosedError
+from transport.queue.sqlite import SQLiteQueue
+from transport.runtime.loop_thread import LoopThread
+from transport.store.directory import Announcement, Directory
+from transport.store.memory import MemoryStore
+
+pytestmark = pytest.mark.ucx
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+class Interrupted(BaseException):
+    """As Ctrl-C."""
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """The next call of a method is interrupted before it does anything."""
+    real = getattr(owner, name)
+
+    def interrupted(*arguments: Any, **named: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        for coroutine in filter(asyncio.iscoroutine, arguments):
+            coroutine.close()
+        raise Interrupted
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
+# --- clients -------------------------------------------------------------------------------------------
+@over_ucx
+@asynchronous
+async def test_a_second_close_finishes_what_a_cancelled_one_had_begun(wire: Any) -> None:
+    with serving() as (ring, server):
+        async with UCXXClient(wire={wire}) as first:
+            await first.read(ring.write_raw(b""))  # what is made once for a process
+        await until(lambda: ring.statistics().consumes == 1)
+        before = descriptors()
+        client = UCXXClient(wire={wire}, ack="manual")
+        payload = await client.read(ring.write_raw(noise(100)))
+        worker = client._links._worker
+        assert worker is not None
+        with stalled(server):
+            client._links._break_off_all(client._links._pool.idle())  # so that the acknowledgement needs a new one
+            payload.ack()
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.close(), 0.2)
+            with pytest.raises(ClosedError):
+                await client.read(payload.ticket)
+        await client.close()
+        assert worker.closed
+        await until(lambda: ring.statistics().consumes == 2)
+        assert client.statistics().links_idle == 0
+        await client.close()
+        await until(lambda: descriptors() <= before)
+
+
+@asynchronous
+async def test_two_tasks_that_close_a_client_both_return_when_it_is_closed() -> None:
+    with serving() as (ring, _):
+        client = UCXXClient(wire={"tcp"}, ack="manual")
+        (await client.read(ring.write_raw(noise(100)))).ack()
+        worker = client._links._worker
+        assert worker is not None
+        closing = [asyncio.create_task(client.close()) for _ in range(2)]
+        done, _ = await asyncio.wait(closing, return_when=asyncio.FIRST_COMPLETED)
+        assert done
+        assert worker.closed
+        await asyncio.gather(*closing)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])  # after the first one, closing is still to begin
+def test_a_loop_that_ends_before_a_client_is_closed_leaves_nothing_of_it_open(steps: int) -> None:
+    async def leave() -> Any:
+        client = UCXXClient(wire={"tcp"}, ack="manual")
+        payload = await client.read(ticket)
+        payload.ack()
+        closing = asyncio.create_task(client.close())
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        closing.cancel()
+        return client._links._worker
+
+    with serving() as (ring, _):
+        ticket = ring.write_raw(noise(100))
+        asyncio.run(leave())  # what is made once for a process
+        before = descriptors()
+        ticket = ring.write_raw(noise(100))
+        assert asyncio.run(leave()).closed
+        eventually(lambda: descriptors() <= before)
+
+
+@pytest.mark.parametrize("where", ["run", "close"])
+def test_a_blocking_client_whose_close_was_interrupted_is_closed_by_the_next(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving() as (ring, _):
+        threads, before = threading.active_count(), descriptors()
+        client = BlockingClient(wire={"tcp"}, ack="manual")
+        client.read(ring.write_raw(noise(100))).ack()
+        interrupting(monkeypatch, client._thread, where)
+        with pytest.raises(Interrupted):
+            client.close()
+        client.close()
+        assert threading.active_count() == threads
+        assert client._client._links._worker is not None
+        assert client._client._links._worker.closed
+        eventually(lambda: descriptors() <= before)
+
+
+def test_a_loop_thread_whose_close_was_interrupted_is_ended_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = threading.active_count()
+    thread = LoopThread("interrupted")
+    interrupting(monkeypatch, thread._thread, "join")
+    with pytest.raises(Interrupted):
+        thread.close()
+    thread.close()
+    assert threading.active_count() == threads
+    assert thread._loop.is_closed()
+
+
+# --- servers ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_server_whose_drain_is_interrupted_stops_then(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
+        server = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode=mode).start()
+        ring.write_raw(b"unread")
+        interrupting(monkeypatch, server, "_drain")
+        with pytest.raises(Interrupted):
+            server.close(drain_s=60.0)
+        assert server.ports == ()
+        assert mode == "thread" or not listener_pids(ring)
+        server.close()
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_server_whose_close_was_interrupted_is_stopped_by_the_next(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
+        threads = threading.active_count()
+        server = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode=mode).start()
+        interrupting(monkeypatch, server._run, "stop")
+        with pytest.raises(Interrupted):
+            server.close()
+        server.close()
+        assert not listener_pids(ring)
+        assert threading.active_count() == threads
+
+
+def test_an_announcement_whose_close_was_interrupted_is_withdrawn_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MemoryStore() as store, serving() as (ring, server):
+        directory = Directory(store)
+        announcement = Announcement(directory, ring, server)
+        assert directory.find(ring.ring_id) is not None
+        interrupting(monkeypatch, announcement._thread, "join")
+        with pytest.raises(Interrupted):
+            announcement.close()
+        announcement.close()
+        assert directory.find(ring.ring_id) is None
+
+
+# --- packers ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "interrupt",
+    [
+        lambda patch, session: interrupting(patch, session.fetching, "end"),
+        lambda patch, session: interrupting(patch, session.claims._queue, "retry"),
+        lambda patch, session: interrupting(patch, session.thread, "close"),
+    ],
+    ids=["fetch", "claims", "thread"],
+)
+def test_a_packer_whose_cleanup_was_interrupted_gives_every_claim_back_in_the_next(
+    interrupt: Callable[[pytest.MonkeyPatch, Any], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
+        worker, packer = Worker(), Packer()
+        worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", ports=(0,))
+        threads = threading.active_count()
+        try:
+            for seed in range(4):
+                write(worker, seed)
+            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"})
+            claims = packer.claim_tickets(4, 5.0)
+            packer.start_prefetch(claims[:2])
+            assert packer._ucxx is not None
+            interrupt(monkeypatch, packer._ucxx)
+            with pytest.raises(Interrupted):
+                packer.cleanup_ucxx_packer()
+            packer.cleanup_ucxx_packer()
+            eventually(lambda: threading.active_count() == threads)  # those of its executor have been told
+            assert queue.depth().claimed <= 1  # the one whose call was interrupted; its lease ends
+        finally:
+            worker.cleanup_ucxx()

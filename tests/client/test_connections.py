@@ -1,0 +1,332 @@
+"""The links of a client: whose turn it is, and that every one comes back, whatever happened to its user."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from helpers import asynchronous, cut_connections, noise, over_ucx, serving, settings_with, stalled, until
+
+from transport import SharedRingBuffer, UCXXClient, UCXXServer
+from transport.client.acknowledgements import Ack
+from transport.client.connection import Link
+from transport.client.connections import Links
+from transport.client.pool import PortKey
+from transport.errors import ClosedError, LinkError, RankError
+from transport.wire.frames import Kind, Record
+
+pytestmark = pytest.mark.ucx
+
+ONE_PLACE = settings_with(pool_endpoints_per_port=1)
+
+
+@contextlib.asynccontextmanager
+async def taken(**options: Any) -> AsyncIterator[tuple[Links, PortKey, SharedRingBuffer, Any]]:
+    """A client's links, a port with one place, its ring, and the link that has the place."""
+    with serving(slots=4, slot_bytes=1000, settings=ONE_PLACE) as (ring, server):
+        async with UCXXClient(wire={"tcp"}, ack="manual", settings=ONE_PLACE, **options) as client:
+            port = ("127.0.0.1", server.ports[0])
+            link = await client._links.checkout(port, ring.ring_id)
+            yield client._links, port, ring, link
+            client._links._pool.validate()
+
+
+async def waiting(links: Links, port: PortKey, ring: str, count: int) -> list[asyncio.Task[Any]]:
+    """Tasks that wait for a link, the first one longest."""
+    tasks = []
+    for number in range(1, count + 1):
+        tasks.append(asyncio.create_task(links.checkout(port, ring)))
+        await until(lambda number=number: len(links._waiting.get(port, ())) == number)  # type: ignore[misc]
+    return tasks
+
+
+# --- turns -----------------------------------------------------------------------------------------------
+@over_ucx
+@asynchronous
+async def test_who_waits_for_a_link_gets_it_though_others_never_pause(wire: Any) -> None:
+    settings = settings_with(pool_endpoints_per_port=2)
+    with serving(slots=4, slot_bytes=1000, settings=settings) as (ring, _):
+        ticket = ring.write_raw(noise(1000))
+        async with UCXXClient(wire={wire}, ack="manual", settings=settings) as client:
+            over = False
+
+            async def ask_on() -> None:
+                while not over:
+                    await client.state(ticket)
+
+            readers = [asyncio.create_task(ask_on()) for _ in range(2)]
+            await until(lambda: client.statistics().links_in_use == 2)
+            for _ in range(3):
+                await client.state(ticket, timeout=20.0)
+            over = True
+            await asyncio.gather(*readers)
+            assert client.statistics().links_opened == 2
+
+
+@asynchronous
+async def test_a_link_goes_to_the_longest_waiter_and_not_to_who_gave_it_back() -> None:
+    async with taken() as (links, port, ring, link):
+        first, second = await waiting(links, port, ring.ring_id, 2)
+        links.checkin(link)
+        assert links.try_checkout(port, ring.ring_id) is None
+        assert await first is link
+        assert not second.done()
+        links.checkin(link)
+        assert await second is link
+        assert links.counts() == (0, 1, 0)
+        links.checkin(link)
+        assert links.counts() == (1, 0, 0)
+
+
+@asynchronous
+async def test_a_place_goes_to_the_longest_waiter() -> None:
+    async with taken() as (links, port, ring, link):
+        first, second = await waiting(links, port, ring.ring_id, 2)
+        links.break_off(link)
+        late = asyncio.create_task(links.checkout(port, ring.ring_id))
+        made = await first
+        assert made is not link
+        links.checkin(made)
+        assert await second is made
+        links.checkin(made)
+        assert await late is made
+        links.checkin(made)
+        assert links.opened == 2
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["link", "place"])
+@asynchronous
+async def test_who_is_cancelled_after_its_turn_came_passes_it_on(broken: bool) -> None:
+    async with taken() as (links, port, ring, link):
+        first, second = await waiting(links, port, ring.ring_id, 2)
+        (links.break_off if broken else links.checkin)(link)
+        first.cancel()
+        made = await second
+        assert first.cancelled()
+        assert (made is link) is not broken
+        links.checkin(made)
+        assert links.counts() == (1, 0, 0)
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["link", "place"])
+@asynchronous
+async def test_the_only_waiter_that_is_cancelled_after_its_turn_came_leaves_nothing_taken(broken: bool) -> None:
+    async with taken() as (links, port, ring, link):
+        (only,) = await waiting(links, port, ring.ring_id, 1)
+        (links.break_off if broken else links.checkin)(link)
+        only.cancel()
+        await asyncio.wait([only])
+        assert links.counts() == ((0, 0, 0) if broken else (1, 0, 0))
+        assert not links._waiting
+
+
+@asynchronous
+async def test_a_link_that_broke_on_its_way_to_a_waiter_is_replaced() -> None:
+    async with taken() as (links, port, ring, link):
+        first, second = await waiting(links, port, ring.ring_id, 2)
+        links.checkin(link)
+        link.abort()
+        made = await first
+        assert made is not link
+        assert made.usable
+        links.checkin(made)
+        assert await second is made
+        links.checkin(made)
+
+
+@asynchronous
+async def test_waiters_are_told_that_the_client_closes() -> None:
+    async with taken() as (links, port, ring, link):
+        tasks = await waiting(links, port, ring.ring_id, 3)
+        links.checkin(link)  # the first one's turn, which it cannot use any more
+        await links.close()
+        for outcome in await asyncio.gather(*tasks[1:], return_exceptions=True):
+            assert isinstance(outcome, ClosedError)
+        given = await asyncio.gather(tasks[0], return_exceptions=True)
+        if given == [link]:
+            links.break_off(link)
+        else:
+            assert isinstance(given[0], ClosedError)
+        assert links.counts() == (0, 0, 0)
+
+
+@asynchronous
+async def test_a_place_that_cannot_be_filled_is_the_next_ones() -> None:
+    async with taken() as (links, port, ring, link):
+        first, second = await waiting(links, port, ring.ring_id, 2)
+        other = links._worker
+        assert other is not None
+        links.break_off(link)
+        other.close()  # the next one to open a link fails
+        with pytest.raises((ClosedError, LinkError)):
+            await first
+        with pytest.raises((ClosedError, LinkError)):
+            await second
+        assert links.counts() == (0, 0, 0)
+
+
+# --- whatever happens, links come back -------------------------------------------------------------------
+@asynchronous
+async def test_an_acknowledgement_for_a_rank_that_does_not_exist_is_refused() -> None:
+    with serving(slots=4, slot_bytes=1000) as (ring, _):
+        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+            ticket = ring.write_raw(noise(100), readers=2)
+            for rank in (-1, 2, 300, True):
+                with pytest.raises(RankError):
+                    client.ack(ticket, rank=rank)
+            assert client.statistics().acks_pending == 0
+            assert client.ack(ticket, rank=1)
+
+
+@asynchronous
+async def test_a_flush_that_fails_by_a_fault_of_ours_keeps_no_link(caplog: pytest.LogCaptureFixture) -> None:
+    async with taken() as (links, port, ring, link):
+        links.checkin(link)
+        ticket = ring.write_raw(noise(100))
+        links.ports(ticket)
+        fault = Ack(ring.ring_id, 0, 1, 300, 0)  # no record can hold this rank
+        links.acknowledge(fault, port)
+        await until(lambda: "acknowledging to ring" in caplog.text)
+        await until(lambda: not links._flushes)
+        assert links.counts().in_use == 0
+        links.ledger.forget_ring(ring.ring_id)
+
+
+# --- routes ------------------------------------------------------------------------------------------------
+@asynchronous
+async def test_the_ring_being_read_is_not_forgotten_for_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.client.routes._MOST_ROUTES", 2)
+    with serving(slots=4, slot_bytes=1000) as (ring, _):
+        ticket = ring.write_raw(noise(100))
+        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+            links = client._links
+            for number in range(3):
+                other = msgspec.structs.replace(ticket, ring=f"{number:032x}")
+                links.ports(other)
+                links.acknowledge(Ack(other.ring, 0, 1, 0, 0), None)  # which keeps its route
+            ports = links.ports(ticket)
+            assert links.next_port(ticket.ring, ports) in ports
+            assert links.next_port("f" * 32, ports) in ports  # of a ring that was forgotten
+            for number in range(3):
+                links.ledger.forget_ring(f"{number:032x}")
+            assert np.array_equal((await client.read(ticket))["data"], noise(100))
+
+
+FEW = 8
+
+
+@pytest.mark.parametrize("sent", [True, False], ids=["sent", "not yet given"])
+@asynchronous
+async def test_an_acknowledgement_is_not_forgotten_with_the_route_to_its_ring(
+    monkeypatch: pytest.MonkeyPatch, sent: bool
+) -> None:
+    monkeypatch.setattr("transport.client.routes._MOST_ROUTES", FEW)
+    with serving(slots=4, slot_bytes=1000) as (ring, server):
+        ticket = ring.write_raw(noise(100))
+        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+            links = client._links
+            links.routes._forget_at = FEW
+            payload = await client.read(ticket)
+            if sent:
+                with stalled(server, lambda: cut_connections(server)):  # before it was heard
+                    payload.ack()
+                    await until(lambda: links.ledger.sent_count == 1)
+                    for number in range(3 * FEW):
+                        links.ports(msgspec.structs.replace(ticket, ring=f"{number:032x}"))
+            else:
+                for number in range(3 * FEW):
+                    links.ports(msgspec.structs.replace(ticket, ring=f"{number:032x}"))
+                payload.ack()
+            await until(lambda: ring.statistics().consumes == 1)
+
+
+@asynchronous
+async def test_rings_that_are_read_keep_their_routes_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.client.routes._MOST_ROUTES", FEW)
+    with serving(slots=4, slot_bytes=1000) as (ring, _):
+        ticket = ring.write_raw(noise(100))
+        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+            links = client._links
+            links.routes._forget_at = FEW
+            for number in range(5 * FEW):
+                links.ports(ticket)
+                links.ports(msgspec.structs.replace(ticket, ring=f"{number:032x}"))
+                assert links.routes.find(ticket.ring) is not None
+                assert len(links.routes._of_ring) <= 2 * FEW
+
+
+@asynchronous
+async def test_acknowledgements_wait_for_a_ring_whose_server_moved_to_another_port() -> None:
+    with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
+        first = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread").start()
+        port = first.ports[0]
+        async with UCXXClient(wire={"tcp"}, ack="manual") as client:
+            payload = await client.read(ring.write_raw(noise(100)))
+            first.close()
+            with serving(ports=(port,)), UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread"):
+                payload.ack()
+                route = client._links.routes.find(ring.ring_id)
+                assert route is not None
+                await until(lambda: route.wrong == {("127.0.0.1", port)}, "another ring is there now")
+                await until(lambda: not client._links._flushes)
+                assert client.statistics().acks_pending == 1
+                await client.read(ring.write_raw(noise(200)))  # its ticket says where the ring is served now
+                await until(lambda: ring.statistics().consumes == 1)
+                assert client.statistics().acks_pending == 0
+
+
+@asynchronous
+async def test_acknowledgements_for_a_ring_that_nobody_serves_any_more_end_when_it_cannot_live() -> None:
+    settings = settings_with(linger_s=0.05)
+    with SharedRingBuffer.create(slots=4, slot_bytes=1000) as ring:
+        first = UCXXServer(ring, (0,), addresses=("127.0.0.1",), mode="thread").start()
+        async with UCXXClient(wire={"tcp"}, ack="manual", settings=settings) as client:
+            payload = await client.read(ring.write_raw(noise(100)))
+            first.close()
+            with serving(ports=(ring.tickets()[0].ports)):
+                payload.ack()
+                await until(lambda: client.statistics().acks_pending + client.statistics().acks_unconfirmed == 0)
+
+
+# --- age -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tended", [True, False], ids=["by itself", "when another is wanted"])
+@asynchronous
+async def test_a_link_that_was_idle_for_too_long_is_parted_from_in_good_order(
+    monkeypatch: pytest.MonkeyPatch, tended: bool
+) -> None:
+    said: list[tuple[Link, Kind]] = []
+    ask = Link.ask
+
+    def noted(link: Link, record: Record, acks: Any) -> Any:
+        said.append((link, record.kind))
+        return ask(link, record, acks)
+
+    monkeypatch.setattr(Link, "ask", noted)
+    settings = settings_with(pool_endpoint_max_age_s=0.1, pool_endpoints_per_port=1)
+    with serving(slots=4, slot_bytes=1000) as (ring, server):
+        port = ("127.0.0.1", server.ports[0])
+        async with UCXXClient(wire={"tcp"}, ack="manual", settings=settings) as client:
+            links = client._links
+            if not tended:
+                links._tender.cancel()
+            await client.read(ring.write_raw(noise(100)))
+            (old,) = links._pool.idle()
+            if tended:
+                await until(lambda: links.counts().total == 0)
+            else:
+                await until(lambda: time.monotonic() > (links._pool.next_expiry() or 0.0))
+                new = await links.checkout(port, ring.ring_id)
+                assert new is not old
+                links.checkin(new)
+            await until(lambda: not old.native.usable)
+            assert said == [(old, Kind.BYE)]
+            listener = server._run._listeners[0]  # type: ignore[union-attr]
+            left = 0 if tended else 1
+            await until(lambda: len(listener._connections) == left, "the listener has let go of it, too")
+            assert client.statistics().quarantined_ports == ()

@@ -1,0 +1,404 @@
+"""Same-host views: pins that last as long as arrays do, and attachments that end when they should."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from helpers import Child, asynchronous, free, noise, segment_file, serving, until
+
+from transport import SharedRingBuffer, Ticket, UCXXClient
+from transport._ring import PayloadView
+from transport.client.mapped import MappedRings
+from transport.client.payload import ReceivedPayload
+from transport.errors import ClosedError, RankError, StaleSlotError, WrongKeyError
+
+
+@pytest.fixture
+def ring() -> Iterator[SharedRingBuffer]:
+    with SharedRingBuffer.create(slots=6, slot_bytes=1000) as made:
+        yield made
+
+
+@pytest.fixture
+def mapped() -> Iterator[MappedRings]:
+    made = MappedRings()
+    yield made
+    made.close()
+    gc.collect()
+
+
+def states(ring: SharedRingBuffer) -> tuple[int, int, int]:
+    look = ring.statistics()
+    return look.free, look.ready, look.reading
+
+
+def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> PayloadView:
+    ring = mapped.find(ticket)
+    assert ring is not None
+    made = mapped.read(ring, ticket, 0, consume=consume)
+    assert made is not None
+    return made
+
+
+def look(made: PayloadView) -> np.ndarray:
+    return np.frombuffer(made, np.uint8)
+
+
+# --- finding -------------------------------------------------------------------------------------
+def test_a_ring_is_attached_once_and_takes_one_owner_place(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    first = mapped.find(ring.write_raw(b"1"))
+    assert first is mapped.find(ring.write_raw(b"2"))
+    assert first is not None
+    assert sum(owner.alive for owner in ring.native.owners()) == 2
+    assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"host": "elsewhere"}, {"segment": ""}, {"segment": "/transport-none-of-this-name"}, {"ring": "ab" * 16}],
+    ids=str,
+)
+def test_a_ring_that_is_not_here_is_read_through_the_network(
+    ring: SharedRingBuffer, mapped: MappedRings, change: Any
+) -> None:
+    ticket = ring.write_raw(b"1")
+    assert mapped.find(msgspec.structs.replace(ticket, **change)) is None
+    assert sum(owner.alive for owner in ring.native.owners()) == 1
+
+
+def test_without_a_free_owner_place_reading_goes_through_the_network(
+    ring: SharedRingBuffer, mapped: MappedRings
+) -> None:
+    others = [SharedRingBuffer.attach(ring.name, role="reader") for _ in range(15)]
+    ticket = ring.write_raw(b"1")
+    assert mapped.find(ticket) is None
+    for other in others:
+        other.close()
+    assert mapped.find(ticket) is None  # a refusal is remembered for a while
+    assert MappedRings().find(ticket) is not None
+    gc.collect()
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_readers_that_would_take_a_listeners_place_read_over_the_wire() -> None:
+    with serving(slots=4) as (ring, server), contextlib.ExitStack() as stack:
+        ticket = ring.write_raw(noise(1000), readers=16)
+        async with contextlib.AsyncExitStack() as clients:
+            wires = []
+            for rank in range(16):
+                client = await clients.enter_async_context(UCXXClient(wire={"mapped", "tcp"}))
+                with await client.read(ticket, rank=rank) as payload:
+                    assert np.array_equal(payload["data"], noise(1000))
+                    wires.append(payload.wire)
+                del payload
+            most = 16 - 2 - len(server.ports)
+            assert wires == ["mapped"] * most + ["tcp"] * (16 - most)
+            # a killed listener's place is found again, also while its predecessor is not yet cleared away
+            for _ in range(2):
+                stack.enter_context(SharedRingBuffer.attach(ring.name, role="listener"))
+            await until(lambda: free(ring))
+
+
+# --- views ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("consume", "after"), [(True, (6, 0, 0)), (False, (5, 1, 0))])
+def test_the_pin_lasts_as_long_as_any_array_into_the_view(
+    ring: SharedRingBuffer, mapped: MappedRings, consume: bool, after: tuple[int, int, int]
+) -> None:
+    made = view(mapped, ring.write_raw(noise(800)), consume)
+    piece = look(made)[8:].view(np.float64)[::3]
+    del made
+    gc.collect()
+    assert states(ring) == (5, 0, 1)
+    assert piece.tobytes() == noise(800)[8:].view(np.float64)[::3].tobytes()
+    assert not piece.flags.writeable
+    del piece
+    gc.collect()
+    assert states(ring) == after
+
+
+def test_acknowledging_consumes_at_once_and_keeps_the_memory(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    ticket = ring.write_raw(noise(100))
+    made = view(mapped, ticket)
+    assert made.hold.acknowledge()
+    assert not made.hold.acknowledge()
+    assert states(ring) == (5, 0, 1)
+    with pytest.raises(StaleSlotError):
+        ring.read_raw(ticket)
+    assert np.array_equal(look(made), noise(100))
+    del made
+    assert states(ring) == (6, 0, 0)
+    assert ring.statistics().consumes == 1
+
+
+def test_what_is_abandoned_is_not_consumed_by_letting_go(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    made = view(mapped, ring.write_raw(b"x"))
+    hold = made.hold
+    hold.abandon()
+    del made
+    assert states(ring) == (5, 1, 0)
+    assert hold.acknowledge()  # which needs no memory
+    assert states(ring) == (6, 0, 0)
+
+
+def test_the_last_array_may_go_on_any_thread(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    arrays = [look(view(mapped, ring.write_raw(noise(100, seed)))) for seed in range(3)]
+    threads = [threading.Thread(target=arrays.pop) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert states(ring) == (6, 0, 0)
+    assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+
+
+def test_views_take_at_most_their_share_of_the_slots(
+    ring: SharedRingBuffer, mapped: MappedRings, caplog: pytest.LogCaptureFixture
+) -> None:
+    tickets = [ring.write_raw(noise(10, seed)) for seed in range(6)]
+    views = [view(mapped, ticket) for ticket in tickets[:3]]
+    attached = mapped.find(tickets[3])
+    assert attached is not None
+    for ticket in tickets[3:5]:
+        assert mapped.read(attached, ticket, 0, consume=True) is None
+    assert caplog.text.count("further payloads are copied") == 1
+    copy = bytearray(10)
+    mapped.copy_out(attached, tickets[3], 0, memoryview(copy))
+    assert copy == noise(10, 3).tobytes()
+    assert states(ring) == (0, 3, 3)
+    del views[0]
+    views.append(view(mapped, tickets[3]))
+    assert states(ring) == (1, 2, 3)
+
+
+def test_arrays_of_a_view_cannot_be_made_writable(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    made = view(mapped, ring.write_raw(noise(100)))
+    payload = ReceivedPayload(
+        ring.tickets()[0], 0, "mapped", made, ring.tickets()[0].schema, made.hold.acknowledge, made.hold.abandon
+    )
+    assert memoryview(made).readonly
+    for array in (look(made), payload.data, payload["data"], payload["data"][3:].view()):
+        assert not array.flags.writeable
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            array.flags.writeable = True
+    with pytest.raises(TypeError, match="not writable"):
+        (ctypes.c_char * 100).from_buffer(made)
+
+
+def test_a_refused_read_leaves_no_pin(ring: SharedRingBuffer, mapped: MappedRings) -> None:
+    ticket = ring.write_raw(b"x")
+    attached = mapped.find(ticket)
+    assert attached is not None
+    for refused, rank, error in (
+        (ticket, 1, RankError),
+        (msgspec.structs.replace(ticket, key=0), 0, WrongKeyError),
+        (msgspec.structs.replace(ticket, slot=5, key=ring.key(5, 1)), 0, StaleSlotError),
+    ):
+        with pytest.raises(error):
+            mapped.read(attached, refused, rank, consume=True)
+    assert states(ring) == (5, 1, 0)
+    assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+
+
+def test_a_view_keeps_its_ring_attached_when_nobody_else_does(ring: SharedRingBuffer) -> None:
+    mapped = MappedRings()
+    array = look(view(mapped, ring.write_raw(noise(100))))
+    del mapped
+    gc.collect()
+    assert states(ring) == (5, 0, 1)
+    assert np.array_equal(array, noise(100))
+    del array
+    assert states(ring) == (6, 0, 0)
+    assert sum(owner.alive for owner in ring.native.owners()) == 1
+
+
+def test_an_attachment_that_is_closed_under_its_views_keeps_their_slots(
+    ring: SharedRingBuffer, mapped: MappedRings
+) -> None:
+    ticket = ring.write_raw(noise(100))
+    made = view(mapped, ticket)
+    array, hold = look(made), made.hold
+    attached = mapped.find(ticket)
+    assert attached is not None
+    attached.close()
+    assert states(ring) == (5, 0, 1)  # the memory is looked at, whoever closes
+    assert np.array_equal(array, noise(100))
+    payload = ReceivedPayload(ticket, 0, "mapped", made, ticket.schema, hold.acknowledge, hold.abandon)
+    with pytest.raises(ClosedError):
+        payload.ack()
+    with pytest.raises(ClosedError):
+        mapped.read(attached, ticket, 0, consume=True)
+    payload.release()
+    del made, array
+    assert states(ring) == (5, 1, 0)
+
+
+# --- the end -------------------------------------------------------------------------------------
+def test_close_acknowledges_what_was_delivered_and_detaches_with_the_last_array(ring: SharedRingBuffer) -> None:
+    mapped = MappedRings()
+    delivered, undecided = (view(mapped, ring.write_raw(noise(100, seed)), seed == 0) for seed in range(2))
+    mapped.close()
+    assert ring.statistics().consumes == 1
+    assert states(ring) == (4, 0, 2)
+    for seed, made in enumerate((delivered, undecided)):
+        assert np.array_equal(look(made), noise(100, seed))
+    del delivered, made
+    assert sum(owner.alive for owner in ring.native.owners()) == 2
+    del undecided
+    assert states(ring) == (5, 1, 0)
+    assert sum(owner.alive for owner in ring.native.owners()) == 1
+
+
+def test_a_reader_that_ends_last_removes_the_segment() -> None:
+    mapped = MappedRings()
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100)
+    made = view(mapped, writer.write_raw(noise(100)))
+    file = segment_file(writer)
+    writer.native.close()  # as the kernel ends a killed one's
+    assert np.array_equal(look(made), noise(100))
+    mapped.close()
+    assert file.exists()
+    del made
+    assert not file.exists()
+
+
+def test_rings_whose_writers_are_gone_are_let_go_when_another_one_comes(mapped: MappedRings) -> None:
+    first = SharedRingBuffer.create(slots=2, slot_bytes=100)
+    made = view(mapped, first.write_raw(b"x"))
+    file = segment_file(first)
+    first.native.close()  # as the kernel ends a killed one's
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as second:
+        view(mapped, second.write_raw(b"x"))
+        assert file.exists()  # a view is out
+        del made
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as third:
+        view(mapped, third.write_raw(b"x"))
+        assert not file.exists()
+        assert repr(mapped) == "<MappedRings 1 attached, 0 views>"
+
+
+@asynchronous
+async def test_payloads_of_a_killed_writer_without_any_listener_are_read() -> None:
+    code = """
+import sys
+from helpers import noise
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.create(slots=2, slot_bytes=1000)
+print(ring.write_raw(noise(500)).to_text(), flush=True)
+sys.stdin.readline()
+"""
+    with Child(code) as child:
+        ticket = Ticket.parse(child.line())
+        child.kill()
+    async with UCXXClient(wire={"mapped"}) as client:
+        payload = await client.read(ticket)
+        assert np.array_equal(payload["data"], noise(500))
+        del payload
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_process_that_ends_with_views_in_hand_has_consumed_them_and_leaves_nothing(closed: bool) -> None:
+    code = f"""
+import sys
+import numpy as np
+from transport import Ticket
+from transport.client.mapped import MappedRings
+from transport.client.payload import ReceivedPayload
+mapped = MappedRings()
+views = []
+while line := sys.stdin.readline().strip():
+    ticket = Ticket.parse(line)
+    views.append(np.frombuffer(mapped.read(mapped.find(ticket), ticket, 0, consume=ticket.slot > 0), np.uint8))
+    print(views[-1].sum(), flush=True)
+if {closed}:
+    mapped.close()
+"""
+    with SharedRingBuffer.create(slots=6, slot_bytes=1000) as ring, Child(code) as child:
+        for seed in range(3):
+            child.tell(ring.write_raw(noise(100, seed)).to_text())
+            assert int(child.line()) == noise(100, seed).sum()
+        assert states(ring) == (3, 0, 3)
+        child.tell()
+        assert child.wait() == 0
+        assert states(ring) == (5, 1, 0)
+        assert ring.statistics().consumes == 2
+
+
+def test_a_process_that_ends_last_with_a_view_in_hand_removes_the_segment() -> None:
+    code = """
+import sys
+from transport import Ticket
+from transport.client.mapped import MappedRings
+from transport.client.payload import ReceivedPayload
+mapped = MappedRings()
+ticket = Ticket.parse(sys.stdin.readline())
+view = mapped.read(mapped.find(ticket), ticket, 0, consume=True)
+print(bytes(view).hex(), flush=True)
+sys.stdin.readline()
+"""
+    with Child(code) as child:
+        ring = SharedRingBuffer.create(slots=2, slot_bytes=100)
+        file = segment_file(ring)
+        child.tell(ring.write_raw(noise(100)).to_text())
+        assert child.line() == noise(100).tobytes().hex()
+        ring.native.close()  # as the kernel ends a killed one's
+        assert file.exists()
+        child.tell()
+        assert child.wait() == 0
+        assert not file.exists()
+
+
+def test_the_last_view_after_close_may_go_while_an_exception_is_handled(ring: SharedRingBuffer) -> None:
+    mapped = MappedRings()
+    made = [view(mapped, ring.write_raw(b"x"))]
+    mapped.close()
+    with pytest.raises(ValueError, match="mine"):
+        try:
+            raise ValueError("mine")
+        finally:
+            made.clear()
+    assert sum(owner.alive for owner in ring.native.owners()) == 1
+
+
+def test_a_forked_child_with_a_view_ends_quietly_and_changes_nothing() -> None:
+    body = """
+import os, sys
+from transport import BlockingClient, SharedRingBuffer
+with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring, BlockingClient(wire={"mapped"}) as client:
+    held = client.read(ring.write_raw(b"held"))["data"]
+    child = os.fork()
+    if child == 0:
+        del held  # the last array of this copy
+        sys.stderr.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bytes(held) == b"held"
+    assert ring.statistics().reading == 1
+    assert ring.statistics().consumes == 0
+"""
+    ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_ring_that_could_not_be_mapped_is_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = MappedRings()
+    with SharedRingBuffer.create(slots=1, slot_bytes=10) as gone:
+        ticket = gone.write_raw(b"x")
+    assert mapped.find(ticket) is None
+    mapped.detach_finished()
+    assert list(mapped._refused) == [ticket.ring]  # it is not tried at every read
+    later = time.monotonic() + 31.0
+    monkeypatch.setattr("transport.client.mapped.time.monotonic", lambda: later)
+    mapped.detach_finished()
+    assert not mapped._refused

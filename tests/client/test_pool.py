@@ -1,0 +1,202 @@
+"""Endpoint pool: decisions over time, as short stories and against random ones."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from transport.client.pool import _POOL_ENDPOINT_MAX_AGE_S, EndpointPool
+from transport.errors import InternalError
+from transport.settings import DEFAULTS
+
+HERE = ("10.0.0.1", 7000)
+THERE = ("10.0.0.1", 7001)
+SMALL = msgspec.structs.replace(DEFAULTS, pool_endpoints_per_port=3, pool_endpoints_idle=4)
+
+
+def opened(pool: EndpointPool[str], *names: str, port: tuple[str, int] = HERE) -> None:
+    for name in names:
+        pool.begin_open(port)
+        pool.opened(port, name)
+
+
+def test_the_freshest_connection_is_used_first() -> None:
+    pool = EndpointPool[str]()
+    opened(pool, "a", "b")
+    pool.checkin("b", 1.0)
+    pool.checkin("a", 2.0)
+    assert pool.checkout(HERE, 3.0) == "a"
+    assert pool.checkout(HERE, 3.0) == "b"
+    assert pool.checkout(HERE, 3.0) is None
+
+
+def test_a_connection_has_one_user_and_serves_one_port() -> None:
+    pool = EndpointPool[str]()
+    opened(pool, "a")
+    assert pool.checkout(HERE, 0.0) is None
+    pool.checkin("a", 0.0)
+    assert pool.checkout(THERE, 0.0) is None
+    assert pool.checkout(HERE, 0.0) == "a"
+
+
+def test_age_counts_from_the_last_use() -> None:
+    pool = EndpointPool[str]()
+    opened(pool, "old", "young")
+    pool.checkin("old", 0.0)
+    pool.checkin("young", 50.0)
+    assert pool.next_expiry() == _POOL_ENDPOINT_MAX_AGE_S
+    assert pool.expired(_POOL_ENDPOINT_MAX_AGE_S) == []
+    assert pool.expired(_POOL_ENDPOINT_MAX_AGE_S + 1) == ["old"]
+    assert pool.checkout(HERE, 60.0 + _POOL_ENDPOINT_MAX_AGE_S) is None  # too old, though not yet taken out
+    assert pool.expired(60.0 + _POOL_ENDPOINT_MAX_AGE_S) == ["young"]
+    assert pool.next_expiry() is None
+
+
+def test_the_age_stays_below_the_listeners_idle_eviction() -> None:
+    assert _POOL_ENDPOINT_MAX_AGE_S == DEFAULTS.pool_endpoint_max_age_s < DEFAULTS.listener_idle_eviction_s
+
+
+def test_places_of_a_port_are_bounded_while_connections_are_being_opened() -> None:
+    pool = EndpointPool[str](SMALL)
+    opened(pool, "a")
+    pool.begin_open(HERE)
+    pool.begin_open(HERE)
+    assert not pool.may_open(HERE)
+    assert pool.may_open(THERE)
+    with pytest.raises(InternalError, match="without a place"):
+        pool.begin_open(HERE)
+    pool.open_failed(HERE)
+    assert pool.may_open(HERE)
+    assert pool.counts(HERE) == (0, 1, 1)
+    assert repr(pool) == "<EndpointPool open, 0 idle, 1 in use, 1 opening>"
+
+
+def test_beyond_the_bound_on_idle_connections_the_longest_idle_is_closed() -> None:
+    pool = EndpointPool[str](SMALL)
+    opened(pool, "a", "b", "c")
+    opened(pool, "d", "e", port=THERE)
+    closed = [pool.checkin(name, at) for at, name in enumerate("abcde")]
+    assert closed == [[], [], [], [], ["a"]]
+    assert pool.counts() == (4, 0, 0)
+
+
+def test_what_broke_is_forgotten_in_any_state() -> None:
+    pool = EndpointPool[str]()
+    opened(pool, "in use", "idle")
+    pool.checkin("idle", 0.0)
+    assert pool.drop("in use")
+    assert pool.drop("idle")
+    assert not pool.drop("idle")
+    assert pool.counts().total == 0
+
+
+def test_a_dead_ports_idle_connections_are_taken_out_together() -> None:
+    pool = EndpointPool[str]()
+    opened(pool, "a", "b")
+    opened(pool, "c", port=THERE)
+    for name in "abc":
+        pool.checkin(name, 0.0)
+    assert pool.drain_port(HERE) == ["a", "b"]
+    assert pool.checkout(THERE, 0.0) == "c"
+
+
+def test_drain_returns_the_idle_at_once_and_the_others_at_their_checkin() -> None:
+    pool = EndpointPool[str]()
+    opened(pool, "idle", "in use")
+    pool.begin_open(HERE)
+    pool.checkin("idle", 0.0)
+    assert pool.drain() == ["idle"]
+    assert not pool.may_open(THERE)
+    pool.opened(HERE, "late")
+    assert pool.checkin("in use", 1.0) == ["in use"]
+    assert pool.checkin("late", 1.0) == ["late"]
+    assert repr(pool) == "<EndpointPool drained, 0 idle, 0 in use, 0 opening>"
+
+
+def test_misuse_is_a_defect_that_is_named() -> None:
+    pool = EndpointPool[str]()
+    with pytest.raises(InternalError, match="not in use"):
+        pool.checkin("stranger", 0.0)
+    with pytest.raises(InternalError, match="being opened"):
+        pool.opened(HERE, "stranger")
+    opened(pool, "a")
+    pool.begin_open(HERE)
+    with pytest.raises(InternalError, match="already"):
+        pool.opened(HERE, "a")
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Every connection is held by exactly one: the pool, a user, or whoever closes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool: EndpointPool[int] = EndpointPool(SMALL)
+        self.now = 0.0
+        self.made = 0
+        self.used: dict[int, tuple[str, int]] = {}
+        self.last_use: dict[int, float] = {}
+        self.closed: set[int] = set()
+
+    def close(self, connections: list[int]) -> None:
+        assert not self.closed & set(connections)
+        self.closed.update(connections)
+
+    @rule(port=st.sampled_from([HERE, THERE]))
+    def use(self, port: tuple[str, int]) -> None:
+        self.close(self.pool.expired(self.now))
+        connection = self.pool.checkout(port, self.now)
+        if connection is not None:
+            assert connection not in self.closed
+            assert connection not in self.used
+            assert self.now - self.last_use[connection] <= _POOL_ENDPOINT_MAX_AGE_S
+            self.used[connection] = port
+        elif self.pool.may_open(port):
+            self.pool.begin_open(port)
+            self.made += 1
+            self.pool.opened(port, self.made)
+            self.used[self.made] = port
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def checkin(self, data: st.DataObject) -> None:
+        connection = data.draw(st.sampled_from(sorted(self.used)))
+        del self.used[connection]
+        self.last_use[connection] = self.now
+        self.close(self.pool.checkin(connection, self.now))
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def breaks(self, data: st.DataObject) -> None:
+        connection = data.draw(st.sampled_from(sorted(self.used)))
+        del self.used[connection]
+        assert self.pool.drop(connection)
+        self.close([connection])
+
+    @rule(port=st.sampled_from([HERE, THERE]))
+    def port_dies(self, port: tuple[str, int]) -> None:
+        self.close(self.pool.drain_port(port))
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 60.0, 101.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.pool.validate()
+        counts = self.pool.counts()
+        assert counts.in_use == len(self.used)
+        assert counts.idle + counts.in_use + len(self.closed) == self.made
+
+    def teardown(self) -> None:
+        self.close(self.pool.drain())
+        for connection in self.used:
+            self.close(self.pool.checkin(connection, self.now))
+        assert len(self.closed) == self.made
+        self.pool.validate()
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,107 @@
+"""Port quarantine: a table of what happens to a port, and in which order ports are tried."""
+
+from __future__ import annotations
+
+import pytest
+
+from transport.client.quarantine import _PORT_QUARANTINE_SEC, PortQuarantine
+from transport.settings import DEFAULTS
+
+A, B, C = ("h", 1), ("h", 2), ("h", 3)
+Q = _PORT_QUARANTINE_SEC
+
+
+def test_healthy_ports_rotate() -> None:
+    quarantine = PortQuarantine()
+    orders = [quarantine.order([A, B, C], 0.0, start) for start in range(4)]
+    assert orders == [[A, B, C], [B, C, A], [C, A, B], [A, B, C]]
+    assert quarantine.order([], 0.0, 5) == []
+    assert quarantine.order([A, A, B], 0.0) == [A, B]
+
+
+def test_a_failed_port_is_tried_last_until_its_time_has_run_out() -> None:
+    quarantine = PortQuarantine()
+    quarantine.failed(A, 0.0)
+    assert quarantine.is_quarantined(A, Q - 0.1)
+    assert quarantine.order([A, B, C], Q - 0.1) == [B, C, A]
+    assert not quarantine.is_quarantined(A, Q)
+    assert quarantine.order([A, B, C], Q) == [A, B, C]
+
+
+def test_when_all_are_quarantined_the_soonest_to_heal_is_tried_first() -> None:
+    quarantine = PortQuarantine()
+    for at, port in enumerate([C, A, B]):
+        quarantine.failed(port, float(at))
+    assert quarantine.order([A, B, C], 3.0) == [C, A, B]
+    assert quarantine.quarantined(3.0) == [C, A, B]
+
+
+def test_success_heals_in_any_state() -> None:
+    quarantine = PortQuarantine()
+    quarantine.succeeded(A)
+    quarantine.failed(A, 0.0)
+    quarantine.succeeded(A)
+    assert not quarantine.is_quarantined(A, 1.0)
+    assert repr(quarantine) == "<PortQuarantine empty>"
+    quarantine.failed(A, 2.0)
+    assert repr(quarantine) == "<PortQuarantine h:1>"
+    assert not quarantine.is_quarantined(A, 2.0 + Q)  # from the beginning again, not doubled
+
+
+def test_a_failed_probe_doubles_the_time_up_to_the_cap() -> None:
+    quarantine = PortQuarantine()
+    now = 0.0
+    lengths = []
+    quarantine.failed(A, now)
+    for _ in range(6):
+        begun = now
+        while quarantine.is_quarantined(A, now):
+            now += 1.0
+        lengths.append(now - begun)
+        assert quarantine.begin(A, now)
+        quarantine.failed(A, now)
+    assert lengths == [30.0, 60.0, 120.0, 240.0, 240.0, 240.0]
+    assert lengths[-1] == DEFAULTS.port_quarantine_most_s < DEFAULTS.linger_s
+
+
+def test_failures_during_the_quarantine_renew_it_and_double_nothing() -> None:
+    quarantine = PortQuarantine()
+    for at in (0.0, 0.1, 0.2, 10.0):
+        assert not quarantine.begin(A, at)
+        quarantine.failed(A, at)
+    assert quarantine.is_quarantined(A, 10.0 + Q - 0.1)
+    assert not quarantine.is_quarantined(A, 10.0 + Q)
+
+
+def test_a_failure_after_the_quarantine_doubles_also_if_the_use_was_not_announced() -> None:
+    quarantine = PortQuarantine()
+    quarantine.failed(A, 0.0)
+    quarantine.failed(A, Q)
+    assert quarantine.is_quarantined(A, Q + 2 * Q - 0.1)
+
+
+def test_one_use_is_the_probe_and_others_avoid_the_port_meanwhile() -> None:
+    quarantine = PortQuarantine()
+    quarantine.failed(A, 0.0)
+    assert quarantine.begin(A, Q)
+    assert not quarantine.begin(A, Q)
+    assert quarantine.order([A, B], Q) == [B, A]
+    quarantine.succeeded(A)
+    assert quarantine.order([A, B], Q) == [A, B]
+
+
+def test_a_probe_that_never_ends_makes_way_for_another() -> None:
+    quarantine = PortQuarantine()
+    quarantine.failed(A, 0.0)
+    assert quarantine.begin(A, Q)
+    longest = DEFAULTS.connect_timeout_s + DEFAULTS.handshake_timeout_s + DEFAULTS.read_timeout(0)
+    assert not quarantine.begin(A, Q + longest - 0.1)
+    assert quarantine.begin(A, Q + longest)
+
+
+@pytest.mark.parametrize(("idle_s", "remembered"), [(Q, True), (Q + DEFAULTS.port_quarantine_most_s + 1, False)])
+def test_ports_of_servers_that_are_gone_are_forgotten(idle_s: float, remembered: bool) -> None:
+    quarantine = PortQuarantine()
+    quarantine.failed(A, 0.0)
+    quarantine.failed(B, idle_s)
+    assert ("h:1" in repr(quarantine)) is remembered

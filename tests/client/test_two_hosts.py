@@ -1,0 +1,194 @@
+"""Payloads from one host to another: no shared memory, no common loopback, only the network between them.
+
+Written, listened and queued on one host, read on the other, over UCX's TCP. The hosts are those of two_hosts.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import eventually
+from redis_server import needs_redis
+from two_hosts import Host, two_hosts, why_not
+
+pytestmark = [
+    pytest.mark.ucx,
+    pytest.mark.slow,
+    needs_redis,
+]
+
+PAYLOADS = 6
+REDIS_PORT = 16379
+
+# Publishes, serves until it is told to stop, and says what its tickets advertise.
+WRITER = """
+import json, sys
+import numpy as np
+from transport import Schema, UCXXRolloutMixin, UpTo
+from transport.queue.open import open_queue
+
+url, payloads, addresses, mode = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
+
+class Worker(UCXXRolloutMixin):
+    pass
+
+worker = Worker()
+with open_queue(url) as queue:
+    worker.setup_ucxx(
+        Schema.of(data=("int64", UpTo(1 << 18))), slots=8, queue=queue, addresses=addresses, mode=mode
+    )
+    for number in range(payloads):
+        ticket = worker.write_to_buffer({"data": np.arange(number, number + 100_000 + number)})
+    print(json.dumps({"addresses": ticket.addresses, "ports": ticket.ports, "host": ticket.host}), flush=True)
+    sys.stdin.readline()
+    print(json.dumps({"unread": worker.ring_statistics().ready}), flush=True)
+    worker.cleanup_ucxx()
+"""
+
+# Claims, fetches and compares everything.
+READER = """
+import json, os, sys
+import numpy as np
+from transport import Schema, UCXXDataPackerMixin, UpTo
+from transport.queue.open import open_queue
+from transport.settings import Settings
+from transport.ticket import host_identity
+
+url, payloads = sys.argv[1], int(sys.argv[2])
+
+class Packer(UCXXDataPackerMixin):
+    pass
+
+packer = Packer()
+with open_queue(url) as queue:
+    schema = Schema.of(data=("int64", UpTo(1 << 18)))
+    packer.setup_ucxx_packer(schemas=[schema], queue=queue, settings=Settings(connect_timeout_s=1.0))
+    seen, wires, segments = [], set(), os.listdir("/dev/shm")
+    while len(seen) < payloads:
+        packer.start_prefetch(packer.claim_tickets(payloads, timeout_s=20.0))
+        for payload in packer.consume(packer.collect_prefetch()):
+            data = payload["data"]
+            number = len(data) - 100_000
+            assert np.array_equal(data, np.arange(number, number + len(data))), number
+            seen.append(number)
+            wires.add(payload.wire)
+            payload.release()
+    statistics = packer.ucxx_statistics().client
+    avoided = list(statistics.quarantined_ports)
+    packer.cleanup_ucxx_packer()
+    depth = queue.depth()
+print(json.dumps({
+    "seen": sorted(seen), "wires": sorted(wires), "avoided": avoided, "segments": segments,
+    "host": host_identity(), "done": depth.done, "bytes": statistics.bytes_by_wire,
+}), flush=True)
+"""
+
+# Reads one ticket, and says what went wrong.
+ASKER = """
+import sys
+from transport import BlockingClient, Ticket
+from transport.errors import TransportError
+from transport.queue.open import open_queue
+from transport.settings import Settings
+
+with open_queue(sys.argv[1]) as queue, BlockingClient(settings=Settings(connect_timeout_s=0.5)) as client:
+    (claim,) = queue.claim(1, 20.0, consumer="asker")
+    try:
+        client.read(Ticket.decode(claim.data), timeout=5.0)
+    except TransportError as error:
+        while error is not None:
+            print(f"{type(error).__name__}: {error}", end=" | ")
+            error = error.__cause__
+    else:
+        print("read", end="")
+print(flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
+    if reason := why_not():
+        pytest.skip(f"two hosts are not tested: {reason}")
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as both:
+        yield both
+
+
+@pytest.fixture
+def queue(hosts: tuple[Host, Host], tmp_path: Path) -> Iterator[str]:
+    """A Redis server on the writer's host, as both reach it."""
+    host = hosts[0]
+    options = {"bind": host.address, "port": str(REDIS_PORT), "protected-mode": "no", "save": "", "dir": str(tmp_path)}
+    options["appendonly"] = "yes"
+    command = host.command("redis-server", *(word for name, value in options.items() for word in (f"--{name}", value)))
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            ask = host.command("redis-cli", "-h", host.address, "-p", str(REDIS_PORT), "ping")
+            eventually(lambda: server.poll() is not None or answers(ask), "redis-server answers")
+            assert server.poll() is None, "redis-server did not start"
+            yield f"redis://{host.address}:{REDIS_PORT}/0?run=two-hosts"
+        finally:
+            server.kill()
+
+
+def answers(ask: list[str]) -> bool:
+    return subprocess.run(ask, capture_output=True).stdout == b"PONG\n"
+
+
+def reported(line: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def test_every_payload_crosses_over_tcp_by_the_address_that_the_writer_chose(
+    hosts: tuple[Host, Host], queue: str
+) -> None:
+    here, there = hosts
+    with (
+        here.python(WRITER, queue, PAYLOADS, "null", "process") as writer,
+        there.python(READER, queue, PAYLOADS) as reader,
+    ):
+        written, read = reported(writer.line()), reported(reader.line())
+        writer.tell("stop")
+        left = reported(writer.line())
+        assert (writer.wait(), reader.wait()) == (0, 0)
+    assert written["addresses"] == [here.address]  # its way out; not loopback, which the reader has, too
+    assert read["seen"] == list(range(PAYLOADS))
+    assert read["wires"] == ["tcp"]
+    assert read["segments"] == []
+    assert read["host"] != written["host"]
+    assert read["done"] == PAYLOADS
+    assert read["avoided"] == []
+    assert left["unread"] == 0  # acknowledged over the network, and free
+
+
+def test_of_several_addresses_the_reachable_one_is_found(hosts: tuple[Host, Host], queue: str) -> None:
+    here, there = hosts
+    addresses = json.dumps(["10.203.77.99", here.address])
+    with (
+        here.python(WRITER, queue, PAYLOADS, addresses, "thread") as writer,
+        there.python(READER, queue, PAYLOADS) as reader,
+    ):
+        written, read = reported(writer.line()), reported(reader.line())
+        writer.tell("stop")
+        assert (writer.wait(), reader.wait()) == (0, 0)
+    assert read["seen"] == list(range(PAYLOADS))
+    assert read["wires"] == ["tcp"]
+    assert here.address not in " ".join(read["avoided"])
+    assert written["addresses"] == ["10.203.77.99", here.address]
+
+
+@pytest.mark.parametrize("address", ["10.203.77.99", "127.0.0.1"])
+def test_an_unreachable_address_is_an_error_that_names_it(hosts: tuple[Host, Host], queue: str, address: str) -> None:
+    here, there = hosts
+    with here.python(WRITER, queue, 1, json.dumps([address]), "thread") as writer, there.python(ASKER, queue) as asker:
+        port = reported(writer.line())["ports"][0]
+        said = asker.line()
+        assert f"{address}:{port}" in said
+        assert "Error" in said
+        writer.tell("stop")
+        assert (writer.wait(), asker.wait()) == (0, 0)

@@ -1,0 +1,352 @@
+"""The coordinator's machine: every transition, and what holds whatever comes in."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.cooldown.epochs import coordinator as module
+from transport.cooldown.epochs.coordinator import (
+    LOOK_AGAIN_S,
+    MOST_GAP_S,
+    MOST_STRANGERS,
+    TABLE,
+    Begin,
+    Coordinator,
+    Event,
+    Refuted,
+    Reported,
+    State,
+    Superseded,
+    Ticked,
+    Verified,
+    Verify,
+    Write,
+    Written,
+)
+from transport.cooldown.epochs.election import elect
+from transport.cooldown.epochs.records import (
+    Checkpoint,
+    EpochRecord,
+    Note,
+    Outcome,
+    Phase,
+    Refusal,
+    Report,
+    ReportKind,
+    decode,
+    encode,
+)
+from transport.errors import StoreUnsuitableError
+
+CLIENTS = tuple("abcdef")
+RECORD = EpochRecord(run="run", epoch=7, destination="file:///d", cooldown_s=60.0, seed=8)
+ELECTED = elect(CLIENTS, seed=8, epoch=7)
+
+
+def report(
+    client: str = "c", attempt: str = "0" * 16, kind: ReportKind = ReportKind.UPLOADED, **other: object
+) -> Report:
+    fields = {"run": "run", "epoch": 7, "client": client, "kind": kind, "attempt": attempt, "manifest_sha256": "ab"}
+    return Report(**{**fields, **other})  # type: ignore[arg-type]
+
+
+def checkpoint(of: Report) -> Checkpoint:
+    return Checkpoint(client=of.client, attempt=of.attempt, manifest_sha256=of.manifest_sha256, files=1, bytes=1)
+
+
+def in_cooldown(now: float = 0.0) -> Coordinator:
+    machine = Coordinator(RECORD)
+    machine.handle(Begin(3, CLIENTS))
+    machine.tick(now)
+    return machine
+
+
+def verify(machine: Coordinator, of: Report) -> list[Report]:
+    return [action.report for action in machine.handle(Reported(of)) if isinstance(action, Verify)]
+
+
+# --- the way through ------------------------------------------------------------------------------------
+def test_beginning_writes_the_clients_in_order() -> None:
+    machine = Coordinator(RECORD)
+    (write,) = machine.handle(Begin(3, ("f", "a", "a", "e", "d", "c", "b")))
+    assert isinstance(write, Write)
+    assert (write.record.phase, write.record.clients, write.record.step) == (Phase.COOLDOWN, CLIENTS, 3)
+    assert set(machine.record.elected) == set(ELECTED)
+
+
+def test_the_first_verified_report_ends_it() -> None:
+    machine = in_cooldown()
+    assert verify(machine, report("c")) == [report("c")]
+    assert verify(machine, report("e")) == [report("e")]
+    (write,) = machine.handle(Verified(report("e"), checkpoint(report("e"))))
+    assert isinstance(write, Write)
+    assert (write.record.phase, write.record.outcome) == (Phase.ENDED, Outcome.CHECKPOINTED)
+    assert write.record.checkpoint == checkpoint(report("e"))
+    assert machine.handle(Verified(report("c"), checkpoint(report("c")))) == []
+    assert machine.handle(Written()) == []
+    assert repr(machine) == "<Coordinator epoch 7 ended checkpointed 60 s left>"
+
+
+def test_nobody_in_time_is_a_time_out() -> None:
+    machine = in_cooldown()
+    for now in range(10, 60, 10):
+        machine.tick(now)
+    assert machine.state is State.COOLDOWN
+    (write,) = machine.tick(60.0)
+    assert isinstance(write, Write)
+    assert (write.record.outcome, write.record.checkpoint) == (Outcome.TIMED_OUT, None)
+
+
+def at_the_limit_while_verifying() -> Coordinator:
+    machine = in_cooldown()
+    verify(machine, report("c"))
+    for now in range(10, 70, 10):
+        machine.tick(now)
+    assert machine.state is State.COOLDOWN
+    return machine
+
+
+def test_what_is_being_verified_at_the_time_limit_may_still_count() -> None:
+    machine = at_the_limit_while_verifying()
+    machine.handle(Verified(report("c"), checkpoint(report("c"))))
+    assert machine.record.outcome is Outcome.CHECKPOINTED
+
+
+@pytest.mark.parametrize("refusal", [Refusal.WRONG_CHECKSUM, Refusal.UNREADABLE])
+def test_what_turns_out_to_be_none_after_the_limit_is_a_time_out(refusal: Refusal) -> None:
+    machine = at_the_limit_while_verifying()
+    machine.handle(Refuted(report("c"), refusal, ""))
+    machine.tick(61.0)
+    assert machine.record.outcome is Outcome.TIMED_OUT
+
+
+def test_a_verification_that_never_ends_is_waited_for_as_long_again() -> None:
+    machine = at_the_limit_while_verifying()
+    for now in range(70, 120, 10):
+        machine.tick(now)
+        assert machine.state is State.COOLDOWN
+    machine.tick(120.0)
+    assert machine.record.outcome is Outcome.TIMED_OUT
+
+
+def test_a_report_that_is_read_again_is_verified_once() -> None:
+    machine = in_cooldown()
+    assert verify(machine, report()) == [report()]
+    assert machine.handle(Reported(report())) == []
+
+
+@pytest.mark.parametrize("kind", [ReportKind.SKIPPED, ReportKind.CANCELLED, ReportKind.FAILED])
+def test_what_is_no_upload_completes_nothing(kind: ReportKind) -> None:
+    machine = in_cooldown()
+    for client in ELECTED:
+        assert verify(machine, report(client, kind=kind)) == []
+    assert machine.state is State.COOLDOWN
+    assert machine.record.notes["c"].kind is kind
+
+
+@pytest.mark.parametrize(
+    ("wrong", "refusal"),
+    [
+        (report("a"), Refusal.NOT_ELECTED),
+        (report("stranger"), Refusal.NOT_ELECTED),
+        (report(epoch=6), Refusal.OTHER_EPOCH),
+        (report(run="other"), Refusal.OTHER_EPOCH),
+    ],
+)
+def test_reports_that_cannot_count_are_refused(wrong: Report, refusal: Refusal) -> None:
+    machine = in_cooldown()
+    assert verify(machine, wrong) == []
+    assert machine.record.notes[wrong.client].refusal is refusal
+    assert machine.handle(Verified(wrong, checkpoint(wrong))) == []
+    assert machine.state is State.COOLDOWN
+
+
+def test_strangers_do_not_fill_the_record() -> None:
+    machine = in_cooldown()
+    for number in range(100):
+        machine.handle(Reported(report(f"stranger-{number}")))
+    assert len(machine.record.notes) == MOST_STRANGERS
+    assert verify(machine, report())
+
+
+def test_a_lie_is_refused_and_another_upload_of_the_same_client_counts() -> None:
+    machine = in_cooldown()
+    verify(machine, report())
+    machine.handle(Refuted(report(), Refusal.WRONG_SIZE, "model has 1 byte"))
+    assert machine.record.notes["c"].refusal is Refusal.WRONG_SIZE
+    assert machine.handle(Reported(report())) == []
+    second = report(attempt="1" * 16)
+    assert verify(machine, second) == [second]
+    machine.handle(Verified(second, checkpoint(second)))
+    assert machine.record.outcome is Outcome.CHECKPOINTED
+
+
+def test_a_destination_that_cannot_be_read_is_looked_at_again() -> None:
+    machine = in_cooldown()
+    verify(machine, report())
+    machine.handle(Refuted(report(), Refusal.UNREADABLE, "gone"))
+    assert machine.handle(Reported(report())) == []
+    assert not [action for action in machine.tick(LOOK_AGAIN_S - 1) if isinstance(action, Verify)]
+    assert Verify(report()) in machine.tick(LOOK_AGAIN_S)
+
+
+# --- others, restarts, clocks ---------------------------------------------------------------------------
+def test_the_outcome_of_another_coordinator_is_taken_over() -> None:
+    machine = in_cooldown()
+    verify(machine, report())
+    machine.handle(Verified(report(), checkpoint(report())))
+    theirs = EpochRecord(
+        run="run",
+        epoch=7,
+        destination="file:///d",
+        cooldown_s=60.0,
+        seed=8,
+        phase=Phase.ENDED,
+        outcome=Outcome.TIMED_OUT,
+    )
+    assert machine.handle(Superseded(theirs)) == []
+    assert (machine.state, machine.record) == (State.ENDED, theirs)
+
+
+def test_a_decision_outlasts_a_note_of_another_coordinator() -> None:
+    machine = in_cooldown()
+    theirs = machine.record
+    verify(machine, report())
+    (write,) = machine.handle(Verified(report(), checkpoint(report())))
+    assert isinstance(write, Write)
+    assert machine.handle(Superseded(theirs)) == [write]
+
+
+def test_a_coordinator_that_takes_over_carries_on() -> None:
+    first = in_cooldown()
+    for now in (10.0, 20.0, 30.0):
+        first.tick(now)
+    verify(first, report())
+    second = Coordinator(first.record)
+    assert second.elapsed_s == 30.0 + second.interval
+    assert verify(second, report()) == [report()]  # what was being verified is verified again
+    for now in (1000.0, 1010.0, 1020.0):
+        second.tick(now)
+    assert second.state is State.COOLDOWN
+    second.handle(Refuted(report(), Refusal.WRONG_CHECKSUM, ""))
+    second.tick(1030.0)
+    assert second.record.outcome is Outcome.TIMED_OUT
+
+
+def test_a_coordinator_that_keeps_crashing_ends_the_cooldown_all_the_same() -> None:
+    record = in_cooldown().record
+    for lives in range(1, 1000):
+        machine = Coordinator(record)
+        machine.tick(float(lives))
+        record = machine.record
+        if record.phase is Phase.ENDED:
+            break
+    assert record.outcome is Outcome.TIMED_OUT
+
+
+@pytest.mark.parametrize("step", [-1e9, -30.0, 30.0, 1e9])
+def test_a_clock_that_steps_neither_ends_a_cooldown_nor_makes_it_endless(step: float) -> None:
+    machine = in_cooldown(1000.0)
+    machine.tick(1000.0 + step)
+    assert machine.state is State.COOLDOWN
+    assert machine.elapsed_s <= MOST_GAP_S
+    for second in range(61):
+        machine.tick(1000.0 + step + second)
+    assert machine.record.outcome is Outcome.TIMED_OUT
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(Begin, st.integers(0, 9), st.sets(st.sampled_from(CLIENTS)).map(tuple)),
+        st.builds(
+            lambda client, attempt, kind, epoch: Reported(report(client, attempt * 16, kind, epoch=epoch)),
+            st.sampled_from([*CLIENTS, "x"]), st.sampled_from("01"),
+            st.sampled_from(ReportKind), st.sampled_from([6, 7]),
+        ),
+        st.builds(
+            lambda client, attempt: Verified(found := report(client, attempt * 16), checkpoint(found)),
+            st.sampled_from([*CLIENTS, "x"]), st.sampled_from("01"),
+        ),
+        st.builds(
+            lambda client, attempt, why: Refuted(report(client, attempt * 16), why, ""),
+            st.sampled_from(CLIENTS), st.sampled_from("01"), st.sampled_from(Refusal),
+        ),
+        st.builds(Ticked, st.floats(-1e6, 1e6)),
+        st.just(Written()),
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+@given(EVENTS)
+def test_it_ends_by_a_verified_report_of_an_elected_client_or_by_time(events: list[Event]) -> None:
+    machine = Coordinator(RECORD)
+    asked: set[tuple[str, str]] = set()
+    watched, last = 0.0, None
+    for event in events:
+        before = machine.record
+        cooling = machine.state is State.COOLDOWN
+        if cooling and isinstance(event, Ticked):
+            watched += min(max(event.now - last, 0.0), MOST_GAP_S) if last is not None else 0.0
+            last = event.now
+        actions = machine.handle(event)
+        asked |= {action.report.identity for action in actions if isinstance(action, Verify)}
+        if before.phase is Phase.ENDED:
+            assert machine.record == before, "an end is for good"
+            assert actions == []
+        elif machine.record.outcome is Outcome.CHECKPOINTED:
+            assert isinstance(event, Verified)
+            assert event.report.client in machine.record.elected
+            assert event.report.epoch == machine.record.epoch
+            assert event.report.identity in asked
+        elif machine.record.outcome is Outcome.TIMED_OUT:
+            assert isinstance(event, Ticked)
+            assert watched >= RECORD.cooldown_s - 1e-6
+        elif cooling and isinstance(event, Ticked):
+            assert watched < 2 * RECORD.cooldown_s
+            assert watched < RECORD.cooldown_s or asked, "nothing is being verified"
+
+
+# --- what is stored -------------------------------------------------------------------------------------
+def test_enums_are_stored_by_name() -> None:
+    machine = in_cooldown()
+    machine.handle(Reported(report("x")))
+    verify(machine, report())
+    machine.handle(Verified(report(), checkpoint(report())))
+    stored = json.loads(encode(machine.record))
+    assert (stored["phase"], stored["outcome"]) == ("ended", "checkpointed")
+    assert stored["notes"]["x"] == {
+        "kind": "uploaded",
+        "attempt": "0" * 16,
+        "refusal": "not_elected",
+        "detail": "run run, epoch 7",
+    }
+    assert decode(encode(machine.record), EpochRecord) == machine.record
+    for enum in (Phase, Outcome, ReportKind, Refusal):
+        assert all(member.value == member.name.lower() for member in enum)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"\xff", b'{"run":1}', encode(RECORD).replace(b'"layout":1', b'"layout":2')]
+)
+def test_what_is_no_record_is_refused(data: bytes) -> None:
+    with pytest.raises(StoreUnsuitableError):
+        decode(data, EpochRecord)
+
+
+def test_an_unread_note_has_a_default() -> None:
+    assert decode(encode(RECORD), EpochRecord).notes == {}
+    assert Note(kind=ReportKind.FAILED).refusal is None
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "COOLDOWN.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \|", page, re.MULTILINE)
+    assert rows == [(state.name, event.__name__) for state, event in TABLE]
+    assert module.__doc__

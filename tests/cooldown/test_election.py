@@ -1,0 +1,120 @@
+"""Election: the algorithm's golden vectors, and what holds for every run."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transport.cooldown.epochs.election import ALGORITHM, _mix, checkpointers, elect
+from transport.errors import UsageError
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "COOLDOWN.md"
+
+
+def clients(count: int) -> tuple[str, ...]:
+    return tuple(f"client-{index}" for index in range(count))
+
+
+# (clients, seed, epoch) → elected. They never change: another algorithm gets another number.
+VECTORS: list[tuple[tuple[str, ...], int, int, tuple[str, ...]]] = [
+    ((), 0, 0, ()),
+    (("a",), 1, 1, ("a",)),
+    (("a", "b", "c"), 1, 1, ("b",)),
+    (("a", "b", "c"), 1, 2, ("b",)),
+    (("a", "b", "c", "d", "e", "f"), 42, 7, ("a", "c")),
+    (("a", "b", "c", "d", "e", "f", "g", "h", "i"), 18446744073709551615, 0, ("c", "h", "f")),
+    (("a", "b", "c", "d", "e", "f", "g", "h", "i"), 0, 12, ("a", "i", "e")),
+    (("rollout-0", "rollout-1", "trainer-0"), 0, 1, ("trainer-0",)),
+    (
+        clients(100),
+        2026,
+        11,
+        (
+            "client-12",
+            "client-31",
+            "client-29",
+            "client-61",
+            "client-60",
+            "client-76",
+            "client-69",
+            "client-51",
+            "client-56",
+            "client-98",
+            "client-52",
+            "client-16",
+            "client-5",
+            "client-24",
+            "client-28",
+            "client-54",
+        ),
+    ),
+]
+
+names = st.sets(st.text(st.characters(codec="utf-8"), min_size=1, max_size=8), max_size=70)
+numbers = st.integers(0, 2**64 - 1)
+
+
+def test_the_mixing_function_is_that_of_splitmix64() -> None:
+    # the first two numbers that the published generator gives for the state 0
+    assert _mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF
+    assert _mix(2 * 0x9E3779B97F4A7C15 % 2**64) == 0x6E789E6AA1B965F4
+
+
+@pytest.mark.parametrize(("among", "seed", "epoch", "elected"), VECTORS)
+def test_golden_vectors(among: tuple[str, ...], seed: int, epoch: int, elected: tuple[str, ...]) -> None:
+    assert elect(among, seed=seed, epoch=epoch, algorithm=1) == elected
+
+
+def test_the_page_has_the_vectors() -> None:
+    rows = re.findall(r"^\| `([^`|]*)` \| (\d+) \| (\d+) \| `([^`|]*)` \|$", PAGE.read_text("utf-8"), re.MULTILINE)
+    found = [(tuple(among.split()), int(seed), int(epoch), tuple(won.split())) for among, seed, epoch, won in rows]
+    assert found == [vector for vector in VECTORS if 0 < len(vector[0]) <= 9]
+
+
+@pytest.mark.parametrize(
+    ("among", "elected"), [(0, 0), (1, 1), (2, 1), (3, 1), (5, 1), (6, 2), (47, 15), (48, 16), (10_000, 16)]
+)
+def test_a_third_at_least_one_at_most_sixteen(among: int, elected: int) -> None:
+    assert checkpointers(among) == elected
+    assert len(elect(clients(among), seed=7, epoch=3)) == elected
+
+
+@settings(max_examples=40)
+@given(names, numbers, numbers, st.randoms())
+def test_the_order_of_arrival_does_not_matter(found: set[str], seed: int, epoch: int, shuffle: random.Random) -> None:
+    arrived = [*found, *list(found)[:3]]
+    shuffle.shuffle(arrived)
+    elected = elect(arrived, seed=seed, epoch=epoch)
+    assert elected == elect(sorted(found), seed=seed, epoch=epoch)
+    assert len(set(elected)) == len(elected) == checkpointers(len(found))
+    assert set(elected) <= found
+
+
+def test_everybody_has_the_same_chance() -> None:
+    counts = dict.fromkeys(clients(9), 0)
+    for epoch in range(6000):
+        for name in elect(clients(9), seed=1, epoch=epoch):
+            counts[name] += 1
+    assert all(abs(count - 2000) < 200 for count in counts.values()), counts  # five standard deviations
+
+
+def test_epoch_and_seed_both_decide() -> None:
+    by_epoch = {elect(clients(30), seed=1, epoch=epoch) for epoch in range(50)}
+    by_seed = {elect(clients(30), seed=seed, epoch=1) for seed in range(50)}
+    assert len(by_epoch) == len(by_seed) == 50
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    with pytest.raises(UsageError, match="algorithm 2"):
+        elect(clients(3), seed=1, epoch=1, algorithm=ALGORITHM + 1)
+
+
+@pytest.mark.parametrize(("seed", "epoch"), [(-1, 0), (2**64, 0), (0, -1), (0, 2**64)])
+def test_numbers_of_more_than_64_bits_are_refused(seed: int, epoch: int) -> None:
+    with pytest.raises(UsageError, match="election with seed"):
+        elect(clients(3), seed=seed, epoch=epoch)

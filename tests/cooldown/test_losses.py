@@ -1,0 +1,189 @@
+"""Cooldowns that lose something on the way: the destination, the coordinator, the store."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cooldown_runs import CLIENTS, Run, passing
+from helpers import PATIENCE_S, Child, asynchronous, until
+from redis_server import needs_redis, redis_server
+
+from transport.cooldown import Outcome, Part, Phase
+from transport.cooldown import client as client_module
+from transport.cooldown.epochs.records import ReportKind
+from transport.errors import (
+    CoordinatorLostError,
+    DestinationDeniedError,
+)
+from transport.store.open import open_store
+from transport.store.sqlite import SQLiteStore
+
+
+@pytest.fixture
+def cooling(tmp_path: Path) -> Iterator[Run]:
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        yield Run(tmp_path, store)
+
+
+# --- destinations ---------------------------------------------------------------------------------
+@asynchronous
+async def test_nobody_joins_a_destination_that_is_not_there(cooling: Run) -> None:
+    with pytest.raises(Exception, match="may not join: it cannot list") as caught:
+        await cooling.client("a").join(str(cooling.root / "missing"))
+    assert not isinstance(caught.value, DestinationDeniedError)
+
+
+@asynchronous
+async def test_a_destination_that_comes_back_gets_its_checkpoint(cooling: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "_AGAIN_FIRST_S", 0.01)
+    host = cooling.host()
+    await host.open(7)
+    away = cooling.root.with_name("away")
+    cooling.root.rename(away)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = asyncio.create_task(cooling.client("c").cooldown(7))
+    await until(lambda: cooling.record(7).notes.get("c"))
+    assert cooling.record(7).notes["c"].kind is ReportKind.FAILED
+    assert "No such file" in cooling.record(7).notes["c"].detail
+    away.rename(cooling.root)
+    assert (await taking).part is Part.WON
+    assert (await leading).outcome is Outcome.CHECKPOINTED
+    cooling.check_restored(7)
+
+
+@asynchronous
+async def test_a_destination_that_stays_away_is_a_time_out(cooling: Run) -> None:
+    host = cooling.host()
+    await host.open(7)
+    cooling.root.rmdir()
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = asyncio.create_task(cooling.client("c").cooldown(7))
+    await until(lambda: cooling.record(7).notes.get("c"))
+    record = await passing(cooling, leading)
+    assert record.outcome is Outcome.TIMED_OUT
+    assert (await taking).part is Part.FAILED
+    assert cooling.record(7) == record  # the second place is gone; the first has it
+
+
+# --- coordinators that end, and calling off -------------------------------------------------------
+@asynchronous
+async def test_a_new_coordinator_carries_a_cooldown_on(cooling: Run) -> None:
+    first = cooling.host()
+    await first.open(7)
+    leading = asyncio.create_task(first.cooldown(7, 30, CLIENTS))
+    await until(lambda: cooling.record(7).phase is Phase.COOLDOWN)
+    leading.cancel()
+    await asyncio.gather(leading, return_exceptions=True)
+    taking = asyncio.create_task(cooling.client("e").cooldown(7))
+    await until(cooling.manifests)
+    record = await cooling.host(seed=99).cooldown(7, 31, ("other",))  # what was begun stays as it was begun
+    assert (record.outcome, record.step, record.seed) == (Outcome.CHECKPOINTED, 30, 8)
+    assert (await taking).part is Part.WON
+    cooling.check_restored(7)
+
+
+_COORDINATOR = """
+import asyncio, sys
+from pathlib import Path
+from transport.cooldown import CooldownHost
+from transport.store.sqlite import SQLiteStore
+
+async def main():
+    path = Path(sys.argv[1])
+    with SQLiteStore(path / "store.sqlite3") as store:
+        host = CooldownHost(store, "run", str(path / "destination"), cooldown_s=60, seed=8)
+        await host.open(7)
+        leading = asyncio.create_task(host.cooldown(7, 1, tuple("abcdef")))
+        while host._ledger.look(7)[0].phase.value != "cooldown":
+            await asyncio.sleep(0.01)
+        print("cooldown", flush=True)
+        await leading
+
+asyncio.run(main())
+"""
+
+
+@asynchronous
+async def test_a_coordinator_that_is_killed_is_replaced(cooling: Run) -> None:
+    with Child(_COORDINATOR, cooling.path, env={"PYTHONPATH": os.environ.get("PYTHONPATH", "")}) as child:
+        assert await asyncio.to_thread(child.line) == "cooldown"
+        child.kill()
+    taking = asyncio.create_task(cooling.client("c").cooldown(7))
+    record = await cooling.host().cooldown(7, 1, CLIENTS)
+    assert record.outcome is Outcome.CHECKPOINTED
+    assert (await taking).part is Part.WON
+    cooling.check_restored(7)
+
+
+@asynchronous
+async def test_two_coordinators_come_to_one_end(cooling: Run) -> None:
+    await cooling.host().open(7)
+    ends = await asyncio.gather(
+        cooling.host().cooldown(7, 1, CLIENTS), cooling.host().cooldown(7, 1, CLIENTS), cooling.client("c").cooldown(7)
+    )
+    assert ends[0] == ends[1] == ends[2].record == cooling.record(7)
+    cooling.check_restored(7)
+
+
+@asynchronous
+async def test_a_client_whose_coordinator_is_silent_learns_it(cooling: Run) -> None:
+    await cooling.host().open(7)
+    with pytest.raises(CoordinatorLostError, match="a new one carries on"):
+        await cooling.client("c", patience_s=0.1).cooldown(7)
+
+
+@asynchronous
+async def test_a_client_that_is_called_off_says_so_and_leaves_no_manifest(cooling: Run) -> None:
+    half, go_on = threading.Event(), threading.Event()
+
+    def progress(done: int, files: int, size: int) -> None:
+        if done == 2:
+            half.set()
+            go_on.wait(PATIENCE_S)
+
+    host = cooling.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+    taking = asyncio.create_task(cooling.client("c", progress=progress).cooldown(7))
+    await until(half.is_set)
+    taking.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert not list(cooling.root.rglob("epoch-*/c/*/*"))
+    await until(lambda: cooling.record(7).notes.get("c"))
+    assert cooling.record(7).notes["c"].kind is ReportKind.CANCELLED
+    assert (await passing(cooling, leading)).outcome is Outcome.TIMED_OUT
+
+
+# --- a store that is lost for a while -------------------------------------------------------------
+@needs_redis
+@asynchronous
+async def test_a_redis_server_that_is_killed_in_the_middle_delays_the_checkpoint_only(tmp_path: Path) -> None:
+    half, go_on = threading.Event(), threading.Event()
+
+    def progress(done: int, files: int, size: int) -> None:
+        if done == 2:
+            half.set()
+            go_on.wait(PATIENCE_S)
+
+    with redis_server() as server, open_store(server.place()) as store:
+        run = Run(tmp_path, store)
+        host = run.host()
+        await host.open(7)
+        leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
+        taking = asyncio.create_task(run.client("c", progress=progress).cooldown(7))
+        await until(half.is_set)
+        await asyncio.to_thread(server.kill)
+        go_on.set()
+        await until(run.manifests)
+        await asyncio.to_thread(server.start)
+        assert (await taking).part is Part.WON
+        assert (await leading).outcome is Outcome.CHECKPOINTED
+        run.check_restored(7)

@@ -1,0 +1,296 @@
+"""One upload, the look at it by the coordinator, and the way back: bit-exact, or an error that says what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from transport.cooldown.destinations.folder import Folder
+from transport.cooldown.epochs import manifest as manifests
+from transport.cooldown.epochs.records import (
+    Checkpoint,
+    EpochRecord,
+    Outcome,
+    Phase,
+    Refusal,
+    Report,
+    ReportKind,
+    upload_place,
+)
+from transport.cooldown.epochs.stop import Stop
+from transport.cooldown.upload import Uploaded, plain_files, remove, upload
+from transport.cooldown.verify import Untrue, restore, verified
+from transport.errors import (
+    CheckpointDamagedError,
+    DestinationDeniedError,
+    DestinationError,
+    NoCheckpointError,
+    UploadCancelledError,
+    UsageError,
+)
+
+RECORD = EpochRecord(run="run", epoch=7, destination="", cooldown_s=60.0, seed=1, step=30, clients=("a",))
+ATTEMPT = "0123456789abcdef"
+PLACE = upload_place("run", 7, "a", ATTEMPT)
+FILES = {"model/weights-1": secrets.token_bytes(9 << 20), "model/weights-2": b"", "config.json": b"{}"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    for name, data in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture
+def destination(tmp_path: Path) -> Folder:
+    root = tmp_path / "destination"
+    root.mkdir()
+    return Folder(root)
+
+
+@pytest.fixture
+def uploaded(model: Path, destination: Folder) -> Uploaded:
+    return upload(model, destination, RECORD, "a", ATTEMPT)
+
+
+def report(sha256: str, attempt: str = ATTEMPT, epoch: int = 7) -> Report:
+    return Report(run="run", epoch=epoch, client="a", kind=ReportKind.UPLOADED, attempt=attempt, manifest_sha256=sha256)
+
+
+def ended(checkpoint: Checkpoint) -> EpochRecord:
+    return msgspec.structs.replace(RECORD, phase=Phase.ENDED, outcome=Outcome.CHECKPOINTED, checkpoint=checkpoint)
+
+
+def left(destination: Folder) -> list[str]:
+    return [path.name for path in destination.root.rglob("*") if path.is_file()]
+
+
+# --- the way there and back -----------------------------------------------------------------------------
+def test_what_was_uploaded_is_verified_and_restored(tmp_path: Path, destination: Folder, uploaded: Uploaded) -> None:
+    checkpoint = verified(destination, RECORD, report(uploaded.sha256))
+    assert (checkpoint.files, checkpoint.bytes) == (3, sum(map(len, FILES.values())))
+    restored = restore(ended(checkpoint), destination, tmp_path / "restored")
+    assert {name: path.read_bytes() for name, path in restored.files.items()} == FILES
+    assert restored.manifest.step == 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["destination", "model", "restored"]
+
+
+def test_progress_is_told(model: Path, destination: Folder) -> None:
+    told: list[tuple[int, int, int]] = []
+    upload(model, destination, RECORD, "a", ATTEMPT, progress=lambda *values: told.append(values))
+    assert told[-1] == (3, 3, sum(map(len, FILES.values())))
+    assert [each[2] for each in told] == sorted(each[2] for each in told)
+    assert len(told) > 4  # within the large file, too
+
+
+def test_an_epoch_without_a_checkpoint_is_not_restored(tmp_path: Path, destination: Folder) -> None:
+    timed_out = msgspec.structs.replace(RECORD, phase=Phase.ENDED, outcome=Outcome.TIMED_OUT)
+    for record, state in ((timed_out, "timed_out"), (RECORD, "in phase training")):
+        with pytest.raises(NoCheckpointError, match=f"no checkpoint; it is {state}"):
+            restore(record, destination, tmp_path / "restored")
+
+
+# --- a manifest that lies -------------------------------------------------------------------------------
+def lie(destination: Folder, what: str) -> None:
+    files = destination.root / PLACE / manifests.FILES
+    large = files / "model/weights-1"
+    match what:
+        case "missing":
+            large.unlink()
+        case "shorter":
+            large.write_bytes(FILES["model/weights-1"][:-1])
+        case "longer":
+            large.write_bytes(FILES["model/weights-1"] + b"x")
+        case "altered":
+            data = bytearray(FILES["model/weights-1"])
+            data[len(data) // 2] ^= 1
+            large.write_bytes(data)
+        case "no manifest":
+            (destination.root / PLACE / manifests.NAME).unlink()
+        case "other manifest":
+            (destination.root / PLACE / manifests.NAME).write_bytes(b"{}")
+        case "a folder instead":
+            large.unlink()
+            large.mkdir()
+
+
+LIES = [
+    ("missing", Refusal.FILE_MISSING),
+    ("shorter", Refusal.WRONG_SIZE),
+    ("longer", Refusal.WRONG_SIZE),
+    ("altered", Refusal.WRONG_CHECKSUM),
+    ("no manifest", Refusal.MANIFEST_MISSING),
+    ("other manifest", Refusal.MANIFEST_ALTERED),
+    ("a folder instead", Refusal.WRONG_SIZE),
+]
+
+
+@pytest.mark.parametrize(("what", "refusal"), LIES)
+def test_a_lie_is_found(destination: Folder, uploaded: Uploaded, what: str, refusal: Refusal) -> None:
+    lie(destination, what)
+    with pytest.raises(Untrue) as caught:
+        verified(destination, RECORD, report(uploaded.sha256))
+    assert caught.value.refusal is refusal
+
+
+@pytest.mark.parametrize(("what", "refusal"), LIES)
+def test_what_was_damaged_later_is_not_restored(
+    tmp_path: Path, destination: Folder, uploaded: Uploaded, what: str, refusal: Refusal
+) -> None:
+    record = ended(verified(destination, RECORD, report(uploaded.sha256)))
+    lie(destination, what)
+    with pytest.raises(CheckpointDamagedError, match="run run, epoch 7"):
+        restore(record, destination, tmp_path / "restored")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["destination", "model"]
+
+
+def test_the_manifest_of_another_epoch_does_not_count(model: Path, destination: Folder) -> None:
+    """Its bytes are as reported, and all its files are there."""
+    older = msgspec.structs.replace(RECORD, epoch=6)
+    done = upload(model, destination, older, "a", ATTEMPT)
+    shutil.copytree(destination.root / upload_place("run", 6, "a", ATTEMPT), destination.root / PLACE)
+    with pytest.raises(Untrue, match="another upload") as caught:
+        verified(destination, RECORD, report(done.sha256))
+    assert caught.value.refusal is Refusal.MANIFEST_ALTERED
+
+
+@pytest.mark.parametrize(
+    "name", ["../../../secret", "/etc/passwd", "a/../../b", "a//b", "", ".", "a\\b", "a\x00b", "C:x"]
+)
+def test_a_manifest_cannot_name_files_elsewhere(destination: Folder, name: str) -> None:
+    file = manifests.File(name=name, size=0, sha256=hashlib.sha256().hexdigest())
+    data = manifests.Manifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
+    destination.put(f"{PLACE}/{manifests.NAME}", data)
+    with pytest.raises(Untrue, match="not that of a file") as caught:
+        verified(destination, RECORD, report(hashlib.sha256(data).hexdigest()))
+    assert caught.value.refusal is Refusal.MANIFEST_ALTERED
+
+
+@pytest.mark.parametrize("attempt", ["", "..", "../../..", "0123456789ABCDEF", "0" * 15])
+def test_a_report_cannot_name_a_place_elsewhere(destination: Folder, attempt: str) -> None:
+    with pytest.raises(Untrue, match="cannot be the name"):
+        verified(destination, RECORD, report("", attempt))
+
+
+# --- called off -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("at", ["before", "within a file", "between files", "before the manifest"])
+def test_an_upload_that_was_called_off_says_so_and_leaves_nothing(model: Path, destination: Folder, at: str) -> None:
+    stop = Stop()
+    reached = []
+
+    def progress(done: int, files: int, size: int) -> None:
+        now = {
+            "within a file": done == 1 and 0 < size < 9 << 20,
+            "between files": done == 1 and size == 2,
+            "before the manifest": done == files,
+        }
+        if now.get(at):
+            reached.append(at)
+            assert stop.set()
+
+    if at == "before":
+        stop.set()
+    with pytest.raises(UploadCancelledError, match="called off"):
+        upload(model, destination, RECORD, "a", ATTEMPT, stop=stop, progress=progress)
+    assert reached or at == "before"
+    assert left(destination) == []
+
+
+def test_a_manifest_that_is_being_written_cannot_be_called_off(model: Path, destination: Folder) -> None:
+    stop = Stop()
+    answers = []
+
+    class Watched(Folder):
+        def put(self, path: str, data: bytes) -> None:
+            answers.append(stop.set())
+            super().put(path, data)
+
+    done = upload(model, Watched(destination.root), RECORD, "a", ATTEMPT, stop=stop)
+    assert answers == [False]
+    assert verified(destination, RECORD, report(done.sha256))
+
+
+def test_verification_can_be_called_off(destination: Folder, uploaded: Uploaded) -> None:
+    stop = Stop()
+    stop.set()
+    with pytest.raises(UploadCancelledError):
+        verified(destination, RECORD, report(uploaded.sha256), stop)
+
+
+def test_removing_takes_the_manifest_first(destination: Folder, uploaded: Uploaded) -> None:
+    order = []
+
+    class Watched(Folder):
+        def delete(self, path: str) -> None:
+            order.append(path)
+            super().delete(path)
+
+    remove(Watched(destination.root), PLACE)
+    assert order == [f"{PLACE}/manifest.json", PLACE]
+    assert left(destination) == []
+
+
+# --- a destination that fails ---------------------------------------------------------------------------
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB of its own."""
+    path = tmp_path / "mounted"
+    path.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", path], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"may not mount: {done.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_a_full_destination_fails_in_words_and_keeps_nothing(model: Path, mounted: Path) -> None:
+    with pytest.raises(DestinationError, match="it is full"):
+        upload(model, Folder(mounted), RECORD, "a", ATTEMPT)
+    assert left(Folder(mounted)) == []
+
+
+def test_a_read_only_destination_is_a_refusal(model: Path, mounted: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+    with pytest.raises(DestinationDeniedError, match="Read-only file system"):
+        upload(model, Folder(mounted), RECORD, "a", ATTEMPT)
+
+
+def test_a_destination_that_vanishes_on_the_way_is_an_error(model: Path, destination: Folder) -> None:
+    def vanish(done: int, files: int, size: int) -> None:
+        if done == 1 and destination.root.exists():
+            destination.root.rename(destination.root.with_name("elsewhere"))
+
+    with pytest.raises(DestinationError, match="No such file"):
+        upload(model, destination, RECORD, "a", ATTEMPT, progress=vanish)
+    assert not destination.root.exists()
+    assert not list(destination.root.with_name("elsewhere").rglob("manifest.json"))
+
+
+# --- what is uploaded -----------------------------------------------------------------------------------
+def test_only_plain_files_are_uploaded(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    with pytest.raises(UsageError, match="no links"):
+        plain_files(tmp_path)
+    (tmp_path / "link").unlink()
+    with pytest.raises(UsageError, match="nothing to upload"):
+        plain_files(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="neither a file nor a folder"):
+        plain_files(tmp_path)
+
+
+def test_a_name_that_not_every_system_takes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a:b").touch()
+    with pytest.raises(UsageError, match="rename it"):
+        plain_files(tmp_path)

@@ -1,0 +1,165 @@
+"""The main job when something goes wrong: signals, killed workers, parents, listeners and servers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from demos import AT_WORK, running
+from redis_server import needs_redis, redis_server
+
+from transport.queue import open_queue
+from transport.testing import ResourceSnapshot
+
+pytest.importorskip("gymnasium")
+if importlib.util.find_spec("ucxx") is None:  # importing it would make its variables count as the user's
+    pytest.skip("needs ucxx", allow_module_level=True)
+
+
+_CLEAN_UP_S = 30.0  # watchdog
+
+
+# --- another run, another server --------------------------------------------------------------------------
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_second_run_resumes_from_the_checkpoint_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_STORE", f"sqlite://{tmp_path}/epochs/store.sqlite3")
+    results = []
+    for part in ("first", "second"):
+        (tmp_path / part).mkdir()
+        arguments = ("--episodes", "48", "--target", "0", "--json", "-", "--checkpoint", str(tmp_path / "checkpoints"))
+        with running(tmp_path / part, *arguments) as demo:
+            status, out, err = demo.finished()
+        assert status == 0, err
+        assert demo.left() == []
+        results.append(json.loads(out))
+    first, second = results
+    assert (first["epoch"], first["resumed_from"], first["checkpoint"], first["updates"]) == (1, 0, "checkpointed", 3)
+    assert (second["epoch"], second["resumed_from"], second["checkpoint"]) == (2, 1, "checkpointed")
+    assert "resumed from epoch 1, version 3" in err
+    places = [Path(result["checkpoint_place"].removeprefix("file://")) / "files" for result in results]
+    assert [json.loads((place / "policy.json").read_text())["version"] for place in places] == [3, 6]
+
+    shown = subprocess.run(
+        [sys.executable, "-m", "transport", "cooldown", "status", "--json", "-"], capture_output=True, text=True
+    )
+    epochs = json.loads(shown.stdout)["epochs"]
+    assert [(epoch["epoch"], epoch["step"], epoch["outcome"]) for epoch in epochs] == [
+        (1, 3, "checkpointed"), (2, 6, "checkpointed"),
+    ]  # fmt: skip
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_destination_that_may_not_be_written_ends_the_run_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_STORE", f"sqlite://{tmp_path}/store.sqlite3")
+    with running(tmp_path, "--episodes", "16", "--checkpoint", "/proc/self/task") as demo:
+        status, out, err = demo.finished()
+    assert (status, out) == (1, "")
+    assert "may not join: it cannot create files in" in err.splitlines()[-1]
+    assert demo.left() == []
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_redis
+def test_the_run_goes_over_a_redis_server_and_leaves_nothing_there(tmp_path: Path) -> None:
+    import redis
+
+    with redis_server() as server, redis.Redis(port=server.port) as client:
+        arguments = ("--episodes", "64", "--readers", "2", "--target", "0", "--json", "-")
+        with running(tmp_path, *arguments, "--queue", f"redis://127.0.0.1:{server.port}/0") as demo:
+            status, out, err = demo.finished()
+        assert status == 0, err
+        result = json.loads(out)
+        assert (result["deliveries"], result["lost"], result["duplicates"], result["unread"]) == (128, 0, 0, 0)
+        assert client.keys("*") == []
+    assert demo.left() == []
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@needs_redis
+def test_a_named_run_stays_and_its_server_may_be_killed_meanwhile(tmp_path: Path) -> None:
+    with redis_server() as server:
+        arguments = ("--episodes", "160", "--target", "0", "--json", "-", "--queue", server.place("kept"))
+        with running(tmp_path, *arguments) as demo:
+            demo.until_at_work()
+            server.kill()
+            server.start()
+            status, out, err = demo.finished()
+        assert status == 0, err
+        result = json.loads(out)
+        assert (result["deliveries"], result["lost"], result["duplicates"], result["unread"]) == (160, 0, 0, 0)
+        with open_queue(server.place("kept")) as queue:
+            assert queue.depth().done == 160
+        with running(tmp_path, *arguments) as again:
+            status, _, err = again.finished()
+        assert status == 2
+        assert "was used before" in err.splitlines()[-1]
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+@pytest.mark.ucx
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_everything_in_order(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    before = ResourceSnapshot.take()
+    with running(tmp_path, "--episodes", AT_WORK) as demo:
+        demo.until_at_work()
+        demo.process.send_signal(number)
+        found, out, err = demo.finished()
+    assert (found, out) == (status, "")
+    assert err.splitlines()[-1] == f"transport demo: stopped by {number.name}; nothing is left behind"
+    assert before.leaks(grace_s=0) == []
+    assert demo.left() == []
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rollout", "trainer"])
+def test_a_killed_worker_ends_the_run(tmp_path: Path, kind: str) -> None:
+    before = ResourceSnapshot.take()
+    with running(tmp_path, "--episodes", AT_WORK) as demo:
+        demo.until_at_work()
+        os.kill(demo.processes(f"transport.demo.{kind}")[0], signal.SIGKILL)
+        status, out, err = demo.finished()
+    assert (status, out) == (1, "")
+    last = err.splitlines()[-1]
+    assert last.startswith(f"transport demo: {kind} ")
+    assert last.endswith(" was ended by SIGKILL in the middle of the run")
+    assert before.leaks(grace_s=0) == []
+    assert demo.left() == []
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    before = ResourceSnapshot.take()
+    with running(tmp_path, "--episodes", AT_WORK) as demo:
+        demo.until_at_work()
+        demo.process.kill()
+        demo.finished()
+    assert before.leaks(grace_s=_CLEAN_UP_S) == []
+    assert demo.left() == []
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_killed_listener_costs_no_payload(tmp_path: Path) -> None:
+    with running(tmp_path, "--wire", "tcp", "--target", "0", "--json", "-") as demo:
+        demo.until_at_work()
+        os.kill(demo.processes("transport.server.process")[0], signal.SIGKILL)
+        status, out, err = demo.finished()
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["deliveries"] == 480
+    assert (result["lost"], result["duplicates"], result["unread"]) == (0, 0, 0)

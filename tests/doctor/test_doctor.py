@@ -1,0 +1,256 @@
+"""transport doctor: each judgement against made-up hosts, sysfs trees and limits; the whole on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+from helpers import Child
+
+from transport import config
+from transport.cli import run
+from transport.doctor import host, infiniband, library, network
+from transport.doctor.finding import Check
+from transport.doctor.report import settings, ucx_settings
+
+GIB = 1 << 30
+
+
+def card(
+    root: Path, device: str, port: int, *, state: str = "4: ACTIVE", sent_words: int = 0, layer: str = "InfiniBand"
+) -> Path:
+    """A port as the kernel shows one."""
+    path = root / device / "ports" / str(port)
+    (path / "counters").mkdir(parents=True, exist_ok=True)
+    files = {
+        "state": state,
+        "rate": "400 Gb/sec (4X NDR)",
+        "link_layer": layer,
+        "counters/port_xmit_data": str(sent_words),
+        "counters/port_rcv_data": "0",
+        "counters/symbol_error": "0",
+        "counters/link_downed": "2",
+    }
+    for name, text in files.items():
+        (path / name).write_text(text + "\n")
+    return path
+
+
+def statuses(checks: list[Check]) -> dict[str, str]:
+    return {check.name: check.status for check in checks}
+
+
+def every_bad_one_has_a_remedy(checks: list[Check]) -> bool:
+    return all(bool(check.remedy) == (check.status != "ok") and "\n" not in check.remedy for check in checks)
+
+
+# --- the kernel's limits -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(("free", "status"), [(GIB // 2, "fail"), (GIB, "warn"), (2 * GIB, "ok")])
+def test_shared_memory_is_judged_by_the_rings_that_are_planned(free: int, status: str) -> None:
+    check = host.shared_memory(free, 2 * GIB, GIB)
+    assert check.status == status
+    assert every_bad_one_has_a_remedy([check])
+    assert status != "fail" or "--shm-size=1344m" in check.remedy
+
+
+def test_open_files_are_judged_by_the_connections() -> None:
+    assert host.open_files(65536, 65536, 1024).status == "ok"
+    few = host.open_files(1024, 65536, 1024)
+    assert (few.status, few.remedy.startswith("ulimit -n 4096;")) == ("warn", True)
+    assert host.open_files(1024, 1024, 10_000).remedy.startswith("as root: ulimit -Hn 30256")
+    assert host.open_files(resource.RLIM_INFINITY, resource.RLIM_INFINITY, 10**6).status == "ok"
+
+
+def test_locked_memory_matters_with_rdma_only() -> None:
+    assert host.locked_memory(8 << 20, GIB, rdma=False).status == "ok"
+    assert host.locked_memory(8 << 20, GIB, rdma=True).status == "fail"
+    assert host.locked_memory(resource.RLIM_INFINITY, GIB, rdma=True).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("scope", "privileged", "status"), [(None, False, "ok"), (0, False, "ok"), (1, False, "warn"), (3, True, "ok")]
+)
+def test_the_ptrace_scope_tells_whether_cma_can_be(scope: int | None, privileged: bool, status: str) -> None:
+    assert host.memory_of_others(scope, privileged=privileged).status == status
+
+
+def test_one_core_is_few_and_memory_nodes_are_named() -> None:
+    assert host.cores(1, 1).status == "warn"
+    assert "numactl" in host.cores(64, 2).detail
+    assert "within_size" in host.huge_pages("always within_size [never]").detail
+    assert host.huge_pages("always [within_size] never").detail == "shared memory: within_size"
+
+
+# --- InfiniBand --------------------------------------------------------------------------------------------
+def test_no_card_is_fine_unless_rdma_is_asked_for(tmp_path: Path) -> None:
+    (quiet,) = infiniband.checks(asked=False, verbs=False, root=tmp_path)
+    (asked,) = infiniband.checks(asked=True, verbs=False, root=tmp_path)
+    assert (quiet.status, asked.status) == ("ok", "fail")
+    assert every_bad_one_has_a_remedy([quiet, asked])
+
+
+def test_ports_are_read_from_sysfs(tmp_path: Path) -> None:
+    card(tmp_path, "mlx5_1", 1, state="1: DOWN")
+    card(tmp_path, "mlx5_0", 1, sent_words=250)
+    first, second = infiniband.ports(tmp_path)
+    assert (first.name, first.state, first.rate, first.sent_bytes, first.errors) == (
+        "mlx5_0:1",
+        "ACTIVE",
+        "400 Gb/sec (4X NDR)",
+        1000,
+        2,
+    )
+    assert (second.name, second.state) == ("mlx5_1:1", "DOWN")
+
+
+def test_a_counter_that_cannot_be_read_is_zero(tmp_path: Path) -> None:
+    path = card(tmp_path, "mlx5_0", 1)
+    (path / "counters" / "port_xmit_data").unlink()
+    assert infiniband.ports(tmp_path)[0].sent_bytes == 0
+
+
+def test_ports_permissions_and_plug_in_are_findings_of_their_own(tmp_path: Path) -> None:
+    root, devices = tmp_path / "sys", tmp_path / "dev"
+    card(root, "mlx5_0", 1)
+    card(root, "mlx5_1", 1, state="1: DOWN", layer="Ethernet")
+    devices.mkdir()
+    found = list(infiniband.checks(asked=True, verbs=False, root=root, devices=devices))
+    assert statuses(found) == {
+        "infiniband mlx5_0:1": "ok",
+        "infiniband mlx5_1:1": "warn",
+        "infiniband permissions": "fail",
+        "infiniband plug-in": "fail",
+    }
+    assert "ip link set" in found[1].remedy
+    assert every_bad_one_has_a_remedy(found)
+    (devices / "uverbs0").touch()
+    assert set(statuses(list(infiniband.checks(asked=True, verbs=True, root=root, devices=devices))).values()) == {
+        "ok",
+        "warn",
+    }
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may open everything")
+def test_a_device_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "uverbs0").touch(mode=0)
+    check = infiniband._permissions(tmp_path)
+    assert (check.status, check.remedy) == ("fail", f"chmod 666 {tmp_path / 'uverbs0'}")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [((250_000, 250_000), "ok", "2 of 2"), ((500_000, 0), "warn", "1 of 2"), ((0, 0), "warn", "no port carried them")],
+)
+def test_counters_tell_which_rails_carried_a_transfer(
+    tmp_path: Path, words: tuple[int, int], status: str, said: str
+) -> None:
+    for number in (0, 1):
+        card(tmp_path, f"mlx5_{number}", 1, sent_words=1000)
+    before = infiniband.ports(tmp_path)
+    for number, sent in enumerate(words):
+        card(tmp_path, f"mlx5_{number}", 1, sent_words=1000 + sent)
+    carried = infiniband.traffic(before, infiniband.ports(tmp_path))
+    assert carried == {"mlx5_0:1": 4 * words[0], "mlx5_1:1": 4 * words[1]}
+    check = infiniband.rails(carried, 2_000_000, 2)
+    assert (check.status, said in check.detail) == (status, True)
+
+
+# --- UCX ---------------------------------------------------------------------------------------------------
+def test_plug_ins_are_the_files_beside_the_library(tmp_path: Path) -> None:
+    (tmp_path / "ucx").mkdir()
+    for name in ("libuct_ib.so.0", "libuct_cma.so", "libuct_other.so"):
+        (tmp_path / "ucx" / name).touch()
+    assert library.plugins(tmp_path / "libucp.so.0") == {"verbs", "cma"}
+    assert library.plugins(None) == set()
+    assert library.build_flags(tmp_path / "libucp.so.0") == ""
+
+
+def test_transports_without_tcp_or_shared_memory_are_findings() -> None:
+    assert library.transports([("tcp", "lo"), ("posix", "memory")]).status == "ok"
+    assert library.transports([("tcp", "lo")]).status == "warn"
+    assert library.transports([("posix", "memory")]).status == "fail"
+
+
+@pytest.mark.ucx
+def test_the_library_that_is_loaded_is_described() -> None:
+    found = {check.name: check for check in library.checks(gpu=False)}
+    assert {check.status for check in found.values()} == {"ok"}
+    assert found["ucx"].detail.split(", ")[1].endswith(".so") or ".so." in found["ucx"].detail
+    assert "tcp: " in found["ucx transports"].detail
+
+
+# --- addresses, ports, settings ----------------------------------------------------------------------------
+def test_the_address_is_explained() -> None:
+    assert network.address(("10.0.0.7",), "", [], None).detail == "10.0.0.7: the setting addresses"
+    assert network.address((), "10.0.0.8", [], None).detail == "10.0.0.8: the setting bind"
+    assert network.address((), "", [("ib0", "10.1.0.1")], "lo").detail.startswith("10.1.0.1: ib0 is an InfiniBand")
+    assert network.address((), "", [("ib0", None)], "lo").status == "warn"
+    assert network.address((), "", [], "lo").detail == "127.0.0.1: lo has the default route"
+    assert network.address((), "", [], None).status == "warn"
+
+
+def test_a_port_in_use_is_a_failure() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        operator = config.Configuration(bind="127.0.0.1", metrics_port=port)
+        checks = [*network.checks(operator, [port, 0])]
+    assert statuses(checks)[f"port {port}"] == statuses(checks)[f"metrics port {port}"] == "fail"
+    assert every_bad_one_has_a_remedy(checks)
+
+
+def test_settings_in_force_say_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    detail = settings(config.load({"TRANSPORT_LINGER_S": "42"}, tmp_path)).detail
+    assert detail.startswith("linger_s=42 (TRANSPORT_LINGER_S); ")
+    assert "TCP_TX_SEG_SIZE=256k (chosen)" in ucx_settings().detail
+
+
+# --- the command -------------------------------------------------------------------------------------------
+@pytest.mark.ucx
+def test_the_command_transfers_by_every_wire(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status = run(["doctor", "--ring", "1MiB", "--connections", "4", "--json", "-"])
+    checks = json.loads(capfd.readouterr().out)["checks"]
+    found = {check["name"]: check["status"] for check in checks}
+    for wire in ("mapped", "shm", "tcp"):
+        assert found[f"transfer by {wire}"] == "ok"
+    assert status == int("fail" in found.values())
+    assert all(set(check) == {"name", "status", "detail", "remedy"} for check in checks)
+
+
+@pytest.mark.ucx
+def test_a_failed_check_is_exit_status_1(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["doctor", "--ring", "1024GiB", "--no-transfer"]) == 1
+    shown = capfd.readouterr().out
+    assert "FAIL  shared memory: " in shown
+    assert "→ mount -o remount,size=" in shown
+
+
+WHICH = """
+from transport import ucx
+print(ucx.library_path())
+"""
+
+
+@pytest.mark.ucx
+def test_a_library_of_the_system_is_used_when_the_variable_says_so(tmp_path: Path) -> None:
+    """A copy of the wheel's UCX elsewhere stands for a UCX of one's own; docs/UCXX.md says what to set."""
+    from transport.wire import ucx
+
+    wheel = ucx.library_path()
+    assert wheel is not None
+    own = tmp_path / "lib"
+    shutil.copytree(
+        wheel.parent, own, symlinks=True, ignore=shutil.ignore_patterns("*.a", "*.la", "cmake", "pkgconfig")
+    )
+    with Child(WHICH, env={"LD_LIBRARY_PATH": str(own)}) as plain:
+        assert Path(plain.line()).parent == wheel.parent
+    with Child(WHICH, env={"LD_LIBRARY_PATH": str(own), "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "1"}) as asked:
+        assert Path(asked.line()).parent == own

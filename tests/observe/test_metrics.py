@@ -1,0 +1,154 @@
+"""Metrics of rings, clients, packers and queues, as a scraper gets them; the dashboard names only what there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transport import BlockingClient, Schema, SharedRingBuffer, UCXXDataPackerMixin, UCXXRolloutMixin, UCXXServer
+from transport.errors import BusyPortError
+from transport.observe.metrics import FAMILIES, Exporter, Sample, client_samples, ring_samples
+from transport.queue import SQLiteQueue
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def scrape(port: int) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Name and labels of each sample, and its value, as Prometheus would read them."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(found: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str, **labels: str) -> float:
+    """The only sample of that name that has these labels."""
+    (number,) = [number for (each, has), number in found.items() if each == name and set(labels.items()) <= set(has)]
+    return number
+
+
+@pytest.fixture
+def ring() -> Iterator[SharedRingBuffer]:
+    with SharedRingBuffer.create(slots=4, slot_bytes=4096) as ring:
+        yield ring
+
+
+def test_every_sample_is_of_a_family_and_has_its_labels(ring: SharedRingBuffer) -> None:
+    ring.write_raw(b"x" * 100)
+    for name, labels, _ in ring_samples(ring, 0):
+        assert len(labels) == len(FAMILIES[name].labels)
+
+
+def test_names_have_units_and_counters_end_in_total() -> None:
+    for name, family in FAMILIES.items():
+        assert re.fullmatch(r"transport_[a-z_]+", name)
+        assert name.endswith("_total") == (family.kind == "counter")
+        assert not re.search(r"_(ms|us|mb|kb)(_|$)", name)
+
+
+@pytest.mark.ucx
+def test_a_scrape_tells_which_wire_carried_how_much(ring: SharedRingBuffer) -> None:
+    with UCXXServer(ring, mode="thread"), Exporter(0) as exporter:
+        exporter.add_ring(ring)
+        for wire, size in (("mapped", 100), ("shm", 200), ("tcp", 300)):
+            with BlockingClient(wire={wire}) as client:  # type: ignore[arg-type]
+                exporter.add_client(wire, client.statistics)
+                payload = client.read(ring.write_raw(b"x" * size))
+                payload.ack()
+                payload.release()
+                seen = scrape(exporter.port)
+                assert value(seen, "transport_client_read_bytes_total", client=wire, wire=wire) == size
+                exporter.collector.remove(("client", wire))
+        seen = scrape(exporter.port)
+    assert {wire: value(seen, "transport_ring_read_bytes_total", wire=wire) for wire in ("mapped", "shm", "tcp")} == {
+        "mapped": 100,
+        "shm": 200,
+        "tcp": 300,
+    }
+    assert value(seen, "transport_ring_published_total") == 3
+    assert value(seen, "transport_ring_published_bytes_total") == 600
+
+
+def test_what_was_closed_is_left_out_of_a_scrape(ring: SharedRingBuffer) -> None:
+    with Exporter(0) as exporter:
+        exporter.add_ring(ring)
+        assert value(scrape(exporter.port), "transport_ring_slots", state="free") == 4
+        ring.close()
+        assert not any(name.startswith("transport_") for name, _ in scrape(exporter.port))
+
+
+def test_a_port_in_use_means_the_next_one() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with Exporter(port) as exporter:
+            assert port < exporter.port < port + 64
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(BusyPortError, match="no address"):
+        Exporter(0, "192.0.2.77")
+
+
+@pytest.mark.ucx
+def test_mixins_answer_where_the_operator_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Worker(UCXXRolloutMixin): ...
+
+    class Packer(UCXXDataPackerMixin): ...
+
+    monkeypatch.setenv("TRANSPORT_METRICS_PORT", "0")
+    worker, packer = Worker(), Packer()
+    schema = Schema.of(tokens=("int32", 8))
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
+        try:
+            worker.setup_ucxx(schema, queue=queue, mode="thread")
+            packer.setup_ucxx_packer(schemas=[schema], queue=queue, consumer="trainer 0")
+            worker.write_to_buffer({"tokens": np.arange(8, dtype=np.int32)})
+            packer.start_prefetch(packer.claim_tickets(1, timeout_s=30.0))
+            batch = packer.collect_prefetch()
+            assert batch is not None
+            for payload in packer.consume(batch):
+                payload.release()
+            assert worker.metrics_port and packer.metrics_port
+            assert value(scrape(worker.metrics_port), "transport_ring_published_total") == 1
+            seen = scrape(packer.metrics_port)
+            assert value(seen, "transport_packer_payloads_total", client="trainer 0", outcome="consumed") == 1
+            assert value(seen, "transport_queue_finished_total", outcome="done") == 1
+            assert value(seen, "transport_client_reads_total", client="trainer 0") == 1
+        finally:
+            packer.cleanup_ucxx_packer()
+            worker.cleanup_ucxx()
+    assert worker.metrics_port is None
+
+
+def test_the_dashboard_names_only_metrics_and_labels_that_exist() -> None:
+    dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(expressions) > 10
+    shown = set()
+    for expression in expressions:
+        (name,) = re.findall(r"transport_\w+", expression)
+        shown.add(name)
+        by = re.search(r"by \((\w+)\)", expression)
+        assert by is None or by[1] in FAMILIES[name].labels, expression
+        assert ("rate(" in expression) == (FAMILIES[name].kind == "counter"), expression
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_a_client_that_does_nothing_has_zeros(ring: SharedRingBuffer) -> None:
+    with BlockingClient() as client:
+        samples: list[Sample] = list(client_samples("idle", client.statistics()))
+    assert {number for _, _, number in samples} == {0}

@@ -1,0 +1,164 @@
+"""transport top: rings, listeners and clients of this host at a glance, and speeds between two looks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+from helpers import Child
+
+from transport import BlockingClient, SharedRingBuffer, UCXXServer
+from transport.cli import run, top
+from transport.client import status_socket
+from transport.observe import overview
+
+CLIENT = """
+import sys
+from transport import BlockingClient
+with BlockingClient() as client:
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
+FORKING = """
+import os, signal, sys
+from transport import BlockingClient
+with BlockingClient() as client:
+    child = os.fork()
+    if not child:
+        signal.pause()
+    print(child, flush=True)
+    sys.stdin.readline()
+"""
+
+
+def mine(found: list[status_socket.ClientStatus]) -> list[status_socket.ClientStatus]:
+    return [client for client in found if client.pid == os.getpid()]
+
+
+def test_a_snapshot_has_states_owners_and_bytes_by_wire() -> None:
+    with SharedRingBuffer.create(slots=4, slot_bytes=4096) as ring, BlockingClient(wire={"mapped"}) as client:
+        payload = client.read(ring.write_raw(b"x" * 100))
+        ring.write_raw(b"unread")
+        snapshot = overview.look([ring.name])
+        (view,) = snapshot.rings
+        assert view.statistics is not None
+        assert (view.statistics.free, view.statistics.ready, view.statistics.reading) == (2, 1, 1)
+        assert (view.writer, view.readers, view.listeners) == (os.getpid(), (os.getpid(),), ())
+        assert view.bytes_by_wire["mapped"] == 100
+        assert mine(list(snapshot.clients))[0].statistics.reads == 1
+        payload.release()
+        del payload
+
+
+@pytest.mark.ucx
+def test_listeners_are_seen_with_their_heartbeat() -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring, UCXXServer(ring, ports=(0,)) as server:
+        (view,) = overview.look([ring.name]).rings
+        assert [listener.port for listener in view.listeners] == list(server.ports)
+        assert view.supervised
+        assert view.listeners[0].pid != os.getpid()
+
+
+def test_rates_are_differences_over_time() -> None:
+    with SharedRingBuffer.create(slots=4, slot_bytes=4096) as ring:
+        before = overview.look([ring.name])
+        with BlockingClient(wire={"mapped"}) as client:
+            client.read(ring.write_raw(b"x" * 100)).release()
+        after = msgspec.structs.replace(overview.look([ring.name]), monotonic_s=before.monotonic_s + 2.0)
+        rates = overview.rates(before, after)[ring.name]
+        assert (rates.published, rates.reads, rates.bytes_by_wire["mapped"]) == (0.5, 0.5, 50.0)
+        assert overview.rates(overview.look([]), after) == {}
+
+
+def test_a_ring_that_is_gone_is_left_out_and_looking_removes_none() -> None:
+    assert overview.look(["/transport-test-that-never-was"]).rings == ()
+    with SharedRingBuffer.create(slots=1, slot_bytes=64) as ring:
+        overview.look([ring.name])
+        assert overview.look([ring.name]).rings
+
+
+# --- clients say of themselves ---------------------------------------------------------------------------
+def test_clients_of_other_processes_are_seen_until_they_end() -> None:
+    with Child(CLIENT) as child:
+        assert child.line() == "ready"
+        assert child.process.pid in [client.pid for client in status_socket.clients()]
+        child.kill()
+        assert child.process.pid not in [client.pid for client in status_socket.clients()]
+
+
+def test_a_forked_child_does_not_keep_a_client_visible() -> None:
+    """The child outlives the client's end and says nothing for it."""
+    with Child(FORKING) as child:
+        grandchild = int(child.line())
+        try:
+            child.tell()
+            assert child.wait() == 0
+            assert child.process.pid not in [client.pid for client in status_socket.clients()]
+            assert f"@transport-client-{child.process.pid}-" not in Path("/proc/net/unix").read_text()
+        finally:
+            os.kill(grandchild, signal.SIGKILL)
+
+
+def test_a_closed_client_is_not_seen() -> None:
+    with BlockingClient():
+        assert len(mine(status_socket.clients())) == 1
+    assert mine(status_socket.clients()) == []
+
+
+def test_a_stopped_client_does_not_hold_the_others_up() -> None:
+    with Child(CLIENT) as child, BlockingClient():
+        assert child.line() == "ready"
+        child.process.send_signal(signal.SIGSTOP)
+        os.waitpid(child.process.pid, os.WUNTRACED)  # until it has stopped
+        try:
+            found = [client.pid for client in status_socket.clients()]
+        finally:
+            child.process.send_signal(signal.SIGCONT)
+        assert os.getpid() in found
+        assert child.process.pid not in found
+
+
+# --- the command -----------------------------------------------------------------------------------------
+def test_the_command_prints_a_snapshot(capsys: pytest.CaptureFixture[str]) -> None:
+    with SharedRingBuffer.create(slots=4, slot_bytes=4096) as ring:
+        ring.write_raw(b"x")
+        assert run(["top", ring.name, "--once", "--json", "-"]) == 0
+        (view,) = json.loads(capsys.readouterr().out)["rings"]
+        assert (view["name"], view["statistics"]["ready"]) == (ring.name, 1)
+        assert run(["top", ring.name, "--once", "--interval", "0.1"]) == 0
+        shown = capsys.readouterr().out
+        assert ring.name in shown
+        assert "3/0/1/0 " in shown
+        assert "of 4×4.1 kB" in shown
+        assert "quarantined ports" in shown
+
+
+def test_a_segment_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["top", "transport-test-that-never-was", "--once"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "no segment /transport-test-that-never-was on this host" in said.err
+
+
+def test_names_stay_whole_and_many_ports_do_not_drown_the_table() -> None:
+    ports = tuple(f"127.0.0.1:{port}" for port in range(30_000, 30_500))
+    with SharedRingBuffer.create(slots=4, slot_bytes=4096) as ring, BlockingClient():
+        snapshot = overview.look([ring.name])
+        (client,) = mine(list(snapshot.clients))
+        avoiding = msgspec.structs.replace(client.statistics, quarantined_ports=ports)
+        one = msgspec.structs.replace(client, statistics=avoiding)
+        text = top._text(msgspec.structs.replace(snapshot, clients=(one,)), {})
+    assert ring.name in text
+    assert "1 ring, 1 client on this host" in text
+    assert "127.0.0.1:30007 and 492 more" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("arguments", [["--json", "-"], []])
+def test_a_live_view_needs_a_terminal_and_has_no_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["top", "transport-test-that-never-was", *arguments]) == 2
+    assert "--once" in capsys.readouterr().err

@@ -1,0 +1,169 @@
+"""The data packer with ``device=``: batches in device memory while the trainer computes, and a device that fails."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import eventually, every_wire, free, settings_with
+
+from transport.client.device_reads import DevicePayload
+from transport.errors import MissingDependencyError, UsageError
+from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
+from transport.packer.rollout import UCXXRolloutMixin
+from transport.queue.sqlite import SQLiteQueue
+from transport.schema import Schema, UpTo
+from transport.ticket import Ticket
+
+pytestmark = pytest.mark.ucx
+
+SCHEMA = Schema.of(obs=("float32", UpTo(4096), 4), step=("int64",))
+
+
+class Packer(UCXXDataPackerMixin):
+    """The mixin alone."""
+
+
+class Worker(UCXXRolloutMixin):
+    """The mixin alone."""
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
+        yield opened
+
+
+@pytest.fixture
+def worker(cupy: Any, queue: SQLiteQueue) -> Iterator[Worker]:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=8, queue=queue, mode="thread", ports=(0,))
+    yield worker
+    worker.cleanup_ucxx()
+
+
+def packing(queue: SQLiteQueue, wire: str, **options: Any) -> Packer:
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={wire}, device="cupy", **options)  # type: ignore[arg-type]
+    return packer
+
+
+def obs_of(step: int) -> np.ndarray:
+    """Of one shape for each step: small ones share a message, large ones do not."""
+    return np.full((4096 if step % 2 else 3, 4), step, np.float32)
+
+
+def write(worker: Worker, step: int, cupy: Any) -> Ticket:
+    return worker.write_to_buffer({"obs": cupy.on_device(obs_of(step)), "step": step})
+
+
+def fetch(packer: Packer, count: int) -> FetchedBatch:
+    packer.start_prefetch(packer.claim_tickets(count, timeout_s=20))
+    batch = packer.collect_prefetch(timeout=20)
+    assert batch is not None
+    return batch
+
+
+@every_wire
+def test_a_batch_goes_from_device_memory_to_device_memory(
+    wire: str, worker: Worker, queue: SQLiteQueue, cupy: Any
+) -> None:
+    packer = packing(queue, wire)
+    try:
+        for step in range(6):
+            write(worker, step, cupy)
+        payloads = packer.consume(fetch(packer, 6))
+        cupy.fake.run_all()
+        for step, payload in enumerate(payloads):
+            assert isinstance(payload, DevicePayload) and payload.wire == wire
+            arrays = packer.get_policy_input(payload.ticket)
+            assert isinstance(arrays["obs"], cupy.ndarray)
+            assert (arrays["obs"].host == obs_of(step)).all() and int(arrays["step"].host) == step
+        assert queue.depth().done == 6
+        eventually(lambda: free(worker._ucxx_ring), "the slots are free again")
+    finally:
+        packer.cleanup_ucxx_packer()
+
+
+@every_wire
+def test_what_the_trainers_stream_does_with_a_batch_comes_after_its_arrival(
+    wire: str, worker: Worker, queue: SQLiteQueue, cupy: Any
+) -> None:
+    packer = packing(queue, wire)
+    try:
+        write(worker, 1, cupy)
+        cupy.fake.stopped = True
+        training = cupy.cuda.Stream(non_blocking=True)
+        (payload,) = packer.consume(fetch(packer, 1))
+        with training:
+            seen = payload["obs"].astype(np.float64)
+        while cupy.fake.queues[training.ptr]:  # the trainer's stream alone is driven
+            cupy.fake.step(training.ptr)
+        assert (seen.host == obs_of(1)).all()
+        cupy.fake.stopped = False
+    finally:
+        packer.cleanup_ucxx_packer()
+
+
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_a_batch_whose_copy_fails_is_claimed_again_and_the_next_one_arrives(
+    wire: str, worker: Worker, queue: SQLiteQueue, cupy: Any
+) -> None:
+    packer = packing(queue, wire, settings=settings_with(staging_bytes=64 << 10))
+    try:
+        for step in (1, 3, 5):
+            write(worker, step, cupy)
+        cupy.fake.copies_left = 1
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+            fetch(packer, 3)
+        assert queue.depth().ready == 3
+        cupy.fake.copies_left = 1 << 30
+        payloads = packer.consume(fetch(packer, 3))
+        cupy.fake.run_all()
+        assert sorted(int(payload["step"].host) for payload in payloads) == [1, 3, 5]
+        assert packer._packer.client._landing._staging.bytes <= 64 << 10
+    finally:
+        packer.cleanup_ucxx_packer()
+
+
+@every_wire
+def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
+    wire: str, worker: Worker, queue: SQLiteQueue, cupy: Any
+) -> None:
+    packer = packing(queue, wire)
+    for step in (1, 3, 2, 4):
+        write(worker, step, cupy)
+    cupy.fake.stopped = True
+    fetch(packer, 4)
+    client = packer._packer.client
+    packer.cleanup_ucxx_packer()
+    assert (client._landing._staging.bytes, client._landing._staging.lent) == (0, 0)
+    assert queue.depth().ready == 4 and worker._ucxx_ring.statistics().reading == 0
+
+
+@pytest.mark.parametrize("receive", ["staged", "direct"])
+def test_the_way_into_device_memory_is_the_clients(receive: Any, queue: SQLiteQueue, cupy: Any) -> None:
+    packer = packing(queue, "tcp", device_receive=receive)
+    try:
+        assert packer._packer.client._landing.receive == receive
+        assert packer._packer.client._links._for_device_memory == (receive == "direct")
+    finally:
+        packer.cleanup_ucxx_packer()
+
+
+def test_a_device_that_cannot_be_used_is_named_at_set_up(
+    queue: SQLiteQueue, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packer = Packer()
+    with pytest.raises(UsageError, match="this process sees 1 CUDA devices"):
+        packer.setup_ucxx_packer(device="cupy:4", queue=queue)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
+    with pytest.raises(MissingDependencyError, match="no CUDA device"):
+        packer.setup_ucxx_packer(device="cupy", queue=queue)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
+        packer.setup_ucxx_packer(device="cupy", queue=queue)

@@ -1,0 +1,156 @@
+"""The packer on a cold start, cancelled, stopped: what it had claimed goes to others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import eventually
+from packers import SCHEMA, Packer, Worker, fetch, replace_client, ticket_of, write
+
+from transport.client.payload import ReadOutcome
+from transport.errors import (
+    ClosedError,
+)
+from transport.packer.rollout import queued
+from transport.queue.sqlite import SQLiteQueue
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
+        yield opened
+
+
+@pytest.fixture
+def worker(queue: SQLiteQueue) -> Iterator[Worker]:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", ports=(0, 0))
+    yield worker
+    worker.cleanup_ucxx()
+
+
+@pytest.fixture(params=["mapped", "tcp"])
+def packer(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Iterator[Packer]:
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={request.param}, consumer="trainer")
+    yield packer
+    packer.cleanup_ucxx_packer()
+
+
+def test_before_setup_and_after_cleanup_every_call_says_what_to_do() -> None:
+    packer = Packer()
+    for _ in range(2):
+        with pytest.raises(ClosedError, match="setup_ucxx_packer"):
+            packer.start_prefetch([])
+        packer.setup_ucxx_packer()
+        packer.cleanup_ucxx_packer()
+        packer.cleanup_ucxx_packer()
+
+
+def test_collecting_on_a_cold_start_gives_nothing() -> None:
+    packer = Packer()
+    packer.setup_ucxx_packer()
+    assert packer.collect_prefetch() is None
+    assert packer.wait_prefetch(0.0) is False
+    packer.cleanup_ucxx_packer()
+
+
+def test_setup_again_cleans_up_first() -> None:
+    packer = Packer()
+    packer.setup_ucxx_packer()
+    packer.setup_ucxx_packer()
+    assert sum(thread.name == "transport data packer" for thread in threading.enumerate()) == 1
+    packer.cleanup_ucxx_packer()
+
+
+class StalledClient:
+    """A client whose reads begin and never end."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.cancelled = False
+
+    async def read_many(self, tickets: Any, **_: Any) -> AsyncGenerator[ReadOutcome, None]:
+        self.begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled = True
+        yield ReadOutcome(tickets[0], None, None)
+
+    def end(self) -> None: ...
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
+def test_stopping_in_mid_fetch_gives_the_claims_back(queue: SQLiteQueue, how: str) -> None:
+    queue.publish(queued(ticket_of(0)))
+    packer = Packer()
+    packer.setup_ucxx_packer(queue=queue)
+    client = StalledClient()
+    replace_client(packer, client)
+    packer.start_prefetch(packer.claim_tickets(1, 20))
+    assert client.begun.wait(20)
+    getattr(packer, how)()
+    assert client.cancelled
+    assert (queue.depth().ready, queue.depth().claimed) == (1, 0)
+    packer.cleanup_ucxx_packer()
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
+def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
+    worker: Worker, queue: SQLiteQueue, wire: str, how: str
+) -> None:
+    for step in range(2):
+        write(worker, step)
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={wire})
+    session = packer._packer
+    arrived = threading.Event()
+
+    async def read_many(tickets: Any, **options: Any) -> AsyncGenerator[ReadOutcome, None]:
+        """All payloads arrive, but the last one is never told of."""
+        payloads = [await session.client.read(ticket, rank=options["rank"]) for ticket in tickets]
+        yield ReadOutcome(tickets[0], payloads[0], None)
+        arrived.set()
+        await asyncio.Event().wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.client, "read_many", read_many)
+        packer.start_prefetch(packer.claim_tickets(2, 20))
+        assert arrived.wait(20)
+        getattr(packer, how)()
+    assert (queue.depth().ready, queue.depth().claimed, queue.depth().arrived) == (2, 0, 0)
+    assert worker.ring_statistics().consumes == 0
+    another = Packer()
+    another.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={wire})
+    assert sorted(int(payload["step"]) for payload in another.consume(fetch(another, 2))) == [0, 1]
+    another.cleanup_ucxx_packer()
+    packer.cleanup_ucxx_packer()
+    assert queue.depth().done == 2
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("how", ["cancel_prefetch", "cleanup_ucxx_packer"])
+def test_a_batch_that_arrived_and_was_not_collected_goes_to_another_trainer(
+    worker: Worker, queue: SQLiteQueue, how: str
+) -> None:
+    for step in range(2):
+        write(worker, step)
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, ack="on_arrival", wire={"tcp"})
+    packer.start_prefetch(packer.claim_tickets(2, 20))
+    assert packer.wait_prefetch(20)
+    getattr(packer, how)()
+    packer.cleanup_ucxx_packer()
+    assert (queue.depth().ready, queue.depth().claimed, queue.depth().arrived) == (2, 0, 0)
+    eventually(lambda: worker.ring_statistics().ready == 2)  # its listener sees in its own time that the reader left

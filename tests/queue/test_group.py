@@ -1,0 +1,284 @@
+"""GroupQueue: every rank of a group trains on the same tickets in the same order, or on none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from queue_conformance import LEASE_S, ids, in_thread, ticket, tickets
+from redis_server import WHY_NOT, RedisServer, needs_redis, redis_server
+
+from transport.errors import ConfigurationError, GroupBrokenError, RankError
+from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.rollout import UCXXRolloutMixin
+from transport.queue import DeliveryState, QueueDepth, RedisQueue, SQLiteQueue, TicketQueue, open_queue
+from transport.queue.group import GroupQueue, _Vote, decide
+from transport.storage.urls import parse_place
+from transport.store import SQLiteStore, Store, open_store
+
+
+class Place:
+    """A queue and a store, and groups on them."""
+
+    def __init__(self, queue: TicketQueue, store: Store, advance: Callable[[float], None]) -> None:
+        self.queue, self.store, self.advance = queue, store, advance
+
+    def group(self, name: str = "a", ranks: int = 2, patience_s: float = 30) -> list[GroupQueue]:
+        return [GroupQueue(self.queue, self.store, name, rank, ranks, patience_s=patience_s) for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module", autouse=True)  # before the first test, whose leak it would be otherwise
+def server() -> Iterator[RedisServer | None]:
+    if WHY_NOT:
+        yield None
+        return
+    with redis_server() as running:
+        yield running
+
+
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=needs_redis)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    times = [1000.0]
+
+    def advance(seconds: float) -> None:
+        times[0] += seconds
+
+    with contextlib.ExitStack() as stack:
+        queue: TicketQueue
+        store: Store
+        if request.param == "sqlite":
+            queue = SQLiteQueue(tmp_path / "queue.db", lease_s=LEASE_S, clock=lambda: times[0])
+            store = SQLiteStore(tmp_path / "store.db")
+        else:
+            server = request.getfixturevalue("server")
+            server.flush()
+            queue = RedisQueue(parse_place(server.place()), lease_s=LEASE_S, clock=lambda: times[0])
+            store = open_store(server.place())
+        stack.enter_context(queue)
+        stack.enter_context(store)
+        yield Place(queue, store, advance)
+
+
+def at_once(*calls: Callable[[], object]) -> list[object]:
+    """What the calls return, each in a thread of its own."""
+    pairs = [in_thread(call) for call in calls]
+    for _, thread in pairs:
+        thread.join()
+    return [results[0] for results, _ in pairs]
+
+
+def test_every_rank_gets_the_leaders_claims_in_the_leaders_order(place: Place) -> None:
+    place.queue.publish(tickets(5))
+    leader, follower = place.group()
+    assert follower.claim(2, rank=1, consumer="f") == []  # nobody claims but the leader
+    assert ids(leader.claim(2, consumer="a")) == ids(follower.claim(99, rank=1, consumer="f"))
+    others, theirs = place.group("b")
+    assert ids(others.claim(1, consumer="b")) == [ticket(2).id]
+    assert ids(leader.claim(9, consumer="a")) == [ticket(3).id, ticket(4).id]
+    claims = follower.claim(1, rank=1, consumer="f")
+    assert ids(claims) == [ticket(3).id, ticket(4).id]
+    assert {claim.rank for claim in claims} == {1}
+    assert ids(theirs.claim(1, rank=1, consumer="f")) == [ticket(2).id]
+
+
+def test_a_follower_waits_for_the_leaders_claim(place: Place) -> None:
+    leader, follower = place.group()
+    claims, thread = in_thread(lambda: follower.claim(1, 30, rank=1, consumer="f"))
+    place.queue.publish(ticket(0))
+    leader.claim(1, consumer="a")
+    thread.join()
+    assert ids(claims[0]) == [ticket(0).id]
+
+
+def test_what_all_could_read_is_consumed_once_and_by_all(place: Place) -> None:
+    place.queue.publish(tickets(3))
+    group = place.group(ranks=3)
+    claims = [member.claim(3, rank=rank, consumer="g") for rank, member in enumerate(group)]
+    acked = at_once(*(lambda at=at: group[at].ack_many(claims[at]) for at in range(3)))
+    assert [ids(each) for each in acked] == [[item.id for item in tickets(3)]] * 3
+    assert place.queue.depth() == QueueDepth(done=3)
+
+
+def test_the_leader_consumes_once_and_a_follower_keeps_its_answer(place: Place) -> None:
+    place.queue.publish(ticket(0))
+    group = place.group()
+    claims = [member.claim(1, rank=rank, consumer="g") for rank, member in enumerate(group)]
+    assert at_once(*(lambda at=at: group[at].ack_many(claims[at]) for at in range(2))) == claims
+    assert group[0].ack_many(claims[0]) == []
+    assert not group[0].retry(claims[0][0])
+    assert group[1].ack_many(claims[1]) == claims[1]
+    assert place.queue.depth() == QueueDepth(done=1)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("final", [False, True])
+def test_what_one_rank_could_not_read_nobody_trains_on(place: Place, who: int, final: bool) -> None:
+    place.queue.publish(tickets(2))
+    group = place.group()
+    claims = [member.claim(2, rank=rank, consumer="g") for rank, member in enumerate(group)]
+    bad = claims[who][0]
+    assert group[who].discard(bad, "gone") if final else group[who].retry(bad, reason="no route")
+    kept = [[claim for claim in claims[rank] if rank != who or claim is not bad] for rank in range(2)]
+    acked = at_once(*(lambda at=at: group[at].ack_many(kept[at]) for at in range(2)))
+    assert [ids(each) for each in acked] == [[ticket(1).id]] * 2
+    state = DeliveryState.DISCARDED if final else DeliveryState.READY
+    assert place.queue.known([ticket(0).id]) == {ticket(0).id: (state,)}
+    if final:
+        assert place.queue.failures()[0].reason == ("rank 1: gone" if who else "gone")
+
+
+def test_a_rank_that_is_silent_costs_the_ticket_nothing_but_time(place: Place) -> None:
+    place.queue.publish(ticket(0))
+    leader, _silent = place.group(patience_s=0.01)
+    claims = leader.claim(1, consumer="a")
+    assert leader.ack_many(claims) == []
+    assert place.queue.depth() == QueueDepth(ready=1, retried=1)
+
+
+def test_a_leader_that_is_gone_breaks_the_group_and_another_group_gets_its_tickets(place: Place) -> None:
+    place.queue.publish(ticket(0))
+    leader, follower = place.group(patience_s=0.01)
+    leader.claim(1, consumer="a")
+    with pytest.raises(GroupBrokenError, match="under another name"):
+        follower.ack_many(follower.claim(1, rank=1, consumer="f"))
+    place.advance(LEASE_S)
+    other, others = place.group("b")
+    claims = other.claim(1, consumer="b"), others.claim(1, rank=1, consumer="b")
+    acked = at_once(lambda: other.ack_many(claims[0]), lambda: others.ack_many(claims[1]))
+    assert [ids(each) for each in acked] == [[ticket(0).id]] * 2
+
+
+def test_a_claim_whose_lease_ended_is_trained_on_by_no_rank(place: Place) -> None:
+    place.queue.publish(ticket(0))
+    group = place.group()
+    claims = [member.claim(1, rank=rank, consumer="g") for rank, member in enumerate(group)]
+    place.advance(LEASE_S)
+    assert at_once(*(lambda at=at: group[at].ack_many(claims[at]) for at in range(2))) == [[], []]
+
+
+def test_arrived_and_then_finished_by_all(place: Place) -> None:
+    place.queue.publish(ticket(0))
+    group = place.group()
+    claims = [member.claim(1, rank=rank, consumer="g") for rank, member in enumerate(group)]
+    arrived = at_once(*(lambda at=at: group[at].ack_many(claims[at], trained=False) for at in range(2)))
+    assert arrived == claims
+    assert place.queue.depth().arrived == 1
+    assert at_once(*(lambda at=at: group[at].finish(claims[at]) for at in range(2))) == claims
+    assert place.queue.depth() == QueueDepth(done=1)
+
+
+def test_only_the_leader_renews(place: Place) -> None:
+    place.queue.publish(ticket(0))
+    leader, follower = place.group()
+    claims = leader.claim(1, consumer="a")
+    theirs = follower.claim(1, rank=1, consumer="f")
+    place.advance(LEASE_S * 2 / 3)
+    assert leader.renew(claims) == claims
+    assert follower.renew(theirs) == theirs
+    place.advance(LEASE_S * 2 / 3)
+    assert leader.renew(claims) == claims
+
+
+def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
+    place.queue.publish(ticket(0), policy_version=1)
+    place.queue.publish(ticket(1), policy_version=5)
+    leader, follower = place.group()
+    assert ids(leader.claim(2, consumer="a", oldest_version=4)) == [ticket(1).id]
+    assert ids(follower.claim(2, rank=1, consumer="f")) == [ticket(1).id]
+    assert leader.depth(1).aged == 1
+
+
+def test_a_name_is_used_once_and_a_rank_is_its_own(place: Place) -> None:
+    leader, _ = place.group()
+    with pytest.raises(ConfigurationError, match="has begun before"):
+        place.group()
+    with pytest.raises(RankError, match="this is the group's rank 0"):
+        leader.claim(1, rank=1, consumer="a")
+    with pytest.raises(RankError, match="rank 2 of a group of 2"):
+        GroupQueue(place.queue, place.store, "c", 2, 2)
+
+
+def test_a_final_no_comes_before_others() -> None:
+    yes, no, never = _Vote(True), _Vote(False, reason="no"), _Vote(False, final=True, reason="never")
+    assert decide([yes, yes]) == yes
+    assert decide([yes, no]) == no
+    assert decide([no, never]) == never
+    assert decide([yes, None]).reason == "rank 1 of the group was silent"
+
+
+MEMBER = """
+import sys
+from transport.queue.group import GroupQueue
+from transport.queue import open_queue
+from transport.store import open_store
+queue, store, rank = open_queue(sys.argv[1]), open_store(sys.argv[2]), int(sys.argv[3])
+group = GroupQueue(queue, store, "g", rank, 2)
+trained = 0
+while trained < 40:
+    claims = group.claim(4, 30, rank=rank, consumer="member")
+    bad = [claim for claim in claims if rank == 1 and claim.attempts == 1 and claim.ticket_id.endswith("3/1")]
+    for claim in bad:
+        group.retry(claim, reason="a read failed")
+    for claim in group.ack_many([claim for claim in claims if claim not in bad]):
+        trained += 1
+        print(claim.ticket_id, flush=True)
+queue.close(), store.close()
+"""
+
+
+@pytest.mark.slow
+def test_processes_of_a_group_train_on_the_same_in_the_same_order(tmp_path: Path) -> None:
+    places = f"sqlite://{tmp_path}/queue.db", f"sqlite://{tmp_path}/store.db"
+    with open_queue(places[0]) as queue:
+        queue.publish(tickets(40))
+        members = [
+            subprocess.Popen([sys.executable, "-c", MEMBER, *places, str(rank)], stdout=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        said = [member.communicate(timeout=100)[0].split() for member in members]
+        assert said[0] == said[1]
+        assert sorted(said[0]) == sorted(item.id for item in tickets(40))
+        assert queue.depth() == QueueDepth(done=40, retried=4)
+
+
+class Rollout(UCXXRolloutMixin):
+    """The mixin alone."""
+
+
+class Packer(UCXXDataPackerMixin):
+    """The mixin alone."""
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_the_packers_of_a_group_train_on_the_same_payloads(place: Place) -> None:
+    rollout, packers = Rollout(), [Packer(), Packer()]
+    rollout.setup_ucxx(slots=8, slot_bytes=4096, readers=2, grouped=True, queue=place.queue, mode="thread")
+    try:
+        for rank, (packer, member) in enumerate(zip(packers, place.group(), strict=True)):
+            packer.setup_ucxx_packer(queue=member, rank=rank, wire={"mapped"})
+        tickets = [rollout.write_to_buffer({"step": np.int64(step)}) for step in range(6)]
+        rollout.ring.discard(tickets[2])  # nobody can read it
+
+        def train(packer: Packer) -> list[int]:
+            packer.start_prefetch(packer.claim_tickets(6, 30))
+            batch = packer.collect_prefetch()
+            assert batch is not None
+            payloads = packer.consume(batch)
+            steps = [int(payload["step"]) for payload in payloads]
+            for payload in payloads:
+                payload.release()
+            return steps
+
+        assert at_once(*(lambda packer=packer: train(packer) for packer in packers)) == [[0, 1, 3, 4, 5]] * 2
+        assert place.queue.depth() == QueueDepth(done=5, discarded=1)
+        assert rollout.ring_statistics().ready == 0
+    finally:
+        for packer in packers:
+            packer.cleanup_ucxx_packer()
+        rollout.cleanup_ucxx()

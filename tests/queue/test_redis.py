@@ -1,0 +1,258 @@
+"""The ticket queue on a real Redis server: the common contract, and what only a server can get wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from queue_conformance import LEASE_S, QueueConformance, ids, in_thread, ticket, tickets
+from queue_model import QueueMachine
+from redis_server import RedisServer, lose_answers, needs_redis, redis_server
+
+from transport.errors import QueueFullError, QueueUnavailableError
+from transport.queue import DeliveryState, QueueDepth, QueuedTicket, RedisQueue
+from transport.storage.urls import RedisPlace, parse_place
+
+pytestmark = needs_redis
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: RedisServer) -> RedisServer:
+    running.flush()
+    return running
+
+
+def place(server: RedisServer, run: str = "test") -> RedisPlace:
+    found = parse_place(server.place(run))
+    assert isinstance(found, RedisPlace)
+    return found
+
+
+class RedisHarness:
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+        self.now = 1000.0
+        self.queues: list[RedisQueue] = []
+
+    def open(self, *, max_deliveries: int = 20) -> RedisQueue:
+        queue = RedisQueue(place(self.server), lease_s=LEASE_S, max_deliveries=max_deliveries, clock=lambda: self.now)
+        self.queues.append(queue)
+        return queue
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def close(self) -> None:
+        for queue in self.queues:
+            queue.close()
+
+
+@pytest.fixture
+def harness(server: RedisServer) -> Iterator[RedisHarness]:
+    harness = RedisHarness(server)
+    yield harness
+    harness.close()
+
+
+class TestConformance(QueueConformance):
+    pass
+
+
+def test_random_operations_agree_with_a_model(server: RedisServer) -> None:
+    class Machine(QueueMachine):
+        @staticmethod
+        def make_harness() -> RedisHarness:
+            server.flush()
+            return RedisHarness(server)
+
+    case = Machine.TestCase
+    case.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+    case().runTest()
+
+
+# --- what is remembered, and for how many ----------------------------------------------------------------
+def test_a_full_queue_refuses_the_whole_call_until_something_is_finished(server: RedisServer) -> None:
+    with RedisQueue(place(server), max_tickets=3) as queue:
+        assert queue.publish(tickets(2)) == 2
+        with pytest.raises(QueueFullError, match="3 unfinished tickets") as told:
+            queue.publish([ticket(2), ticket(3)])
+        assert told.value.retryable
+        assert queue.publish(tickets(2)) == 0  # known ones need no room
+        assert queue.depth() == QueueDepth(ready=2)
+        assert queue.ack_many(queue.claim(2, consumer="a"))
+        assert queue.publish([ticket(2), ticket(3)]) == 2
+
+
+def test_finished_tickets_are_remembered_up_to_the_bound_without_their_bytes(server: RedisServer) -> None:
+    import redis
+
+    with RedisQueue(place(server), keep_finished=10) as queue, redis.Redis(port=server.port) as client:
+        queue.publish(ticket(999))  # stays unfinished, however old
+        [_oldest] = queue.claim(1, consumer="a")
+        for number in range(50):
+            queue.publish(QueuedTicket(f"ring/{number}/2", bytes(1000)))
+            [claim] = queue.claim(9, consumer="a")
+            assert queue.discard(claim, "gone") if number % 2 else queue.ack(claim)
+        assert queue.known(["ring/49/2", "ring/0/2"]) == {"ring/49/2": (DeliveryState.DISCARDED,)}
+        assert queue.depth() == QueueDepth(claimed=1, done=25, discarded=25)
+        assert len(queue.failures()) == 5
+        sizes = {name: client.hlen("transport:{test}:queue:" + name) for name in ("ids", "info", "rows")}
+        assert sizes == {"ids": 11, "info": 11, "rows": 11}
+        assert client.xlen("transport:{test}:queue:tickets") == 1
+
+
+def test_each_rank_is_a_consumer_group_whose_claims_redis_shows(server: RedisServer) -> None:
+    import redis
+
+    with RedisQueue(place(server)) as queue, redis.Redis(port=server.port) as client:
+        queue.publish(tickets(2), readers=2)
+        claims = queue.claim(2, rank=1, consumer="trainer 7")
+        stream = "transport:{test}:queue:tickets"
+        assert client.xpending(stream, "rank1")["consumers"] == [{"name": b"trainer 7", "pending": 2}]
+        queue.ack_many(claims)
+        assert client.xpending(stream, "rank1")["pending"] == 0
+
+
+def test_a_ticket_for_fewer_ranks_is_passed_over(server: RedisServer) -> None:
+    with RedisQueue(place(server)) as queue:
+        queue.publish(tickets(3), readers=1)
+        queue.publish(ticket(7), readers=2)
+        assert ids(queue.claim(9, rank=1, consumer="a")) == [ticket(7).id]
+        assert queue.depth(1) == QueueDepth(claimed=1)
+
+
+# --- connections and servers that end -----------------------------------------------------------------------
+def test_what_was_done_when_the_answer_was_lost_is_done_once(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisQueue(place(server)) as queue:
+        queue.publish(tickets(2))
+        queue.ack_many(queue.claim(2, consumer="a"))  # the scripts are there
+        lost = lose_answers(monkeypatch)
+        assert queue.publish([ticket(3), ticket(4)]) == 2
+        lost.clear()
+        claims = queue.claim(2, consumer="a")
+        assert [(claim.ticket_id, claim.attempts) for claim in claims] == [(ticket(3).id, 1), (ticket(4).id, 1)]
+        lost.clear()
+        assert queue.ack_many(claims) == claims
+        assert queue.depth() == QueueDepth(done=4)
+
+
+def test_an_acknowledgement_that_was_done_unheard_is_given_to_who_asks_again(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nobody would train on the payload: it is done, and the trainer that held its claim is refused."""
+    with RedisQueue(place(server), patience_s=0.0) as queue:
+        queue.publish(tickets(3))
+        first, *claims = queue.claim(3, consumer="a")
+        queue.ack(first)  # the script is there
+        lost = lose_answers(monkeypatch)
+        for _ in range(2):
+            lost.clear()
+            with pytest.raises(QueueUnavailableError):
+                queue.ack_many(claims)
+        assert queue.depth() == QueueDepth(done=3)
+        assert queue.ack_many(claims) == claims
+        assert queue.ack_many(claims) == []  # it was told, and is not told twice
+
+
+def test_nothing_is_lost_when_the_server_is_killed_and_starts_again() -> None:
+    with redis_server() as server, RedisQueue(place(server), patience_s=30) as queue:
+        queue.publish(tickets(4), readers=2, policy_version=3)
+        first, second, third = queue.claim(3, consumer="a")
+        assert queue.ack(first)
+        assert queue.retry(second, reason="later")
+        queue.announce("policy", 5, b"five")
+        server.kill()
+        acks, thread = in_thread(lambda: queue.ack(third))  # while it is away
+        server.start()
+        thread.join()
+        assert acks == [True]
+        assert not queue.ack(third)
+        assert ids(queue.claim(9, consumer="a")) == [ticket(1).id, ticket(3).id]
+        assert ids(queue.claim(9, rank=1, consumer="b")) == [item.id for item in tickets(4)]
+        notice = queue.latest("policy")
+        assert notice is not None
+        assert notice.payload == b"five"
+
+
+def test_a_waiting_claim_outlives_the_servers_restart() -> None:
+    with redis_server() as server, RedisQueue(place(server), patience_s=30) as queue:
+        claims, thread = in_thread(lambda: queue.claim(1, 60, consumer="a"))
+        server.kill()
+        server.start()
+        with RedisQueue(place(server)) as other:
+            other.publish(ticket(0))
+            thread.join()
+        assert ids(claims[0]) == [ticket(0).id]
+
+
+def test_a_server_that_stays_away_is_told_within_the_patience() -> None:
+    with redis_server() as server, RedisQueue(place(server), patience_s=0.05) as queue:
+        server.kill()
+        with pytest.raises(QueueUnavailableError, match="has not answered") as told:
+            queue.publish(ticket(0))
+        assert told.value.retryable
+
+
+# --- processes that end ----------------------------------------------------------------------------------------
+def process(server: RedisServer, body: str) -> subprocess.Popen[str]:
+    program = f"""
+import os, signal
+from transport.storage.urls import parse_place
+from transport.queue import QueuedTicket, RedisQueue
+queue = RedisQueue(parse_place({server.place()!r}), lease_s=0.5)
+{body}
+"""
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
+def test_what_a_killed_process_had_claimed_is_claimed_by_another(server: RedisServer) -> None:
+    with RedisQueue(place(server), lease_s=0.5) as queue:
+        queue.publish(tickets(2))
+        child = process(server, "print(len(queue.claim(2, consumer='child')), flush=True); signal.pause()")
+        assert child.stdout is not None
+        assert child.stdout.readline() == "2\n"
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        taken: list[str] = []
+        while len(taken) < 2:
+            taken += ids(queue.ack_many(queue.claim(2, 30, consumer="parent")))
+        assert sorted(taken) == [ticket(0).id, ticket(1).id]
+        assert queue.depth().expired >= 2
+
+
+def test_processes_that_claim_and_are_killed_lose_nothing_and_get_nothing_twice(server: RedisServer) -> None:
+    body = """
+while claims := queue.claim(5, 10, consumer=str(os.getpid())):
+    for claim in queue.ack_many(claims):
+        print(claim.ticket_id, flush=True)
+"""
+    with RedisQueue(place(server), lease_s=0.5) as queue:
+        queue.publish(tickets(600))
+        children = [process(server, body) for _ in range(2)]
+        trained = []
+        for child in children:
+            assert child.stdout is not None
+            trained += [line.strip() for line in (child.stdout.readline() for _ in range(20)) if line]
+        for child in children:
+            child.kill()
+            assert child.stdout is not None
+            trained += child.stdout.read().split()  # whole lines: a line is one write
+            child.wait()
+            child.stdout.close()
+        while queue.depth().unfinished:
+            trained += ids(queue.ack_many(queue.claim(64, 30, consumer="parent")))
+        assert len(trained) == len(set(trained))
+        assert queue.depth().done == 600
+        assert len(trained) >= 600 - 2 * 5  # what a child had acknowledged and not yet printed

@@ -1,0 +1,227 @@
+"""The decisions of rendezvous without a store: ranks, the host's table, a member's table, exit codes, names."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.errors import ConfigurationError, InternalError, StoreUnsuitableError, UsageError
+from transport.rendezvous.archive import Archive
+from transport.rendezvous.host import Close, Complete, OpenNext, Sight, decide
+from transport.rendezvous.member import TABLE, Event, Member, State
+from transport.rendezvous.placement import place
+from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Reason, Role, Round, Seat, Status
+from transport.rendezvous.rules import ExitCodes, Rules
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "MEMBERSHIP.md"
+RULES = Rules(least=2, most=3, last_call_s=5.0, join_timeout_s=60.0)
+
+
+def seats(*members: str, number: int = 1, status: Status = Status.HERE) -> list[Seat]:
+    return [Seat(round=number, slot=slot, member=member, status=status) for slot, member in enumerate(members)]
+
+
+def peers(*members: str) -> tuple[Peer, ...]:
+    return tuple(Peer(member, slot, "") for slot, member in enumerate(members))
+
+
+def a_round(phase: Phase = Phase.OPEN, number: int = 1, **changed: object) -> Round:
+    usual = {"incarnation": "x", "number": number, "phase": phase, "term": 1, "host": "a", "least": 2, "most": 3}
+    return Round(**{**usual, **changed})
+
+
+def names(found: Sequence[Seat]) -> list[str]:
+    return [seat.member for seat in found]
+
+
+# --- ranks ----------------------------------------------------------------------------------------------
+def test_ranks_follow_slots_and_surplus_is_standby() -> None:
+    found = place(list(reversed(seats("a", "b", "c", "d"))), 3, {})
+    assert (names(found.active), names(found.standby)) == (["a", "b", "c"], ["d"])
+
+
+def test_who_had_a_rank_keeps_it_and_comes_first() -> None:
+    found = place(seats("new", "newer", "b", "c"), 3, {"a": 0, "b": 1, "c": 2})
+    assert (names(found.active), names(found.standby)) == (["new", "b", "c"], ["newer"])
+
+
+def test_a_rank_that_a_smaller_round_does_not_have_is_replaced() -> None:
+    assert names(place(seats("c", "a"), 2, {"a": 0, "b": 1, "c": 2}).active) == ["a", "c"]
+
+
+def test_a_member_with_two_seats_has_the_later_one() -> None:
+    found = place(seats("a", "b", "a"), 3, {})
+    assert [(seat.member, seat.slot) for seat in found.active] == [("b", 1), ("a", 2)]
+
+
+@given(
+    st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=12),
+    st.integers(1, 6),
+    st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 7)),
+)
+def test_everybody_has_one_place_and_ranks_do_not_depend_on_the_order_of_reading(
+    joined: list[str], most: int, before: dict[str, int]
+) -> None:
+    found = place(seats(*joined), most, before)
+    everybody = names(found.active) + names(found.standby)
+    assert sorted(everybody) == sorted(set(joined))
+    assert len(found.active) == min(most, len(set(joined)))
+    assert place(seats(*joined)[::-1], most, before) == found
+    if len(set(before.values())) == len(before):
+        kept = {seat.member: rank for rank, seat in enumerate(found.active) if seat.member in before}
+        assert all(rank == before[member] for member, rank in kept.items() if before[member] < len(found.active))
+
+
+# --- the host -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("sight", "act"),
+    [
+        (Sight(a_round(), seats("a")), None),
+        (Sight(a_round(), seats("a", "b"), open_s=4.9), None),
+        (Sight(a_round(), seats("a", "b"), open_s=5.0), Complete),
+        (Sight(a_round(), seats("a", "b", "c")), Complete),
+        (Sight(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"})), None),
+        (Sight(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 5.0), Complete),
+        (Sight(a_round(), seats("a"), open_s=59.9), None),
+        (Sight(a_round(), seats("a"), open_s=60.0), Close),
+        (Sight(a_round(number=2), seats("a", "b", "c", number=1), open_s=30.0), None),
+        (Sight(a_round(Phase.RUNNING), seats("a", "b"), peers("a", "b")), None),
+        (Sight(a_round(Phase.RUNNING), seats("a"), peers("a", "b")), OpenNext),
+        (Sight(a_round(Phase.RUNNING), seats("a", "other"), peers("a", "b")), OpenNext),
+        (Sight(a_round(Phase.RUNNING), seats("a", "b", status=Status.DONE), peers("a", "b")), Close),
+        (Sight(a_round(Phase.RUNNING), seats("a", status=Status.DONE), peers("a", "b")), OpenNext),
+        (Sight(a_round(Phase.RUNNING), seats("a", "b", status=Status.RESTART), peers("a", "b")), OpenNext),
+        (Sight(a_round(Phase.RUNNING, 2), seats("a", "b", number=1), peers("a", "b")), OpenNext),
+        (Sight(a_round(Phase.RUNNING), seats("a", "b"), ()), OpenNext),
+        (Sight(a_round(Phase.CLOSED), seats("a"), peers("a", "b")), None),
+    ],
+)
+def test_the_host_decides_by_what_it_sees(sight: Sight, act: type | None) -> None:
+    found = decide(sight, RULES)
+    assert found is None if act is None else isinstance(found, act)
+
+
+def test_success_is_only_what_everybody_with_a_rank_says() -> None:
+    everybody = peers("a", "b", "c")
+    for statuses in itertools.product(Status, repeat=3):
+        here = [Seat(round=1, slot=slot, member="abc"[slot], status=status) for slot, status in enumerate(statuses)]
+        found = decide(Sight(a_round(Phase.RUNNING), here, everybody), RULES)
+        succeeded = isinstance(found, Close) and found.reason is Reason.SUCCESS
+        assert succeeded == (set(statuses) == {Status.DONE})
+
+
+def test_after_the_last_round_the_run_fails() -> None:
+    rules = Rules(least=2, most_rounds=3)
+    last = Sight(a_round(Phase.RUNNING, 3), seats("a", number=3), peers("a", "b"))
+    assert isinstance(decide(last._replace(round=a_round(Phase.RUNNING, 2)), rules), OpenNext)
+    found = decide(last, rules)
+    assert isinstance(found, Close)
+    assert found.reason is Reason.FAILURE
+
+
+@pytest.mark.parametrize(("members", "seconds"), [(1, 1.0), (2000, 1.0), (3000, 1.5), (10_000, 5.0), (100_000, 5.0)])
+def test_the_host_looks_more_rarely_at_larger_runs(members: int, seconds: float) -> None:
+    assert Rules().host_poll_s(members) == seconds
+
+
+# --- a member -------------------------------------------------------------------------------------------
+def test_every_state_has_a_way_to_the_end_and_none_back() -> None:
+    for state in State:
+        assert TABLE[state, Event.CLOSED] is TABLE[state, Event.LOST] is State.ENDED
+    assert {TABLE[State.ENDED, event] for event in Event} == {State.ENDED}
+
+
+def test_what_a_look_can_show_is_in_the_table_for_every_state() -> None:
+    shown = (Event.GATE_OPEN, Event.LEFT_OUT, Event.SEAT_LOST)
+    assert all((state, event) in TABLE for state in State for event in shown)
+
+
+def test_only_who_waited_for_a_place_gets_one() -> None:
+    into = {before for (before, _), after in TABLE.items() if after is State.ACTIVE and before is not State.ACTIVE}
+    assert into == {State.SEATED, State.SEATING}
+
+
+def test_a_way_that_does_not_exist_is_told_with_the_way_so_far() -> None:
+    member = Member()
+    member.apply(Event.JOIN)
+    with pytest.raises(InternalError, match=r"away \+ join → spare; spare \+ placed active → None"):
+        member.apply(Event.PLACED_ACTIVE)
+
+
+def test_a_place_of_another_round_is_not_taken() -> None:
+    member = Member()
+    member.apply(Event.JOIN)
+    member.look(a_round(number=4), None)
+    member.took(0)
+    member.apply(Event.SEAT)
+    member.look(a_round(Phase.RUNNING, 5), Place(round=5, member="a", role=Role.ACTIVE, rank=0, size=1, leader=""))
+    assert member.state is State.SPARE
+    member.validate()
+
+
+# --- the page, codes, names, the archive --------------------------------------------------------------------
+def test_the_pages_table_of_states_is_the_codes() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| `(\w+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    page = {
+        (State(before), Event(event)): State(after) for before, events, after in rows for event in events.split(", ")
+    }
+    code = {move: after for move, after in TABLE.items() if move[0] is not State.ENDED}
+    assert page == code
+
+
+def test_exit_codes_are_those_of_the_reason_and_never_success_by_default() -> None:
+    codes = ExitCodes(no_restart=7)
+    closings = [Closing(reason=reason, round=1, incarnation="x", by="a") for reason in Reason]
+    assert {closing.reason: codes.of(closing) for closing in closings} == {
+        Reason.SUCCESS: 0,
+        Reason.FAILURE: 1,
+        Reason.NO_RESTART: 7,
+    }
+    assert codes.of(None) == 1
+    assert ExitCodes().no_restart == 93
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"least": 0},
+        {"least": 3, "most": 2},
+        {"lease_s": 0.0},
+        {"poll_s": float("inf")},
+        {"last_call_s": 600.0},
+        {"most_rounds": 0},
+        {"host_poll_least_s": 9.0},
+    ],
+)
+def test_rules_that_cannot_hold_are_refused(changed: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError):
+        Rules(**changed).validate()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "ä", "x" * 129])
+def test_names_that_cannot_be_keys_are_refused(name: str) -> None:
+    with pytest.raises(UsageError):
+        Keys(name)
+
+
+def test_an_archive_keeps_the_first_closing(tmp_path: Path) -> None:
+    archive = Archive(tmp_path / "runs" / "a.json")
+    first = Closing(reason=Reason.FAILURE, round=2, incarnation="x", by="a", message="because")
+    assert archive.read() is None
+    assert archive.write(first)
+    assert not archive.write(Closing(reason=Reason.SUCCESS, round=3, incarnation="x", by="b"))
+    assert archive.read() == first
+    assert [path.name for path in archive.path.parent.iterdir()] == ["a.json"]
+
+
+def test_another_programs_file_is_no_closing(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("{}")
+    with pytest.raises(StoreUnsuitableError, match=r"a\.json"):
+        Archive(path).read()

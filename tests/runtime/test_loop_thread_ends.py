@@ -1,0 +1,229 @@
+"""The end of the loop in a thread: closed, with the process, in a forked child."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+from helpers import Child
+from sleepers import Sleeper
+
+from transport.errors import ClosedError
+from transport.runtime.loop_thread import LoopThread
+
+WATCHDOG_S = 30.0  # a bound on a wait that does not happen when the code is right
+
+
+@pytest.fixture
+def loop_thread() -> Iterator[LoopThread]:
+    made = LoopThread("test loop")
+    yield made
+    made.close()
+
+
+# --- the end --------------------------------------------------------------------------------------
+def test_close_cancels_what_runs_and_waits_for_it() -> None:
+    loop_thread = LoopThread("test loop")
+    sleepers = [Sleeper() for _ in range(3)]
+    futures = [loop_thread.submit(sleeper.sleep()) for sleeper in sleepers]
+    assert all(sleeper.started.wait(WATCHDOG_S) for sleeper in sleepers)
+    loop_thread.close()
+    assert [sleeper.how for sleeper in sleepers] == ["cancelled"] * 3
+    for future in futures:
+        with pytest.raises(CancelledError):
+            future.result(WATCHDOG_S)
+
+
+def test_close_waits_for_cleaning_up() -> None:
+    loop_thread = LoopThread("test loop")
+    started = threading.Event()
+    cleaned = []
+
+    async def slow_to_clean() -> None:
+        try:
+            started.set()
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for step in range(5):
+                await asyncio.sleep(0)
+                cleaned.append(step)
+
+    loop_thread.submit(slow_to_clean())
+    assert started.wait(WATCHDOG_S)
+    loop_thread.close()
+    assert cleaned == [0, 1, 2, 3, 4]
+
+
+def test_close_cancels_what_begins_while_it_cleans_up() -> None:
+    loop_thread = LoopThread("test loop")
+    started = threading.Event()
+    late = Sleeper()
+    tasks = []
+
+    async def starts_another() -> None:
+        try:
+            started.set()
+            await asyncio.get_running_loop().create_future()
+        finally:
+            tasks.append(asyncio.get_running_loop().create_task(late.sleep()))
+            await asyncio.sleep(0)
+
+    loop_thread.submit(starts_another())
+    assert started.wait(WATCHDOG_S)
+    loop_thread.close()
+    assert late.how == "cancelled"
+
+
+def test_close_finishes_abandoned_iterators() -> None:
+    loop_thread = LoopThread("test loop")
+    finished = []
+
+    async def numbers() -> AsyncIterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            finished.append(True)
+
+    iterator = numbers()
+
+    async def first() -> int:
+        return await anext(iterator)
+
+    assert loop_thread.run(first()) == 1
+    loop_thread.close()
+    assert finished == [True]
+
+
+def test_close_goes_on_when_a_coroutine_fails_on_cancellation() -> None:
+    loop_thread = LoopThread("test loop")
+    started = threading.Event()
+
+    async def fails_on_cancellation() -> None:
+        try:
+            started.set()
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            raise LookupError("while cleaning up") from None
+
+    future = loop_thread.submit(fails_on_cancellation())
+    assert started.wait(WATCHDOG_S)
+    loop_thread.close()
+    with pytest.raises(LookupError):
+        future.result(WATCHDOG_S)
+
+
+def test_close_ends_the_thread_and_may_be_called_again() -> None:
+    before = set(threading.enumerate())
+    loop_thread = LoopThread("test loop")
+    assert len(set(threading.enumerate()) - before) == 1
+    assert not loop_thread.closed
+    loop_thread.close()
+    assert set(threading.enumerate()) - before == set()
+    assert loop_thread.closed
+    loop_thread.close()
+
+
+def test_after_close_nothing_is_accepted_and_no_coroutine_is_left_unawaited() -> None:
+    loop_thread = LoopThread("test loop")
+    loop_thread.close()
+    for call in (loop_thread.submit, loop_thread.run):
+        with pytest.raises(ClosedError):
+            call(asyncio.sleep(0))  # a coroutine that is never closed warns, and a warning fails the test
+    gc.collect()
+
+
+def test_a_submit_that_races_with_close_is_refused_or_ends(loop_thread: LoopThread) -> None:
+    meeting = threading.Barrier(2)
+    ends: list[str] = []
+
+    def submit() -> None:
+        meeting.wait()
+        while True:
+            try:
+                future = loop_thread.submit(asyncio.sleep(0))
+            except ClosedError:
+                ends.append("refused")
+                return
+            try:
+                future.result(WATCHDOG_S)
+            except CancelledError:
+                ends.append("cancelled")
+
+    thread = threading.Thread(target=submit)
+    thread.start()
+    meeting.wait()
+    loop_thread.close()
+    thread.join()
+    assert ends[-1] == "refused"
+
+
+# --- the end of the process -----------------------------------------------------------------------
+def test_the_processes_exit_ends_the_loop_and_what_runs_on_it() -> None:
+    code = """
+import asyncio, threading
+from transport.runtime.loop_thread import LoopThread
+started = threading.Event()
+async def forever():
+    started.set()
+    try:
+        await asyncio.Event().wait()
+    finally:
+        print("ended", flush=True)
+loop_thread = LoopThread("test loop")
+loop_thread.submit(forever())
+started.wait()
+"""
+    with Child(code) as child:
+        assert child.line() == "ended"
+        assert child.wait() == 0
+
+
+def test_a_forked_child_has_no_loop_and_its_exit_waits_for_none() -> None:
+    code = """
+import asyncio, os, sys
+from transport.runtime.loop_thread import LoopThread
+from transport.errors import ClosedError
+loop_thread = LoopThread("test loop")
+with loop_thread._ending:  # as another thread may hold it at the fork
+    pid = os.fork()
+if pid == 0:
+    loop_thread.close()
+    try:
+        loop_thread.run(asyncio.sleep(0))
+    except ClosedError:
+        sys.exit(7 if loop_thread.closed else 1)
+    sys.exit(2)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), loop_thread.run(asyncio.sleep(0, "runs")), flush=True)
+"""
+    with Child(code) as child:
+        assert child.line() == "7 runs"
+        assert child.wait() == 0
+
+
+def test_what_is_called_at_exit_is_not_kept_alive_nor_called_after_it_was_cancelled() -> None:
+    code = """
+import atexit
+from transport.runtime.loop_thread import AtExit
+class Named:
+    def __init__(self, name):
+        self.name = name
+    def tell(self):
+        print(self.name, flush=True)
+kept, let_go, cancelled = Named("kept"), Named("let go"), Named("cancelled")
+for each in (kept, let_go):
+    AtExit(each.tell)
+AtExit(cancelled.tell).cancel()
+del let_go, each
+atexit.register(print, "first", flush=True)
+"""
+    with Child(code) as child:
+        assert child.line() == "first"
+        assert child.line() == "kept"
+        assert child.wait() == 0
+        assert child.process.stdout is not None
+        assert child.process.stdout.read() == ""

@@ -1,0 +1,102 @@
+"""What stands in logs and tracebacks of records that carry keys, tokens and passwords: everything but these."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from rich.pretty import pretty_repr
+
+import transport
+from transport.client.acknowledgements import Ack
+from transport.errors import MissingDependencyError
+from transport.packer.mixin import FetchedBatch, FetchedItem
+from transport.queue import Claim, QueuedTicket
+from transport.storage.urls import RedisPlace
+from transport.store.base import Change, Entry
+from transport.ticket import Ticket
+from transport.weights import ring_engine
+from transport.weights.plan import topology
+from transport.weights.transfer import messages
+from transport.wire import frames
+
+KEY = 0x5EC2E7_5EC2E7
+WORD = "sesame-sesame"
+TICKET = Ticket(
+    ring="ab" * 16, segment="/x", host="h", addresses=("127.0.0.1",), ports=(1,), slot=3, generation=9, key=KEY, size=8,
+    checksum=1, readers=1, schema_fingerprint="0" * 32, schema=None, lengths=(), created=0.0, deadline=None,
+    metadata={},
+)  # fmt: skip
+CLAIM = Claim("ring/3/9", TICKET.encode(), 0, 1, f"7:1:{WORD}")
+
+RECORDS = [
+    CLAIM,
+    QueuedTicket("ring/3/9", TICKET.encode()),
+    FetchedItem(TICKET, CLAIM),
+    FetchedBatch([FetchedItem(TICKET, CLAIM)]),
+    Entry(TICKET.encode(), 4),
+    Change("groups/g/claims/1", TICKET.encode()),
+    RedisPlace(f"redis://user:{WORD}@host:6379/0", "run"),
+    Ack("ab" * 16, 3, 9, 0, KEY),
+    frames.Record(frames.Kind.READ, 3, 9, 0, KEY, 8),
+    messages.Hello(WORD, "replica"),
+    ring_engine.Link(parent="p", address="127.0.0.1", port=1, token=WORD, rank=0, mapped=False),
+    topology.Description(name="p", host="h", address="127.0.0.1", port=1, token=WORD),
+]
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_a_representation_shows_neither_keys_nor_tokens_nor_passwords(record: Any) -> None:
+    assert record == record  # what is hidden still counts
+    for shown in (repr(record), str(record), f"{record}", pretty_repr(record), pretty_repr([record]), repr([record])):
+        assert str(KEY) not in shown and hex(KEY)[2:] not in shown
+        assert WORD not in shown
+        assert TICKET.encode()[40:60] not in shown.encode("unicode_escape").replace(b"\\\\", b"\\")
+        assert repr(TICKET.encode())[2:60] not in shown
+        assert type(record).__name__ in shown
+
+
+# Fields of these names carry what whoever has it may use. Exempt is what is gone with its connection, or no secret.
+_TELLING = ("key", "token", "secret", "data", "url", "value")
+_HARMLESS = {
+    "transport.wire.frames.Answer",  # `value` is a length
+    "transport.cooldown.destinations.base.Destination",
+    "transport.ticket._Row",  # never leaves its module
+}
+
+
+def records() -> Iterator[type]:
+    for module in pkgutil.walk_packages(transport.__path__, "transport."):
+        if module.name.startswith(("transport.bench", "transport.demo")) or module.name in ("transport._ucp",):
+            continue  # the native module is loaded by transport.wire.ucx, after the library
+        try:
+            found = importlib.import_module(module.name)
+        except MissingDependencyError:
+            continue  # an adapter of what is not installed here
+        for kind in vars(found).values():
+            if inspect.isclass(kind) and kind.__module__ == found.__name__:
+                yield kind
+
+
+def fields_of(kind: type) -> collections.abc.Iterable[str]:
+    if dataclasses.is_dataclass(kind):
+        return [field.name for field in dataclasses.fields(kind) if field.repr]
+    return getattr(kind, "__struct_fields__", None) or getattr(kind, "_fields", ())
+
+
+def test_every_record_with_such_a_field_is_among_those_that_hide_it() -> None:
+    tested = {type(record) for record in RECORDS}
+    elsewhere = {"transport.ticket.Ticket", "transport.server.process.ListenerConfig"}  # tests of their own
+    for kind in records():
+        name = f"{kind.__module__}.{kind.__name__}"
+        telling = set(_TELLING) & set(fields_of(kind))
+        if telling and name not in _HARMLESS and name not in elsewhere and kind.__name__ != "DeviceTensor":
+            assert kind in tested, f"{name} has {telling}: hide it from `repr`, and add it to RECORDS"
+    assert issubclass(Claim, msgspec.Struct)

@@ -1,0 +1,325 @@
+"""One connection over UCX, and a real ring: handshake, both sides, and what is logged of its end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers import asynchronous, proven, settings_with, until
+from scripted_peer import (
+    BUSY,
+    FREE,
+    LARGE,
+    NONCE,
+    PROTOCOL,
+    READY,
+    SECRET,
+    SLOTS,
+    SMALL,
+    VERSION,
+    WRONG_RING,
+    Peer,
+    Stage,
+    ack,
+    read,
+    record,
+    states,
+)
+
+from transport.client.connection import Link, Want
+from transport.errors import StaleSlotError
+from transport.ring.buffer import SharedRingBuffer
+from transport.server.connection import Connection
+from transport.settings import Settings
+from transport.testing import run
+from transport.wire import frames
+from transport.wire.frames import Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
+
+pytestmark = pytest.mark.ucx
+
+
+@pytest.fixture
+def ring() -> Iterator[SharedRingBuffer]:
+    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
+        yield made
+
+
+# --- handshake ------------------------------------------------------------------------------------
+@asynchronous
+async def test_a_client_is_welcomed_with_what_it_needs(ring: SharedRingBuffer) -> None:
+    ring.native.set_ports((13337, 13338))
+    async with Stage(ring, inline_limit=777) as stage:
+        peer = await stage.peer()
+        name = peer.connection._endpoint.name
+        assert repr(peer.connection) == f"<Connection {name} handshake, 0 attempts>"
+        welcome = await peer.greet()
+        assert welcome == Welcome(
+            version=frames.VERSION,
+            ring=ring.ring_id,
+            tag_base=peer.connection.tag_base,
+            ports=(13337, 13338),
+            inline_limit=777,
+        )
+        await peer.settled()
+        assert repr(peer.connection) == f"<Connection {name} open, 0 attempts>"
+        await stage.listener.stop()
+        assert repr(peer.connection) == f"<Connection {name} closed, 0 attempts>"
+        assert peer.closed
+
+
+@asynchronous
+async def test_what_comes_before_the_handshake_is_over_is_dropped(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(SMALL)
+    async with Stage(ring) as stage:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("transport.server.listener.random_tag_base", lambda: 77)  # nobody can know it by then
+            peer = await stage.peer()
+        engine = stage.listener._worker.engine  # type: ignore[union-attr]
+        peer.welcome = Welcome(1, "", 77)
+        peer.tell(read(ticket))
+        await until(lambda: engine.dropped == 1)
+        assert (await peer.greet()).code == 0
+        assert states(ring) == READY
+        peer.number = 0
+        assert [answer.joined for answer in await peer.ask(read(ticket))] == [SMALL]
+
+
+@asynchronous
+async def test_requests_far_ahead_of_their_answers_are_answered_in_order(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        numbers = [peer.tell(Record(Kind.STATE)) for _ in range(300)]
+        assert [len(await peer.status(number)) for number in numbers] == [1] * 300
+        assert stage.listener._worker.engine.dropped == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("number", [10, 1000, (1 << 24) - 1])
+@asynchronous
+async def test_a_request_out_of_turn_ends_its_connection(ring: SharedRingBuffer, number: int) -> None:
+    async with Stage(ring) as stage:
+        peer, other = await stage.connected(), await stage.connected()
+        peer.send(frames.encode_control(number, [Record(Kind.STATE)]), number)  # receives stand for the next two
+        await peer.task
+        assert [answer.code for answer in await other.ask(Record(Kind.BYE))] == [0]
+
+
+@asynchronous
+async def test_bytes_that_go_on_after_the_handshake_end_the_connection(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        await peer.say(b"more")
+        await peer.task
+        assert peer.native.reason == "it goes on after the handshake"
+
+
+@asynchronous
+async def test_a_client_that_names_no_ring_is_told_which_one_it_found(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        assert (await peer.greet(ring="")).ring == ring.ring_id
+
+
+@asynchronous
+async def test_connections_have_tag_bases_of_their_own(ring: SharedRingBuffer) -> None:
+    bases = iter([5, 5, 6, 5])
+    async with Stage(ring) as stage:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("transport.server.listener.random_tag_base", lambda: next(bases))
+            first, second = await stage.connected(), await stage.connected()
+            assert (first.welcome.tag_base, second.welcome.tag_base) == (5, 6)
+            await first.gone()
+            assert (await stage.connected()).welcome.tag_base == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"ring": "0" * 32}, WRONG_RING),
+        ({"oldest": frames.VERSION + 1, "newest": frames.VERSION + 2}, VERSION),
+        ({"newest": 0}, VERSION),
+    ],
+)
+@asynchronous
+async def test_a_client_that_cannot_be_served_is_told_why(
+    ring: SharedRingBuffer, changes: dict[str, Any], code: int
+) -> None:
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        welcome = await peer.greet(**changes)
+        assert welcome.code == code
+        assert welcome.reason
+        assert welcome.ports == ()
+        await peer.refused()
+        assert not stage.listener._connections
+
+
+async def challenged(stage: Stage) -> tuple[Peer, Challenge]:
+    peer = await stage.peer()
+    await peer.say(peer.hello())
+    return peer, await peer.heard(Challenge)
+
+
+@asynchronous
+async def test_both_sides_prove_the_secret(ring: SharedRingBuffer) -> None:
+    async with Stage(ring, secret=b"secret") as stage:
+        peer, challenge = await challenged(stage)
+        assert len(challenge.nonce) == 16
+        assert challenge.proof == proven(b"secret", "listener", peer.hello(), challenge.nonce)
+        await peer.say(Proof(proven(b"secret", "client", peer.hello(), challenge.nonce)))
+        peer.welcome = await peer.heard(Welcome)
+        assert peer.welcome.code == 0
+        await peer.settled()
+        other, again = await challenged(stage)
+        assert again.nonce != challenge.nonce
+        await stage.listener.stop()
+        assert other.closed
+
+
+@pytest.mark.parametrize("how", ["another secret", "mirrored", "replayed", "empty"])
+@asynchronous
+async def test_a_client_that_does_not_prove_is_refused(ring: SharedRingBuffer, how: str) -> None:
+    async with Stage(ring, secret=b"secret") as stage:
+        peer, challenge = await challenged(stage)
+        await peer.say(
+            Proof(
+                {
+                    "another secret": proven(b"other", "client", peer.hello(), challenge.nonce),
+                    "mirrored": challenge.proof,
+                    "replayed": proven(b"secret", "client", peer.hello(), bytes(16)),
+                    "empty": b"",
+                }[how]
+            )
+        )
+        assert (await peer.heard(Welcome)).code == SECRET
+        assert peer.native is None  # nothing that it asks for is received
+        await peer.refused()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        frames.encode_handshake(Proof(b"")),
+        frames.encode_handshake(Welcome(1, "", 1)),
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x01\x01\0\0\xff\xff\xff\xff",
+        b"\x01\x01\0\0\x03\0\0\0\xff\xff\xff",
+        b"\x01\x01\0\0\0\0\0\0",
+        frames.encode_handshake(Hello(1, 1, "ab", 1, NONCE)).replace(b"\xa2ab", b"\xa2\xff\xff"),
+        frames.encode_handshake(Hello(1, 1, "", 0xFFFFFFFF, NONCE)).replace(b"\xce\xff\xff\xff\xff", b"\xcd\xff\xff")[
+            :-2
+        ],
+    ],
+    ids=["proof", "welcome", "http", "too long", "garbage", "empty", "not UTF-8", "cut off"],
+)
+@asynchronous
+async def test_garbage_in_the_handshake_closes_that_connection_only(ring: SharedRingBuffer, said: bytes) -> None:
+    ticket = ring.write_raw(SMALL)
+    async with Stage(ring) as stage:
+        other = await stage.connected()
+        stage.listener.settings = settings_with(handshake_timeout_s=0.3)  # not all is refused before that
+        peer = await stage.peer()
+        await peer.say(said)
+        await peer.task  # raises what is not handled
+        assert peer.closed
+        assert list(stage.listener._connections) == [other.connection]
+        assert (await other.ask(read(ticket)))[0].joined == SMALL
+
+
+@pytest.mark.parametrize(("first", "code"), [(2, VERSION), (0, VERSION), (1, PROTOCOL)])
+@asynchronous
+async def test_a_first_message_that_is_no_hello_of_this_framing_is_refused_by_name(
+    ring: SharedRingBuffer, first: int, code: int
+) -> None:
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        await peer.say(bytes((first,)) + frames.encode_handshake(Proof(b""))[1:])
+        assert (await peer.heard(Welcome)).code == code
+        await peer.refused()
+
+
+@asynchronous
+async def test_a_refused_client_that_stays_is_closed(ring: SharedRingBuffer) -> None:
+    async with Stage(ring, handshake_timeout_s=1) as stage:
+        peer = await stage.peer()
+        assert (await peer.greet(ring="0" * 32)).code == WRONG_RING
+        await peer.task
+        assert peer.closed
+        assert not stage.listener._connections
+
+
+@asynchronous
+async def test_a_client_that_says_nothing_is_closed(ring: SharedRingBuffer) -> None:
+    async with Stage(ring, handshake_timeout_s=0.01) as stage:
+        peer = await stage.peer()
+        await peer.task
+        assert peer.closed
+        assert not stage.listener._connections
+
+
+@asynchronous
+async def test_a_client_that_does_not_answer_the_challenge_is_closed(ring: SharedRingBuffer) -> None:
+    async with Stage(ring, secret=b"secret", handshake_timeout_s=1) as stage:
+        peer, _ = await challenged(stage)
+        await peer.task
+        assert peer.closed
+
+
+@asynchronous
+async def test_connections_are_limited_and_a_place_that_is_free_is_given(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(SMALL)
+    async with Stage(ring, connections_per_listener=2) as stage:
+        first, second = await stage.connected(), await stage.connected()
+        third = await stage.peer()
+        assert (await third.greet()).code == BUSY
+        await third.refused()
+        assert (await first.ask(read(ticket)))[0].joined == SMALL
+        await second.gone()
+        await stage.connected()
+
+
+# --- both sides together --------------------------------------------------------------------------
+@pytest.mark.parametrize("secret", [None, b"secret"])
+@asynchronous
+async def test_link_and_connection_understand_each_other(ring: SharedRingBuffer, secret: bytes | None) -> None:
+    data = [SMALL, LARGE, b"x", LARGE[::-1]]
+    tickets = [ring.write_raw(each) for each in data]
+    async with Stage(ring, secret=secret) as stage:
+        link = await Link.open(
+            stage.worker, "127.0.0.1", stage.port, ring=ring.ring_id, tag_base=5, secret=secret, settings=Settings()
+        )
+        wants = [Want(ticket, 0, bytearray(ticket.size), ticket.checksum) for ticket in tickets]
+        number, arrived = link.read(wants[:3], [])
+        assert number == 0
+        assert link.outcomes(wants[:3], await arrived) == [None] * 3
+        assert [bytes(want.destination) for want in wants[:3]] == data[:3]
+        number, arrived = link.read([wants[3], wants[0]], [ack(ticket) for ticket in tickets[:3]])
+        assert number == 1
+        large, stale = link.outcomes([wants[3], wants[0]], await arrived)
+        assert wants[3].destination == data[3]
+        assert large is None
+        assert isinstance(stale, StaleSlotError)
+        link.tell([ack(tickets[3])])
+        _, answered = link.ask(record(Kind.STATE, tickets[3]), [])
+        assert link.answer(await answered).value == SlotFate.GONE
+        assert states(ring) == FREE
+        assert ring.statistics().consumes == 4
+        [connection] = stage.listener._connections.values()
+        link.abort()
+        await connection
+        assert not stage.listener._connections
+
+
+def test_a_connection_that_ends_in_an_ordinary_way_is_not_logged_as_trouble(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def play() -> None:
+        async with Stage(ring) as stage:
+            peer = await stage.connected()
+            await peer.gone()
+            await stage.connected()
+
+    with caplog.at_level(logging.INFO, logger=Connection.__module__):
+        run(play())
+    assert not caplog.records

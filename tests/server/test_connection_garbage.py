@@ -1,0 +1,210 @@
+"""Peers that break the protocol after the handshake: nobody else notices, and every pin comes back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+from helpers import asynchronous
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted_peer import (
+    LARGE,
+    READY,
+    SLOTS,
+    SMALL,
+    Stage,
+    ack,
+    pins,
+    read,
+    record,
+    states,
+)
+
+from transport.errors import ConnectionLostError, StaleSlotError
+from transport.ring.buffer import SharedRingBuffer
+from transport.testing import run
+from transport.wire import frames
+from transport.wire.frames import Kind, Record
+
+pytestmark = pytest.mark.ucx
+
+
+@pytest.fixture
+def ring() -> Iterator[SharedRingBuffer]:
+    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
+        yield made
+
+
+# --- garbage --------------------------------------------------------------------------------------
+def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int | None = None) -> bytes:
+    """A CONTROL message that says it has ``count`` records, and has ``records``."""
+    message = frames.encode_control(number, [Record(Kind.BYE)] * (count if records is None else records))
+    message[2:4] = count.to_bytes(2, "little")
+    if len(message) > frames.HEADER_BYTES:
+        message[frames.HEADER_BYTES] = kind
+    return bytes(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"garbage",
+        b"\xff" * frames.CONTROL_BYTES,
+        b"x" * (frames.CONTROL_BYTES + 1),
+        bytes(frames.CONTROL_BYTES),
+        b"\x03" + control()[1:],
+        b"\x01" + control()[1:],  # spoken here, but not on this connection
+        control(number=1),
+        control(number=2**24),
+        control(number=2**32 - 1),
+        bytes(frames.encode_status(0, [])),
+        control(count=0),
+        control(count=64, records=63),
+        control(count=0xFFFF, records=63),
+        control(count=1, records=0),
+        control()[:-1],
+        control(count=63)[:-32],
+        control(kind=Kind.CONTROL),
+        control(kind=0),
+        control(kind=Kind.READ - 1),
+        control(kind=Kind.BYE + 1),
+        control(kind=255),
+    ],
+    ids=lambda message: f"{message[:4].hex()} {len(message)}",
+)
+@asynchronous
+async def test_garbage_closes_that_connection_only(ring: SharedRingBuffer, message: bytes) -> None:
+    mine, others = ring.write_raw(LARGE), ring.write_raw(SMALL)
+    async with Stage(ring) as stage:
+        other, peer = await stage.connected(), await stage.peer()
+        await peer.greet()
+        peer.send(message)
+        await peer.task  # raises what is not handled
+        assert peer.closed
+        assert list(stage.listener._connections) == [other.connection]
+        assert [answer.code for answer in await other.ask(read(mine), read(others))] == [0, 0]
+
+
+@asynchronous
+async def test_nothing_of_a_message_is_done_when_a_part_of_it_is_garbage(ring: SharedRingBuffer) -> None:
+    ticket = ring.write_raw(LARGE)
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        peer.send(frames.encode_control(1, [ack(ticket), read(ticket), Record(Kind.CONTROL)]))
+        await peer.task
+    assert states(ring) == READY
+    assert (ring.statistics().pins, ring.statistics().consumes) == (0, 0)
+
+
+@asynchronous
+async def test_garbage_after_reading_gives_the_pin_back(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ticket = ring.write_raw(LARGE)
+    async with Stage(ring) as stage:
+        peer = await stage.connected()
+        await peer.ask(read(ticket))
+        peer.send(b"garbage")
+        await peer.task
+        assert (states(ring), pins(ring, ticket)) == (READY, 0)
+    assert "ProtocolError: a control message has no header" in caplog.text
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """Bytes, or a message that is nearly right."""
+    if draw(st.booleans()):
+        return draw(st.binary(max_size=frames.CONTROL_BYTES + 8))
+    message = bytearray(control(count=draw(st.sampled_from([1, 2, 63])), number=1, kind=Kind.READ))
+    for _ in range(draw(st.integers(0, 6))):
+        message[draw(st.integers(0, len(message) - 1))] = draw(st.integers(0, 255))
+    return bytes(message[: draw(st.sampled_from([len(message), draw(st.integers(0, len(message)))]))])
+
+
+@given(st.lists(mutated(), min_size=1, max_size=4))
+@settings(max_examples=25)
+def test_no_bytes_from_a_peer_harm_another(messages: list[bytes]) -> None:
+    async def play(ring: SharedRingBuffer) -> None:
+        ticket = ring.write_raw(SMALL)
+        async with Stage(ring) as stage:
+            other = await stage.connected()
+            for message in messages:
+                peer = await stage.connected()
+                peer.send(message)
+                with contextlib.suppress(ConnectionLostError):  # the first message may have been enough
+                    peer.send(b"and the end of it", 2)
+                await peer.task
+            assert (await other.ask(read(ticket)))[0].joined == SMALL
+            assert list(stage.listener._connections) == [other.connection]
+        assert states(ring) == READY
+
+    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as ring:
+        run(play(ring))
+
+
+ranks = st.sampled_from([0, 1, 2, 15, 16, 64, 255])
+kinds = st.sampled_from([Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE])
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(kinds, st.integers(0, 4), ranks, st.booleans(), st.sampled_from([0, 1])), min_size=1, max_size=8
+        ),
+        max_size=6,
+    ),
+    st.booleans(),
+)
+@settings(max_examples=30)
+def test_whatever_a_peer_asks_every_pin_comes_back_and_no_rank_consumes_twice(
+    messages: list[list[tuple[Kind, int, int, bool, int]]], hold: bool
+) -> None:
+    async def play(ring: SharedRingBuffer) -> None:
+        tickets = [ring.write_raw(data, readers=readers) for data, readers in ((SMALL, 1), (LARGE, 2), (LARGE, 16))]
+        strange = tickets[0]
+        async with Stage(ring) as stage:
+            peers = [await stage.connected(), await stage.connected()]
+            peers[0].holds = hold
+            for message in messages:
+                records = []
+                for kind, which, rank, right_key, _ in message:
+                    ticket = tickets[which] if which < 3 else strange
+                    records.append(record(kind, ticket, rank))
+                    if which >= 3 or not right_key:
+                        records[-1] = records[-1]._replace(key=0)
+                peer = peers[message[0][4]]
+                await peer.ask(*records, Record(Kind.BYE))
+            for peer in peers:
+                await peer.complete()
+            statistics = ring.statistics()
+            assert statistics.consumes <= 1 + 2 + 16
+        assert all(ring.native.own_pins(slot) == 0 for slot in range(SLOTS))
+        assert (ring.statistics().reading, ring.statistics().writing) == (0, 0)
+        for ticket in tickets:  # what is not consumed or discarded is still there, unchanged
+            for rank in range(ticket.readers):
+                try:
+                    with ring.read_raw(ticket, rank) as lease:
+                        assert lease.view == (SMALL if ticket is tickets[0] else LARGE)
+                except StaleSlotError:
+                    pass
+
+    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as ring:
+        run(play(ring))
+
+
+# --- message numbers ------------------------------------------------------------------------------
+@asynchronous
+async def test_a_connection_whose_numbers_are_used_up_is_closed(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "MESSAGE_NUMBERS", 3)
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        await peer.greet()
+        for _ in range(3):
+            await peer.settled()
+        await peer.task
+        assert peer.closed

@@ -1,0 +1,289 @@
+"""UCXXServer in both modes: ports, refusals, draining, and that nothing is left when it is closed."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from helpers import Child, eventually, listener_pids, noise, segment_file
+
+from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
+from transport.errors import BusyPortError, ConfigurationError, TransportError, UsageError
+from transport.settings import DEFAULTS
+from transport.testing import run
+from transport.wire.addresses import LOOPBACK, advertised
+
+pytestmark = pytest.mark.ucx
+
+both_modes = pytest.mark.parametrize("mode", ["thread", "process"])
+LOCAL = ("127.0.0.1",)
+
+
+@pytest.fixture
+def ring() -> Iterator[SharedRingBuffer]:
+    with SharedRingBuffer.create(slots=8, slot_bytes=100_000) as made:
+        yield made
+
+
+def read(ticket: Ticket, **options: Any) -> bytes:
+    """The payload's bytes, over TCP."""
+
+    async def reading() -> bytes:
+        async with UCXXClient(wire={"tcp"}, **options) as client:
+            return bytes((await client.read(ticket)).data)
+
+    return run(reading())
+
+
+@pytest.fixture
+def busy_port() -> Iterator[int]:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        yield other.getsockname()[1]
+
+
+@both_modes
+def test_every_port_serves_and_tickets_name_them_all(ring: SharedRingBuffer, mode: Any) -> None:
+    with UCXXServer(ring, (0, 0), addresses=LOCAL, mode=mode) as server:
+        assert len(set(server.ports)) == 2
+        assert repr(server) == f"<UCXXServer {mode} ports {server.ports} of ring {ring.ring_id[:8]}>"
+        for port in server.ports:
+            ticket = ring.write_raw(noise(50_000, port))
+            assert (ticket.ports, ticket.addresses) == (server.ports, LOCAL)
+            assert read(msgspec.structs.replace(ticket, ports=(port,))) == noise(50_000, port).tobytes()
+        if mode == "process":
+            assert listener_pids(ring).keys() == set(server.ports)
+    assert server.ports == ()
+    assert ring.write_raw(b"x").ports == ()
+    assert listener_pids(ring) == {}
+
+
+@both_modes
+def test_a_port_is_usable_again_at_once_after_a_close_with_clients(ring: SharedRingBuffer, mode: Any) -> None:
+    with UCXXServer(ring, addresses=LOCAL, mode=mode) as server:
+        ports = server.ports
+        assert read(ring.write_raw(b"first")) == b"first"
+    again = UCXXServer(ring, ports, addresses=LOCAL, mode=mode)
+    with again:
+        assert again.ports == ports
+        assert read(ring.write_raw(b"second")) == b"second"
+
+
+@both_modes
+def test_a_busy_port_is_an_error_and_leaves_nothing_running(ring: SharedRingBuffer, mode: Any, busy_port: int) -> None:
+    server = UCXXServer(ring, (0, busy_port), addresses=LOCAL, mode=mode)
+    with pytest.raises(BusyPortError, match=str(busy_port)):
+        server.start()
+    assert server.ports == ()
+    assert listener_pids(ring) == {}
+    server.close()
+    with UCXXServer(ring, addresses=LOCAL, mode=mode):
+        assert read(ring.write_raw(b"x")) == b"x"
+
+
+@both_modes
+def test_starting_twice_is_refused_and_closing_twice_is_not(ring: SharedRingBuffer, mode: Any) -> None:
+    server = UCXXServer(ring, addresses=LOCAL, mode=mode)
+    server.close()
+    with server.start() as entered:
+        assert entered is server
+        with pytest.raises(UsageError, match="started already"):
+            server.start()
+        assert read(ring.write_raw(b"x")) == b"x"
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"ports": ()},
+        {"ports": (0,) * 16},
+        {"ports": (70_000,)},
+        {"ports": (-1,)},
+        {"ports": (5000, 5000)},
+        {"mode": "magic"},
+    ],
+    ids=str,
+)
+def test_senseless_arguments_are_refused(ring: SharedRingBuffer, arguments: Any) -> None:
+    with pytest.raises(UsageError):
+        UCXXServer(ring, **arguments)
+
+
+def test_settings_that_contradict_each_other_are_refused(ring: SharedRingBuffer) -> None:
+    with pytest.raises(ConfigurationError, match="watchdog_s"):
+        UCXXServer(ring, settings=msgspec.structs.replace(DEFAULTS, heartbeat_s=5.0))
+
+
+@both_modes
+def test_close_waits_for_unread_payloads_and_serves_them_meanwhile(ring: SharedRingBuffer, mode: Any) -> None:
+    tickets = []
+    server = UCXXServer(ring, addresses=LOCAL, mode=mode).start()
+    tickets = [ring.write_raw(noise(30_000, seed)) for seed in range(3)]
+    closing = threading.Thread(target=server.close, kwargs={"drain_s": 30.0})
+    closing.start()
+    eventually(lambda: server.ports == ())
+    for seed, ticket in enumerate(tickets):
+        assert closing.is_alive()
+        assert read(ticket) == noise(30_000, seed).tobytes()
+    closing.join()
+    assert ring.statistics().free == ring.slot_count
+
+
+@both_modes
+def test_close_without_draining_leaves_payloads_in_the_ring(ring: SharedRingBuffer, mode: Any) -> None:
+    with UCXXServer(ring, addresses=LOCAL, mode=mode):
+        ticket = ring.write_raw(b"x")
+    assert ring.tickets() == [ticket]
+    with pytest.raises(TransportError):
+        read(ticket)
+
+
+def test_a_secret_reaches_the_listeners_but_no_command_line(ring: SharedRingBuffer) -> None:
+    secret = b"not-for-everybodys-eyes"
+    with UCXXServer(ring, addresses=LOCAL, secret=secret):
+        assert read(ring.write_raw(b"x"), secret=secret) == b"x"
+        for pid in listener_pids(ring).values():
+            assert secret not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert secret not in Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_the_interpreters_end_without_close_leaves_neither_processes_nor_segment() -> None:
+    code = """
+from transport import SharedRingBuffer, UCXXServer
+ring = SharedRingBuffer.create(slots=2, slot_bytes=10)
+server = UCXXServer(ring).start()
+print(ring.name, flush=True)
+"""
+    with Child(code) as child:
+        name = child.line()
+        assert child.wait() == 0
+    eventually(lambda: not (Path("/dev/shm") / name.removeprefix("/")).exists())
+
+
+def test_without_ucx_starting_names_what_to_install(ring: SharedRingBuffer) -> None:
+    code = """
+import sys
+sys.modules["ucxx"] = None
+from transport import SharedRingBuffer, UCXXServer
+for mode in ("thread", "process"):
+    with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
+        try:
+            UCXXServer(ring, mode=mode).start()
+        except ImportError as error:
+            print(type(error).__name__, error)
+"""
+    with Child(code) as child:
+        for _ in range(2):
+            assert "MissingDependencyError ucxx is not installed" in child.line()
+        assert child.wait() == 0
+    assert segment_file(ring).exists()
+
+
+@both_modes
+def test_a_server_bound_to_an_address_is_reached_there_and_only_there(ring: SharedRingBuffer, mode: Any) -> None:
+    own = advertised()[0]
+    if own == LOOPBACK:
+        pytest.skip("this host has no address but loopback")
+    with UCXXServer(ring, bind=own, mode=mode) as server:
+        ticket = ring.write_raw(noise(100_000))
+        assert ticket.addresses == (own,)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.ports[0]), timeout=5)
+        assert read(ticket) == noise(100_000).tobytes()
+
+
+@both_modes
+@pytest.mark.parametrize("bind", ["192.0.2.1", "not an address"])
+def test_an_address_that_is_not_of_this_host_is_named(ring: SharedRingBuffer, mode: Any, bind: str) -> None:
+    with pytest.raises(TransportError, match=re.escape(bind)), UCXXServer(ring, bind=bind, mode=mode):
+        pass
+
+
+# --- the end of the process --------------------------------------------------------------------------
+IN_A_THREAD = """
+import os, sys
+from transport import SharedRingBuffer, UCXXServer
+from transport.client.blocking import BlockingClient
+from transport.errors import ClosedError
+ring = SharedRingBuffer.create(slots=2, slot_bytes=1000)
+server = UCXXServer(ring, addresses=("127.0.0.1",), mode="thread")
+ticket = ring.write_raw(b"x")
+"""
+
+
+@pytest.mark.parametrize("how", ["left open", "suspended"])
+def test_listeners_in_a_thread_do_not_disturb_the_processes_exit(how: str) -> None:
+    code = f"""{IN_A_THREAD}
+def running():
+    with server:
+        yield
+if sys.argv[1] == "suspended":
+    suspended = running()  # its block is left when the interpreter finalises
+    next(suspended)
+else:
+    server.start()
+client = BlockingClient(wire={{"tcp"}}, ack="manual")
+client.read(ring.write_raw(b"x"))
+print("main done", flush=True)
+"""
+    with Child(code, how) as child:
+        assert child.line() == "main done"
+        assert child.wait() == 0
+
+
+def test_a_forked_child_cannot_close_the_listeners_of_its_parent() -> None:
+    code = f"""{IN_A_THREAD}
+server.start()
+ports = server.ports
+pid = os.fork()
+if pid == 0:
+    try:
+        server.close()
+    except ClosedError:
+        sys.exit(7)
+    sys.exit(1)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), server.ports == ports, flush=True)
+with BlockingClient(wire={{"tcp"}}, ack="manual") as client:
+    print(len(client.read(ring.write_raw(b"xyz"), timeout=10.0).data), flush=True)
+server.close()
+"""
+    with Child(code) as child:
+        assert child.line() == "7 True"
+        assert child.line() == "3"
+        assert child.wait() == 0
+
+
+COUNT = """
+import contextlib, sqlite3, sys
+with contextlib.closing(sqlite3.connect(sys.argv[1])) as database:
+    print(*database.execute("SELECT count(*) FROM rows").fetchone(), flush=True)
+"""
+
+
+def test_listeners_that_end_leave_the_locks_on_this_processes_files_alone(
+    ring: SharedRingBuffer, tmp_path: Path
+) -> None:
+    """A database is one: to close any descriptor of a file gives the process's locks on it up."""
+    path = tmp_path / "database"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as mine:
+        mine.execute("PRAGMA journal_mode=WAL")
+        mine.execute("CREATE TABLE rows (number)")
+        mine.execute("INSERT INTO rows VALUES (1)")
+        with UCXXServer(ring, addresses=LOCAL, mode="thread"):
+            assert read(ring.write_raw(b"x")) == b"x"
+        for count in (2, 3, 4):
+            mine.execute("INSERT INTO rows VALUES (?)", (count,))
+            with Child(COUNT, path) as other:
+                assert int(other.line()) == count
+                assert other.wait() == 0
+            assert path.with_name("database-wal").exists()  # the other one would have removed it as the last user

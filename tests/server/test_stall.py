@@ -1,0 +1,73 @@
+"""A listener that no longer hears its clients over shared memory is started again; one that does hear is left alone."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from helpers import asynchronous, listener_pids, until
+from supervised import LOCAL, QUICK, read_all, write
+
+from transport import SharedRingBuffer, UCXXClient, UCXXServer
+from transport.server.stall import Hearing
+from transport.wire.ucx import Worker
+from transport.wires import settings_for
+
+
+def test_three_silent_connections_in_a_row_mean_deafness() -> None:
+    hearing = Hearing()
+    assert [hearing.missed(began, began + 5.0, 0.0) for began in (10.0, 11.0, 12.0)] == [False, False, True]
+
+
+def test_a_word_of_anybody_in_between_means_that_it_hears() -> None:
+    hearing = Hearing()
+    assert not hearing.missed(10.0, 15.0, 0.0)
+    assert not hearing.missed(11.0, 16.0, 0.0)
+    assert not hearing.missed(12.0, 17.0, last_heard=11.5)  # and only the third began after that
+    assert not hearing.missed(13.0, 18.0, last_heard=11.5)
+    assert hearing.missed(14.0, 19.0, last_heard=11.5)
+
+
+def test_clients_that_went_at_once_do_not_count() -> None:
+    hearing = Hearing()
+    assert not any(hearing.missed(began, began + 0.9, 0.0) for began in range(10, 30))
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_listener_that_hears_nothing_over_shared_memory_is_back_on_its_port() -> None:
+    settings = msgspec.structs.replace(QUICK, handshake_timeout_s=1.1)
+    with (
+        SharedRingBuffer.create(slots=4, slot_bytes=50_000) as ring,
+        UCXXServer(ring, (0,), addresses=LOCAL, settings=settings, log_level="CRITICAL") as server,
+    ):
+        (port,) = server.ports
+        before = listener_pids(ring)[port]
+        worker = Worker(settings_for(frozenset({"shm"})))
+        try:
+            for _ in range(3):
+                await worker.connect("127.0.0.1", port)  # says nothing, as if what it says did not arrive
+            await until(lambda: listener_pids(ring).get(port, before) != before, "another listener on that port")
+        finally:
+            worker.close()
+        async with UCXXClient(wire={"shm"}, settings=settings) as client:
+            await read_all(client, write(ring, 2))
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_silence_over_tcp_is_no_deafness() -> None:
+    settings = msgspec.structs.replace(QUICK, handshake_timeout_s=1.1)
+    with (
+        SharedRingBuffer.create(slots=4, slot_bytes=50_000) as ring,
+        UCXXServer(ring, (0,), addresses=LOCAL, settings=settings, log_level="CRITICAL") as server,
+    ):
+        before = listener_pids(ring)
+        worker = Worker(settings_for(frozenset({"tcp"})))
+        try:
+            silent = [await worker.connect("127.0.0.1", server.ports[0]) for _ in range(4)]
+            await until(lambda: not any(each.alive for each in silent), "the listener has closed them")
+        finally:
+            worker.close()
+        async with UCXXClient(wire={"tcp"}, settings=settings) as client:
+            await read_all(client, write(ring, 2))
+        assert listener_pids(ring) == before

@@ -1,0 +1,227 @@
+"""Supervised listeners, and their supervisor: whoever is killed or stopped, payloads stay readable."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from helpers import asynchronous, dead_port, eventually, is_running, listener_pids, parent_of, until
+from supervised import LOCAL, QUICK, bound, read_all, write
+
+from transport import SharedRingBuffer, UCXXClient, UCXXServer
+from transport.server.process import ListenerConfig
+from transport.server.supervisor import Supervisor, SupervisorConfig
+from transport.server.supervisor_lock import supervised
+from transport.settings import Settings
+
+pytestmark = pytest.mark.ucx
+
+
+@contextlib.contextmanager
+def served(settings: Settings = QUICK, slots: int = 64) -> Iterator[tuple[SharedRingBuffer, UCXXServer]]:
+    with (
+        SharedRingBuffer.create(slots=slots, slot_bytes=50_000) as ring,
+        UCXXServer(ring, (0, 0), addresses=LOCAL, settings=settings) as server,
+    ):
+        yield ring, server
+
+
+# --- listeners ------------------------------------------------------------------------------------
+@asynchronous
+async def test_a_killed_listener_is_back_on_its_port_and_meanwhile_the_other_one_serves() -> None:
+    with served() as (ring, server):
+        before = listener_pids(ring)
+        victim = server.ports[0]
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, write(ring, 10))
+            os.kill(before[victim], signal.SIGKILL)
+            await read_all(client, write(ring, 30))
+            await until(lambda: listener_pids(ring).get(victim, before[victim]) != before[victim])
+            await until(lambda: ring.statistics().free == ring.slot_count)
+        assert set(server.ports) == before.keys()
+        assert listener_pids(ring)[server.ports[1]] == before[server.ports[1]]
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, [msgspec.structs.replace(ticket, ports=(victim,)) for ticket in write(ring, 1)])
+
+
+@asynchronous
+async def test_a_stopped_listener_is_killed_by_the_watchdog_and_what_it_had_pinned_is_read_again() -> None:
+    with served() as (ring, server):
+        before = listener_pids(ring)
+        async with UCXXClient(wire={"tcp"}, settings=QUICK, ack="manual") as client:
+            tickets = write(ring, 4)
+            held = [await client.read(ticket) for ticket in tickets]
+            assert ring.statistics().reading == 4
+            for pid in before.values():
+                os.kill(pid, signal.SIGSTOP)
+            await until(lambda: len(listener_pids(ring)) == 2 and not before.items() & listener_pids(ring).items())
+            assert set(server.ports) == before.keys()
+            await until(lambda: ring.statistics().ready == 4)
+            del held
+            await read_all(client, tickets)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that it started and that are there."""
+    with contextlib.suppress(FileNotFoundError):
+        of_threads = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+        return [int(child) for children in of_threads for child in children]
+    return []
+
+
+def silence_s(ring: SharedRingBuffer, pid: int) -> float:
+    """Since the last heartbeat of a listener."""
+    (beat,) = (owner.heartbeat_ns for owner in ring.native.owners() if owner.pid == pid)
+    return (time.monotonic_ns() - beat) / 1e9
+
+
+def test_adopting_keeps_the_order_of_the_ports() -> None:
+    with served() as (ring, server):
+        for ports in (server.ports, server.ports[::-1]):
+            config = SupervisorConfig(
+                ports=ports, listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
+            )
+            assert tuple(place.port for place in Supervisor(ring, config).places) == ports
+
+
+def test_a_listener_that_has_moved_is_adopted_where_it_is() -> None:
+    with served() as (ring, server):
+        here, moved = server.ports
+        with dead_port() as nobodys:
+            config = SupervisorConfig(
+                ports=(nobodys, here), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
+            )
+            assert [place.port for place in Supervisor(ring, config).places] == [moved, here]
+
+
+@asynchronous
+async def test_a_supervisor_that_stood_still_itself_does_not_hold_it_against_its_listeners() -> None:
+    with served() as (ring, server):
+        before = listener_pids(ring)
+        asleep, dead = before[server.ports[0]], before[server.ports[1]]
+        supervisor = parent_of(asleep)
+        for pid in (supervisor, asleep):
+            os.kill(pid, signal.SIGSTOP)
+        await until(lambda: silence_s(ring, asleep) > 1.5 * QUICK.watchdog_s)
+        os.kill(dead, signal.SIGKILL)
+        os.kill(supervisor, signal.SIGCONT)
+        await until(lambda: set(children_of(supervisor)) - {asleep, dead}, "the supervisor has looked at its listeners")
+        os.kill(asleep, signal.SIGCONT)
+        await until(lambda: silence_s(ring, asleep) < QUICK.watchdog_s, "a heartbeat")
+        await until(lambda: set(listener_pids(ring)) == set(before))
+        assert listener_pids(ring)[server.ports[0]] == asleep
+
+
+@pytest.mark.parametrize("victim", ["supervisor", "listener"])
+def test_a_server_starts_although_what_it_starts_is_killed_again_and_again(victim: str) -> None:
+    killed: set[int] = set()
+    over = threading.Event()
+    own = set(children_of(os.getpid()))
+
+    def kill_some() -> None:
+        while not over.wait(0.001) and len(killed) < 5:
+            for supervisor in set(children_of(os.getpid())) - own:
+                for pid in [supervisor] if victim == "supervisor" else children_of(supervisor):
+                    if pid not in killed:
+                        os.kill(pid, signal.SIGKILL)
+                        killed.add(pid)
+
+    with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
+        killer = threading.Thread(target=kill_some)
+        killer.start()
+        try:
+            with UCXXServer(ring, (0,), addresses=LOCAL, settings=QUICK) as server:
+                assert len(killed) == 5
+                assert set(listener_pids(ring)) == set(server.ports)
+        finally:
+            over.set()
+            killer.join()
+
+
+# --- the supervisor -------------------------------------------------------------------------------
+@asynchronous
+async def test_a_killed_supervisor_is_started_again_and_adopts_its_listeners() -> None:
+    with served() as (ring, server):
+        before = listener_pids(ring)
+        first = parent_of(before[server.ports[0]])
+        os.kill(first, signal.SIGKILL)
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, write(ring, 10))
+            await until(lambda: not is_running(first) and supervised(ring.name))
+            assert listener_pids(ring) == before
+            victim = server.ports[1]
+            os.kill(before[victim], signal.SIGKILL)
+            await until(lambda: listener_pids(ring).get(victim, before[victim]) != before[victim])
+            await read_all(client, write(ring, 10))
+        assert listener_pids(ring)[server.ports[0]] == before[server.ports[0]]
+
+
+class Watch:
+    """Looks at a ring's port table all the time, and writes meanwhile; in a thread of its own."""
+
+    def __init__(self, ring: SharedRingBuffer) -> None:
+        self.tables: set[tuple[int, ...]] = set()
+        self.error: BaseException | None = None
+        self._ring = ring
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        try:
+            while not self._over.wait(0.01):
+                self.tables.add(self._ring.native.ports())
+                self._ring.discard(self._ring.write_raw(b"x", timeout_s=1.0))
+        except BaseException as error:
+            self.error = error
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+@asynchronous
+async def test_a_port_that_another_program_takes_meanwhile_does_not_cost_the_healthy_listener() -> None:
+    with served() as (ring, server), socket.socket() as thief, Watch(ring) as watch:
+        before = listener_pids(ring)
+        victim, healthy = server.ports
+        supervisor = parent_of(before[victim])
+        os.kill(supervisor, signal.SIGKILL)
+        os.kill(before[victim], signal.SIGKILL)
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        await until(lambda: bound(thief, victim) and victim not in listener_pids(ring))
+        thief.listen()
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            while len(listener_pids(ring)) < 2:
+                await read_all(client, write(ring, 5))
+                assert listener_pids(ring)[healthy] == before[healthy]
+                await asyncio.sleep(0.05)  # two cores: the supervisor needs one
+        (other,) = listener_pids(ring).keys() - {healthy}
+        assert other != victim
+        await until(lambda: set(server.ports) == {healthy, other})
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, [msgspec.structs.replace(ticket, ports=(other,)) for ticket in write(ring, 3)])
+        assert listener_pids(ring)[healthy] == before[healthy]
+    assert watch.error is None
+    assert all(0 not in table and healthy in table for table in watch.tables)
+    assert {(victim, healthy), (healthy, other)} <= {*watch.tables, *(table[::-1] for table in watch.tables)}
+
+
+def test_closing_right_after_the_supervisor_was_killed_leaves_nothing_running() -> None:
+    with served() as (ring, server):
+        pids = listener_pids(ring)
+        os.kill(parent_of(pids[server.ports[0]]), signal.SIGKILL)
+        server.close()
+        eventually(lambda: listener_pids(ring) == {})

@@ -1,0 +1,286 @@
+"""Writers and trainers that are killed: what the supervisor and its listeners do then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from helpers import SHM, Child, asynchronous, eventually, is_running, listener_pids, parent_of
+from supervised import LOCAL, QUICK, bound, read_all, write
+
+from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
+from transport.errors import RingNotFoundError
+from transport.server.process import ListenerConfig
+from transport.server.supervisor import Supervisor, SupervisorConfig
+from transport.settings import Settings
+from transport.testing import run
+
+pytestmark = pytest.mark.ucx
+
+
+# --- the writer -----------------------------------------------------------------------------------
+WRITER = """
+import sys, msgspec
+from helpers import noise
+from transport import SharedRingBuffer, UCXXServer
+from transport.settings import Settings
+name, settings, count = sys.argv[1], msgspec.json.decode(sys.argv[2], type=Settings), int(sys.argv[3])
+ports = (0,) * int(sys.argv[4])
+ring = SharedRingBuffer.create(slots=8, slot_bytes=50_000, name=name)
+server = UCXXServer(ring, ports, addresses=("127.0.0.1",), settings=settings).start()
+print(len(ring.tickets()), flush=True)
+for seed in range(count):
+    print(ring.write_raw(noise(20_000, seed), metadata={"seed": seed}).to_text(), flush=True)
+sys.stdin.readline()
+server.close()
+ring.close()
+"""
+
+
+class Writer:
+    """A rollout worker in a process of its own, its unread tickets, and whoever serves them."""
+
+    def __init__(self, name: str, count: int, settings: Settings = QUICK, ports: int = 2) -> None:
+        self.child = Child(WRITER, name, msgspec.json.encode(settings).decode(), count, ports)
+        self.found = int(self.child.line())
+        self.tickets = [Ticket.parse(self.child.line()) for _ in range(count)]
+        with SharedRingBuffer.attach(name, role="observer") as ring:
+            self.listeners = listener_pids(ring)
+        self.supervisor = parent_of(next(iter(self.listeners.values())))
+
+    def gone(self, name: str) -> bool:
+        pids = [self.supervisor, *self.listeners.values()]
+        return not any(map(is_running, pids)) and not (SHM / name.removeprefix("/")).exists()
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A ring's name; should the test fail, what serves it is killed."""
+    unique = f"/transport-supervisor-{os.getpid()}-{abs(hash(request.node.nodeid)):x}"
+    yield unique
+    with contextlib.suppress(RingNotFoundError), SharedRingBuffer.attach(unique, role="observer") as ring:
+        for pid in listener_pids(ring).values():
+            for each in {parent_of(pid), pid} - {1, os.getpid()}:
+                os.kill(each, signal.SIGKILL)
+    (SHM / unique.removeprefix("/")).unlink(missing_ok=True)
+
+
+def test_a_writers_orderly_end_takes_everything_with_it(name: str) -> None:
+    writer = Writer(name, 2)
+    with writer.child as child:
+        child.tell()
+        assert child.wait() == 0
+    eventually(lambda: writer.gone(name))
+
+
+def test_payloads_of_a_killed_writer_are_readable_until_consumed_then_all_vanishes(name: str) -> None:
+    writer = Writer(name, 5)
+    with writer.child as child:
+        child.kill()
+
+    async def reading() -> None:
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, writer.tickets[:3])
+            assert all(map(is_running, writer.listeners.values()))
+            await read_all(client, writer.tickets[3:])
+
+    run(reading())
+    eventually(lambda: writer.gone(name))
+
+
+def test_a_listener_that_is_terminated_while_lingering_takes_no_payload_with_it(name: str) -> None:
+    writer = Writer(name, 2, ports=1)
+    with writer.child as child:
+        child.kill()
+    ((port, pid),) = writer.listeners.items()
+    os.kill(pid, signal.SIGTERM)
+    eventually(lambda: not is_running(pid))
+    with SharedRingBuffer.attach(name, role="observer") as ring:
+        assert ring.tickets() == writer.tickets
+        eventually(lambda: port in listener_pids(ring))
+        assert is_running(writer.supervisor)
+        writer.listeners |= listener_pids(ring)
+
+        async def reading() -> None:
+            async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+                await read_all(client, writer.tickets)
+
+        run(reading())
+    eventually(lambda: writer.gone(name))
+
+
+def test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time(name: str) -> None:
+    writer = Writer(name, 2, msgspec.structs.replace(QUICK, linger_s=0.5))
+    with writer.child as child:
+        child.kill()
+    eventually(lambda: writer.gone(name))
+
+
+def test_without_writer_and_supervisor_the_listeners_serve_on_and_remove_the_segment(name: str) -> None:
+    writer = Writer(name, 2)
+    with writer.child as child:
+        child.kill()
+    os.kill(writer.supervisor, signal.SIGKILL)
+
+    async def reading() -> None:
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, writer.tickets)
+
+    run(reading())
+    eventually(lambda: writer.gone(name))
+
+
+def test_sigterm_to_the_supervisor_of_a_dead_writer_ends_everything(name: str) -> None:
+    writer = Writer(name, 2)
+    with writer.child as child:
+        child.kill()
+    os.kill(writer.supervisor, signal.SIGTERM)
+    eventually(lambda: writer.gone(name))
+
+
+TAKES_OVER = """
+import sys
+from transport import SharedRingBuffer
+print("ready", flush=True)
+sys.stdin.readline()
+ring = SharedRingBuffer.create(slots=8, slot_bytes=50_000, name=sys.argv[1])
+print(len(ring.tickets()), flush=True)
+sys.stdin.readline()
+"""
+
+
+def has_pending(pid: int, number: signal.Signals) -> bool:
+    """Whether a stopped process has been sent this signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    pending = sum(int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd")))
+    return bool(pending >> (number - 1) & 1)
+
+
+def test_a_successor_killed_while_the_old_supervisor_ends_takes_no_payload_with_it(name: str) -> None:
+    writer = Writer(name, 3, ports=1)
+    (listener,) = writer.listeners.values()
+    with Child(TAKES_OVER, name) as successor, writer.child as child:
+        assert successor.line() == "ready"
+        child.kill()
+        os.kill(listener, signal.SIGSTOP)  # the supervisor has to wait for it
+        successor.tell()
+        assert successor.line() == "3"
+        eventually(lambda: has_pending(listener, signal.SIGTERM))
+        successor.kill()  # before it has a supervisor of its own
+    os.kill(listener, signal.SIGCONT)
+    eventually(lambda: not is_running(listener))
+
+    async def reading() -> None:
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, writer.tickets)
+
+    run(reading())
+    eventually(lambda: writer.gone(name))
+
+
+def test_a_restarted_writer_takes_its_ring_over_and_old_and_new_payloads_are_served(name: str) -> None:
+    first = Writer(name, 3)
+    with first.child as child:
+        child.kill()
+    second = Writer(name, 2)
+    assert second.found == 3
+    assert second.tickets[0].ring == first.tickets[0].ring
+
+    async def reading() -> None:
+        async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+            await read_all(client, first.tickets + second.tickets)
+
+    run(reading())
+    with second.child as child:
+        child.tell()
+        assert child.wait() == 0
+    eventually(lambda: first.gone(name) and second.gone(name))
+
+
+def test_a_restarted_writer_whose_old_port_is_another_programs_by_now_is_served_on_a_new_one(name: str) -> None:
+    first = Writer(name, 2, ports=1)
+    ((port, _),) = first.listeners.items()
+    with first.child as child:
+        child.kill()
+    for pid in (first.supervisor, *first.listeners.values()):
+        os.kill(pid, signal.SIGKILL)
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        eventually(lambda: bound(thief, port))
+        thief.listen()
+        second = Writer(name, 1, ports=1)
+        assert port not in second.listeners
+
+        async def reading() -> None:
+            async with UCXXClient(wire={"tcp"}, settings=QUICK) as client:
+                new_ports = second.tickets[0].ports
+                await read_all(client, [msgspec.structs.replace(each, ports=new_ports) for each in first.tickets])
+                await read_all(client, second.tickets)
+
+        run(reading())
+    with second.child as child:
+        child.tell()
+        assert child.wait() == 0
+    eventually(lambda: second.gone(name))
+
+
+# --- the trainer ----------------------------------------------------------------------------------
+READER = """
+import sys, uvloop
+from transport import Ticket, UCXXClient
+async def main():
+    async with UCXXClient(wire={sys.argv[1]}, ack="manual") as client:
+        payload = await client.read(Ticket.parse(sys.argv[2]))
+        print("read", flush=True)
+        sys.stdin.readline()
+uvloop.run(main())
+"""
+
+
+@pytest.mark.parametrize("wire", ["tcp", "shm", "mapped"])
+def test_what_a_killed_trainer_has_not_acknowledged_is_read_again(wire: Any) -> None:
+    with (
+        SharedRingBuffer.create(slots=2, slot_bytes=50_000) as ring,
+        UCXXServer(ring, addresses=LOCAL, mode="thread"),
+    ):
+        (ticket,) = write(ring, 1)
+        with Child(READER, wire, ticket.to_text()) as child:
+            assert child.line() == "read"
+            assert ring.statistics().reading == 1
+            child.kill()
+        eventually(lambda: ring.reclaim() or ring.statistics().ready == 1)
+
+        async def reading() -> None:
+            async with UCXXClient(wire={wire}) as client:
+                await read_all(client, [ticket])
+
+        run(reading())
+
+
+@asynchronous
+async def test_stopping_in_the_middle_of_a_start_ends_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = asyncio.Event()
+
+    async def never_told(*_: object) -> None:
+        told.set()
+        await asyncio.Event().wait()  # the listener waits for its configuration meanwhile
+
+    monkeypatch.setattr(Supervisor, "_exchange", never_told)
+    with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
+        config = SupervisorConfig(ports=(0,), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK))
+        supervisor = Supervisor(ring, config)
+        supervisor.fill()
+        await told.wait()
+        process = supervisor.places[0].process
+        assert process is not None
+        await supervisor._stop_listeners()
+        assert supervisor.places[0].process is None
+        assert process.returncode == -signal.SIGKILL

@@ -1,0 +1,135 @@
+"""Servers that forget acknowledgements when they are killed: refused, unless the place says that they may."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers import eventually, free
+from packers import Packer
+from redis_server import RedisServer, needs_redis, redis_server
+
+from transport import Schema, UCXXRolloutMixin
+from transport.errors import ConfigurationError, QueueUnsuitableError, StoreUnsuitableError
+from transport.queue import open_queue
+from transport.storage.urls import RedisPlace, parse_place
+from transport.store import open_store
+
+pytestmark = needs_redis
+FORGETFUL = ("--appendonly", "no")
+SCHEMA = Schema.of(step=("int64",))
+
+
+class Worker(UCXXRolloutMixin): ...
+
+
+@pytest.mark.parametrize(
+    ("opened", "refusal"), [(open_queue, QueueUnsuitableError), (open_store, StoreUnsuitableError)]
+)
+@pytest.mark.parametrize("snapshots", [(), ("--save", "1 1")], ids=["nothing", "snapshots"])
+def test_a_server_without_an_append_only_file_is_refused_with_what_to_set(
+    snapshots: tuple[str, ...], opened: Callable[[str], Any], refusal: type[Exception]
+) -> None:
+    with redis_server(*FORGETFUL, *snapshots) as server:
+        with pytest.raises(refusal, match=r"forgets .* when it is killed.*CONFIG SET appendonly yes.*may_forget=yes"):
+            opened(server.place())
+        with opened(server.place() + "&may_forget=yes"):
+            pass
+
+
+def test_a_server_that_got_its_file_later_is_admitted() -> None:
+    import redis
+
+    with redis_server(*FORGETFUL) as server:
+        with redis.Redis(host="127.0.0.1", port=server.port) as client:
+            client.config_set("appendonly", "yes")
+        with open_queue(server.place()):
+            pass
+
+
+def test_a_server_that_does_not_say_is_admitted_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Managed servers may hide it."""
+    import redis
+
+    info = redis.Redis.info
+    monkeypatch.setattr(
+        redis.Redis, "info", lambda self, section: {} if section == "persistence" else info(self, section)
+    )
+    with redis_server() as server, caplog.at_level(logging.WARNING), open_queue(server.place()):
+        pass
+    assert "does not say whether it keeps an append-only file" in caplog.text
+
+
+@pytest.mark.parametrize("said", ["", "1", "no", "yes&may_forget=yes"])
+def test_a_place_says_it_in_one_way(said: str) -> None:
+    with pytest.raises(ConfigurationError, match="may_forget=yes"):
+        parse_place(f"redis://host/0?run=x&may_forget={said}")
+    assert parse_place("redis://host/0?run=x&may_forget=yes") == RedisPlace("redis://host/0", "x", may_forget=True)
+
+
+# --- what it costs ------------------------------------------------------------------------------------------
+@pytest.fixture
+def run() -> Iterator[tuple[Worker, list[Packer]]]:
+    worker, packers = Worker(), [Packer(), Packer()]
+    yield worker, packers
+    for packer in packers:
+        packer.cleanup_ucxx_packer()
+    worker.cleanup_ucxx()
+
+
+def trained(packer: Packer) -> list[int]:
+    packer.start_prefetch(packer.claim_tickets(4, 1.0))
+    batch = packer.collect_prefetch()
+    return [] if batch is None else [int(payload["step"]) for payload in packer.consume(batch)]
+
+
+def killed_behind_an_acknowledgement(server: RedisServer, run: tuple[Worker, list[Packer]], place: str) -> list[int]:
+    """The queue's server is killed when it has said yes, and before the ring has heard of it. What was trained on."""
+    worker, (first, second) = run
+    with open_queue(place) as queue:
+        ring = worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread")
+        for packer in (first, second):
+            packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)
+        worker.write_to_buffer({"step": 7})
+        settle = queue.ack_many
+        done: list[list[int]] = []
+        faults = [server]
+
+        def killed(claims: Any, **options: Any) -> Any:
+            accepted = settle(claims, **options)
+            if faults:
+                faults.pop().kill()
+                server.start()
+                worker.reconcile()
+                done.append(trained(second))
+            return accepted
+
+        queue.ack_many = killed  # type: ignore[method-assign]
+        steps = trained(first) + done[0]
+        eventually(lambda: free(ring), "every slot is free")
+        first.cleanup_ucxx_packer()
+        second.cleanup_ucxx_packer()
+        worker.cleanup_ucxx()
+    return steps
+
+
+@pytest.mark.ucx
+def test_nothing_is_trained_on_twice_when_a_server_is_killed_behind_an_acknowledgement(
+    run: tuple[Worker, list[Packer]],
+) -> None:
+    with redis_server() as server:
+        assert killed_behind_an_acknowledgement(server, run, server.place()) == [7]
+
+
+@pytest.mark.ucx
+def test_where_it_may_forget_a_payload_may_be_trained_on_twice_and_the_worker_says_so(
+    run: tuple[Worker, list[Packer]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with redis_server(*FORGETFUL) as server, caplog.at_level(logging.WARNING):
+        place = server.place() + "&may_forget=yes"
+        assert killed_behind_an_acknowledgement(server, run, place) == [7, 7]
+    assert "payloads published before that the queue did not know: 1" in caplog.text

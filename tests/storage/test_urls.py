@@ -1,0 +1,83 @@
+"""Where a queue or a store is, as text: what is taken, and what the refusal of anything else says to type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transport.errors import ConfigurationError, QueueUnsuitableError, StoreUnsuitableError, UsageError
+from transport.queue import SQLiteQueue, open_queue
+from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
+from transport.store import SQLiteStore, open_store
+
+
+@pytest.mark.parametrize(
+    ("text", "path"), [("sqlite:q.db", "q.db"), ("sqlite:///var/q.db", "/var/q.db"), ("sqlite:a%20b/q.db", "a b/q.db")]
+)
+def test_files_relative_and_absolute(text: str, path: str) -> None:
+    assert parse_place(text) == SQLitePlace(Path(path))
+
+
+def test_a_server_and_a_run() -> None:
+    assert parse_place("redis://host:1/2?run=x") == RedisPlace("redis://host:1/2", "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "relative", "absolute"),
+    [
+        ("sqlite://q.db", "sqlite:q.db", "sqlite://{folder}/q.db"),
+        ("sqlite://data/q.db", "sqlite:data/q.db", "sqlite://{folder}/data/q.db"),
+    ],
+)
+def test_two_slashes_are_answered_with_what_leads_to_the_file_that_was_meant(
+    text: str, relative: str, absolute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError) as caught:
+        parse_place(text)
+    absolute = absolute.format(folder=tmp_path)
+    assert f"give {relative} for the file in the working directory, which is {absolute}" in str(caught.value)
+    for advised in (relative, absolute):
+        place = parse_place(advised)
+        assert isinstance(place, SQLitePlace)
+        assert place.path.absolute() == tmp_path / text.removeprefix("sqlite://")
+
+
+@pytest.mark.parametrize("text", ["sqlite:", "sqlite://", "sqlite:///", "sqlite:q.db?run=x"])
+def test_a_place_without_a_file_is_refused_with_the_forms(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="give sqlite:file, relative, or sqlite:///path/of/file"):
+        parse_place(text)
+
+
+OPENERS: list[tuple[Callable[[Any], Any], type[Exception]]] = [
+    (SQLiteQueue, QueueUnsuitableError),
+    (SQLiteStore, StoreUnsuitableError),
+    (lambda path: open_queue(f"sqlite:{path}"), QueueUnsuitableError),
+    (lambda path: open_store(f"sqlite:{path}"), StoreUnsuitableError),
+]
+
+
+@pytest.mark.parametrize("opened", range(len(OPENERS)))
+@pytest.mark.parametrize("name", [":memory:", "file::memory:", "file:q.db"])
+def test_sqlites_own_names_make_no_files(
+    name: str, opened: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make, refusal = OPENERS[opened]
+    with pytest.raises(refusal, match=r"is SQLite's name of .*name a file.*tempfile.TemporaryDirectory"):
+        make(name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("make", "opener"), [(SQLiteQueue, "open_queue"), (SQLiteStore, "open_store")])
+@pytest.mark.parametrize("url", ["sqlite:///var/q.db", "redis://host/0?run=x", Path("sqlite:q.db")])
+def test_a_place_instead_of_a_path_is_answered_with_the_function_that_takes_places(
+    make: Callable[[Any], Any], opener: str, url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=rf"{opener}\(\) takes places"):
+        make(url)
+    assert list(tmp_path.iterdir()) == []

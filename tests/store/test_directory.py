@@ -1,0 +1,251 @@
+"""The directory: newer servers win, moved ones are found by old tickets, dead ones' tickets are lost within a bound."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from transport import _ring
+from transport.client.blocking import BlockingClient
+from transport.client.client import UCXXClient
+from transport.errors import (
+    LinkError,
+    PayloadLostError,
+    StaleSlotError,
+    StoreError,
+    TransportError,
+    UnreachableError,
+    UsageError,
+)
+from transport.runtime.loop_thread import LoopThread
+from transport.settings import Settings
+from transport.store import SQLiteStore
+from transport.store.directory import Directory, Finder, Serving, Whereabouts
+from transport.testing import run
+from transport.ticket import Ticket
+
+RING = "ab" * 16
+TICKET = Ticket(
+    ring=RING, host="here", addresses=("127.0.0.1",), ports=(1,), slot=0, generation=1, key=7, size=4, created=0.0
+)
+FAST = Settings(
+    connect_timeout_s=5.0, attempts_per_read=1, backoff_first_s=0.01, backoff_most_s=0.02, port_quarantine_s=0.05,
+    port_quarantine_most_s=0.1, linger_s=0.5,
+)  # fmt: skip
+
+
+def serving(epoch: int = 1, **changes: object) -> Serving:
+    place = Serving(ring=RING, host="there", addresses=("10.0.0.1",), ports=(5000,), epoch=epoch)
+    return msgspec.structs.replace(place, **changes)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SQLiteStore]:
+    with SQLiteStore(tmp_path / "store.db") as opened:
+        yield opened
+
+
+# --- records -----------------------------------------------------------------------------------------
+def test_what_is_published_is_found_until_it_is_withdrawn(store: SQLiteStore) -> None:
+    directory = Directory(store)
+    assert directory.find(RING) is None
+    version = directory.publish(serving())
+    assert version is not None
+    assert directory.find(RING) == serving()
+    directory.withdraw(RING, version)
+    assert directory.find(RING) is None
+
+
+def test_a_later_server_replaces_an_earlier_one_and_not_the_reverse(store: SQLiteStore) -> None:
+    directory = Directory(store)
+    first, second = directory.next_epoch(), directory.next_epoch()
+    assert first < second
+    old = directory.publish(serving(first))
+    assert old is not None
+    assert directory.publish(serving(second, ports=(6000,)))
+    assert directory.publish(serving(first)) is None
+    assert not directory.renew(RING, old)
+    directory.withdraw(RING, old)
+    assert directory.find(RING) == serving(second, ports=(6000,))
+
+
+def test_a_record_that_nobody_renews_ends_with_its_lease(tmp_path: Path) -> None:
+    now = 0.0
+    with SQLiteStore(tmp_path / "store.db", clock=lambda: now) as store:
+        directory = Directory(store, lease_s=30)
+        version = directory.publish(serving())
+        assert version is not None
+        now = 29.0
+        assert directory.renew(RING, version)
+        now = 58.0
+        assert directory.find(RING) == serving()
+        now = 59.0
+        assert directory.find(RING) is None
+        assert not directory.renew(RING, version)
+
+
+def test_a_record_that_is_none_is_an_error_and_no_answer(store: SQLiteStore) -> None:
+    store.put(f"servers/{RING}", b"\xc1")
+    with pytest.raises(StoreError, match="is not one"):
+        Directory(store).find(RING)
+
+
+def test_a_lease_is_above_zero(store: SQLiteStore) -> None:
+    with pytest.raises(UsageError, match="lease_s=0"):
+        Directory(store, lease_s=0)
+
+
+# --- decisions ---------------------------------------------------------------------------------------
+def test_a_moved_server_is_tried_first_from_then_on() -> None:
+    whereabouts = Whereabouts(grace_s=10)
+    assert whereabouts.current(TICKET) is TICKET
+    moved = whereabouts.found(TICKET, serving(), 0.0)
+    assert moved is not None
+    assert (moved.host, moved.addresses, moved.ports) == ("there", ("10.0.0.1",), (5000,))
+    assert (moved.identity, moved.key) == (TICKET.identity, TICKET.key)
+    assert whereabouts.current(TICKET) == moved
+    assert whereabouts.found(moved, serving(), 1.0) is None  # the same place: the failure stands
+
+
+def test_an_absent_server_is_lost_after_the_grace_and_not_before() -> None:
+    whereabouts = Whereabouts(grace_s=10)
+    assert whereabouts.found(TICKET, None, 100.0) is None
+    assert whereabouts.found(TICKET, None, 109.9) is None
+    with pytest.raises(PayloadLostError, match="nobody has published its ring for 10 s"):
+        whereabouts.found(TICKET, None, 110.0)
+
+
+def test_a_server_that_came_back_begins_the_grace_anew() -> None:
+    whereabouts = Whereabouts(grace_s=10)
+    assert whereabouts.found(TICKET, None, 0.0) is None
+    assert whereabouts.found(TICKET, serving(), 5.0) is not None
+    assert whereabouts.found(TICKET, None, 20.0) is None
+    assert whereabouts.current(TICKET) is TICKET  # where it was is not where it is
+
+
+def test_a_store_that_fails_loses_nothing(store: SQLiteStore) -> None:
+    finder = Finder(Directory(store), grace_s=0)
+    failure = UnreachableError("nobody there")
+    store.put(f"servers/{RING}", b"\xc1")
+    assert run(finder.after(TICKET, failure)) is None
+    store.delete(f"servers/{RING}")
+    with pytest.raises(PayloadLostError) as lost:
+        run(finder.after(TICKET, failure))
+    assert lost.value.__cause__ is failure
+
+
+def test_only_a_failure_to_reach_anybody_asks_the_directory(store: SQLiteStore) -> None:
+    finder = Finder(Directory(store), grace_s=0)
+    assert run(finder.after(TICKET, StaleSlotError("consumed"))) is None
+
+
+# --- real processes ----------------------------------------------------------------------------------
+WORKER = textwrap.dedent("""
+    import signal, sys, numpy as np
+    from transport.store.directory import Directory
+    from transport.packer.rollout import UCXXRolloutMixin
+    from transport.settings import Settings
+    from transport.store import SQLiteStore
+    with SQLiteStore(sys.argv[1]) as store:
+        worker = UCXXRolloutMixin()
+        worker.setup_ucxx(
+            slots=4, slot_bytes=4096, name=sys.argv[2], mode="thread", addresses=["127.0.0.1"],
+            directory=Directory(store, lease_s=float(sys.argv[3])),
+        )
+        tickets = worker.ring.tickets() or [
+            worker.write_to_buffer({"x": np.arange(5, dtype=np.int32)}) for _ in range(2)
+        ]
+        for ticket in tickets:
+            print(ticket.to_text(), flush=True)
+        sys.stdin.readline()
+        worker.cleanup_ucxx()
+""")
+
+
+class Worker:
+    def __init__(self, path: Path, ring: str, lease_s: float = 600.0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(path), ring, str(lease_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        lines = [self.process.stdout.readline().strip() for _ in range(2)]
+        if not all(lines):
+            self.end(kill=True)
+            pytest.fail("the worker did not start")
+        self.tickets = [Ticket.parse(line) for line in lines]
+
+    def end(self, *, kill: bool) -> None:
+        with self.process:
+            if kill:
+                self.process.kill()
+
+
+@pytest.fixture
+def ring_name() -> Iterator[str]:
+    name = f"/transport-test-{secrets.token_hex(8)}"
+    yield name
+    with contextlib.suppress(_ring.RingFault):  # a worker that ended in order has removed it
+        _ring.Ring.unlink_if_dead(name)
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_an_old_ticket_finds_the_server_that_was_restarted_elsewhere(store: SQLiteStore, ring_name: str) -> None:
+    first = Worker(store.path, ring_name)
+    old = first.tickets
+    first.end(kill=True)
+    second = Worker(store.path, ring_name)  # takes the ring over, with its unread payloads
+    try:
+        assert {ticket.identity for ticket in second.tickets} == {ticket.identity for ticket in old}
+        published = Directory(store).find(old[0].ring)
+        assert published is not None
+        dead = [msgspec.structs.replace(ticket, ports=(1,)) for ticket in old]  # as if the old port was another's
+        with BlockingClient(wire={"tcp"}, settings=FAST, directory=Directory(store)) as client:
+            for ticket in dead:
+                with client.read(ticket) as payload:
+                    assert payload["x"].tolist() == [0, 1, 2, 3, 4]
+                    assert payload.ticket.ports == published.ports
+            assert client.statistics().failed_reads == 0
+    finally:
+        second.end(kill=False)
+    assert Directory(store).find(old[0].ring) is None  # withdrawn
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_dead_servers_tickets_are_lost_once_its_lease_has_ended(store: SQLiteStore, ring_name: str) -> None:
+    worker = Worker(store.path, ring_name, lease_s=2.0)
+    ticket = worker.tickets[0]
+    directory = Directory(store, lease_s=2.0)
+    thread = LoopThread("test")
+    try:
+        client = thread.run(_client(directory))
+        try:
+            worker.end(kill=True)
+            failures: list[type[TransportError]] = []
+            while PayloadLostError not in failures:  # retryable until then
+                with pytest.raises(TransportError) as failed:
+                    thread.run(client.read(ticket, timeout=30))
+                failures.append(type(failed.value))
+                assert failed.value.retryable or failed.value.unreadable
+            assert all(issubclass(kind, LinkError) for kind in failures[:-1])
+            assert client.statistics().failed_reads == len(failures)
+        finally:
+            thread.run(client.close())
+    finally:
+        thread.close()
+
+
+async def _client(directory: Directory) -> UCXXClient:
+    return UCXXClient(wire={"tcp"}, settings=FAST, directory=directory)

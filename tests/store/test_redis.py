@@ -1,0 +1,319 @@
+"""The store on a real Redis server: the common contract, and what only a server can get wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from queue_conformance import in_thread
+from redis_server import RedisServer, lose_answers, needs_redis, redis_server
+from store_conformance import StoreConformance
+from store_model import StoreMachine
+
+from transport.errors import (
+    ClosedError,
+    ConfigurationError,
+    StoreError,
+    StoreFullError,
+    StoreUnavailableError,
+    StoreUnsuitableError,
+)
+from transport.storage.urls import RedisPlace, parse_place
+from transport.store import ABSENT, Change, Entry, RedisStore, open_store
+
+pytestmark = needs_redis
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: RedisServer) -> RedisServer:
+    running.flush()
+    return running
+
+
+def place(server: RedisServer, run: str = "test") -> RedisPlace:
+    found = parse_place(server.place(run))
+    assert isinstance(found, RedisPlace)
+    return found
+
+
+class RedisHarness:
+    def __init__(self, server: RedisServer) -> None:
+        self.server = server
+        self.now = 1000.0
+        self.stores: list[RedisStore] = []
+
+    def open(self, *, real_time: bool = False) -> RedisStore:
+        store = RedisStore(place(self.server), clock=None if real_time else lambda: self.now)
+        self.stores.append(store)
+        return store
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+@pytest.fixture
+def harness(server: RedisServer) -> Iterator[RedisHarness]:
+    harness = RedisHarness(server)
+    yield harness
+    harness.close()
+
+
+class TestConformance(StoreConformance):
+    pass
+
+
+@pytest.mark.usefixtures("server")
+class TestModel:
+    def test_random_operations_agree_with_a_model(self, server: RedisServer) -> None:
+        class Machine(StoreMachine):
+            @staticmethod
+            def make_harness() -> RedisHarness:
+                server.flush()
+                return RedisHarness(server)
+
+        case = Machine.TestCase
+        case.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+        case().runTest()
+
+
+def test_open_store_opens_the_run_of_a_url(server: RedisServer) -> None:
+    with open_store(server.place("one")) as one, open_store(server.place("two")) as two:
+        one.put("a", b"1")
+        assert two.get("a") is None
+        assert repr(one) == f"<RedisStore 127.0.0.1:{server.port}/0 run one open>"
+
+
+def test_every_key_of_a_run_is_in_one_slot_of_a_cluster(server: RedisServer) -> None:
+    import redis
+
+    with open_store(server.place("one")) as store:
+        store.put("a", b"1", lease_s=60)
+        store.add("n")
+    with redis.Redis(port=server.port) as client:
+        keys = client.keys("*")
+        assert keys
+        assert all(key.startswith(b"transport:{one}:store:") for key in keys)
+
+
+# --- the server's end ----------------------------------------------------------------------------------
+def test_records_survive_the_servers_death_and_waiters_go_on() -> None:
+    with redis_server() as server, RedisStore(place(server), patience_s=30) as store:
+        version = store.put("a", b"1")
+        leased = store.put("leased", b"1", lease_s=600)
+        found, thread = in_thread(lambda: store.watch("a", version, 60))
+        server.kill()
+        writes, writer = in_thread(lambda: store.compare_and_set("a", b"2", version))  # while it is away
+        server.start()
+        writer.join()
+        thread.join()
+        assert found == [Entry(b"2", writes[0])]
+        assert store.renew({"leased": leased}, 600) == {"leased"}
+
+
+def test_a_server_that_stays_away_is_told_within_the_patience() -> None:
+    with redis_server() as server, RedisStore(place(server), patience_s=0.05) as store:
+        version = store.put("a", b"1")
+        outcomes, thread = in_thread(lambda: _kind_of(lambda: store.watch("a", version, 60)))
+        server.kill()
+        thread.join()
+        assert outcomes == [StoreUnavailableError]
+        with pytest.raises(StoreUnavailableError, match="has not answered") as told:
+            store.put("a", b"2")
+        assert told.value.retryable
+
+
+def test_a_stopped_server_is_told_like_one_that_is_away_and_a_patient_member_goes_on() -> None:
+    with (
+        redis_server() as server,
+        RedisStore(place(server), patience_s=0.05) as store,
+        RedisStore(place(server), patience_s=30) as patient,
+    ):
+        assert server.process is not None
+        store.add("n")
+        os.kill(server.process.pid, signal.SIGSTOP)
+        with pytest.raises(StoreUnavailableError, match="has not answered"):
+            store.get("n")
+        sums, thread = in_thread(lambda: patient.add("n"))
+        os.kill(server.process.pid, signal.SIGCONT)
+        thread.join()
+        assert sums == [2]
+
+
+def test_close_ends_a_command_that_a_stopped_server_does_not_answer() -> None:
+    with redis_server() as server:
+        assert server.process is not None
+        store = RedisStore(place(server), patience_s=30)
+        os.kill(server.process.pid, signal.SIGSTOP)
+        outcomes, thread = in_thread(lambda: _kind_of(lambda: store.get("a")))
+        store.close()
+        thread.join()
+        assert outcomes == [ClosedError]
+
+
+def test_close_beside_busy_threads_ends_them_all_with_closed(server: RedisServer) -> None:
+    def work(store: RedisStore) -> type[BaseException] | None:
+        def forever() -> None:
+            while True:
+                store.add("n")
+
+        return _kind_of(forever)
+
+    for _ in range(10):
+        store = RedisStore(place(server))
+        pairs = [in_thread(lambda store=store: work(store)) for _ in range(3)]
+        store.watch("n", ABSENT, 30)
+        store.close()
+        for outcomes, thread in pairs:
+            thread.join()
+            assert outcomes == [ClosedError]
+
+
+def test_processes_take_different_numbers_and_see_each_others_writes(server: RedisServer) -> None:
+    program = f"""
+from transport.store import open_store
+with open_store({server.place()!r}) as store:
+    store.watch("go", 0, 60)
+    print(*[store.add("slot") for _ in range(50)])
+"""
+    children = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    with RedisStore(place(server)) as store:
+        store.put("go", b"")
+        taken = [int(word) for child in children for word in child.communicate(timeout=60)[0].split()]
+        assert sorted(taken) == list(range(1, 101))
+        assert store.add("slot", 0) == 100
+
+
+def test_close_ends_the_wait_for_a_server_that_is_away() -> None:
+    with redis_server() as server:
+        store = RedisStore(place(server), patience_s=30)
+        server.kill()
+        outcomes, thread = in_thread(lambda: _kind_of(lambda: store.get("a")))
+        store.close()
+        thread.join()
+        assert outcomes == [ClosedError]
+
+
+def _kind_of(call: object) -> type[BaseException] | None:
+    try:
+        call()  # type: ignore[operator]
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def test_a_write_whose_answer_was_lost_is_done_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RedisStore(place(server)) as store:
+        store.add("n", 0)  # the scripts are there
+        store.put("x", b"0")
+        lost = lose_answers(monkeypatch)
+        assert store.add("n") == 1
+        lost.clear()
+        version = store.compare_and_set("a", b"1", ABSENT)
+        assert version is not None
+        assert [int(each) for each in lost[0]] == [version]  # type: ignore[attr-defined]
+        assert store.get("a") == Entry(b"1", version)
+
+
+def test_what_is_written_again_after_a_write_that_was_not_heard_is_a_write(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisStore(place(server), patience_s=0.0) as store:
+        store.put("x", b"0")  # the script is there
+        lose_answers(monkeypatch)
+        with pytest.raises(StoreUnavailableError):
+            store.put("x", b"a")
+        store.put("x", b"b")
+        store.put("x", b"a")
+        found = store.get("x")
+        assert found is not None
+        assert found.value == b"a"
+
+
+# --- servers that will not do --------------------------------------------------------------------------
+def test_a_server_that_throws_records_away_is_refused() -> None:
+    with (
+        redis_server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru") as server,
+        pytest.raises(StoreUnsuitableError, match="set noeviction"),
+    ):
+        RedisStore(place(server))
+
+
+def test_a_full_server_stores_nothing_of_the_call() -> None:
+    with redis_server("--maxmemory", "8mb") as server, RedisStore(place(server)) as store:
+        with pytest.raises(StoreFullError, match="has no room"):
+            for number in range(20):
+                store.put_many([Change(f"{number}/a", bytes(1 << 20)), Change(f"{number}/b", b"")])
+        assert len(store.scan("")) % 2 == 0
+
+
+def test_a_wrong_password_is_refused_without_showing_it() -> None:
+    with redis_server("--requirepass", "right") as server:
+        url = f"redis://:wrong-secret@127.0.0.1:{server.port}/0?run=x"
+        with pytest.raises(StoreUnsuitableError, match="does not admit this user") as told:
+            open_store(url)
+        assert "wrong-secret" not in str(told.value)
+
+
+def test_another_kind_of_failure_is_a_store_error(server: RedisServer) -> None:
+    import redis
+
+    with open_store(server.place()) as store, redis.Redis(port=server.port) as client:
+        client.set("transport:{test}:store:values", "no hash")
+        with pytest.raises(StoreError, match="WRONGTYPE"):
+            store.put("a", b"1")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("redis://host", "needs run=name"),
+        ("redis://host?run=", "needs run=name"),
+        ("redis://host?run=a b", "needs run=name"),
+        ("redis://host?run=a&run=b", "needs run=name"),
+        ("redis://host?run=a&fun=b", "unknown option fun"),
+        ("redis://host/name?run=a", "database of a Redis place is a number"),
+        ("redis:///0?run=a", "without a host"),
+        ("redis://host:port/0?run=a", "no URL"),
+        ("sqlite://host/file", "names no file"),
+        ("sqlite:///", "names no file"),
+        ("etcd://host", "kind 'etcd' is not known"),
+        ("", "kind '' is not known"),
+    ],
+)
+def test_text_that_names_no_place_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        open_store(text)
+
+
+# --- forks ---------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # what is tested is that it is safe
+def test_a_forked_child_and_its_parent_use_the_store(server: RedisServer) -> None:
+    with RedisStore(place(server)) as store:
+        found, thread = in_thread(lambda: store.watch("a", ABSENT, 30))
+        child = os.fork()
+        if not child:
+            outcome = 1
+            with contextlib.suppress(BaseException):
+                store.put("a", b"the child's")
+                outcome = 0 if store.watch("a", ABSENT, 5) else 2
+            os._exit(outcome)
+        assert os.waitpid(child, 0)[1] == 0
+        thread.join()
+        assert found[0].value == b"the child's"
+        assert store.add("n") == 1

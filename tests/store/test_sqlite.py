@@ -1,0 +1,164 @@
+"""The store in an SQLite file: the common contract, and what only a file can get wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from queue_conformance import in_thread
+from store_conformance import StoreConformance
+from store_model import StoreMachine
+
+from transport.errors import StoreFullError, StoreUnavailableError, StoreUnsuitableError
+from transport.queue import SQLiteQueue
+from transport.storage import sqlite_file
+from transport.store import Change, Entry, SQLiteStore, open_store, sqlite
+
+
+class SQLiteHarness:
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "store.db"
+        self.now = 1000.0
+        self.stores: list[SQLiteStore] = []
+
+    def open(self, *, real_time: bool = False, **options: object) -> SQLiteStore:
+        store = SQLiteStore(self.path, clock=time.monotonic if real_time else lambda: self.now, **options)
+        self.stores.append(store)
+        return store
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[SQLiteHarness]:
+    harness = SQLiteHarness(tmp_path)
+    yield harness
+    harness.close()
+
+
+class TestConformance(StoreConformance):
+    pass
+
+
+class SQLiteMachine(StoreMachine):
+    @staticmethod
+    def make_harness() -> SQLiteHarness:
+        directory = tempfile.TemporaryDirectory()
+        harness = SQLiteHarness(Path(directory.name))
+        close = harness.close
+
+        def close_and_remove() -> None:
+            close()
+            directory.cleanup()
+
+        harness.close = close_and_remove  # type: ignore[method-assign]
+        return harness
+
+
+TestModel = SQLiteMachine.TestCase
+TestModel.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+# --- the file ----------------------------------------------------------------------------------------
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "store.db"
+
+
+def test_open_store_opens_the_file_of_a_url(path: Path) -> None:
+    with open_store(f"sqlite://{path}") as store:
+        assert isinstance(store, SQLiteStore)
+        store.put("a", b"1")
+        assert repr(store) == f"<SQLiteStore {path} open>"
+    with SQLiteStore(path) as store:
+        assert list(store.scan("")) == ["a"]
+
+
+def test_a_queues_file_is_no_store(path: Path) -> None:
+    SQLiteQueue(path).close()
+    with pytest.raises(StoreUnsuitableError, match="belongs to another program"):
+        SQLiteStore(path)
+
+
+def test_a_full_store_is_an_error_and_stores_nothing_of_the_call(path: Path) -> None:
+    with SQLiteStore(path, max_bytes=128 << 10) as store:
+        version = store.put("a", b"1")
+        with pytest.raises(StoreFullError, match="no room for the store"):
+            store.put_many([Change(f"big/{number}", bytes(4096)) for number in range(100)])
+        assert store.scan("") == {"a": Entry(b"1", version)}
+
+
+def test_a_store_held_too_long_is_unavailable(path: Path) -> None:
+    with SQLiteStore(path, busy_timeout_s=0.01) as store, contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StoreUnavailableError, match="too long"):
+            store.put("a", b"1")
+        assert store.get("a") is None  # reading waits for nobody
+
+
+def test_a_reboot_ends_every_lease(harness: SQLiteHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = harness.open()
+    store.put("leased", b"1", lease_s=1e6)
+    kept = store.put("kept", b"1")
+    store.close()
+    monkeypatch.setattr(sqlite_file, "boot_id", lambda: "another boot")
+    harness.now = 5.0  # the clock begins anew
+    assert harness.open().scan("") == {"kept": Entry(b"1", kept)}
+
+
+def test_frequent_queries_go_through_an_index(path: Path) -> None:
+    SQLiteStore(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        for query in (sqlite._GET, sqlite._GET_MANY, sqlite._SCAN, sqlite._END_LEASES, sqlite._RENEW):
+            plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}", [0] * query.count("?"))]
+            assert not [step for step in plan if step.startswith("SCAN") and "VIRTUAL TABLE" not in step], query
+
+
+def test_a_killed_process_leaves_whole_writes_only(path: Path) -> None:
+    program = f"""
+from transport.store import Change, SQLiteStore
+store = SQLiteStore({str(path)!r})
+number = 0
+while True:
+    number += 1
+    store.put_many([Change("x/a", b"%d" % number), Change("x/b", b"%d" % number)])
+    if number == 20: print("going", flush=True)
+"""
+    with SQLiteStore(path) as store:
+        child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "going\n"
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        one, other = store.get_many(["x/a", "x/b"])
+        assert one and other and one.value == other.value
+        assert store.compare_and_set("x/a", b"mine", one.version)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # what is tested is that it is safe
+def test_a_forked_child_and_its_parent_use_the_store(path: Path) -> None:
+    with SQLiteStore(path) as store:
+        found, thread = in_thread(lambda: store.watch("a", 0, 30))
+        child = os.fork()
+        if not child:
+            store.put("a", b"the child's")
+            os._exit(0)
+        thread.join()
+        assert os.waitpid(child, 0)[1] == 0
+        assert found[0].value == b"the child's"
+        assert store.add("n") == 1

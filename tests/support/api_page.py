@@ -1,0 +1,104 @@
+"""docs/API.md from signatures and docstrings: `page` is what it must be, ``python tests/docs/test_docs.py`` writes it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import transport
+from transport import config, errors, queue
+from transport.client import trace
+
+HEAD = """# The interface, name by name
+
+Generated from the docstrings; `python tests/docs/test_docs.py` writes it. What `from transport import …` gives comes first,
+then `transport.queue`, `transport.client.trace`, `transport.config` and the errors. Whatever begins with an underscore, or is
+not here, may change.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    parts += [_section(name, getattr(transport, name)) for name in sorted(transport.__all__)]
+    for module, names in ((queue, queue.__all__), (trace, ("Trace", "merge")), (config, ("load", "configuration"))):
+        parts += [_section(f"{module.__name__}.{name}", getattr(module, name)) for name in names]
+    parts.append(_errors())
+    return "\n".join(parts).rstrip() + "\n"
+
+
+class _Raw:
+    """An annotation that shows as it was written."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _section(title: str, thing: Any) -> str:
+    name = title.rpartition(".")[2]
+    if not callable(thing):
+        entries = [_block(f"{name} = {thing!r}", "")]
+    elif not inspect.isclass(thing):
+        entries = [_entry(name, thing)]
+    else:
+        own = inspect.getdoc(thing) if "__doc__" in vars(thing) else ""
+        made = _signature(thing) if "__init__" in vars(thing) else ""
+        entries = [_block(f"{name}{made}", own or "")]
+        entries += [_entry(member, found) for member, found in _members(thing)]
+    return f"## {title}\n\n" + "\n".join(entries)
+
+
+def _members(thing: type) -> Iterator[tuple[str, Any]]:
+    """Public methods and properties that the class defines, in its order; then those of a base without a section."""
+    bases = [base for base in thing.__bases__ if base.__module__ == "transport.ring.attachment"]
+    for kind in (thing, *bases):
+        for name, member in vars(kind).items():
+            public = isinstance(member, FunctionType | classmethod | staticmethod | property)
+            if public and not name.startswith("_") and (kind is thing or name not in vars(thing)):
+                yield name, member
+
+
+def _entry(name: str, member: Any) -> str:
+    if isinstance(member, property):
+        return _block(name, inspect.getdoc(member) or "")
+    function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+    kind = "async " if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function) else ""
+    return _block(f"{kind}{name}{_signature(function)}", inspect.getdoc(function) or "")
+
+
+def _signature(function: Any) -> str:
+    signature = inspect.signature(function)
+    kept = [
+        each.replace(annotation=_raw(each.annotation))
+        for name, each in signature.parameters.items()
+        if name not in ("self", "cls")
+    ]
+    shown = str(signature.replace(parameters=kept, return_annotation=_raw(signature.return_annotation)))
+    return re.sub(r"= Settings\(.*?\)(?=[,)])", "= DEFAULTS", shown).removesuffix(" -> None")
+
+
+def _raw(annotation: Any) -> Any:
+    return _Raw(annotation) if isinstance(annotation, str) else annotation
+
+
+def _block(signature: str, docstring: str) -> str:
+    """A signature and its docstring, whose lists of arguments and errors show as they are written."""
+    lines = textwrap.wrap(signature, 112, subsequent_indent="        ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(["```text", *lines, *(["", docstring] if docstring else []), "```", ""])
+
+
+def _errors() -> str:
+    lines = ["## transport.errors\n", "| error | of | try again | what it says |", "|---|---|---|---|"]
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.TransportError):
+            says = " ".join((kind.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+            base = "" if kind is errors.TransportError else f"`{kind.__mro__[1].__name__}`"
+            lines.append(f"| `{kind.__name__}` | {base} | {'yes' if kind.retryable else 'no'} | {says} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,288 @@
+"""What the tests of ring, server and client share: conditions to wait for, faults to inject, other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from transport import SharedRingBuffer, SlotState, Ticket, UCXXServer
+from transport.schema import Schema
+from transport.settings import DEFAULTS, Settings
+from transport.testing import run
+from transport.wire import authentication, frames
+
+PATIENCE_S = 15.0  # how long a wait may last before something is broken
+SHM = Path("/dev/shm")
+
+every_wire = pytest.mark.parametrize("wire", ["tcp", "shm", "mapped"])
+over_ucx = pytest.mark.parametrize("wire", ["tcp", "shm"])
+
+
+def settings_with(**changed: Any) -> Settings:
+    """The defaults, but for some."""
+    return msgspec.structs.replace(DEFAULTS, **changed)
+
+
+def proven(
+    secret: bytes, side: Any, hello: frames.Hello, listener_nonce: bytes, version: int = frames.VERSION
+) -> bytes:
+    """The proof of a side that has said or heard this HELLO."""
+    body = frames.encode_handshake(hello)[frames.PREFIX_BYTES :]
+    return authentication.proof(secret, side, hello.nonce, listener_nonce, version=version, hello=body)
+
+
+# --- leaving ---------------------------------------------------------------------------------------
+class _Leaving:
+    """A native ring that detaches when the others do: each has looked for the others before any of them is gone."""
+
+    def __init__(self, native: Any, together: threading.Barrier) -> None:
+        self._native = native
+        self._together = together
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+    def leave(self, **how: bool) -> int:
+        self._together.wait(PATIENCE_S)
+        given_up: int = self._native.leave(**how)
+        return given_up
+
+
+@contextlib.contextmanager
+def leaving_at_once(rings: list[SharedRingBuffer]) -> Iterator[ThreadPoolExecutor]:
+    """Threads, one for each ring to be closed in, in the worst order."""
+    together = threading.Barrier(len(rings))
+    for ring in rings:
+        ring.native = _Leaving(ring.native, together)  # type: ignore[assignment]
+    with ThreadPoolExecutor(len(rings)) as threads:
+        yield threads
+
+
+# --- waiting -------------------------------------------------------------------------------------
+async def until(condition: Callable[[], object], what: str = "") -> None:
+    """Return once the condition holds; it is asked again and again, since it is somebody else's state."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up_at, f"this never came true: {what or condition}"
+        await asyncio.sleep(0.002)
+
+
+def eventually(condition: Callable[[], object], what: str = "") -> None:
+    """`until`, for tests without a loop."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up_at, f"this never came true: {what or condition}"
+        threading.Event().wait(0.005)
+
+
+def asynchronous(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a coroutine as a test, on uvloop, watching for tasks that it leaves behind."""
+
+    @functools.wraps(test)
+    def body(*arguments: Any, **named: Any) -> None:
+        run(test(*arguments, **named))
+
+    return body
+
+
+# --- payloads ------------------------------------------------------------------------------------
+def noise(size: int, seed: int = 0) -> np.ndarray:
+    """Bytes that are different for each seed, and nowhere a repetition of others."""
+    return np.random.default_rng((size, seed)).integers(0, 256, size, dtype=np.uint8)
+
+
+class OnlyDLPack:
+    """An array that speaks DLPack and nothing else."""
+
+    def __init__(self, values: np.ndarray, device: int = 1) -> None:
+        self._values = values
+        self._device = device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._values.__dlpack__(**options)
+
+
+# --- rings -----------------------------------------------------------------------------------------
+def free(ring: SharedRingBuffer) -> bool:
+    """Whether every slot is; what only waits for the collector is not held."""
+    gc.collect()
+    return ring.statistics().free == ring.slot_count
+
+
+def states(ring: SharedRingBuffer) -> tuple[int, int]:
+    """How many slots are READY and READING."""
+    look = ring.statistics()
+    return look.ready, look.reading
+
+
+def slot_state(ring: SharedRingBuffer, ticket: Ticket) -> SlotState:
+    """What the payload's slot is now."""
+    return SlotState(ring.native.info(ticket.slot).state)
+
+
+def read_bytes(ring: SharedRingBuffer, ticket: Ticket, rank: int = 0) -> bytes:
+    """The payload; it stays unread."""
+    with ring.read_raw(ticket, rank) as lease:
+        return bytes(lease.view)
+
+
+def segment_file(ring: SharedRingBuffer) -> Path:
+    """The ring's segment in the file system."""
+    return SHM / ring.name.removeprefix("/")
+
+
+# --- a server on a loop in this process, and what can happen to it ---------------------------------
+@contextlib.contextmanager
+def serving(
+    schema: Schema | None = None,
+    *,
+    slots: int = 4,
+    slot_bytes: int | None = None,
+    overflow: Any = "block",
+    ports: tuple[int, ...] = (0,),
+    settings: Settings = DEFAULTS,
+    secret: bytes | None = None,
+    wires: Any = None,
+) -> Iterator[tuple[SharedRingBuffer, UCXXServer]]:
+    """A ring and its server in thread mode."""
+    if schema is None and slot_bytes is None:
+        slot_bytes = 1 << 20
+    with (
+        SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, overflow=overflow) as ring,
+        UCXXServer(
+            ring, ports, addresses=("127.0.0.1",), settings=settings, secret=secret, wires=wires, mode="thread"
+        ) as server,
+    ):
+        yield ring, server
+
+
+def on_loop(server: UCXXServer, action: Callable[[], Any]) -> Any:
+    """Call ``action`` on the loop of a server in thread mode."""
+
+    async def call() -> Any:
+        return action()
+
+    return asyncio.run_coroutine_threadsafe(call(), server._run._loop).result(PATIENCE_S)
+
+
+def cut_connections(server: UCXXServer) -> None:
+    """Close every connection, as a listener that is killed does. To be called on the server's loop."""
+    for listener in server._run._listeners:
+        for connection in list(listener._connections):
+            connection.close()
+
+
+@contextlib.contextmanager
+def stalled(server: UCXXServer, then: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """While the block runs the server's loop does nothing, like a stopped process; ``then`` is the first it does."""
+    begun, over = threading.Event(), threading.Event()
+
+    def stall() -> None:
+        begun.set()
+        over.wait(PATIENCE_S)
+        then()
+
+    server._run._loop.call_soon_threadsafe(stall)
+    assert begun.wait(PATIENCE_S)
+    try:
+        yield
+    finally:
+        over.set()
+
+
+@contextlib.contextmanager
+def dead_port() -> Iterator[int]:
+    """A port that nobody listens on, and that nobody else gets meanwhile."""
+    with socket.socket() as bound:
+        bound.bind(("0.0.0.0", 0))
+        yield bound.getsockname()[1]
+
+
+# --- other processes -------------------------------------------------------------------------------
+class Child:
+    """A Python process that runs ``code``; it reports and is told things by lines of text."""
+
+    def __init__(
+        self, code: str, *arguments: object, env: dict[str, str] | None = None, stderr: int | None = None
+    ) -> None:
+        # what importing ucxx did to this process's environment is not meant for others
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**inherited, "PYTHONPATH": path, **(env or {})},
+        )
+
+    def line(self) -> str:
+        """The next line that it prints; the test's watchdog bounds the wait. Fails when it ended instead."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the child ended with {self.process.wait(PATIENCE_S)} before it reported"
+        return line.rstrip("\n")
+
+    def tell(self, line: str = "") -> None:
+        """Send it a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def wait(self) -> int:
+        """Its exit status."""
+        return self.process.wait(PATIENCE_S)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the kernel has taken everything back."""
+        self.process.send_signal(signal.SIGKILL)
+        self.wait()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.communicate()
+
+
+def listener_pids(ring: SharedRingBuffer) -> dict[int, int]:
+    """Process of each living listener, by its port."""
+    return {owner.port: owner.pid for owner in ring.native.owners() if owner.alive and owner.port}
+
+
+def parent_of(pid: int) -> int:
+    """Parent of a process that exists."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and has not ended; one that has ended may still wait for its parent."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"

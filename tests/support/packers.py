@@ -1,0 +1,51 @@
+"""The two sides of the queue as tests of the packer have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
+from transport.packer.rollout import UCXXRolloutMixin
+from transport.schema import Schema, UpTo
+from transport.settings import DEFAULTS
+from transport.ticket import Ticket, host_identity
+
+SCHEMA = Schema.of(obs=("float32", UpTo(64), 4), step=("int64",))
+FAST = msgspec.structs.replace(DEFAULTS, backoff_first_s=1e-4, backoff_most_s=1e-3)
+
+
+class Packer(UCXXDataPackerMixin):
+    """The mixin alone."""
+
+
+class Worker(UCXXRolloutMixin):
+    """The mixin alone."""
+
+
+def write(worker: Worker, step: int) -> Ticket:
+    return worker.write_to_buffer(
+        {"obs": np.full((step + 1, 4), step, np.float32), "step": step}, metadata={"reward": float(step)}
+    )
+
+
+def fetch(packer: Packer, n: int) -> FetchedBatch:
+    packer.start_prefetch(packer.claim_tickets(n, timeout_s=20))
+    batch = packer.collect_prefetch(timeout=20)
+    assert batch is not None
+    return batch
+
+
+def ticket_of(slot: int) -> Ticket:
+    return Ticket(
+        ring="ab" * 16, host=host_identity(), addresses=("127.0.0.1",), ports=(1,), slot=slot, generation=1, key=1,
+        size=8, created=0.0,
+    )  # fmt: skip
+
+
+def replace_client(packer: Packer, client: Any) -> None:
+    assert packer._ucxx is not None
+    packer._ucxx.thread.run(packer._ucxx.client.close())
+    packer._ucxx.client = client

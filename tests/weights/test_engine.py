@@ -1,0 +1,385 @@
+"""The data path between engines in one process, over real rings, listeners and feeds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import asynchronous, leaving_at_once
+from weights_members import checksum_of, version_of
+
+from transport import _ring
+from transport.bench.weights.member import Trainer
+from transport.errors import (
+    AuthenticationError,
+    ChildrenLostError,
+    ParentLostError,
+    RetriesExhaustedError,
+    SchemaError,
+    StaleSlotError,
+    UsageError,
+    WeightsChecksumError,
+    WeightsError,
+)
+from transport.weights.manager import WeightUpdate
+from transport.weights.plan.steps import Proof
+from transport.weights.ring_engine import RingEngine
+from transport.weights.transfer.feed import Feed, Upstream
+from transport.weights.transfer.messages import Begin
+from transport.weights.versions.copies import Copies, Held, attach
+from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
+from transport.weights.worker import ReferenceWorker, Replica
+
+pytestmark = pytest.mark.ucx
+
+BUCKET = 16384
+TOTAL = VersionLayout.of(specs_of(version_of(0))).total
+
+
+def engine(name: str, **options: Any) -> RingEngine:
+    return RingEngine(name, **{"bucket_bytes": BUCKET, "address": "127.0.0.1", **options})
+
+
+@contextlib.asynccontextmanager
+async def engines(hosts: str, **trainer: Any) -> AsyncIterator[list[RingEngine]]:
+    """A trainer, and a replica for each letter; those of one letter share a host."""
+    made = [engine("trainer", **trainer)]
+    made += [engine(f"replica {at}", host=host, wires=frozenset({"tcp"})) for at, host in enumerate(hosts)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            await each.close()
+
+
+async def build(made: list[RingEngine]) -> None:
+    metadata = [await each.prepare() for each in made]
+    actor, rollout = RingEngine.build_topology(1, len(made) - 1, metadata)
+    arguments = [{key: values[at] for key, values in actor.items()} for at in range(1)]
+    arguments += [{key: values[at] for key, values in rollout.items()} for at in range(len(made) - 1)]
+    await asyncio.gather(*(each.init_process_group(**row) for each, row in zip(made, arguments, strict=True)))
+
+
+async def transfer(made: list[RingEngine], version: int, weights: dict[str, Any] | None = None) -> Proof:
+    await build(made)
+    sent = weights or version_of(version)
+    proof, *held = await asyncio.gather(
+        made[0].send_weights(iter(sent.items()), version), *(each.receive(version) for each in made[1:])
+    )
+    for each in made:
+        await each.finalize()
+    assert proof is not None
+    assert {each.proof for each in held} == {proof}
+    for each in made[1:]:
+        assert weights_checksum({name: array async for name, array in each.get_weights()}) == proof.checksum
+    return proof
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree", "star"])
+@asynchronous
+async def test_a_version_arrives_whole_over_every_shape_of_relays(shape: str) -> None:
+    async with engines("aabc", shape=shape) as made:
+        proof = await transfer(made, 1)
+        assert proof == Proof(1, checksum_of(1))
+        sent = made[0].statistics().bytes_sent
+        assert sent == TOTAL * (4 if shape == "star" else 1)  # the last bucket's unused bytes do not travel
+        if shape != "star":
+            assert made[2].statistics().bytes_received == {}  # it maps what replica 0 has landed
+
+
+@asynchronous
+async def test_a_delta_sends_little_and_gives_the_same_version() -> None:
+    async with engines("aab", delta=True) as made:
+        await transfer(made, 1)
+        before = made[0].statistics().bytes_sent
+        assert await transfer(made, 2) == Proof(2, checksum_of(2))
+        assert 0 < made[0].statistics().bytes_sent - before < TOTAL / 4
+        await transfer(made, 3, version_of(2))  # nothing changed
+        before = made[0].statistics().bytes_sent
+        await transfer(made, 4, version_of(2))
+        assert made[0].statistics().bytes_sent == before
+
+
+@asynchronous
+async def test_a_delta_of_everything_is_no_longer_than_all_of_it() -> None:
+    async with engines("a", delta=True) as made:
+        await transfer(made, 1)
+        before = made[0].statistics().bytes_sent
+        other = {name: array.astype(array.dtype) + array.dtype.type(1) for name, array in version_of(1).items()}
+        await transfer(made, 2, other)
+        assert made[0].statistics().bytes_sent - before <= TOTAL + 8 * len(other)
+
+
+@asynchronous
+async def test_other_tensors_than_before_are_sent_whole() -> None:
+    async with engines("a", delta=True) as made:
+        await transfer(made, 1)
+        smaller = {"embed.weight": version_of(1)["embed.weight"]}
+        with pytest.raises((SchemaError, ParentLostError)):
+            await transfer(made, 2, smaller)  # the layout was learnt; a trainer whose model changes gives specs
+
+
+@asynchronous
+async def test_a_tensor_larger_than_a_bucket_is_split_and_arrives_contiguous() -> None:
+    weights = {"big": np.arange(5 * BUCKET, dtype=np.float32), "small": np.ones(3, np.uint8)}
+    async with engines("ab") as made:
+        await transfer(made, 1, weights)
+        received = {name: array async for name, array in made[2].get_weights()}
+        assert received["big"].flags.c_contiguous
+        np.testing.assert_array_equal(received["big"], weights["big"])
+
+
+@asynchronous
+async def test_a_trainer_whose_iterator_fails_tells_why_and_nobody_holds_a_part() -> None:
+    def failing() -> Iterator[tuple[str, Any]]:
+        for number, item in enumerate(version_of(2).items()):
+            if number == 3:
+                raise RuntimeError("no more tensors")
+            yield item
+
+    async with engines("ab") as made:
+        await transfer(made, 1)
+        await build(made)
+        sent, *received = await asyncio.gather(
+            made[0].send_weights(failing(), 2), *(each.receive(2) for each in made[1:]), return_exceptions=True
+        )
+        assert isinstance(sent, RuntimeError)
+        assert all(isinstance(each, ParentLostError) and "no more tensors" in str(each) for each in received)
+        for each in made:
+            await each.finalize()
+        assert [each.proof for each in made[1:]] == [Proof(1, checksum_of(1))] * 2
+        await transfer(made, 3)
+
+
+@asynchronous
+async def test_members_with_another_secret_get_nothing() -> None:
+    trainer = engine("trainer", secret=b"ours")
+    replica = engine("replica", secret=b"theirs", wires=frozenset({"tcp"}))
+    try:
+        await build([trainer, replica])
+        sent, received = await asyncio.gather(
+            trainer.send_weights(iter(version_of(1).items()), 1), replica.receive(1), return_exceptions=True
+        )
+        assert isinstance(received, AuthenticationError | RetriesExhaustedError)
+        assert isinstance(sent, ChildrenLostError)
+    finally:
+        await replica.close()
+        await trainer.close()
+
+
+@asynchronous
+async def test_a_wrong_order_of_calls_is_refused() -> None:
+    async with engines("") as (trainer,):
+        await trainer.finalize()
+        with pytest.raises(UsageError, match="prepare comes before"):
+            await trainer.init_process_group(rank=0)
+        with pytest.raises(UsageError, match="after init_process_group"):
+            await trainer.send_weights(iter(()), 1)
+        with pytest.raises(UsageError, match="after init_process_group"):
+            await trainer.receive(1)
+        with pytest.raises(WeightsError, match="no version before"):
+            trainer.revert()
+
+
+@pytest.mark.parametrize("options", [{"bucket_bytes": 100}, {"bucket_bytes": 8193}, {"in_flight": 0}, {"rate": 0.0}])
+def test_sizes_that_make_no_sense(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        engine("e", **options)
+
+
+def test_a_third_segment_goes_once_it_is_free() -> None:
+    copies = Copies("third-")
+
+    def segments() -> int:
+        return sum(name.startswith("/transport-third-") for name in _ring.segments())
+
+    try:
+        first, _, third = [copies.take(100, readers=1) for _ in range(3)]
+        copies.trim()
+        assert segments() == 3  # none is free
+        first.abort()
+        third.abort()
+        copies.trim()
+        assert segments() == 2
+    finally:
+        copies.close()
+    assert segments() == 0
+
+
+def test_of_readers_that_let_go_of_a_dead_landings_version_the_last_one_removes_it() -> None:
+    layout = VersionLayout.of(specs_of(version_of(1)))
+    copies = Copies()
+    lease = copies.take(layout.total, readers=3)
+    lease.memory[:] = bytes(layout.total)
+    checksum = lease.checksum = _ring.checksum(lease.memory)
+    ticket = lease.publish()
+    held = [attach(ticket, rank, layout, 1, checksum) for rank in range(3)]
+    for ring in copies._rings:
+        ring.native.close()  # as if it had been killed
+    with leaving_at_once([each._attached for each in held if each._attached]) as threads:
+        list(threads.map(Held.release, held))
+    assert ticket.segment not in _ring.segments()
+
+
+def test_a_landed_version_that_changed_afterwards_is_not_mapped() -> None:
+    weights = version_of(1)
+    layout = VersionLayout.of(specs_of(weights))
+    copies = Copies()
+    try:
+        lease = copies.take(layout.total, readers=2)
+        for name, array in layout.arrays(lease.memory, writable=True).items():
+            array[...] = weights[name]
+        for before, after in zip(layout.places, layout.places[1:], strict=False):
+            lease.memory[before.offset + before.nbytes : after.offset] = bytes(
+                after.offset - before.offset - before.nbytes
+            )
+        checksum = _ring.checksum(lease.memory)
+        assert checksum == checksum_of(1)
+        lease.checksum = checksum
+        memory, ticket = lease.memory, lease.publish()
+        memory[7] ^= 1
+        with pytest.raises(WeightsChecksumError):
+            attach(ticket, 1, layout, 1, checksum)
+        memory[7] ^= 1
+        held = attach(ticket, 1, layout, 1, checksum)
+        assert weights_checksum(held.arrays()) == checksum
+        held.release()
+        held.release()
+    finally:
+        copies.close()
+
+
+@asynchronous
+async def test_a_feed_admits_only_its_group_and_nobody_late() -> None:
+    lost: list[str] = []
+    feed = Feed(lost.append)
+    await feed.open("127.0.0.1")
+    try:
+        with pytest.raises(ParentLostError, match="token of its group"):
+            await Upstream.connect("p", "127.0.0.1", feed.port, "wrong", "a")
+        joining = asyncio.ensure_future(feed.joined(["a"]))
+        first = await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, "a")
+        await joining
+        with pytest.raises(ParentLostError, match="connected already"):
+            await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, "a")
+        with pytest.raises(ParentLostError, match="comes in with the next one"):
+            await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, "late")
+        begin = Begin(1, (("t", "float32", (3,)),))
+        await feed.tell(begin, ["a", "not there"])
+        assert await first.next() == begin
+        feed.drop("a")
+        with pytest.raises(ParentLostError):
+            await first.next()
+        first.close()
+    finally:
+        await feed.close()
+
+
+class Source:
+    def weights(self, version: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+        yield from version_of(version).items()
+
+
+@asynchronous
+async def test_a_delta_that_arrives_wrong_is_sent_again_whole() -> None:
+    async with engines("aab", delta=True) as made:
+        replicas = [Replica(each, ReferenceWorker()) for each in made[1:]]
+        manager = WeightUpdate([Trainer(made[0], Source())], replicas)  # type: ignore[arg-type]
+        await manager.update(1)
+        base = made[0]._base
+        assert base is not None
+        assert base._row is not None
+        head = VersionLayout.of(specs_of(version_of(2))).places[-1]
+        # the trainer's own copy has what is about to change already, so it sees no change and sends none
+        base._row[head.offset :] = version_of(2)["head"].reshape(-1).view(np.uint8)
+        outcome = await manager.update(2)
+        assert not outcome.delta
+        assert manager.statistics().fallbacks == 1
+        assert manager.statistics().deltas == 1
+        assert set(manager.admitted.values()) == {2}
+        for replica in replicas:
+            assert replica.worker.served_checksum() == checksum_of(2)
+            replica.worker.weights.clear()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("policy", "states"), [("exclude", ["excluded", "serving"]), ("fail_job", ["excluded"] * 2)])
+@asynchronous
+async def test_policies_that_do_not_restore(policy: Any, states: list[str]) -> None:
+    class Failing(ReferenceWorker):
+        def load(self, weights: Any, version: int) -> Any:
+            if version == 2:
+                raise RuntimeError("no room")
+            return super().load(weights, version)
+
+    async with engines("aa") as made:
+        replicas = [Replica(made[1], Failing()), Replica(made[2], ReferenceWorker())]
+        manager = WeightUpdate([Trainer(made[0], Source())], replicas, policy=policy)  # type: ignore[arg-type]
+        await manager.update(1)
+        if policy == "exclude":
+            assert (await manager.update(2)).failures == ["transfer: replica 0: RuntimeError: no room"]
+        else:
+            with pytest.raises(RuntimeError, match="no room"):
+                await manager.update(2)
+        assert [each.state for each in manager.admissions.values()] == states
+        assert [replica.worker.generating for replica in replicas] == [state == "serving" for state in states]  # type: ignore[attr-defined]
+        for replica in replicas:
+            if not manager.admissions[replica.name].admitted:
+                manager.join(replica)
+        await manager.update(3)
+        assert set(manager.admitted.values()) == {3}
+        for replica in replicas:
+            assert replica.worker.served_checksum() == checksum_of(3)
+            replica.worker.weights.clear()  # type: ignore[attr-defined]
+
+
+@asynchronous
+async def test_a_child_that_holds_a_bucket_too_long_is_dropped_and_the_others_go_on() -> None:
+    async with engines("ab", shape="star", stall_s=0.3) as made:
+        await build(made)
+        slow, quick = made[1], made[2]
+        sending = asyncio.ensure_future(made[0].send_weights(iter(version_of(1).items()), 1))
+        held = await quick.receive(1)  # the other one joined, and never reads
+        assert await sending == held.proof == Proof(1, checksum_of(1))
+        with pytest.raises((ParentLostError, StaleSlotError)):
+            await slow.receive(1)
+
+
+@pytest.mark.slow
+@asynchronous
+async def test_cancelled_at_any_await_every_replica_serves_one_whole_version() -> None:
+    """An update is cancelled after so many turns of the loop, then after longer and longer waits, until it is done."""
+    moments = [(turns, 0.0) for turns in range(1, 24)] + [(0, 0.0005 * 1.25**number) for number in range(30)]
+
+    class Few:
+        def weights(self, version: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+            yield from version_of(version % 3).items()
+
+    async with engines("aab", delta=True) as made:
+        replicas = [Replica(each, ReferenceWorker()) for each in made[1:]]
+        manager = WeightUpdate([Trainer(made[0], Few())], replicas)  # type: ignore[arg-type]
+        await manager.update(1)
+        for version, (turns, wait_s) in enumerate(moments, 2):
+            updating = asyncio.ensure_future(manager.update(version))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if wait_s:
+                await asyncio.wait([updating], timeout=wait_s)
+            done = updating.done()
+            updating.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await updating
+            for replica in replicas:
+                worker = replica.worker
+                assert isinstance(worker, ReferenceWorker)
+                assert worker.served_checksum() == checksum_of(worker.version % 3)
+                assert manager.admitted[replica.name] == worker.version
+                assert worker.generating
+                assert worker.cache
+            if done:
+                break
+        for replica in replicas:
+            replica.worker.weights.clear()  # type: ignore[attr-defined]

@@ -1,0 +1,404 @@
+"""Updates of replicas in processes of their own, and what goes wrong with them.
+
+After every fault: which version each replica serves, proven by the checksum of all bytes that it would serve; none
+serves a mixture; the first error is what the caller sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from helpers import asynchronous, until
+from weights_members import Worker, checksum_of, version_of
+
+from transport import SharedRingBuffer, _ring
+from transport.bench.weights.members import ProcessMember
+from transport.errors import (
+    MemberFailedError,
+    MemberLostError,
+    RetriesExhaustedError,
+    WeightsChecksumError,
+    WeightsTimeoutError,
+)
+from transport.testing import ResourceSnapshot
+from transport.weights.manager import Outcome, WeightUpdate
+from transport.weights.plan.admission import State
+from transport.weights.plan.steps import Limits, Step
+from transport.weights.ring_engine import RingEngine
+from transport.weights.versions.layout import VersionLayout, specs_of
+from transport.weights.worker import Replica
+
+pytestmark = [pytest.mark.ucx, pytest.mark.slow]
+
+ENGINE: dict[str, Any] = {"bucket_bytes": 16384, "address": "127.0.0.1"}
+LIMITS = Limits()
+
+
+class Crew:
+    """One trainer and replicas, each a process; the first two replicas share a host, the third has its own."""
+
+    def __init__(self, trainer: ProcessMember, replicas: list[ProcessMember], **options: Any) -> None:
+        self.trainer = trainer
+        self.replicas = replicas
+        self.manager = WeightUpdate([trainer], replicas, **options)
+        self.version = 0
+
+    @classmethod
+    async def start(
+        cls,
+        replicas: int,
+        *,
+        resident: str = "mapped",
+        engine: dict[str, Any] | None = None,
+        replica: dict[str, Any] | None = None,
+    ) -> Crew:
+        path = os.pathsep.join(
+            [str(Path(__file__).resolve().parents[1] / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        environment = {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+        source = {"made": "weights_members:Source", "engine": {**ENGINE, "delta": True, **(engine or {})}}
+        trainer = await ProcessMember.start("trainer", source, environment)
+        made = [
+            await ProcessMember.start(
+                f"replica {number}",
+                {
+                    "made": "weights_members:Worker",
+                    "arguments": {"resident": resident},
+                    "engine": {**ENGINE, "host": f"host {number // 2}", **(replica or {})},
+                },
+                environment,
+            )
+            for number in range(replicas)
+        ]
+        return cls(trainer, made)
+
+    async def update(self) -> Outcome:
+        self.version += 1
+        return await self.manager.update(self.version)
+
+    async def serves(self, *versions: int) -> None:
+        """Every replica serves all of this version and nothing else; -1: its process is gone."""
+        for replica, version in zip(self.replicas, versions, strict=True):
+            if version < 0:
+                assert replica.lost
+                continue
+            served, checksum, *_ = await replica.call("told", "look")
+            assert served == version
+            assert checksum == checksum_of(version), f"{replica.name} serves a mixture"
+
+    async def running(self) -> list[bool]:
+        """Which replicas generate, with a cache."""
+        looks = [await replica.call("told", "look") for replica in self.replicas]
+        return [generating and cache for _, _, generating, cache in looks]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.close() for member in (self.trainer, *self.replicas)))
+
+
+@contextlib.asynccontextmanager
+async def crew_of(replicas: int, **options: Any) -> AsyncIterator[Crew]:
+    crew = await Crew.start(replicas, **options)
+    try:
+        yield crew
+    finally:
+        await crew.close()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Callable[[Callable[[Crew], Awaitable[None]]], None]]:
+    """A crew whose members live through what these tests do to them; each test leaves it with a version everywhere."""
+    before = ResourceSnapshot.take()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
+        runner.run(asyncio.to_thread(int))  # its thread is there before the first test looks
+        crew = runner.run(Crew.start(3))
+        try:
+
+            def run(test: Callable[[Crew], Awaitable[None]]) -> None:
+                async def body() -> None:
+                    async with asyncio.timeout(60):
+                        await crew.update()
+                        await test(crew)
+                        crew.manager._policy, crew.manager._limits = "restore", LIMITS
+                        await crew.update()
+                        await crew.serves(*[crew.version] * 3)
+                        assert await crew.running() == [True] * 3
+                        assert set(crew.manager.admitted.values()) == {crew.version}
+
+                runner.run(body())
+
+            yield run
+        finally:
+            runner.run(crew.close())
+    now = ResourceSnapshot.take()
+    assert before._replace(threads=now.threads).leaks() == []  # pytest-timeout has a thread of its own
+
+
+# --- members that live -----------------------------------------------------------------------------------------
+def test_every_replica_serves_the_version_and_only_changes_are_sent_the_second_time(shared: Any) -> None:
+    async def body(crew: Crew) -> None:
+        outcome = await crew.update()
+        assert outcome.delta
+        assert outcome.failures == []
+        await crew.serves(*[crew.version] * 3)
+
+    shared(body)
+
+
+def test_abort_that_returns_an_error_fails_the_update_and_everybody_goes_on_with_the_old_version(shared: Any) -> None:
+    async def body(crew: Crew) -> None:
+        old = crew.version
+        await crew.replicas[1].call("told", "abort", "return")
+        with pytest.raises(MemberFailedError, match=r"replica 1: abort returned RuntimeError: abort did not work"):
+            await crew.update()
+        await crew.replicas[1].call("told", "abort", "")
+        await crew.serves(old, old, old)
+        assert await crew.running() == [True] * 3
+        assert crew.manager.admitted == dict.fromkeys(crew.manager.admissions, old)
+
+    shared(body)
+
+
+def test_finalize_that_raises_after_success_does_not_undo_the_version(shared: Any) -> None:
+    async def body(crew: Crew) -> None:
+        finalize = ProcessMember.finalize
+
+        async def broken(member: ProcessMember) -> None:
+            await finalize(member)
+            if member is crew.replicas[0]:
+                raise RuntimeError("finalize failed")
+
+        ProcessMember.finalize = broken  # type: ignore[method-assign]
+        try:
+            with pytest.raises(RuntimeError, match="finalize failed"):
+                await crew.update()
+        finally:
+            ProcessMember.finalize = finalize  # type: ignore[method-assign]
+        await crew.serves(*[crew.version] * 3)
+        assert await crew.running() == [True] * 3
+        assert set(crew.manager.admitted.values()) == {crew.version}
+
+    shared(body)
+
+
+def test_two_clean_ups_that_raise_do_not_hide_the_first_error_nor_each_other(shared: Any) -> None:
+    async def body(crew: Crew) -> None:
+        first, second, third = crew.replicas
+        await first.call("told", "load", "raise")
+        await first.call("told", "resume_kv_cache", "raise")
+        await second.call("told", "resume_generation", "raise")
+        with pytest.raises(MemberFailedError, match="load failed") as caught:
+            await crew.update()
+        notes = "\n".join(caught.value.__notes__)
+        assert "resume KV: replica 0: MemberFailedError: replica 0: RuntimeError: resume_kv_cache failed" in notes
+        assert "resume generation: replica 1: MemberFailedError" in notes
+        for replica, method in ((first, "load"), (first, "resume_kv_cache"), (second, "resume_generation")):
+            await replica.call("told", method, "")
+        # the load failed before anything was taken, so the old version is there; but it has no cache
+        await crew.serves(crew.version - 1, crew.version, crew.version)
+        states = {name: each.state for name, each in crew.manager.admissions.items()}
+        assert states == {"replica 0": State.PENDING, "replica 1": State.PENDING, "replica 2": State.SERVING}
+        assert crew.manager.admitted == {third.name: crew.version}
+
+    shared(body)
+
+
+def test_a_group_build_that_hangs_ends_at_its_limit(shared: Any) -> None:
+    async def body(crew: Crew) -> None:
+        old = crew.version
+        # Both are over for who is stopped only; the second is what the others have for a few milliseconds' work.
+        crew.manager._limits = Limits(init=0.4, prove=5.0)
+        stopped = crew.replicas[2]
+
+        def stop(step: Step, _: tuple[str, ...]) -> None:
+            is_stopped = step in (Step.INIT, Step.PROVE)
+            os.kill(stopped.process.pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
+
+        crew.manager._on_step = stop
+        with pytest.raises(WeightsTimeoutError, match=r"was not done with init in 0\.4 s"):
+            await crew.update()
+        crew.manager._on_step = lambda step, members: None
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        await crew.serves(old, old, old)
+        # who could not be asked while it was stopped has proven nothing, and takes no traffic
+        assert crew.manager.admissions[stopped.name].state is State.PENDING
+        assert crew.manager.admitted == {"replica 0": old, "replica 1": old}
+
+    shared(body)
+
+
+@pytest.mark.parametrize("at", list(Step), ids=lambda step: step.value.replace(" ", "-"))
+def test_cancelling_in_any_step_leaves_whole_versions_and_running_replicas(shared: Any, at: Step) -> None:
+    async def body(crew: Crew) -> None:
+        old = crew.version
+        updating = asyncio.ensure_future(crew.update())
+        crew.manager._on_step = lambda step, members: updating.cancel("enough") and None if step is at else None
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        crew.manager._on_step = lambda step, members: None
+        served = [(await replica.call("told", "look"))[0] for replica in crew.replicas]
+        assert set(served) <= {old, crew.version}
+        await crew.serves(*served)
+        assert await crew.running() == [True] * 3
+        assert crew.manager.admitted == {
+            replica.name: version for replica, version in zip(crew.replicas, served, strict=True)
+        }
+        assert crew.manager.statistics().cancelled > 0
+
+    shared(body)
+
+
+def test_a_replica_that_joins_during_an_update_waits_for_the_next_one(shared: Any) -> None:
+    async def body(crew: Crew) -> None:
+        engine = RingEngine("late", **ENGINE, host="host 1")
+        late = Replica(engine, Worker())
+        crew.manager._on_step = lambda step, _: crew.manager.join(late) if step is Step.INIT else None
+        try:
+            await crew.update()
+            crew.manager._on_step = lambda step, members: None
+            assert crew.manager.admissions["late"].state is State.PENDING
+            outcome = await crew.update()
+            assert not outcome.delta  # it has nothing that changes could be put upon
+            assert crew.manager.admitted["late"] == crew.version
+            assert late.worker.served_checksum() == checksum_of(crew.version)
+            crew.manager.exclude("late", "the test is over")
+        finally:
+            del crew.manager._replicas["late"], crew.manager._admissions["late"]
+            late.worker.weights.clear()
+            await engine.close()
+
+    shared(body)
+
+
+# --- members that die ------------------------------------------------------------------------------------------
+@asynchronous
+async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_only_themselves(tmp_path: Path) -> None:
+    async with crew_of(4) as crew:
+        await crew.update()
+        dying = crew.replicas[3].process
+        crew.manager._on_step = lambda step, _: dying.kill() if step is Step.RELEASE_KV else None
+        with pytest.raises(MemberLostError, match=r"the process of replica 3 was ended by SIGKILL"):
+            await crew.update()
+        crew.manager._on_step = lambda step, members: None
+        await crew.serves(1, 1, 1, -1)
+        assert crew.manager.admissions["replica 3"].state is State.EXCLUDED
+        assert crew.manager.admitted == dict.fromkeys(("replica 0", "replica 1", "replica 2"), 1)
+
+        # replica 2 lands for its host alone; it dies with half of its buckets
+        reached, go = tmp_path / "reached", tmp_path / "reached.go"
+        await crew.trainer.call("told", str(reached), 3)
+        updating = asyncio.ensure_future(crew.update())
+        await until(reached.exists)
+        crew.replicas[2].process.kill()
+        go.write_bytes(b"")
+        with pytest.raises(MemberLostError, match=r"the process of replica 2 was ended by SIGKILL"):
+            await updating
+        await crew.serves(3, 3, -1, -1)
+        assert crew.manager.admitted == {"replica 0": 3, "replica 1": 3}
+
+
+@asynchronous
+async def test_when_every_member_is_killed_their_closing_removes_what_they_left() -> None:
+    async with crew_of(3) as crew:
+        await crew.update()
+        members = [crew.trainer, *crew.replicas]
+
+        def left() -> list[str]:
+            return [name for name in _ring.segments() for member in members if member.prefix in name]
+
+        assert left()
+        for member in members:
+            member.process.kill()
+        await until(lambda: all(member.lost for member in members))
+        await asyncio.gather(*(member.process.wait() for member in members))
+        assert left()
+        await crew.close()
+        assert left() == []
+
+
+@asynchronous
+async def test_a_replica_killed_after_the_transfer_leaves_its_host_with_what_it_landed() -> None:
+    async with crew_of(2) as crew:
+        await crew.update()
+        landing = crew.replicas[0]
+        crew.manager._on_step = lambda step, _: landing.process.kill() if step is Step.FINALIZE_TRAINERS else None
+        with pytest.raises(MemberLostError, match="replica 0"):
+            await crew.update()
+        crew.manager._on_step = lambda step, members: None
+        await crew.serves(-1, 2)
+        assert crew.manager.admitted == {"replica 1": 2}
+        outcome = await crew.update()  # replica 1 lands now, and can even take changes
+        assert outcome.delta
+        await crew.serves(-1, 3)
+
+
+@asynchronous
+async def test_a_trainer_killed_in_mid_transfer_leaves_everybody_at_the_version_before() -> None:
+    async with crew_of(3) as crew:
+        await crew.update()
+        await crew.trainer.call("told", "kill", 2)
+        with pytest.raises(MemberLostError, match="the process of trainer was ended by SIGKILL") as caught:
+            await crew.update()
+        await crew.serves(1, 1, 1)
+        assert await crew.running() == [True] * 3
+        assert crew.manager.admitted == dict.fromkeys(crew.manager.admissions, 1)
+        outcome = caught.value.outcome
+        assert isinstance(outcome, Outcome)
+        assert {str(each) for each in outcome.replicas.values()} == {"serving v1"}
+
+
+@asynchronous
+async def test_a_replica_killed_while_it_loads_in_place_and_one_whose_load_fails_half_way_serve_no_mixture() -> None:
+    async with crew_of(2, resident="in_place") as crew:
+        await crew.update()
+        await crew.replicas[0].call("told", "half", "raise")
+        await crew.replicas[1].call("told", "half", "kill")
+        with pytest.raises((MemberFailedError, MemberLostError)):
+            await crew.update()
+        await crew.serves(1, -1)  # loaded again from the copy of v1 that is kept until the update's end
+        assert crew.manager.admitted == {"replica 0": 1}
+        assert crew.manager.admissions["replica 1"].state is State.EXCLUDED
+
+
+@pytest.mark.parametrize(
+    ("wires", "error"), [(None, WeightsChecksumError), (["tcp"], RetriesExhaustedError)], ids=["mapped", "tcp"]
+)
+@asynchronous
+async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error: type[Exception]) -> None:
+    layout = VersionLayout.of(specs_of(version_of(1)))
+    row = bytearray(layout.total)
+    for name, array in layout.arrays(row, writable=True).items():
+        array[...] = version_of(1)[name]
+    async with crew_of(1, engine={"bucket_bytes": 131072}, replica={"wires": wires}) as crew:
+
+        def stop(step: Step, _: tuple[str, ...]) -> None:
+            if step is Step.TRANSFER:  # the bucket waits for the replica, filled and hashed
+                os.kill(crew.replicas[0].process.pid, signal.SIGSTOP)
+
+        crew.manager._on_step = stop
+        updating = asyncio.ensure_future(crew.update())
+        segments: list[str] = []
+
+        def found() -> bool:
+            maps = Path(f"/proc/{crew.trainer.process.pid}/maps").read_text()
+            segments[:] = {line.split("/dev/shm")[1] for line in maps.splitlines() if "/dev/shm/transport-" in line}
+            return bool(segments)
+
+        await until(found)
+        with SharedRingBuffer.attach(segments[0], role="writer") as ring:
+            await until(lambda: bytes(ring.native.payload(0)[:131072]) == row[:131072])
+            ring.native.payload(0)[100] ^= 1
+        os.kill(crew.replicas[0].process.pid, signal.SIGCONT)
+        with pytest.raises(error, match=r"checksum|attempts"):
+            await updating
+        assert crew.manager.admissions["replica 0"].state is State.PENDING
+        assert await crew.replicas[0].call("told", "look") == [-1, None, False, True]

@@ -1,0 +1,59 @@
+"""Frames of the feed as bytes, and a link's pace."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transport.errors import ProtocolError, UsageError
+from transport.weights.transfer import messages
+from transport.weights.transfer.messages import Begin, Bucket, End, Failed, Frame, Hello, Landed, Welcome
+from transport.weights.transfer.pace import Pace
+
+FRAMES: list[Frame] = [
+    Hello("token", "replica 0"),
+    Welcome(),
+    Begin(7, (("a.weight", "bfloat16", (3, 4)), ("b", "float32", ())), 6, 2**64 - 1),
+    Bucket(3, b"TK", 1 << 40, ((0, 64, 2, -1), (64, 64, 4, 1))),
+    Landed(b"TK", 1),
+    End(4, 2**64 - 1),
+    Failed("LinkError", "why"),
+]
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: type(frame).__name__)
+def test_a_frame_comes_back_from_its_bytes(frame: Frame) -> None:
+    data = messages.encode(frame)
+    assert messages.length_of(data[:4]) == len(data) - 4
+    assert messages.decode(data[4:]) == frame
+
+
+def test_the_bytes_of_a_frame_stay_what_they_are() -> None:
+    assert messages.encode(End(2, 255)) == b"\x08\x00\x00\x00\x93\xa3end\x02\xcc\xff"
+
+
+@given(body=st.binary(max_size=64))
+def test_bytes_that_are_no_frame_are_refused_by_name(body: bytes) -> None:
+    try:
+        frame = messages.decode(body)
+    except ProtocolError:
+        return
+    assert messages.decode(messages.encode(frame)[4:]) == frame
+
+
+def test_a_length_that_no_frame_has_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(ProtocolError, match="4294967295 bytes"):
+        messages.length_of(b"\xff\xff\xff\xff")
+    with pytest.raises(ProtocolError, match="longer than"):
+        messages.encode(Failed("x", "y" * messages.MAX_FRAME_BYTES))
+
+
+def test_a_pace_keeps_the_rate_and_saves_nothing_up() -> None:
+    pace = Pace(100.0)
+    assert pace.take(50, now=10.0) == pytest.approx(0.5)
+    assert pace.take(50, now=10.0) == pytest.approx(1.0)
+    assert pace.take(50, now=10.75) == pytest.approx(0.75)
+    assert pace.take(50, now=1000.0) == pytest.approx(0.5)
+    with pytest.raises(UsageError):
+        Pace(0)

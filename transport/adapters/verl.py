@@ -1,0 +1,193 @@
+"""The engine in verl's checkpoint-engine registry: import this module, and backend "payload_transport" is there.
+
+    actor_rollout_ref.rollout.checkpoint_engine.backend=payload_transport
+    actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.adapters.verl
+
+verl calls `prepare`, `init_process_group` and `finalize` without awaiting them, so the engine has a loop in a thread
+of its own; tensors are produced on the caller's loop, where their collectives belong. Without verl, `engine_class`
+makes the same class upon any base with its methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import warnings
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from transport.devices.arrays import kind_of
+from transport.errors import MissingDependencyError, WeightsError
+from transport.runtime.installing import install
+from transport.runtime.loop_thread import LoopThread
+from transport.weights.plan.engine import Metadata, Weights
+from transport.weights.ring_engine import RingEngine
+from transport.weights.versions.tensors import tensor_of
+
+BACKEND = "payload_transport"
+
+log = logging.getLogger(__name__)
+
+_END = ("", None)  # no tensor has this name
+
+
+class _Adapter:
+    """What `engine_class` puts upon verl's base class. One object for each worker process.
+
+    Args:
+        bucket_size: bytes.
+        is_master: as verl gives it; who sends is decided by `build_topology`.
+        tensors: what is yielded: "torch" tensors in host memory that share the landed version's, or "numpy" arrays.
+        options: of `RingEngine`. With ``device="torch"`` CUDA tensors are yielded, on the stream that is current in the
+            thread that takes them.
+    """
+
+    wire_format = "named_tensors"
+
+    def __init__(
+        self, bucket_size: int, is_master: bool = False, *, tensors: Literal["torch", "numpy"] = "torch", **options: Any
+    ) -> None:
+        if tensors == "torch":
+            _torch()
+        self.is_master = is_master
+        self.bucket_size = bucket_size
+        self._tensors = tensors
+        self._steps = 0
+        self._loop = LoopThread("transport weights")
+        options.setdefault(
+            "name", f"{'actor' if is_master else 'worker'} {id(self):x} {np.random.default_rng().bytes(4).hex()}"
+        )
+        self._engine = RingEngine(bucket_bytes=-(-bucket_size // 64) * 64, **options)
+
+    # --- called without await ---------------------------------------------------------------------------------------
+    def prepare(self) -> Metadata:
+        """See `WeightEngine`."""
+        return self._loop.run(self._engine.prepare())
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """See `WeightEngine`."""
+        return RingEngine.build_topology(actor_wg_world_size, rollout_world_size, metadata)
+
+    def init_process_group(self, **kwargs: Any) -> None:
+        """See `WeightEngine`."""
+        self._loop.run(self._engine.init_process_group(**kwargs))
+
+    def finalize(self) -> None:
+        """See `WeightEngine`."""
+        self._loop.run(self._engine.finalize())
+
+    def close(self) -> None:
+        """Give everything back. verl ends its workers instead."""
+        self._loop.run(self._engine.close())
+        self._loop.close()
+
+    # --- called with await --------------------------------------------------------------------------------------------
+    async def send_weights(self, weights: Weights, global_steps: int | None = None) -> dict[str, Any]:
+        """Send, or drain where this is not the first trainer. Returns metrics for verl's step."""
+        bridged = _bridge(weights, asyncio.get_running_loop(), self._engine.sends)
+        proof = await asyncio.wrap_future(
+            self._loop.submit(self._engine.send_weights(bridged, self._step(global_steps)))
+        )
+        if proof is None:
+            return {}
+        return {
+            f"payload_transport/{name}": getattr(self._engine.statistics(), name) for name in ("version", "bytes_sent")
+        }
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
+        """Nothing is yielded before the whole version is here and proven.
+
+        The tensors are views of it; they stay readable as long as they live. A consumer that stops in the middle
+        leaves the engine at the version before; where that cannot be had again, the error is raised out of its
+        ``aclose``. The first version has none before it: it is kept, with a warning.
+        """
+        held = await asyncio.wrap_future(self._loop.submit(self._engine.receive(self._step(global_steps))))
+        taken = False
+        try:
+            for name, array in self._engine.arrays(held):
+                yield name, self._tensor(array)
+            taken = True
+        finally:
+            if not taken:
+                try:
+                    self._engine.revert()
+                except WeightsError as error:  # the first version has none before it; anything else is raised
+                    log.warning("its consumer stopped in the middle of version %d, kept: %s", held.proof.version, error)
+
+    async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
+        """The version that is held."""
+        held = self._engine.held
+        for name, array in () if held is None else self._engine.arrays(held):
+            yield name, self._tensor(array)
+
+    def _step(self, global_steps: int | None) -> int:
+        self._steps = self._steps + 1 if global_steps is None else global_steps
+        return self._steps
+
+    def _tensor(self, array: Any) -> Any:
+        if self._tensors == "numpy" or self._engine.on_device:
+            return array
+        torch = _torch()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
+            flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        return flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise MissingDependencyError(f'verl works on torch tensors: {install("torch")}, or tensors="numpy"') from error
+    return torch
+
+
+async def _bridge(weights: Weights, home: asyncio.AbstractEventLoop, sends: bool) -> AsyncIterator[tuple[str, Any]]:
+    """The iterator's items, each produced on the loop it belongs to, for the engine's loop.
+
+    sends: they are not only drained.
+    """
+    plain = iter(weights) if isinstance(weights, Iterable) else None
+
+    async def step() -> tuple[str, Any]:
+        if plain is not None:
+            item = next(plain, _END)
+        else:
+            assert not isinstance(weights, Iterable)
+            item = await anext(weights, _END)
+        if item is _END or not sends or kind_of(item[1]) == "host":
+            return item
+        return item[0], tensor_of(item[1], item[0])  # the stream that makes it is the current one of this thread
+
+    while True:
+        item = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(step(), home))
+        if item is _END:
+            return
+        yield item
+
+
+def engine_class(base: type[Any]) -> type[Any]:
+    """The engine as a subclass of verl's `CheckpointEngine`, or of what has its methods."""
+    return type("PayloadTransportCheckpointEngine", (_Adapter, base), {"__doc__": _Adapter.__doc__})
+
+
+def register() -> type[Any]:
+    """Put the engine into verl's registry. Raises MissingDependencyError where verl cannot be imported."""
+    try:
+        from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"verl's checkpoint engines cannot be imported ({error}): {install('verl')}"
+        ) from error
+    made: type[Any] = CheckpointEngineRegistry.register(BACKEND)(engine_class(CheckpointEngine))
+    return made
+
+
+with contextlib.suppress(MissingDependencyError):
+    register()

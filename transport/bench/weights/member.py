@@ -1,0 +1,169 @@
+"""A trainer or replica as a process: ``python -m transport.bench.weights.member``, started by members.py.
+
+Its configuration is the first line of standard input, a request each line after it; the end of the input ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, BinaryIO, Protocol
+
+import msgspec
+import numpy as np
+import uvloop
+
+from transport.bench.weights.members import Answer, Request
+from transport.errors import UsageError
+from transport.weights.plan.steps import Proof
+from transport.weights.ring_engine import RingEngine
+from transport.weights.transfer.threads import ended, in_thread
+from transport.weights.worker import Replica, RolloutWorker
+from transport.wires import Wire
+
+_MOST_LINE = 64 << 20
+_METHODS = frozenset(
+    {
+        *("abort", "release_kv_cache", "prepare", "init_process_group", "send_weights", "receive_weights"),
+        *("prove", "finalize", "resume_kv_cache", "resume_generation", "told", "statistics"),
+    }
+)
+
+
+class MemberConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a member is told.
+
+    made: "module:class" of its `Source` (a trainer) or `RolloutWorker` (a replica), called with ``arguments``.
+    engine: keyword arguments of `RingEngine`; ``wires`` as a list.
+    """
+
+    name: str
+    made: str
+    arguments: dict[str, Any] = {}
+    engine: dict[str, Any] = {}
+
+
+class Source(Protocol):
+    """Where a trainer's tensors come from."""
+
+    def weights(self, version: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+        """Every tensor of a version, in an order that stays."""
+
+
+class Trainer:
+    """A trainer's engine and its tensors, as a manager drives them."""
+
+    def __init__(self, engine: RingEngine, source: Source) -> None:
+        self.engine = engine
+        self.name = engine.name
+        self.source = source
+        self.prepare = engine.prepare
+        self.finalize = engine.finalize
+
+    async def init_process_group(self, arguments: dict[str, Any]) -> None:
+        """See `WeightEngine`."""
+        await self.engine.init_process_group(**arguments)
+
+    async def send_weights(self, version: int) -> Proof | None:
+        """Send what the source gives."""
+        return await self.engine.send_weights(self.source.weights(version), version)
+
+
+def make(config: MemberConfig) -> Trainer | Replica:
+    """The member that a configuration describes."""
+    options = dict(config.engine)
+    if options.get("wires") is not None:
+        wires: list[Wire] = options["wires"]
+        options["wires"] = frozenset(wires)
+    engine = RingEngine(config.name, **options)
+    module, _, name = config.made.partition(":")
+    made = getattr(importlib.import_module(module), name)(**config.arguments)
+    if isinstance(made, RolloutWorker):
+        return Replica(engine, made)
+    if not hasattr(made, "weights"):
+        raise UsageError(f"{config.made} is neither a RolloutWorker nor has it weights(version)")
+    return Trainer(engine, made)
+
+
+class Answering:
+    """Requests as tasks, answers as lines."""
+
+    def __init__(self, member: Trainer | Replica, out: BinaryIO) -> None:
+        self._member = member
+        self._out = out
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    def take(self, request: Request) -> None:
+        """Begin a request, or cancel one."""
+        if request.cancel:
+            task = self._tasks.get(request.cancel)
+            if task is not None:
+                task.cancel()
+            return
+        task = asyncio.get_running_loop().create_task(self._answer(request))
+        self._tasks[request.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
+
+    async def _answer(self, request: Request) -> None:
+        try:
+            if request.method not in _METHODS:
+                raise UsageError(f"a member has no method {request.method!r}")
+            result = await self._call(request.method, request.arguments)
+            answer = Answer(request.id, msgspec.to_builtins(result))
+        except Exception as error:
+            answer = Answer(request.id, None, (type(error).__name__, " | ".join([str(error), *_notes(error)])))
+        self._say(answer)
+
+    async def _call(self, method: str, arguments: list[Any]) -> Any:
+        if method == "told":  # a test's or benchmark's own question to its worker or source
+            made: Any = self._member.worker if isinstance(self._member, Replica) else self._member.source
+            return await in_thread(made.told, *arguments)
+        if method == "statistics":
+            return self._member.engine.statistics()
+        return await getattr(self._member, method)(*arguments)
+
+    def _say(self, answer: Answer) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._out.write(msgspec.json.encode(answer) + b"\n")
+            self._out.flush()
+
+    async def end(self) -> None:
+        """Cancel what is under way, and give everything back."""
+        await ended(*self._tasks.values())
+        await self._member.engine.close()
+
+
+def _notes(error: BaseException) -> list[str]:
+    return list(getattr(error, "__notes__", ()))
+
+
+async def serve(out: BinaryIO) -> None:
+    """Answer until standard input ends."""
+    reader = asyncio.StreamReader(limit=_MOST_LINE)
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    config = msgspec.json.decode(await reader.readline(), type=MemberConfig)
+    answering = Answering(make(config), out)
+    try:
+        async for line in reader:
+            answering.take(msgspec.json.decode(line, type=Request))
+    finally:
+        await answering.end()
+
+
+def main() -> int:
+    """Run a member to its end."""
+    logging.basicConfig(level="WARNING")
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what libraries print goes to standard error
+    uvloop.run(serve(out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

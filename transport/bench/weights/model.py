@@ -1,0 +1,95 @@
+"""The model that `bench weights` sends: random tensors of a transformer's shapes, about as large as is asked for."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from transport.devices.arrays import require_cupy
+from transport.devices.streams import Mark
+from transport.weights.worker import ReferenceWorker
+
+HIDDEN, FEED_FORWARD, HEADS, VOCABULARY = 2048, 5632, 256, 32000
+
+_LAYER: dict[str, tuple[int, ...]] = {
+    "input_layernorm.weight": (HIDDEN,),
+    "self_attn.q_proj.weight": (HIDDEN, HIDDEN),
+    "self_attn.k_proj.weight": (HEADS, HIDDEN),
+    "self_attn.v_proj.weight": (HEADS, HIDDEN),
+    "self_attn.o_proj.weight": (HIDDEN, HIDDEN),
+    "post_attention_layernorm.weight": (HIDDEN,),
+    "mlp.gate_proj.weight": (FEED_FORWARD, HIDDEN),
+    "mlp.up_proj.weight": (FEED_FORWARD, HIDDEN),
+    "mlp.down_proj.weight": (HIDDEN, FEED_FORWARD),
+}
+"""A layer of TinyLlama 1.1B; bfloat16."""
+
+
+def shapes(size_bytes: int) -> dict[str, tuple[int, ...]]:
+    """As many layers as come nearest to the size, with the embedding; a small size has narrower ones."""
+    narrower = 1
+    while 2 * VOCABULARY * HIDDEN // narrower > size_bytes // 2:
+        narrower *= 2
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY // narrower, HIDDEN)}
+    left = size_bytes - 2 * VOCABULARY * HIDDEN // narrower
+    layer = {
+        name: tuple(max(1, each // narrower) if at == 0 else each for at, each in enumerate(shape))
+        for name, shape in _LAYER.items()
+    }
+    of_layer = sum(2 * int(np.prod(shape)) for shape in layer.values())
+    for number in range(max(1, round(left / of_layer))):
+        found |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return found | {"model.norm.weight": (HIDDEN,)}
+
+
+class Model:
+    """A trainer's tensors. A step changes a share of every tensor's elements in place.
+
+    device: they are in its memory, as CuPy's float16, since older ones have no bfloat16. The device is the current one.
+    """
+
+    def __init__(self, size_bytes: int, device: bool = False) -> None:
+        rng = np.random.default_rng(0)
+        self._tensors = {
+            name: rng.integers(0, 1 << 16, shape, dtype=np.uint16).view(ml_dtypes.bfloat16)
+            for name, shape in shapes(size_bytes).items()
+        }
+        self._rng = rng
+        self._device = device
+        self._sent: dict[str, Any] = {}
+        self._move()
+
+    def _move(self) -> None:
+        """What is sent: the tensors themselves, or a copy of them on the device."""
+        self._sent = dict(self._tensors)
+        if self._device:
+            cupy = require_cupy()
+            self._sent = {name: cupy.asarray(tensor.view(np.float16)) for name, tensor in self._tensors.items()}
+            Mark(cupy.cuda.get_current_stream().ptr, cupy.cuda.Device().id).wait()
+
+    def weights(self, _: int) -> Iterator[tuple[str, Any]]:
+        """Every tensor."""
+        yield from self._sent.items()
+
+    def told(self, changed: float) -> int:
+        """Change this share of the elements; returns bytes of the model."""
+        for tensor in self._tensors.values() if changed else ():
+            words = tensor.reshape(-1).view(np.uint16)
+            count = max(1, int(len(words) * changed))
+            places = self._rng.integers(0, len(words), count)
+            words[places] += self._rng.integers(1, 1 << 16, count, dtype=np.uint16)
+        if changed:
+            self._move()
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+
+class Server(ReferenceWorker):
+    """A replica that serves what it is given: the mapped version, or arrays of its engine's device."""
+
+    def told(self) -> int:
+        """The most memory that this process has had of its own, in bytes."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,118 @@
+"""BlockingClient: UCXXClient for code without an event loop. Its loop runs in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, TypeVar
+
+from transport.client.client import UCXXClient
+from transport.client.device_reads import target_of
+from transport.client.payload import ClientStatistics, ReadOutcome, ReceivedPayload
+from transport.runtime.loop_thread import AtExit, LoopThread
+from transport.ticket import Ticket
+from transport.wire.frames import SlotFate
+
+
+class BlockingClient:
+    """The same arguments and errors as `UCXXClient`; every call waits. Any thread may call, calls run concurrently."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self._thread = LoopThread("transport blocking client")
+        try:
+            self._client = self._thread.run(_make(arguments))
+        except BaseException:  # an interrupt, too: nobody has this object to close its thread
+            self._thread.close()
+            raise
+        self._at_exit = AtExit(self.close)  # runs before that of the thread, which was registered before
+
+    def __repr__(self) -> str:
+        return f"<BlockingClient {self._client!r}>"
+
+    def read(
+        self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
+    ) -> ReceivedPayload:
+        """See `UCXXClient.read`. For `out` in device memory the stream counts that is current in this thread."""
+        ticket = Ticket.of(ticket)
+        target = None if out is None else target_of(out, ticket.size, elsewhere=True)
+        payload = self._thread.run(self._client._fetch(ticket, out if target is None else target, rank, timeout))
+        if target is not None:
+            target.looked_at()
+        return self._client._deliveries.hand_over(payload)  # in this thread, which an interrupt may have ended before
+
+    def read_many(
+        self, tickets: Iterable[Ticket | str | bytes], *, rank: int = 0, timeout: float | None = None
+    ) -> Iterator[ReadOutcome]:
+        """See `UCXXClient.read_many`; yields as payloads complete."""
+        outcomes = self._client._fetch_many(tickets, rank, timeout)
+        try:
+            while True:
+                try:
+                    outcome = self._thread.run(_next(outcomes))
+                except _Finished:
+                    return
+                yield self._client._handed_over(outcome)
+        finally:
+            if not self._thread.closed:
+                self._thread.run(_finish(outcomes))
+
+    def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
+        """See `UCXXClient.ack`."""
+        return self._thread.run(_call(self._client.ack, ticket, rank))
+
+    def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:
+        """See `UCXXClient.discard`."""
+        return self._thread.run(self._client.discard(ticket, timeout))
+
+    def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
+        """See `UCXXClient.state`."""
+        return self._thread.run(self._client.state(ticket, rank, timeout))
+
+    def statistics(self) -> ClientStatistics:
+        """See `UCXXClient.statistics`."""
+        return self._thread.run(_call(self._client.statistics))
+
+    def close(self) -> None:
+        """Close the client and end its thread; at the process's exit at the latest. Idempotent.
+
+        Nothing in a forked child: the client is its parent's.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._at_exit.cancel)
+            stack.callback(self._thread.close)  # also where an earlier call was interrupted in it
+            if not self._thread.closed:
+                stack.callback(lambda: self._thread.run(_call(self._client.end)))  # also where `close` is interrupted
+                self._thread.run(self._client.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+T = TypeVar("T")
+
+
+class _Finished(Exception):
+    """StopAsyncIteration cannot cross a future."""
+
+
+async def _make(arguments: dict[str, Any]) -> UCXXClient:
+    return UCXXClient(**arguments)
+
+
+async def _call(function: Callable[..., T], *arguments: Any) -> T:
+    return function(*arguments)
+
+
+async def _next(outcomes: Any) -> ReadOutcome:
+    try:
+        outcome: ReadOutcome = await anext(outcomes)
+    except StopAsyncIteration:
+        raise _Finished from None
+    return outcome
+
+
+async def _finish(outcomes: Any) -> None:
+    await outcomes.aclose()

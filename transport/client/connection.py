@@ -1,0 +1,294 @@
+"""The client's side of one connection: the handshake here, the requests in native code (native/ucp/reading.hpp).
+
+Every receive is posted before the request is sent, each payload straight into its destination, and checked against its
+checksum before the future is told. After any failure or cancellation the link is aborted by whoever uses it, which
+ends UCX's use of the buffers before anyone reuses them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from transport import _ring, errors
+from transport.client.acknowledgements import Ack
+from transport.errors import (
+    AuthenticationError,
+    ChecksumError,
+    ConnectionLostError,
+    InternalError,
+    LengthMismatchError,
+    ProtocolError,
+    RefusedError,
+    TransportError,
+    VersionMismatchError,
+    WrongRingError,
+)
+from transport.settings import Settings
+from transport.ticket import Ticket
+from transport.wire import authentication, frames
+from transport.wire.frames import Answer, Kind, Record
+from transport.wire.ucx import Endpoint, Worker, engine
+from transport.wires import Wire
+
+if TYPE_CHECKING:
+    from transport import _ucp
+
+
+class Want(NamedTuple):
+    """One payload to read, and flat writable memory of exactly its size; ``checksum``: what is verified on arrival.
+
+    ``destination`` is a buffer, or a tuple (address, bytes, what keeps and hashes it) of device memory.
+    """
+
+    ticket: Ticket
+    rank: int
+    destination: Any
+    checksum: int | None = None
+
+
+_BY_STATUS: dict[int, type[TransportError]] = {
+    kind.status: kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, TransportError) and kind.status
+}
+
+
+def refusal(code: int, what: str) -> TransportError:
+    """The error for a status code of the listener."""
+    kind = _BY_STATUS.get(code)
+    if kind is None:
+        return ProtocolError(f"{what}: the listener answered with the unknown code {code}")
+    return kind(f"{what}: {_EXPLAINED.get(kind, 'refused by the listener')}")
+
+
+_EXPLAINED: dict[type[TransportError], str] = {
+    errors.StaleSlotError: "it is not there any more for this rank (consumed, overwritten, discarded or expired)",
+    errors.WrongKeyError: "the ticket's key is not that of its slot and generation",
+    errors.RankError: "the payload was written for fewer ranks",
+    errors.LengthMismatchError: "its slot holds another number of bytes than the ticket says",
+    errors.BusyError: "the listener has reached a limit; acknowledge what was read",
+}
+
+
+def wrong_checksum(want: Want, actual: int) -> ChecksumError:
+    """The error for a payload whose bytes are not those that were written."""
+    expected = want.ticket.checksum or 0
+    return ChecksumError(f"payload {want.ticket.name} arrived with checksum {actual:016x}, due is {expected:016x}")
+
+
+class Link:
+    """A connection to one listener. Make it with `open`."""
+
+    def __init__(self, endpoint: Endpoint, port: tuple[str, int], tag_base: int, welcome: frames.Welcome) -> None:
+        self._endpoint = endpoint
+        self.port = port  # (host, port), as asked for
+        self._codes = engine()
+        self.native: _ucp.Link = self._codes.Link(
+            endpoint.native, tag_base, welcome.tag_base, welcome.inline_limit, welcome.version
+        )
+        self.given_up = False  # for what happened to another link
+        self.inline_limit = welcome.inline_limit  # of the listener: payloads of up to this many bytes are joined
+        self.ring = welcome.ring
+        self.ports = welcome.ports
+        self.wire: Wire = endpoint.wire()
+
+    def __repr__(self) -> str:
+        return f"<Link {self._endpoint.name} by {self.wire}, {self.native.next_number} messages>"
+
+    @classmethod
+    async def open(
+        cls,
+        worker: Worker,
+        host: str,
+        port: int,
+        *,
+        ring: str,
+        tag_base: int,
+        secret: bytes | None,
+        settings: Settings,
+    ) -> Link:
+        """Connect and shake hands within the settings' limits.
+
+        Raises:
+            LinkError kinds: nobody there, or it broke.
+            RefusedError kinds: another ring, no common version, a wrong secret, too many connections.
+        """
+        endpoint: Endpoint | None = None
+        try:
+            async with asyncio.timeout(settings.connect_timeout_s + settings.handshake_timeout_s):
+                endpoint = await worker.connect(host, port)
+                welcome = await _shake_hands(endpoint, ring, tag_base, secret)
+            return cls(endpoint, (host, port), tag_base, welcome)
+        except BaseException as error:
+            if endpoint is not None:
+                endpoint.abort()
+            if isinstance(error, TimeoutError):
+                raise errors.ReadTimeoutError(f"{host}:{port} did not answer the handshake in time") from error
+            raise
+
+    @property
+    def usable(self) -> bool:
+        """Alive, and with message numbers left for a request and a farewell."""
+        return self.native.usable
+
+    @property
+    def worker(self) -> Worker:
+        """The UCX worker it belongs to."""
+        return self._endpoint.worker
+
+    @property
+    def peer_died(self) -> bool:
+        """Whether the other side went away, as UCX has seen it, before this side closed."""
+        return self._endpoint.native.open and not self._endpoint.native.alive
+
+    def transports(self) -> list[tuple[str, str]]:
+        """Transports and devices, as UCX reports them."""
+        return self._endpoint.transports()
+
+    # --- requests -----------------------------------------------------------------------------------
+    def tell(self, records: Sequence[Record | Ack]) -> int:
+        """Send records that have no answer (ACK, DISCARD); the message number. Does not wait."""
+        self._ready()
+        number = self.native.tell(records)
+        self._endpoint.worker.kick()
+        return number
+
+    def read(self, wants: list[Want], acks: Sequence[Record | Ack]) -> tuple[int, asyncio.Future[Any]]:
+        """Ask for payloads by one message, ``acks`` riding with it: its number, and a future. They arrive in place.
+
+        `outcomes` explains what the future gets. Who stops waiting for it aborts the link.
+        """
+        self._ready()
+        worker = self._endpoint.worker
+        future = worker.loop.create_future()
+        number = self.native.read(future, wants, acks)
+        worker.kick()
+        return number, future
+
+    def outcomes(self, wants: list[Want], outcome: Any) -> list[TransportError | None]:
+        """What became of each want, once the future of `read` has its outcome. Raises ProtocolError."""
+        if outcome == 0:
+            return [None]
+        if outcome == self._codes.PROTOCOL:
+            raise ProtocolError(f"{self._endpoint.name} sent an answer that does not fit its request")
+        codes = outcome if isinstance(outcome, list) else [outcome]
+        return [self._error(code, want) if code else None for code, want in zip(codes, wants, strict=True)]
+
+    def _error(self, code: int, want: Want) -> TransportError:
+        ticket = want.ticket
+        if code == self._codes.WRONG_CHECKSUM:
+            return wrong_checksum(want, _ring.checksum(want.destination))
+        if code == self._codes.WRONG_LENGTH:
+            return LengthMismatchError(
+                f"payload {ticket.name}: its slot holds another number of bytes than {ticket.size}"
+            )
+        return refusal(code, f"payload {ticket.name}")
+
+    def ask(self, record: Record, acks: Sequence[Record | Ack]) -> tuple[int, asyncio.Future[Any]]:
+        """Send one record that is answered without payload (STATE, BYE), after ``acks``. See `answer`."""
+        self._ready()
+        worker = self._endpoint.worker
+        future = worker.loop.create_future()
+        number = self.native.ask(future, record, acks)
+        worker.kick()
+        return number, future
+
+    def answer(self, outcome: Any) -> Answer:
+        """What the future of `ask` was given. Raises ProtocolError."""
+        if outcome == self._codes.PROTOCOL:
+            raise ProtocolError(f"{self._endpoint.name} sent an answer that does not fit its request")
+        code, value = outcome
+        return Answer(code, 0, value=value)
+
+    def _ready(self) -> None:
+        if self.native.usable:
+            return
+        if not self._endpoint.alive:
+            raise ConnectionLostError(f"{self._endpoint.name}: the peer is gone")
+        if self.native.next_number >= frames.MESSAGE_NUMBERS:
+            raise InternalError(f"{self!r} has no message numbers left and should have been retired")
+
+    def abort(self) -> None:
+        """Close at once; on return UCX is out of every buffer. Idempotent."""
+        self._endpoint.abort()
+
+
+def _look_at(future: asyncio.Future[int]) -> None:
+    """A failed send shows at the receive that waits for its answer."""
+    if not future.cancelled():
+        future.exception()
+
+
+async def _shake_hands(endpoint: Endpoint, ring: str, tag_base: int, secret: bytes | None) -> frames.Welcome:
+    nonce = authentication.nonce()
+    hello = frames.Hello(oldest=frames.OLDEST_VERSION, newest=frames.VERSION, ring=ring, tag_base=tag_base, nonce=nonce)
+    said = frames.encode_handshake(hello)
+    endpoint.send_stream(said).add_done_callback(_look_at)
+    kind, body = await _receive(endpoint)
+    proven = 0
+    if kind is Kind.CHALLENGE:
+        challenge = frames.decode_handshake(frames.Challenge, body)
+        if secret is None:
+            raise AuthenticationError(f"{endpoint.name} asks for a shared secret; this client was given none")
+        proof = _answered(endpoint.name, challenge, secret, nonce, said[frames.PREFIX_BYTES :])
+        endpoint.send_stream(frames.encode_handshake(proof)).add_done_callback(_look_at)
+        proven = challenge.version
+        kind, body = await _receive(endpoint)
+    elif secret is not None and kind is Kind.WELCOME and not frames.decode_handshake(frames.Welcome, body).code:
+        raise AuthenticationError(f"{endpoint.name} did not prove that it has the shared secret")
+    if kind is not Kind.WELCOME:
+        raise ProtocolError(f"{endpoint.name} answered the handshake with {kind.name}")
+    welcome = frames.decode_handshake(frames.Welcome, body)
+    if welcome.code:
+        kind_of_error = _BY_STATUS.get(welcome.code, RefusedError)
+        raise kind_of_error(f"{endpoint.name}: {welcome.reason}")
+    _check_offered(endpoint.name, welcome.version)
+    if proven and welcome.version != proven:
+        raise ProtocolError(f"{endpoint.name} chose version {welcome.version} after it had proven {proven}")
+    if ring and welcome.ring != ring:
+        raise WrongRingError(f"{endpoint.name} serves ring {welcome.ring[:8]}, not {ring[:8]}")
+    return welcome
+
+
+def _check_offered(name: str, version: int) -> None:
+    if not frames.OLDEST_VERSION <= version <= frames.VERSION:
+        raise VersionMismatchError(
+            f"{name} chose wire version {version}; this side offered {frames.OLDEST_VERSION} to {frames.VERSION}"
+        )
+
+
+def _answered(name: str, challenge: frames.Challenge, secret: bytes, nonce: bytes, hello: bytes) -> frames.Proof:
+    """The proof that answers a challenge, once the listener's own was found good, and its choice of version, too."""
+    _check_offered(name, challenge.version)
+    proof = partial(authentication.proof, secret, version=challenge.version, hello=hello)
+    if not authentication.same(challenge.proof, proof("listener", nonce, challenge.nonce)):
+        raise AuthenticationError(
+            f"{name} does not have the shared secret of this client, or heard another HELLO than was said"
+        )
+    best = min(frames.VERSION, authentication.newest_known(challenge.nonce))
+    if challenge.version < best:
+        raise AuthenticationError(
+            f"{name} knows wire version {best} and was made to choose {challenge.version}: HELLO was changed on its way"
+        )
+    return frames.Proof(proof("client", nonce, challenge.nonce))
+
+
+async def _receive(endpoint: Endpoint) -> tuple[Kind, bytes]:
+    prefix = bytearray(frames.PREFIX_BYTES)
+    await endpoint.receive_stream(prefix)
+    kind, length = frames.decode_prefix(prefix)
+    body = bytearray(length)
+    if length:
+        await endpoint.receive_stream(body)
+    return kind, bytes(body)
+
+
+def new_tag_base(taken: set[int]) -> int:
+    """A random tag base that none of this client's links has."""
+    while (base := secrets.randbits(32)) in taken:
+        pass
+    return base

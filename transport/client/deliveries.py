@@ -1,0 +1,145 @@
+"""From what has been read to a `ReceivedPayload`: counted, described, and acknowledged, or to be.
+
+    mapped             a view of the slot, or a copy out of it
+    copied_to_device   the copy out of the slot is queued
+    received           the bytes came over a wire and are verified
+    hand_over          somebody gets it now: with ack="on_arrival" it is acknowledged, not before
+
+One for each client, on its loop; a payload's acknowledgement may come from any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from transport.client.acknowledgements import Ack
+from transport.client.connections import Links
+from transport.client.device_reads import DevicePayload, Target
+from transport.client.mapped import MappedRings
+from transport.client.payload import AckMode, ReceivedPayload
+from transport.client.pool import PortKey
+from transport.client.trace import Trace, key_of
+from transport.devices.buffers import BufferPool
+from transport.errors import ClosedError
+from transport.ring.buffer import SharedRingBuffer
+from transport.schema import Schema
+from transport.ticket import Ticket
+from transport.wires import Wire
+
+
+class Deliveries:
+    """Makes the payloads of one client.
+
+    Args:
+        schemas: of rings whose tickets do not describe their payloads themselves.
+        ack: when a payload is acknowledged, see `UCXXClient`.
+        trace: is told of acknowledgements.
+
+    Attributes:
+        closed: set by the client; nothing over a wire is acknowledged any more.
+        reads: payloads made.
+        bytes_by_wire: of them.
+    """
+
+    def __init__(
+        self,
+        schemas: Sequence[Schema],
+        ack: AckMode,
+        links: Links,
+        rings: MappedRings,
+        buffers: BufferPool,
+        trace: Trace | None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._schemas = {schema.fingerprint_hex: schema for schema in schemas}
+        self._ack: AckMode = ack
+        self._links = links
+        self._mapped = rings
+        self._buffers = buffers
+        self._trace = trace
+        self.closed = False
+        self.reads = 0
+        self.bytes_by_wire: dict[str, int] = {}
+
+    def _schema(self, ticket: Ticket) -> Schema | None:
+        return ticket.schema or self._schemas.get(ticket.schema_fingerprint)
+
+    def _count(self, wire: Wire, size: int) -> None:
+        self.reads += 1
+        self.bytes_by_wire[wire] = self.bytes_by_wire.get(wire, 0) + size
+
+    # --- same host ----------------------------------------------------------------------------------
+    def mapped(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, out: Any, destination: Any) -> ReceivedPayload:
+        """The payload from the segment itself: a view of it, or a copy in ``destination``, the bytes of ``out``.
+
+        Raises what `SharedRingBuffer.read_raw` raises.
+        """
+        schema = self._schema(ticket)
+        view = None
+        if out is None:
+            view = self._mapped.read(ring, ticket, rank, consume=False)
+        if view is not None:
+            self._count("mapped", ticket.size)
+            hold = view.hold
+            return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon, hold.deliver)
+        if destination is None:
+            destination = self._buffers.take(ticket.size)
+        self._mapped.copy_out(ring, ticket, rank, destination)
+        self._count("mapped", ticket.size)
+        data = destination if out is None else out
+        return ReceivedPayload(ticket, rank, "mapped", data, schema, partial(ring.acknowledge, ticket, rank))
+
+    def copied_to_device(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> ReceivedPayload:
+        """The payload whose copy out of the slot is queued."""
+        self._count("mapped", ticket.size)
+        acknowledge = partial(ring.acknowledge, ticket, rank)
+        return DevicePayload(ticket, rank, "mapped", target, self._schema(ticket), acknowledge)
+
+    # --- over a wire --------------------------------------------------------------------------------
+    def received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
+        """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`."""
+        self._count(wire, ticket.size)
+        make = DevicePayload if type(data) is Target else ReceivedPayload
+        return make(ticket, rank, wire, data, self._schema(ticket), lambda: self.acknowledge(ticket, rank, via))
+
+    # --- acknowledgements ---------------------------------------------------------------------------
+    def hand_over(self, payload: ReceivedPayload) -> ReceivedPayload:
+        """The payload, for whoever asked for it; called where nothing can come between this and the asker.
+
+        With ack="on_arrival" it is acknowledged here: what is fetched ahead and handed to nobody is not consumed.
+        Raises ClosedError when the client is closed.
+        """
+        if self._ack == "on_arrival":
+            if self.closed:
+                raise ClosedError(f"payload {payload.ticket.name} came too late: its client is closed")
+            payload._handed_over()
+        return payload
+
+    def acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
+        """Have an acknowledgement sent, through port ``via`` or whichever is next.
+
+        Raises ClosedError when the client is closed.
+        """
+        if self.closed:
+            raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed")
+        ack = Ack(ticket.ring, ticket.slot, ticket.generation, rank, ticket.key)
+        if self._trace is not None:
+            self._trace.instant("acknowledge", key_of(ticket), rank=rank)
+        if threading.get_ident() == self._thread:
+            self._tell(ticket, ack, via)
+        else:  # a payload is acknowledged where it is used, which may be the trainer's thread
+            try:
+                self._loop.call_soon_threadsafe(self._tell, ticket, ack, via)
+            except RuntimeError as error:  # the loop has ended since we looked
+                raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed") from error
+        return True
+
+    def _tell(self, ticket: Ticket, ack: Ack, via: PortKey | None) -> None:
+        if self._links.routes.find(ticket.ring) is None:  # forgotten since it was read
+            self._links.ports(ticket)
+        self._links.acknowledge(ack, via)

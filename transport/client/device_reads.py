@@ -1,0 +1,307 @@
+"""Payloads into device memory: what a client does with `out` on a device, or with ``device=``.
+
+    mapped   slot (registered pages) ──copy on the caller's stream──► device; the slot stays pinned until that is done
+    staged   UCX ──► pinned block, verified ──copy on the caller's stream──► device; the block is lent until then
+    direct   UCX ──► device, once the caller's stream is done with what was there
+
+Queued is enough: whoever uses the memory on the same stream comes after the copy, and whoever uses it on another
+stream through `ReceivedPayload` is made to. Nothing waits for a device but `direct`, whose writes no stream orders.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any, Final, Literal, TypeVar
+
+import numpy as np
+
+from transport import _ring
+from transport.client.payload import ReceivedPayload
+from transport.client.retry import Deadline
+from transport.devices.arrays import kind_of
+from transport.devices.completions import Completions
+from transport.devices.libraries import Library, library_of, parse_device
+from transport.devices.pinned import StagingPool
+from transport.devices.streams import (
+    PER_THREAD,
+    Mark,
+    address_of,
+    copy_to_device,
+    copy_to_host,
+    handle_for_others,
+    own_stream,
+    pinned_memory,
+    settled_on_failure,
+)
+from transport.errors import BufferUnsuitableError, DeadlineExceededError, InternalError
+from transport.ring.buffer import SharedRingBuffer
+from transport.ring.packing import check_destination
+from transport.schema import Schema
+from transport.ticket import Ticket
+from transport.wires import Wire
+
+T = TypeVar("T")
+
+DeviceReceive = Literal["staged", "direct"]
+
+# Smaller ones are staged either way: that is faster, and those that ride in the answer come through the host anyhow.
+_DIRECT_BYTES: Final = 256 << 10
+
+
+class Target:
+    """Where one payload goes: ``size`` bytes at ``address`` of a device, and the stream that its arrival is queued on.
+
+    Made in the thread whose current stream counts.
+    """
+
+    def __init__(self, array: Any, library: Library, size: int, stream: int, *, own: bool) -> None:
+        described = library.describe(array)
+        self.array = array
+        self.size = size
+        self.address = described.address
+        self.device = described.device
+        self.stream = stream
+        self.library = library
+        self._own = own  # made here, on a stream that the caller does not know
+        self._mark: Mark | None = None
+        self._used_on: set[int] = set()
+
+    def arrives(self) -> Mark:
+        """The end of what has been queued for it."""
+        self._mark = Mark(self.stream, self.device)
+        return self._mark
+
+    def looked_at(self) -> None:
+        """Somebody uses the array now: on another stream than ``stream``, its work comes after the arrival."""
+        current = self.library.stream(self.device)
+        name = current if current != PER_THREAD else -threading.get_ident()
+        if current == self.stream or name in self._used_on:
+            return
+        self._used_on.add(name)
+        if self._mark is not None:
+            self._mark.hold(current, self.device)
+        if self._own:
+            self.library.keep(self.array, self.device, self.stream)
+
+
+class DevicePayload(ReceivedPayload):
+    """One payload in device memory: its arrays are those of the library whose memory it is, CuPy or torch.
+
+    What the current stream does after a look at them comes after the payload's arrival. They can be written to: a
+    device has no read-only memory.
+    """
+
+    __slots__ = ("_target",)
+
+    def __init__(
+        self, ticket: Ticket, rank: int, wire: Wire, target: Target, schema: Schema | None, ack: Callable[[], bool]
+    ) -> None:
+        super().__init__(ticket, rank, wire, target.array, schema, ack)
+        self._target = target
+
+    @property
+    def data(self) -> Any:
+        """The payload's bytes, or the caller's `out`. Raises ClosedError after release."""
+        data = super().data
+        self._target.looked_at()
+        return data
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Tensors by name, without a copy. Raises as for host memory; for a dtype that the library lacks, too."""
+        data = self.data
+        return {each.name: self._target.library.view(data, each) for each in self.layout().placements}
+
+    def __getitem__(self, name: str) -> Any:
+        for placement in self.layout().placements:
+            if placement.name == name:
+                return self._target.library.view(self.data, placement)
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([placement.name for placement in self.layout().placements])
+
+    def __len__(self) -> int:
+        return len(self.layout().placements)
+
+    def release(self) -> None:
+        """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
+        super().release()
+        self._target.array = None
+
+
+class Arriving:
+    """Keeps device memory that UCX writes into; ``checksum`` brings it to the host to be hashed."""
+
+    def __init__(self, target: Target, checksum: Callable[[Target, Any], Awaitable[int]]) -> None:
+        self._target = target
+        self._array = target.array  # a payload that is released drops the target's
+        self._checksum = checksum
+
+    def memory(self) -> tuple[int, int, Arriving]:
+        """As the native engine takes it."""
+        return self._target.address, self._target.size, self
+
+    def checksum(self) -> Awaitable[int]:
+        """XXH3 of what has arrived."""
+        return self._checksum(self._target, self._array)
+
+
+class Landing:
+    """The device side of one client. Belongs to its loop; no memory of a device is taken before its first payload.
+
+    Args:
+        device: "cupy" or "torch", with ":1" for another device: reads without `out` go to new memory there. Raises
+            what `parse_device` raises.
+        receive: how payloads over a wire get there.
+        staging_bytes: bound of the pinned memory.
+    """
+
+    def __init__(self, device: str | None, receive: DeviceReceive, staging_bytes: int) -> None:
+        self._home: tuple[Library, int] | None = None if device is None else parse_device(device)
+        self.receive: DeviceReceive = receive
+        self._completions = Completions()
+        self._staging = StagingPool(staging_bytes)
+
+    def __repr__(self) -> str:
+        return f"<Landing {self._staging!r} {self._completions!r}>"
+
+    @property
+    def always(self) -> bool:
+        """Whether every payload goes to a device."""
+        return self._home is not None
+
+    # --- where to -------------------------------------------------------------------------------------
+    def target(self, out: Any, size: int) -> Target | None:
+        """Where a payload of ``size`` bytes goes on a device; None: it stays on the host.
+
+        Raises what `check_destination` raises, and MissingDependencyError without CuPy.
+        """
+        if isinstance(out, Target):
+            return out
+        if out is not None:
+            return target_of(out, size)
+        return None if self._home is None else self._new(size, *self._home)
+
+    def _new(self, size: int, library: Library, device: int) -> Target:
+        stream = own_stream(device)
+        return Target(library.empty(size, device, stream), library, size, stream, own=True)
+
+    # --- how ------------------------------------------------------------------------------------------
+    def from_ring(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> None:
+        """Queue the copy out of the mapped slot. Raises what `SharedRingBuffer.read_raw` raises."""
+        lease = ring.read_raw(ticket, rank)
+        try:
+            if ticket.size:
+                ring.register(ticket.slot, target.device)
+            with settled_on_failure(target.stream, target.device):
+                if ticket.size:
+                    source = address_of(lease.view)
+                    copy_to_device(target.address, source, ticket.size, target.device, target.stream)
+                mark = target.arrives()
+        except BaseException:
+            lease.release()
+            raise
+        ring.native.count("bytes_mapped", ticket.size)
+        self._completions.after(mark, lease.release)
+
+    def from_host(self, data: Any) -> Target:
+        """A small payload that has arrived on the host, in new device memory. The host's is free on return."""
+        if self._home is None:
+            raise InternalError("this client has no device of its own")
+        target = self._new(len(data), *self._home)
+        if len(data):
+            copy_to_device(target.address, address_of(data), len(data), target.device, target.stream)
+        target.arrives()
+        return target
+
+    async def over_wire(
+        self, target: Target, direct: bool, deadline: Deadline, read: Callable[[Any], Awaitable[T]]
+    ) -> T:
+        """Let ``read`` receive into a buffer that it is given, and see to it that the bytes get to the target.
+
+        read: when it raises or is cancelled, nobody writes into the buffer any more.
+        direct: UCX knows device memory.
+
+        Raises DeadlineExceededError while it still waits for pinned memory, or for the stream.
+        """
+        if direct and target.size >= _DIRECT_BYTES:
+            before = Mark(target.stream, target.device)
+            await _by(deadline, self._completions.passed(before), "the caller's stream was not done with the memory")
+            with contextlib.suppress(BufferUnsuitableError):  # its listener joins it to the answer: staged, then
+                return await read(Arriving(target, partial(self._checksum, deadline)).memory())
+        block = await self._block(target, deadline)
+        try:
+            result = await read(block[: target.size].data)
+            with settled_on_failure(target.stream, target.device):
+                if target.size:
+                    copy_to_device(target.address, address_of(block), target.size, target.device, target.stream)
+                mark = target.arrives()
+        except BaseException:
+            self._staging.give_back(block)
+            raise
+        self._completions.after(mark, partial(self._staging.give_back, block))
+        return result
+
+    async def _block(self, target: Target, deadline: Deadline) -> np.ndarray:
+        """Pinned memory for a payload, once there is room for it."""
+        taking = self._staging.take(target.size, partial(pinned_memory, device=target.device))
+        return await _by(deadline, taking, f"no room in pinned memory: {self._staging!r}")
+
+    async def _checksum(self, deadline: Deadline, target: Target, array: Any) -> int:
+        """XXH3 of what was received directly: it comes to the host for that, on this client's own stream."""
+        block = await self._block(target, deadline)
+        stream = own_stream(target.device)
+        try:
+            with settled_on_failure(stream, target.device):
+                copy_to_host([(address_of(block), target.address, target.size)], target.device, stream)
+                mark = Mark(stream, target.device)
+        except BaseException:
+            self._staging.give_back(block)
+            raise
+        try:
+            await _by(deadline, self._completions.passed(mark), "the copy to be hashed was not done")
+            return await asyncio.to_thread(_ring.checksum, block[: target.size].data)
+        finally:
+            self._completions.after(mark, partial(self._give_back, block, array))
+
+    def _give_back(self, block: np.ndarray, _array: Any) -> None:
+        """A block, and the array that it was copied from, which has to live until then."""
+        self._staging.give_back(block)
+
+    def close(self) -> None:
+        """Wait for the copies that are queued, then let go of slots and pinned memory."""
+        self._completions.finish()
+        self._staging.close()
+
+
+def target_of(out: Any, size: int, *, elsewhere: bool = False) -> Target | None:
+    """`out` as a target, with the stream that is current in this thread; None: it is in host memory.
+
+    elsewhere: copies are queued by another thread; when they are, `Target.looked_at` is called in this one.
+    """
+    if kind_of(out) != "cuda":
+        return None
+    check_destination(out, size)
+    library = library_of(out)
+    device = library.describe(out).device
+    stream = library.stream(device)
+    if elsewhere:
+        stream = handle_for_others(stream, device)
+    return Target(out, library, size, stream, own=False)
+
+
+async def _by(deadline: Deadline, waiting: Awaitable[T], late: str) -> T:
+    """The result, no later than the deadline. DeadlineExceededError says what was late."""
+    try:
+        async with asyncio.timeout(max(0.0, deadline.at - time.monotonic())):
+            return await waiting
+    except TimeoutError as error:
+        if isinstance(error, DeadlineExceededError):
+            raise
+        raise DeadlineExceededError(f"{late} before the deadline") from error

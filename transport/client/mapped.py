@@ -1,0 +1,133 @@
+"""Reading on the writer's own host: attach to the segment, pin the slot, look at its memory. No copy, no network.
+
+Mapped readers can write to the control area of the segment: same user, same trust.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from typing import Any
+
+from transport import _ring
+from transport._ring import PayloadView, RingFault, Views
+from transport.errors import TransportError
+from transport.ring.buffer import SharedRingBuffer
+from transport.ring.states import named
+from transport.ticket import Ticket, host_identity
+
+log = logging.getLogger(__name__)
+
+_TRY_AGAIN_S = 30.0  # after an attachment was refused
+_SHARE_OF_SLOTS = 0.5  # views beyond it become copies, so that a hoarding reader cannot stop the writer
+
+
+class MappedRings:
+    """This process's attachments to rings of this host. Belongs to the client's loop."""
+
+    def __init__(self) -> None:
+        self._rings: dict[str, SharedRingBuffer] = {}
+        self._refused: dict[str, float] = {}
+        # Invariant: the same keys. What is out keeps its ring attached, also without this object.
+        self._views: dict[str, Views] = {}
+        self._warned: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<MappedRings {len(self._rings)} attached, {sum(map(len, self._views.values()))} views>"
+
+    def find(self, ticket: Ticket) -> SharedRingBuffer | None:
+        """The ticket's ring, if it is on this host and can be attached; None: read it through the network."""
+        ring = self._rings.get(ticket.ring)
+        if ring is not None:
+            return ring
+        if not ticket.segment or ticket.host != host_identity():
+            return None
+        if time.monotonic() < self._refused.get(ticket.ring, 0.0):
+            return None
+        self.detach_finished()  # rings come and go with their writers; memory that one keeps mapped is not given back
+        try:
+            ring = SharedRingBuffer.attach(ticket.segment, role="reader")
+        except TransportError as error:
+            self._refuse(ticket, str(error))
+            return None
+        if _readers(ring) > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
+            ring.close()  # not native.close(): everybody else may have left meanwhile
+            self._refuse(ticket, "its other owner places are kept for its writer and listeners")
+            return None
+        if ring.ring_id != ticket.ring:
+            ring.close()
+            self._refuse(ticket, "its segment belongs to another ring now")
+            return None
+        views = Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
+        # At the end of the process, before the ring's own: a segment whose last reader ends with views in hand must
+        # not stay behind.
+        weakref.finalize(ring, views.let_go)
+        self._rings[ticket.ring] = ring
+        self._views[ticket.ring] = views
+        return ring
+
+    def _refuse(self, ticket: Ticket, why: str) -> None:
+        self._refused[ticket.ring] = time.monotonic() + _TRY_AGAIN_S
+        log.info("ring %s cannot be mapped (%s); reading it through the network", ticket.ring[:8], why)
+
+    def read(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, *, consume: bool) -> PayloadView | None:
+        """The payload's bytes as a read-only view that holds the pin, or None when too many views are out already.
+
+        ``consume``: letting go of the view is its acknowledgement, unless its hold was told otherwise by then.
+        Raises what `SharedRingBuffer.read_raw` raises.
+        """
+        views = self._views[ticket.ring]
+        try:
+            view = views.read(ring, ticket.slot, ticket.generation, ticket.key, ticket.size, rank, consume)
+        except RingFault as fault:
+            raise named(fault) from None
+        if type(view) is PayloadView:
+            return view
+        if view is not None:
+            raise ring.refusal(view, ticket, rank)
+        if ticket.ring not in self._warned:
+            self._warned.add(ticket.ring)
+            log.warning("%d views of ring %s are held; further payloads are copied", len(views), ticket.ring[:8])
+        return None
+
+    def copy_out(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, destination: Any) -> None:
+        """Copy the payload from its slot into ``destination`` (flat bytes of the payload's size)."""
+        with ring.read_raw(ticket, rank) as lease:
+            _ring.copy(destination, lease.view)
+        ring.native.count("bytes_mapped", ticket.size)
+
+    def detach_finished(self) -> int:
+        """Let go of rings whose writer is gone and that hold nothing more; how many. Refusals that are over go, too."""
+        now = time.monotonic()
+        self._refused = {ring_id: until for ring_id, until in self._refused.items() if now < until}
+        finished = [
+            ring_id
+            for ring_id, ring in self._rings.items()
+            if not self._views[ring_id] and not ring.native.keeper_alive and _empty(ring)
+        ]
+        for ring_id in finished:
+            del self._views[ring_id]
+            self._warned.discard(ring_id)
+            self._rings.pop(ring_id).close()
+        return len(finished)
+
+    def close(self) -> None:
+        """Detach from every ring; from those with views that are still held, when the last of them is gone.
+
+        What was to be acknowledged by letting go is acknowledged now: it has been delivered.
+        """
+        for ring_id, ring in self._rings.items():
+            if self._views[ring_id].close():
+                ring.close()
+        self._rings.clear()
+        self._views.clear()
+
+
+def _readers(ring: SharedRingBuffer) -> int:
+    return sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
+
+
+def _empty(ring: SharedRingBuffer) -> bool:
+    _, _, ready, reading = ring.native.state_counts()
+    return ready + reading == 0

@@ -1,0 +1,182 @@
+"""A payload that has arrived: its arrays, and the two things to say about it (acknowledge, release)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self
+
+import msgspec
+import numpy as np
+
+from transport._ring import PayloadView, RingFault
+from transport.devices.buffers import Block
+from transport.errors import ClosedError, SchemaError, TransportError
+from transport.ring.packing import views
+from transport.ring.states import named
+from transport.schema import Layout, Schema
+from transport.ticket import Ticket
+from transport.wires import Wire
+
+AckMode = Literal["on_arrival", "on_consumed", "manual"]
+
+
+class ReceivedPayload(Mapping[str, np.ndarray]):
+    """One payload in this process's memory; a mapping from tensor names to read-only arrays.
+
+    The arrays own their memory: a pooled buffer goes back, and a mapped slot is unpinned, when the last of them is
+    gone. `release` only drops this object's own references. A payload in device memory is a `landing.DevicePayload`.
+
+    Attributes:
+        ticket: what was asked for; its metadata are the writer's small values.
+        rank: the reader rank this delivery is for.
+        wire: what carried the bytes: mapped, shm, tcp, rdma or cuda.
+        data: the bytes themselves (a uint8 array), or the caller's `out`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_abandon",
+        "_acknowledge",
+        "_arrays",
+        "_data",
+        "_deliver",
+        "_schema",
+        "acknowledged",
+        "rank",
+        "ticket",
+        "wire",
+    )
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        rank: int,
+        wire: Wire,
+        data: Any,
+        schema: Schema | None,
+        acknowledge: Callable[[], bool],
+        abandon: Callable[[], None] | None = None,
+        deliver: Callable[[], None] | None = None,
+    ) -> None:
+        self.ticket = ticket
+        self.rank = rank
+        self.wire: Wire = wire
+        self.acknowledged = False
+        self._data: Any = data
+        self._arrays: dict[str, np.ndarray] | None = None
+        self._schema = schema
+        self._acknowledge = acknowledge
+        self._abandon = abandon
+        self._deliver = deliver
+
+    def __repr__(self) -> str:
+        state = "released" if self._data is None else "acknowledged" if self.acknowledged else "not acknowledged"
+        return f"<ReceivedPayload {self.ticket.name} rank {self.rank} {self.ticket.size} bytes by {self.wire}, {state}>"
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The writer's own small values."""
+        return self.ticket.metadata
+
+    @property
+    def data(self) -> Any:
+        """The payload's bytes. Raises ClosedError after release."""
+        data = self._data
+        if data is None:
+            raise ClosedError(f"payload {self.ticket.name} was released")
+        if type(data) is Block or type(data) is PayloadView:  # an array only where one is asked for
+            data = self._data = np.frombuffer(memoryview(data), np.uint8)
+        return data
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Tensors by name, without a copy, read-only.
+
+        Raises SchemaError when the ticket brings no description and the client was not given the ring's schema.
+        """
+        arrays = self._arrays
+        if arrays is not None:
+            return arrays
+        layout = self.layout()
+        if self._data is None:
+            raise ClosedError(f"payload {self.ticket.name} was released")
+        arrays = self._arrays = views(layout, self._data, writable=False)
+        return arrays
+
+    def layout(self) -> Layout:
+        """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
+        if self._schema is None:
+            raise SchemaError(
+                f"payload {self.ticket.name} is of schema {self.ticket.schema_fingerprint}, which this client does not "
+                "have; pass it: UCXXClient(schemas=[schema])"
+            )
+        return self.ticket.layout(self._schema)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def ack(self) -> bool:
+        """Say that this rank has consumed the payload, so that its slot can be used again. False: said before."""
+        if self.acknowledged:
+            return False
+        try:
+            accepted = self._acknowledge()
+        except RingFault as fault:  # of a view's hold, which is native
+            raise named(fault) from None
+        self.acknowledged = True
+        return accepted
+
+    def _handed_over(self) -> None:
+        """Acknowledge what has arrived where it was asked for; a view: when its last array is gone."""
+        if self._deliver is None:
+            self.ack()
+        elif not self.acknowledged:
+            self._deliver()
+
+    def release(self) -> None:
+        """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
+        self._data = None
+        self._arrays = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        if kind is None:
+            self.ack()
+        elif self._abandon is not None and not self.acknowledged:
+            self._abandon()
+        self.release()
+
+
+class ReadOutcome(NamedTuple):
+    """What became of one ticket of `read_many`: exactly one of payload and error is set."""
+
+    ticket: Ticket
+    payload: ReceivedPayload | None
+    error: TransportError | None
+
+
+class ClientStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since the client was made, and what is open now."""
+
+    reads: int
+    bytes_by_wire: dict[str, int]
+    retries: int  # attempts beyond the first
+    stale: int
+    checksum_failures: int
+    failed_reads: int
+    links_opened: int
+    links_idle: int
+    links_in_use: int
+    acks_pending: int
+    acks_unconfirmed: int
+    acks_dropped: int
+    quarantined_ports: tuple[str, ...]

@@ -1,0 +1,135 @@
+"""What the clients of a host say of themselves to `transport top`: one abstract UNIX socket each.
+
+An abstract socket has no file: it ends with its process, in whatever way that ends, and leaves nothing behind. Whoever
+connects is told the client's statistics as one JSON document, if it is the same user or root, and the connection ends.
+Clients in another network namespace are not seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import struct
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from transport.client.payload import ClientStatistics
+from transport.runtime.decoders import ready
+
+log = logging.getLogger(__name__)
+
+_NAME: Final = "transport-client-"
+_TABLE: Final = Path("/proc/net/unix")
+_ANSWER_S: Final = 0.5  # a stopped client does not hold the others up
+_MOST_BYTES: Final = 1 << 16
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+
+_open: weakref.WeakSet[StatusSocket] = weakref.WeakSet()
+
+
+class ClientStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One client of this host."""
+
+    pid: int
+    program: str
+    statistics: ClientStatistics
+
+
+ready(ClientStatus)
+
+
+class StatusSocket:
+    """Answers for one client, on its loop. Where the system gives no socket, nobody sees the client; it works on."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, statistics: Callable[[], ClientStatistics]) -> None:
+        self._loop = loop
+        self._statistics = statistics
+        self._listening: socket.socket | None = None
+        listening = None
+        try:
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            listening.bind(f"\0{_NAME}{os.getpid()}-{secrets.token_hex(4)}")
+            listening.listen(4)
+            loop.add_reader(listening, self._answer)
+        except OSError as error:
+            log.debug("no status socket: %s", error)
+            if listening is not None:
+                listening.close()
+            return
+        self._listening = listening
+        _open.add(self)
+
+    def _answer(self) -> None:
+        if self._listening is None:
+            return
+        with contextlib.suppress(OSError):  # whoever asked is gone, or takes nothing: its loss
+            asking, _ = self._listening.accept()
+            with asking:
+                if _user_of(asking) in (os.getuid(), 0):
+                    asking.setblocking(False)
+                    asking.send(msgspec.json.encode(self._status())[:_MOST_BYTES])
+
+    def _status(self) -> ClientStatus:
+        return ClientStatus(pid=os.getpid(), program=Path(sys.argv[0] or "python").name, statistics=self._statistics())
+
+    def close_in_child(self) -> None:
+        """In a forked child: the client, and the loop that would answer, are the parent's."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            os.close(listening.detach())  # a loop holds its sockets open, and this one's never lets go here
+
+    def close(self) -> None:
+        """Idempotent."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            self._loop.remove_reader(listening)
+            listening.close()
+
+
+def _close_in_child() -> None:
+    for each in list(_open):
+        each.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def clients(table: Path = _TABLE) -> list[ClientStatus]:
+    """All clients of this host and user that answer, by process."""
+    try:
+        lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    names = {line.rpartition("@")[2] for line in lines if f"@{_NAME}" in line}
+    found = [status for name in sorted(names) if (status := _ask(name)) is not None]
+    return sorted(found, key=lambda status: status.pid)
+
+
+def _ask(name: str) -> ClientStatus | None:
+    with (
+        contextlib.suppress(OSError, msgspec.MsgspecError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking,
+    ):
+        asking.settimeout(_ANSWER_S)
+        asking.connect(f"\0{name}")
+        if os.getuid() not in (0, _user_of(asking)):  # another user may have taken such a name
+            return None
+        answer = b""
+        while len(answer) < _MOST_BYTES and (piece := asking.recv(_MOST_BYTES)):
+            answer += piece
+        return msgspec.json.decode(answer, type=ClientStatus)
+    return None
+
+
+def _user_of(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])

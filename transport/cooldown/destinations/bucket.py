@@ -1,0 +1,173 @@
+"""An object store as destination, through fsspec: S3, Google Cloud Storage, Hugging Face.
+
+An object is there as a whole or not at all, so that `put` is atomic by itself. What must not happen is that an upload
+which was given up gets completed: fsspec's files do that when they are closed, or collected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+from transport.cooldown.destinations.base import PIECE, Destination, Writer
+from transport.cooldown.destinations.masking import masked
+from transport.errors import DestinationDeniedError, DestinationError, MissingDependencyError, TransportError
+from transport.runtime.installing import install
+
+_PART: Final = 16 << 20  # of a multipart upload
+_MOST_PARTS: Final = 9_000  # S3 takes 10 000
+_PACKAGES: Final = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}  # each is an extra named like the scheme
+_DENIALS: Final = (
+    "AccessDenied",
+    "Forbidden",
+    "Unauthorized",
+    "NoCredentials",
+    "PartialCredentials",
+    "InvalidAccessKeyId",
+)
+
+
+class Bucket(Destination):
+    """Objects below one prefix. Each has an fsspec file system of its own, which no cache shares."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        scheme, _, self._root = url.partition("://")
+        try:
+            import_module(_PACKAGES[scheme])
+            import fsspec
+
+            options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
+            if scheme == "s3":
+                options |= {"max_concurrency": 1}  # a writer's memory is one part, and cancelling ends it
+            self._fs = fsspec.filesystem(scheme, **options)
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"destinations {scheme}://… need {_PACKAGES[scheme]} ({error}): {install(scheme)}"
+            ) from error
+        except Exception as error:  # the services' packages have no common base
+            raise DestinationError(f"{url}: cannot be opened: {masked(str(error))}") from error
+
+    def __repr__(self) -> str:
+        return f"<Bucket {self.url}>"
+
+    def names(self, path: str) -> list[str]:
+        """See `Destination`."""
+        with self._translated("list", path):
+            self._forget()
+            try:
+                found = self._fs.ls(self._at(path), detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({name.rstrip("/").rpartition("/")[2] for name in found} - {""})
+
+    def size(self, path: str) -> int | None:
+        """See `Destination`."""
+        with self._translated("look at", path):
+            self._forget()
+            try:
+                found = self._fs.info(self._at(path))
+            except FileNotFoundError:
+                return None
+            return int(found["size"]) if found["type"] == "file" else None
+
+    @contextlib.contextmanager
+    def pieces(self, path: str) -> Iterator[Iterator[bytes]]:
+        """See `Destination`."""
+        with self._translated("read", path):
+            file = self._fs.open(self._at(path), "rb", block_size=PIECE, cache_type="readahead")
+        try:
+            yield self._pieces(file, path)
+        finally:
+            file.close()
+
+    def _pieces(self, file: Any, path: str) -> Iterator[bytes]:
+        while True:
+            with self._translated("read", path):
+                piece = file.read(PIECE)
+            if not piece:
+                return
+            yield piece
+
+    def writer(self, path: str, size: int) -> Writer:
+        """See `Destination`."""
+        with self._translated("create", path):
+            part = max(_PART, size // _MOST_PARTS + 1)
+            return _ObjectWriter(self, path, self._fs.open(self._at(path), "wb", block_size=part))
+
+    def put(self, path: str, data: bytes) -> None:
+        """See `Destination`."""
+        with self._translated("create", path):
+            self._fs.pipe_file(self._at(path), data)
+
+    def delete(self, path: str) -> None:
+        """See `Destination`."""
+        with self._translated("delete", path):
+            self._forget()
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm(self._at(path), recursive=True)
+
+    def close(self) -> None:
+        """See `Destination`. Ends the service's connections; the thread that fsspec keeps for all stays."""
+        session, loop = getattr(self._fs, "_s3creator", None), getattr(self._fs, "_loop", None)
+        if session is not None and loop is not None and loop.is_running():
+            import fsspec.asyn
+
+            with contextlib.suppress(Exception):
+                fsspec.asyn.sync(loop, session.__aexit__, None, None, None, timeout=5.0)
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}".rstrip("/")
+
+    def _forget(self) -> None:
+        """Others write here, too."""
+        self._fs.invalidate_cache()
+
+    @contextlib.contextmanager
+    def _translated(self, operation: str, path: str) -> Iterator[None]:
+        try:
+            yield
+        except TransportError:
+            raise
+        except Exception as error:  # the services' packages have no common base, and some errors none but this
+            where = f"{self.url}: cannot {operation} {path or 'it'}"
+            kind = type(error).__name__
+            why = masked(f"{kind}: {error}")
+            text = f"{kind} {error}"
+            if isinstance(error, PermissionError) or any(each in text for each in _DENIALS):
+                raise DestinationDeniedError(f"{where}: {why}") from None  # the cause's text has not been masked
+            raise DestinationError(f"{where}: {why}") from None
+
+
+class _ObjectWriter(Writer):
+    def __init__(self, bucket: Bucket, path: str, file: Any) -> None:
+        self._bucket = bucket
+        self._path = path
+        self._file = file
+
+    def write(self, data: bytes) -> None:
+        """See `Writer`."""
+        with self._bucket._translated("write", self._path):
+            self._file.write(data)
+
+    def finish(self) -> None:
+        """See `Writer`."""
+        with self._bucket._translated("write", self._path):
+            self._file.close()
+
+    def discard(self) -> None:
+        """See `Writer`. Marks the file closed first: its own close, or its end, would complete the upload."""
+        if self._file.closed:
+            return
+        self._file.forced = True
+        self._file.closed = True
+        with contextlib.suppress(Exception):
+            self._file.discard()
+        temporary = getattr(self._file, "temp_file", None)  # of huggingface_hub
+        if temporary is not None:
+            temporary.close()
+            with contextlib.suppress(OSError):
+                Path(temporary.name).unlink()

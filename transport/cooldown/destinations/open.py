@@ -1,0 +1,17 @@
+"""The destination that a URL names."""
+
+from __future__ import annotations
+
+from transport.cooldown.destinations.base import Destination, folder_of, normalise
+from transport.cooldown.destinations.bucket import Bucket
+from transport.cooldown.destinations.folder import Folder
+
+
+def open_destination(url: str) -> Destination:
+    """Open what a URL names. Nothing is looked at yet, but for what a service's package does at its start.
+
+    Raises UsageError as `normalise` does, MissingDependencyError where the service's package is not installed.
+    """
+    url = normalise(url)
+    folder = folder_of(url)
+    return Bucket(url) if folder is None else Folder(folder)

@@ -1,0 +1,96 @@
+"""The manifest of an upload: its files with their sizes and checksums. Written last; without it there is no upload."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+from typing import Final
+
+import msgspec
+
+from transport.errors import CheckpointDamagedError, UsageError
+from transport.runtime.decoders import ready
+
+NAME: Final = "manifest.json"
+FILES: Final = "files"  # the folder beside it
+LAYOUT: Final = 1
+MOST_BYTES: Final = 64 << 20
+MOST_NAME: Final = 512
+
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file; ``name`` is its path below the uploaded folder, with slashes."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was uploaded, and for which epoch."""
+
+    run: str
+    epoch: int
+    step: int
+    client: str
+    attempt: str
+    files: tuple[File, ...]
+    layout: int = LAYOUT
+
+    @property
+    def total(self) -> int:
+        """Of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def identity(self) -> tuple[str, int, str, str]:
+        """Of the upload that it belongs to."""
+        return self.run, self.epoch, self.client, self.attempt
+
+    def encode(self) -> bytes:
+        """As written: the same bytes for the same files."""
+        return msgspec.json.encode(self)
+
+
+ready(Manifest)
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest. Raises CheckpointDamagedError when it is none, or names files outside its folder."""
+    try:
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointDamagedError(f"the manifest cannot be decoded: {error}") from error
+    if manifest.layout != LAYOUT:
+        raise CheckpointDamagedError(f"a manifest of layout {manifest.layout}; this build knows {LAYOUT}")
+    names = [file.name for file in manifest.files]
+    if not names or len(set(names)) != len(names):
+        raise CheckpointDamagedError("the manifest names no file, or one twice")
+    for file in manifest.files:
+        if not is_safe(file.name) or file.size < 0 or not _DIGEST.fullmatch(file.sha256):
+            raise CheckpointDamagedError(f"the manifest's entry {file.name!r} is not that of a file in its folder")
+    return manifest
+
+
+def is_safe(name: str) -> bool:
+    """Whether a relative path stays below its folder, on every system."""
+    parts = PurePosixPath(name).parts
+    return (
+        0 < len(name) <= MOST_NAME
+        and name.isprintable()
+        and not set(name) & set('\\:*?"<>|')
+        and "/".join(parts) == name
+        and not name.startswith("/")
+        and ".." not in parts
+    )
+
+
+def check_file_name(name: str) -> str:
+    """Return the name of a file to upload, or raise UsageError."""
+    if not is_safe(name):
+        raise UsageError(
+            f'the file {name!r} cannot be part of a checkpoint; rename it: printable, without \\ : * ? " < > |'
+        )
+    return name

@@ -1,0 +1,172 @@
+"""What is stored about an epoch, by the coordinator and by its clients: types, their JSON, the names of things. Pure.
+
+Enums are stored by name. Records are JSON without secrets: a destination's URL has no place for any (destination.py).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import Final, TypeVar
+
+import msgspec
+
+from transport.cooldown.epochs.election import ALGORITHM, elect
+from transport.errors import StoreUnsuitableError, UsageError
+from transport.runtime.decoders import ready
+
+LAYOUT: Final = 1
+MOST_EPOCH: Final = 10**12 - 1  # twelve digits, so that names sort like numbers
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
+
+
+class Phase(enum.Enum):
+    """Where an epoch stands."""
+
+    TRAINING = "training"
+    COOLDOWN = "cooldown"
+    ENDED = "ended"
+
+
+class Outcome(enum.Enum):
+    """How an epoch's cooldown ended; once recorded it never changes."""
+
+    CHECKPOINTED = "checkpointed"
+    TIMED_OUT = "timed_out"
+
+
+class ReportKind(enum.Enum):
+    """What became of a client's upload."""
+
+    UPLOADED = "uploaded"
+    SKIPPED = "skipped"  # for tests: nothing was uploaded, and nothing is completed
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class Refusal(enum.Enum):
+    """Why a report does not end the cooldown."""
+
+    NOT_ELECTED = "not_elected"
+    OTHER_EPOCH = "other_epoch"
+    MANIFEST_MISSING = "manifest_missing"
+    MANIFEST_ALTERED = "manifest_altered"  # other bytes than the report says, or it cannot be decoded
+    FILE_MISSING = "file_missing"
+    WRONG_SIZE = "wrong_size"
+    WRONG_CHECKSUM = "wrong_checksum"
+    UNREADABLE = "unreadable"  # the destination failed; it is looked at again
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A client's word on its upload. Where the files lie follows from it; no path is taken from others."""
+
+    run: str
+    epoch: int
+    client: str
+    kind: ReportKind
+    attempt: str = ""  # of the upload; 16 hexadecimal digits
+    manifest_sha256: str = ""
+    detail: str = ""
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """Of the upload that it is about."""
+        return self.client, self.attempt
+
+
+class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last that is known of one client's upload, kept for those who ask what happened."""
+
+    kind: ReportKind
+    attempt: str = ""
+    refusal: Refusal | None = None
+    detail: str = ""
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The upload that was verified."""
+
+    client: str
+    attempt: str
+    manifest_sha256: str
+    files: int
+    bytes: int
+
+
+class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One epoch. Written by its coordinator only; ``phase`` "ended" is final."""
+
+    run: str
+    epoch: int
+    destination: str
+    cooldown_s: float
+    seed: int
+    phase: Phase = Phase.TRAINING
+    outcome: Outcome | None = None
+    checkpoint: Checkpoint | None = None
+    step: int = 0  # of the model that is to be uploaded
+    clients: tuple[str, ...] = ()  # those healthy when the cooldown began
+    elapsed_s: float = 0.0  # of the cooldown, as long as a coordinator was watching
+    notes: dict[str, Note] = {}  # by client
+    opened_at: float = 0.0  # Unix time, for people; nothing is decided by it
+    ended_at: float = 0.0
+    algorithm: int = ALGORITHM
+    layout: int = LAYOUT
+
+    @property
+    def elected(self) -> tuple[str, ...]:
+        """Who uploads. Raises UsageError for an algorithm that is not known here."""
+        return elect(self.clients, seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
+
+
+ready(Report, EpochRecord)
+
+R = TypeVar("R", Report, EpochRecord)
+
+
+def encode(record: Report | EpochRecord) -> bytes:
+    """As stored."""
+    return msgspec.json.encode(record)
+
+
+def decode(data: bytes, kind: type[R]) -> R:
+    """What was stored. Raises StoreUnsuitableError for anything else."""
+    try:
+        record = msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StoreUnsuitableError(f"not a {kind.__name__} of a cooldown: {error}") from error
+    if isinstance(record, EpochRecord) and record.layout != LAYOUT:
+        raise StoreUnsuitableError(f"an epoch's record of layout {record.layout}; this build knows {LAYOUT}")
+    return record
+
+
+# --- names --------------------------------------------------------------------------------------------
+def check_name(name: str, what: str) -> str:
+    """Return the name of a run or a client, or raise UsageError: it becomes part of keys and paths."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{what} {name!r}: give 1 to 100 of A-Z a-z 0-9 . _ - and begin with no dot or dash")
+    return name
+
+
+def check_epoch(epoch: int) -> int:
+    """Return the epoch, or raise UsageError."""
+    if not 0 <= epoch <= MOST_EPOCH:
+        raise UsageError(f"epoch {epoch}: give 0 to {MOST_EPOCH}")
+    return epoch
+
+
+def is_attempt(text: str) -> bool:
+    """Whether it can be the name of an upload."""
+    return bool(_ATTEMPT.fullmatch(text))
+
+
+def upload_place(run: str, epoch: int, client: str, attempt: str) -> str:
+    """Where one upload lies at the destination: no two ever share it."""
+    return f"{run}/epoch-{epoch:012d}/{client}/{attempt}"
+
+
+def outcomes_place(run: str) -> str:
+    """Where the outcomes are recorded a second time, at the destination."""
+    return f"{run}/outcomes"

@@ -1,0 +1,186 @@
+"""Device tensors into a slot: queued on the caller's stream, and hashed step by step as they arrive.
+
+Large tensors go straight from their memory into the slot, one step ahead of the hashing: what it reads is then still
+in the processor's cache. A run of small neighbours is gathered on the device by one kernel and copied as one,
+since a copy costs microseconds to queue, whatever its size. Only the copies themselves are waited for: no device, and
+no stream beyond them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transport.devices.arrays import DeviceTensor, require_cupy
+from transport.devices.libraries import library_of
+from transport.devices.streams import Mark, as_current, copy_to_device, copy_to_host, settled_on_failure
+from transport.schema import Layout
+
+log = logging.getLogger(__name__)
+
+# Measured (docs/GPU.md): bytes of one step, and of the steps that are copied while one is hashed; what counts as
+# small; and from how many small ones the kernel is cheaper than copies of their own.
+_STEP_BYTES = 2 << 20
+_AHEAD_BYTES = 2 << 20
+_SMALL_BYTES = 16 << 10
+_RUN = 32
+
+_GATHER = r"""
+extern "C" __global__ void gather(const unsigned long long* parts, unsigned char* out) {
+  const unsigned long long* part = parts + 3 * blockIdx.x;  // address, place in out (aligned), bytes
+  const unsigned char* from = (const unsigned char*)part[0];
+  unsigned char* to = out + part[1];
+  const unsigned long long size = part[2];
+  unsigned long long done = 0;
+  if (part[0] % 16 == 0) {
+    const uint4* wide_from = (const uint4*)from;
+    uint4* wide_to = (uint4*)to;
+    for (unsigned long long at = threadIdx.x; at < size / 16; at += blockDim.x) wide_to[at] = wide_from[at];
+    done = size / 16 * 16;
+  }
+  for (unsigned long long at = done + threadIdx.x; at < size; at += blockDim.x) to[at] = from[at];
+}
+"""
+_THREADS = 512
+
+
+class _Step:
+    """Copies on one stream that are waited for together."""
+
+    __slots__ = ("device", "end", "kept", "mark", "parts", "start", "stream")
+
+    def __init__(self, stream: tuple[int, int]) -> None:
+        self.device, self.stream = stream
+        self.parts: list[tuple[int, int, int]] = []  # start in the slot, bytes, address
+        self.start = self.end = 0  # of all parts
+        self.mark: Mark | None = None
+        self.kept: Any = None
+
+    def add(self, start: int, size: int, address: int) -> None:
+        if not self.parts:
+            self.start = start
+        self.parts.append((start, size, address))
+        self.end = start + size
+
+    def queue(self, slot: int) -> None:
+        """Queue the copies into the slot at address ``slot``, and the mark behind them."""
+        with settled_on_failure(self.stream, self.device):
+            gathered = self._gathered() if len(self.parts) >= _RUN else None
+            if gathered is not None:
+                self.kept = gathered
+                self.parts = [(self.start, self.end - self.start, int(gathered.data.ptr))]
+            copy_to_host(
+                [(slot + start, address, size) for start, size, address in self.parts], self.device, self.stream
+            )
+            self.mark = Mark(self.stream, self.device)
+
+    def _gathered(self) -> Any:
+        """The parts, and zeros between them, as one array on the device; None: not so."""
+        cupy = require_cupy()
+        table = np.array([(address, start - self.start, size) for start, size, address in self.parts], np.uint64)
+        try:
+            with cupy.cuda.Device(self.device), as_current(self.stream):
+                gathered = cupy.zeros(self.end - self.start, dtype=np.uint8)
+                parts = cupy.empty(table.size, dtype=np.uint64)
+                copy_to_device(int(parts.data.ptr), table.ctypes.data, table.nbytes, self.device, self.stream)
+                cupy.RawKernel(_GATHER, "gather")((len(table),), (_THREADS,), (parts, gathered))
+            return gathered
+        except Exception as error:  # no compiler for kernels, no memory: copies of their own do the same
+            log.debug("%d small tensors are copied one by one: %s", len(self.parts), error)
+            return None
+
+
+class Source(NamedTuple):
+    """``size`` bytes at ``address`` of a device that belong at ``start`` of a slot, once ``stream`` has made them."""
+
+    start: int
+    size: int
+    address: int
+    device: int
+    stream: int
+
+
+def sources_of(layout: Layout, arrays: Sequence[object]) -> list[Source | None]:
+    """The device tensors of a payload, on the streams that are current in this thread; None for what is elsewhere.
+
+    arrays: in the layout's order; the `DeviceTensor`s are contiguous and of the layout's dtypes.
+    """
+    streams: dict[tuple[str, int], int] = {}
+    found: list[Source | None] = []
+    for array, placement in zip(arrays, layout.placements, strict=True):
+        if not isinstance(array, DeviceTensor):
+            found.append(None)
+            continue
+        library = library_of(array.value)
+        place = (library.name, array.device)
+        if place not in streams:
+            streams[place] = library.stream(array.device)
+        found.append(Source(placement.offset, placement.nbytes, array.address, array.device, streams[place]))
+    return found
+
+
+class DeviceCopies:
+    """The copies of one payload into the slot at ``address``. Whatever happens, end with `finish`.
+
+    Bytes between two sources that stand side by side in the list become zeros, or are left alone.
+
+    sources: in the order of their places; None stands for what the processor packs there.
+    """
+
+    def __init__(self, sources: Sequence[Source | None], address: int) -> None:
+        self._address = address
+        self._steps: list[_Step] = []
+        self._parts: dict[int, list[tuple[int, int, int]]] = {}  # start and end in the slot, step; by tensor number
+        self._queued = 0  # steps
+        self._ahead = 0  # bytes queued beyond what was waited for
+        run: _Step | None = None
+        for number, source in enumerate(sources):
+            if source is None:
+                run = None  # what is packed by the processor must not stand between what is copied as one
+                continue
+            stream = (source.device, source.stream)
+            small = source.size <= _SMALL_BYTES
+            for done in range(0, source.size, _STEP_BYTES):
+                size = min(_STEP_BYTES, source.size - done)
+                full = run is None or run.end - run.start >= _STEP_BYTES or (run.device, run.stream) != stream
+                if run is None or full or not small:
+                    run = _Step(stream)
+                    self._steps.append(run)
+                start = source.start + done
+                run.add(start, size, source.address + done)
+                self._parts.setdefault(number, []).append((start, start + size, len(self._steps) - 1))
+            if not small:
+                run = None
+
+    def start(self) -> None:
+        """Queue the first steps."""
+        while self._queued < len(self._steps) and self._ahead < _AHEAD_BYTES:
+            self._queue_next()
+
+    def arrived(self, number: int) -> Iterator[tuple[int, int]]:
+        """(start, end) of each part of a tensor, each once it is in the slot. Tensors in their order."""
+        for start, end, at in self._parts.get(number, ()):
+            while self._queued <= at:
+                self._queue_next()
+            step = self._steps[at]
+            if step.mark is not None:
+                step.mark.wait()
+                step.mark = None
+                self._ahead -= step.end - step.start
+                self.start()
+            yield start, end
+
+    def finish(self) -> None:
+        """Wait for what is queued: the slot's memory, and the tensors', are others' afterwards."""
+        for step in self._steps[: self._queued]:
+            if step.mark is not None:
+                step.mark.wait()
+
+    def _queue_next(self) -> None:
+        step = self._steps[self._queued]
+        self._queued += 1
+        self._ahead += step.end - step.start
+        step.queue(self._address)

@@ -1,0 +1,182 @@
+"""CuPy and torch: what differs between them for arrays in device memory.
+
+An array of a third library (numba, JAX) is taken over by CuPy without a copy. A copy runs on the stream that is
+current in the calling thread for the library whose array it is, so that it comes after what made the array.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from functools import cached_property
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+
+from transport.devices.arrays import DeviceTensor, is_torch, require_cupy
+from transport.devices.streams import Mark, as_current, require_device
+from transport.errors import BufferUnsuitableError, MissingDependencyError, UsageError
+from transport.runtime.installing import install
+from transport.schema import DTYPES, Placement
+
+LibraryName = Literal["cupy", "torch"]
+
+
+class Library(Protocol):
+    """What is asked of an array library. Streams are CUDA's handles as integers."""
+
+    name: LibraryName
+
+    def describe(self, value: Any) -> DeviceTensor:
+        """The array's description. Raises what `as_host_array` catches for what is no plain array."""
+
+    def converted(self, tensor: DeviceTensor, dtype: np.dtype[Any]) -> DeviceTensor | None:
+        """The same values, contiguous and of ``dtype``, made on its device; None where the library lacks the dtype."""
+
+    def stream(self, device: int) -> int:
+        """The stream that is current in this thread."""
+
+    def empty(self, nbytes: int, device: int, stream: int) -> Any:
+        """A new uint8 array, its memory for use on ``stream`` first."""
+
+    def keep(self, array: Any, device: int, home: int) -> None:
+        """Once ``array`` is gone, its memory waits for what the stream that is current now has queued by then.
+
+        home: the stream of `empty`.
+        """
+
+    def view(self, array: Any, placement: Placement) -> Any:
+        """One tensor of the payload that is in ``array``, in its memory. BufferUnsuitableError for a dtype it lacks."""
+
+
+class Cupy:
+    """CuPy's arrays, and those that CuPy takes over."""
+
+    name: LibraryName = "cupy"
+
+    def describe(self, value: Any) -> DeviceTensor:
+        """See `Library`."""
+        cupy = require_cupy()
+        if not isinstance(value, cupy.ndarray):
+            value = cupy.from_dlpack(value) if hasattr(value, "__dlpack__") else cupy.asarray(value)
+        memory = value.data
+        return DeviceTensor(value, value.dtype, value.shape, memory.ptr, value.flags.c_contiguous, memory.device_id)
+
+    def converted(self, tensor: DeviceTensor, dtype: np.dtype[Any]) -> DeviceTensor | None:
+        """See `Library`."""
+        cupy = require_cupy()
+        try:
+            with cupy.cuda.Device(tensor.device):
+                return self.describe(tensor.value.astype(dtype, order="C", copy=False))
+        except (TypeError, ValueError):  # CuPy has no float8
+            return None
+
+    def stream(self, device: int) -> int:
+        """See `Library`."""
+        return int(require_cupy().cuda.get_current_stream(device).ptr)
+
+    def empty(self, nbytes: int, device: int, stream: int) -> Any:
+        """See `Library`."""
+        cupy = require_cupy()
+        with cupy.cuda.Device(device), as_current(stream):
+            return cupy.empty(nbytes, dtype=np.uint8)
+
+    def keep(self, array: Any, device: int, home: int) -> None:
+        """See `Library`. CuPy's pool hands memory on to the stream it was allocated for, so that one waits."""
+        stream = require_cupy().cuda.get_current_stream(device)  # the object: the stream must live until then
+        weakref.finalize(array, _wait_for, stream, device, home).atexit = False
+
+    def view(self, array: Any, placement: Placement) -> Any:
+        """See `Library`."""
+        flat = self.describe(array).value.reshape(-1).view(np.uint8)
+        try:
+            piece = flat[placement.offset : placement.offset + placement.nbytes].view(placement.dtype)
+        except (TypeError, ValueError) as error:
+            raise BufferUnsuitableError(
+                f"{placement.name}: CuPy has no {placement.dtype.name}; read this payload into torch memory"
+            ) from error
+        return piece.reshape(placement.shape)
+
+
+def _wait_for(stream: Any, device: int, home: int) -> None:
+    if not sys.is_finalizing():  # CUDA may be gone by then, and nobody allocates any more
+        Mark(int(stream.ptr), device).hold(home, device)
+
+
+class Torch:
+    """torch's CUDA tensors."""
+
+    name: LibraryName = "torch"
+
+    @cached_property
+    def _torch(self) -> Any:
+        try:
+            import torch
+        except ImportError as error:
+            raise MissingDependencyError(f"device='torch' needs torch ({error}): {install('torch')}") from error
+        return torch
+
+    def describe(self, value: Any) -> DeviceTensor:
+        """See `Library`. Gradients are not carried; lazy conjugates are resolved."""
+        tensor = value.detach().resolve_conj().resolve_neg()
+        dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+        if dtype is None:
+            raise TypeError(f"payloads have no {tensor.dtype}")
+        return DeviceTensor(
+            tensor, dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.is_contiguous(), tensor.device.index
+        )
+
+    def converted(self, tensor: DeviceTensor, dtype: np.dtype[Any]) -> DeviceTensor | None:
+        """See `Library`."""
+        theirs = getattr(self._torch, dtype.name, None)
+        return None if theirs is None else self.describe(tensor.value.to(theirs).contiguous())
+
+    def stream(self, device: int) -> int:
+        """See `Library`."""
+        return int(self._torch.cuda.current_stream(device).cuda_stream)
+
+    def empty(self, nbytes: int, device: int, stream: int) -> Any:
+        """See `Library`."""
+        torch = self._torch
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
+            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
+
+    def keep(self, array: Any, device: int, home: int) -> None:
+        """See `Library`. torch's allocator does it itself, when told."""
+        array.record_stream(self._torch.cuda.current_stream(device))
+
+    def view(self, array: Any, placement: Placement) -> Any:
+        """See `Library`."""
+        flat = array.detach().view(-1).view(self._torch.uint8)
+        dtype = getattr(self._torch, placement.dtype.name, None)
+        if dtype is None:
+            raise BufferUnsuitableError(f"{placement.name}: torch has no {placement.dtype.name}")
+        return flat[placement.offset : placement.offset + placement.nbytes].view(dtype).view(placement.shape)
+
+
+CUPY = Cupy()
+TORCH = Torch()
+
+
+def library_of(value: object) -> Library:
+    """The library that describes a value in device memory."""
+    return TORCH if is_torch(value) else CUPY
+
+
+def parse_device(device: str) -> tuple[Library, int]:
+    """A library and the number of a device, from "cupy", "torch", "cupy:1" or "torch:1".
+
+    Raises:
+        UsageError: anything else, or a device that this host has not got.
+        MissingDependencyError: CuPy, or the library, is not installed, or there is no device at all.
+    """
+    name, _, number = device.partition(":")
+    if name not in get_args(LibraryName) or (number and not number.isdecimal()):
+        raise UsageError(f'device={device!r}; choose "cupy" or "torch", with ":1" for the second device')
+    require_cupy()
+    if name == "torch" and "torch" not in sys.modules:
+        TORCH._torch  # noqa: B018  # a torch that is missing shows here, not at the first read
+    count = require_device()
+    if int(number or 0) >= count:
+        raise UsageError(f"device={device!r}: this process sees {count} CUDA devices, numbered from 0")
+    return (TORCH if name == "torch" else CUPY), int(number or 0)

@@ -1,0 +1,239 @@
+"""CUDA through CuPy: copies on streams, marks in a stream's queue, host memory registered or pinned.
+
+A stream is CUDA's handle as an integer; 0 is the default stream of the device that a call names. Nothing here waits
+for a device: a copy is queued, and whoever needs its end asks for the mark behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from transport.devices.arrays import require_cupy
+from transport.errors import MissingDependencyError
+
+log = logging.getLogger(__name__)
+
+PER_THREAD = 2  # cudaStreamPerThread: the default stream of whichever thread names it
+
+_READ_ONLY = 8  # cudaHostRegisterReadOnly, which CuPy does not name
+_MOST_EVENTS = 64  # kept for the next marks of a device
+
+
+def require_device() -> int:
+    """How many CUDA devices there are. MissingDependencyError, with the reason, where there is none, or no CuPy."""
+    runtime = require_cupy().cuda.runtime
+    try:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise MissingDependencyError(f"no CUDA device: {error}") from error
+    if not count:
+        raise MissingDependencyError("no CUDA device")
+    return count
+
+
+def address_of(memory: Any) -> int:
+    """Where contiguous host memory begins, read-only memory included."""
+    return int(np.asarray(memoryview(memory)).__array_interface__["data"][0])
+
+
+def copy_to_host(copies: Iterable[tuple[int, int, int]], device: int, stream: int) -> None:
+    """Queue copies (target, source, bytes) from device memory. One into memory that is not registered is waited for."""
+    cupy = require_cupy()
+    runtime = cupy.cuda.runtime
+    with cupy.cuda.Device(device):
+        for target, source, nbytes in copies:
+            runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDeviceToHost, stream)
+
+
+def copy_to_device(target: int, source: int, nbytes: int, device: int, stream: int) -> None:
+    """Queue a copy into device memory. Host memory that is not registered has been read when this returns."""
+    cupy = require_cupy()
+    with cupy.cuda.Device(device):
+        cupy.cuda.runtime.memcpyAsync(target, source, nbytes, cupy.cuda.runtime.memcpyHostToDevice, stream)
+
+
+@contextlib.contextmanager
+def settled_on_failure(stream: int, device: int) -> Iterator[None]:
+    """Around what queues copies and then the mark behind them.
+
+    When that fails half-way no mark says when the memory is free again, so what is queued by then is waited for. A
+    device that cannot even do that copies nothing any more.
+    """
+    try:
+        yield
+    except BaseException:
+        cupy = require_cupy()
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError), cupy.cuda.Device(device):
+            cupy.cuda.runtime.streamSynchronize(stream)
+        raise
+
+
+class Mark:
+    """A place in a stream's queue: everything queued before it has been done once it has passed. Any thread."""
+
+    def __init__(self, stream: int, device: int) -> None:
+        cupy = require_cupy()
+        self._runtime = cupy.cuda.runtime
+        self._idle = _idle_events(cupy, device)
+        with cupy.cuda.Device(device):
+            try:
+                self._event = self._idle.pop()
+            except IndexError:
+                self._event = cupy.cuda.Event(disable_timing=True)
+            self._runtime.eventRecord(self._event.ptr, stream)
+
+    def __del__(self) -> None:
+        # Recorded again it is another place; a stream that waits for this one goes on doing so.
+        if hasattr(self, "_event") and len(self._idle) < _MOST_EVENTS:
+            self._idle.append(self._event)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the stream is beyond it. Raises what CUDA reports of a device that has failed."""
+        return bool(self._event.done)
+
+    def wait(self) -> None:
+        """Wait for it, in this thread and without the interpreter lock; the device goes on with everything else."""
+        self._event.synchronize()
+
+    def hold(self, stream: int, device: int) -> None:
+        """What is queued on ``stream`` of ``device`` from now on comes after this mark; the host waits for nothing."""
+        with require_cupy().cuda.Device(device):  # which default stream is meant
+            self._runtime.streamWaitEvent(stream, self._event.ptr, 0)
+
+
+def handle_for_others(stream: int, device: int) -> int:
+    """A handle by which other threads can queue behind a stream that is this thread's current one.
+
+    It is the stream's own but for the default stream of this thread, whose handle names another one elsewhere; then it
+    is that of the project's own stream, which comes after what is queued by now.
+    """
+    if stream != PER_THREAD:
+        return stream
+    own = own_stream(device)
+    Mark(stream, device).hold(own, device)
+    return own
+
+
+@cache
+def _idle_events(_cupy: Any, _device: int) -> list[Any]:
+    """Events of a device that no mark uses. Making one takes a lock of the driver."""
+    return []
+
+
+class _Handle:
+    """A stream's handle by the CUDA stream protocol."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
+def as_current(stream: int) -> Any:
+    """A context in which CuPy's work goes to ``stream``, of the current device."""
+    kind = require_cupy().cuda.Stream
+    if stream in (0, PER_THREAD):  # the default streams have objects of their own
+        return kind.ptds if stream else kind.null
+    return kind.from_external(_Handle(stream)) if hasattr(kind, "from_external") else _external(stream)
+
+
+def _external(stream: int) -> Any:
+    """Before CuPy 14."""
+    return require_cupy().cuda.ExternalStream(stream)
+
+
+def own_stream(device: int) -> int:
+    """The stream of this project's own copies on a device. It waits for no other and lives as long as the process.
+
+    CuPy's memory pool remembers memory by the stream it was allocated for, also when that stream is gone.
+    """
+    return int(_own_stream(require_cupy(), device).ptr)
+
+
+@cache
+def _own_stream(cupy: Any, device: int) -> Any:
+    with cupy.cuda.Device(device):
+        return cupy.cuda.Stream(non_blocking=True)
+
+
+def pinned_memory(nbytes: int, device: int) -> np.ndarray:
+    """Page-locked host memory as a uint8 array; freed with its last view. Any device may copy from and to it.
+
+    device: used already, or about to be: a process that touches another takes hundreds of MiB of that one.
+    """
+    cupy = require_cupy()
+    with cupy.cuda.Device(device):
+        pinned = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(nbytes), 0)
+    return np.frombuffer(pinned, np.uint8, nbytes)
+
+
+class RegisteredPages:
+    """Host memory that others own, registered with CUDA piece by piece, at the first use of each. Any thread.
+
+    Copies from and to registered memory run at the speed of the bus and need no staging inside the driver. Where
+    CUDA refuses, copies go on without: slower, with one warning.
+
+    Args:
+        read_only: the memory is mapped so.
+    """
+
+    def __init__(self, *, read_only: bool) -> None:
+        self._flags = _READ_ONLY if read_only else 0
+        self._pieces: dict[int, int] = {}  # address by key
+        self._refused = False
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"<RegisteredPages {len(self._pieces)} pieces{', refused' if self._refused else ''}>"
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def ensure(self, key: int, memory: Callable[[], Any], device: int) -> bool:
+        """Register the piece named ``key``, once. False: it is not registered.
+
+        memory: gives the piece, called only where it is new.
+        """
+        if key in self._pieces:
+            return True
+        if self._refused:
+            return False
+        cupy = require_cupy()
+        with self._lock:
+            if key in self._pieces or self._refused:
+                return not self._refused
+            piece = memory()
+            address = address_of(piece)
+            try:
+                with cupy.cuda.Device(device):
+                    cupy.cuda.runtime.hostRegister(address, len(piece), self._flags)
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                self._refused = True
+                log.warning("CUDA does not register shared memory (%s); copies take a detour inside the driver", error)
+                return False
+            self._pieces[key] = address
+            return True
+
+    def release(self) -> None:
+        """Before the memory is unmapped: give every piece back. Copies from and to it must be done. Idempotent."""
+        with self._lock:
+            pieces, self._pieces = self._pieces, {}
+            if not pieces or os.getpid() != self._process:  # registrations are not inherited by a forked child
+                return
+            runtime = require_cupy().cuda.runtime
+            for address in pieces.values():
+                try:
+                    runtime.hostUnregister(address)
+                except runtime.CUDARuntimeError as error:  # at the end of the process the driver may be gone
+                    log.debug("unregistering %#x: %s", address, error)

@@ -1,0 +1,294 @@
+"""Prometheus metrics of rings, clients, packers and queues: names ``transport_…`` with their units.
+
+    with Exporter(9400) as exporter:
+        exporter.add_ring(ring)
+        exporter.add_client("trainer 0", client.statistics)
+
+Nothing is counted for it: a scrape looks at the statistics that rings, clients and queues keep anyway. What cannot be
+looked at (closed meanwhile) is left out of that scrape.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
+
+from transport.client.payload import ClientStatistics
+from transport.config import Configuration
+from transport.errors import BusyPortError, MissingDependencyError, TransportError
+from transport.packer.session import PackerStatistics
+from transport.queue.base import QueueDepth
+from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.installing import install
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+log = logging.getLogger(__name__)
+
+_PORTS_TRIED: Final = 64  # processes of one host that are given the same port
+
+Kind = Literal["counter", "gauge"]
+
+
+class Family(NamedTuple):
+    """One metric: its kind, labels and what it says."""
+
+    kind: Kind
+    labels: tuple[str, ...]
+    says: str
+
+
+_OF_RING = ("ring", "segment")
+_OF_CLIENT = ("client",)
+_OF_QUEUE = ("queue",)
+
+FAMILIES: Final[dict[str, Family]] = {
+    "transport_ring_slots": Family("gauge", (*_OF_RING, "state"), "slots by state"),
+    "transport_ring_slot_capacity_bytes": Family("gauge", _OF_RING, "payload bytes that a slot holds"),
+    "transport_ring_published_total": Family("counter", _OF_RING, "payloads published"),
+    "transport_ring_published_bytes_total": Family("counter", _OF_RING, "bytes of the payloads published"),
+    "transport_ring_reads_total": Family("counter", _OF_RING, "reads begun, by listeners and on this host"),
+    "transport_ring_read_bytes_total": Family("counter", (*_OF_RING, "wire"), "bytes read, by what carried them"),
+    "transport_ring_consumed_total": Family("counter", _OF_RING, "payloads consumed, once for each rank"),
+    "transport_ring_stale_reads_total": Family("counter", _OF_RING, "reads refused because the payload was gone"),
+    "transport_ring_late_acknowledgements_total": Family("counter", _OF_RING, "acknowledgements that came second"),
+    "transport_ring_overwritten_total": Family("counter", _OF_RING, "unread payloads lost to overwriting"),
+    "transport_ring_discarded_total": Family("counter", _OF_RING, "payloads given up"),
+    "transport_ring_aborted_total": Family("counter", _OF_RING, "writes that were rolled back"),
+    "transport_ring_full_waits_total": Family("counter", _OF_RING, "writes that had to wait for a slot"),
+    "transport_ring_reclaimed_slots_total": Family(
+        "counter", (*_OF_RING, "was"), "slots taken back from dead processes, by what they were doing"
+    ),
+    "transport_ring_listeners": Family("gauge", _OF_RING, "living listener processes"),
+    "transport_listener_heartbeat_age_seconds": Family("gauge", (*_OF_RING, "port"), "since a listener's last sweep"),
+    "transport_client_reads_total": Family("counter", _OF_CLIENT, "payloads read"),
+    "transport_client_read_bytes_total": Family("counter", (*_OF_CLIENT, "wire"), "bytes read, by what carried them"),
+    "transport_client_retries_total": Family("counter", _OF_CLIENT, "attempts beyond the first of a read"),
+    "transport_client_stale_total": Family("counter", _OF_CLIENT, "reads refused because the payload was gone"),
+    "transport_client_failed_reads_total": Family("counter", _OF_CLIENT, "reads that failed for another reason"),
+    "transport_client_checksum_failures_total": Family("counter", _OF_CLIENT, "payloads that arrived changed"),
+    "transport_client_links_opened_total": Family("counter", _OF_CLIENT, "connections made"),
+    "transport_client_links": Family("gauge", (*_OF_CLIENT, "state"), "connections, idle or in use"),
+    "transport_client_acknowledgements": Family(
+        "gauge", (*_OF_CLIENT, "state"), "acknowledgements that are waiting to go, or for their confirmation"
+    ),
+    "transport_client_acknowledgements_dropped_total": Family(
+        "counter", _OF_CLIENT, "acknowledgements whose ring is gone"
+    ),
+    "transport_client_quarantined_ports": Family("gauge", _OF_CLIENT, "ports that are avoided after a failure"),
+    "transport_packer_batches_total": Family("counter", _OF_CLIENT, "batches collected"),
+    "transport_packer_payloads_total": Family("counter", (*_OF_CLIENT, "outcome"), "payloads by what became of them"),
+    "transport_queue_deliveries": Family("gauge", (*_OF_QUEUE, "state"), "deliveries under way, by state"),
+    "transport_queue_finished_total": Family("counter", (*_OF_QUEUE, "outcome"), "deliveries that ended, by how"),
+    "transport_queue_retried_total": Family("counter", _OF_QUEUE, "claims given back"),
+    "transport_queue_expired_total": Family("counter", _OF_QUEUE, "leases that ended before their claim did"),
+}
+"""Every metric there is; docs/grafana.json and docs/OPERATIONS.md are compared with it."""
+
+Sample = tuple[str, tuple[str, ...], float]
+"""Name of a family, its labels' values, and the number."""
+
+
+def ring_samples(ring: SharedRingBuffer, now_ns: int) -> Iterator[Sample]:
+    """What a ring says of itself. Raises ClosedError."""
+    labels = (ring.ring_id[:8], ring.name)
+    seen = ring.statistics()
+    for state in ("free", "writing", "ready", "reading"):
+        yield "transport_ring_slots", (*labels, state), getattr(seen, state)
+    yield "transport_ring_slot_capacity_bytes", labels, seen.slot_capacity_bytes
+    counters = {
+        "published": seen.publishes,
+        "published_bytes": seen.bytes_published,
+        "reads": seen.pins,
+        "consumed": seen.consumes,
+        "stale_reads": seen.stale_pins,
+        "late_acknowledgements": seen.late_finalises,
+        "overwritten": seen.overwrites,
+        "discarded": seen.discards,
+        "aborted": seen.aborts,
+        "full_waits": seen.full_waits,
+    }
+    for name, value in counters.items():
+        yield f"transport_ring_{name}_total", labels, value
+    for wire, size in seen.bytes_by_wire.items():
+        yield "transport_ring_read_bytes_total", (*labels, wire), size
+    yield "transport_ring_reclaimed_slots_total", (*labels, "writing"), seen.reclaimed_writing
+    yield "transport_ring_reclaimed_slots_total", (*labels, "reading"), seen.reclaimed_reading
+    listeners = [owner for owner in ring.native.owners() if owner.alive and owner.port]
+    yield "transport_ring_listeners", labels, len(listeners)
+    for owner in listeners:
+        age_s = max(0.0, (now_ns - owner.heartbeat_ns) / 1e9)
+        yield "transport_listener_heartbeat_age_seconds", (*labels, str(owner.port)), age_s
+
+
+def client_samples(name: str, seen: ClientStatistics) -> Iterator[Sample]:
+    """What a client has counted."""
+    labels = (name,)
+    for wire, size in seen.bytes_by_wire.items():
+        yield "transport_client_read_bytes_total", (name, wire), size
+    counters = {
+        "reads": seen.reads,
+        "retries": seen.retries,
+        "stale": seen.stale,
+        "failed_reads": seen.failed_reads,
+        "checksum_failures": seen.checksum_failures,
+        "links_opened": seen.links_opened,
+        "acknowledgements_dropped": seen.acks_dropped,
+    }
+    for counter, value in counters.items():
+        yield f"transport_client_{counter}_total", labels, value
+    yield "transport_client_links", (name, "idle"), seen.links_idle
+    yield "transport_client_links", (name, "in_use"), seen.links_in_use
+    yield "transport_client_acknowledgements", (name, "pending"), seen.acks_pending
+    yield "transport_client_acknowledgements", (name, "unconfirmed"), seen.acks_unconfirmed
+    yield "transport_client_quarantined_ports", labels, len(seen.quarantined_ports)
+
+
+def packer_samples(name: str, seen: PackerStatistics) -> Iterator[Sample]:
+    """What a data packer has counted, its client included."""
+    yield "transport_packer_batches_total", (name,), seen.batches
+    outcomes = {
+        "consumed": seen.consumed,
+        "duplicate": seen.duplicates,
+        "failed": seen.failed,
+        "returned": seen.returned,
+        "claim_lost": seen.lost_claims,
+    }
+    for outcome, value in outcomes.items():
+        yield "transport_packer_payloads_total", (name, outcome), value
+    yield from client_samples(name, seen.client)
+
+
+def queue_samples(name: str, depth: QueueDepth) -> Iterator[Sample]:
+    """What stands in a queue."""
+    for state in ("ready", "claimed", "arrived"):
+        yield "transport_queue_deliveries", (name, state), getattr(depth, state)
+    for outcome in ("done", "discarded", "dead", "lost"):
+        yield "transport_queue_finished_total", (name, outcome), getattr(depth, outcome)
+    yield "transport_queue_retried_total", (name,), depth.retried
+    yield "transport_queue_expired_total", (name,), depth.expired
+
+
+class Collector:
+    """Looks at everything that was added, whenever it is scraped. Any thread."""
+
+    def __init__(self) -> None:
+        self._sources: dict[object, Callable[[], Iterator[Sample]]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, key: object, source: Callable[[], Iterator[Sample]]) -> None:
+        """Ask ``source`` at each scrape, until `remove`."""
+        with self._lock:
+            self._sources[key] = source
+
+    def remove(self, key: object) -> None:
+        """Ask it no more. Idempotent."""
+        with self._lock:
+            self._sources.pop(key, None)
+
+    def samples(self) -> list[Sample]:
+        """All there are now."""
+        with self._lock:
+            sources = list(self._sources.values())
+        found: list[Sample] = []
+        for source in sources:
+            try:
+                found += list(source())
+            except (TransportError, RuntimeError) as error:  # closed, or its loop is ending, between two scrapes
+                log.debug("a source of metrics cannot be looked at: %s", error)
+        return found
+
+    def collect(self) -> Iterator[Metric]:
+        """As prometheus_client asks for it."""
+        core = _prometheus()[1]
+        families: dict[str, Any] = {}
+        for name, labels, value in self.samples():
+            family = FAMILIES[name]
+            if name not in families:
+                make = core.CounterMetricFamily if family.kind == "counter" else core.GaugeMetricFamily
+                families[name] = make(name.removesuffix("_total"), family.says, labels=family.labels)
+            families[name].add_metric(labels, value)
+        yield from families.values()
+
+
+class Exporter:
+    """A port that answers with the metrics of what was added to it.
+
+    Args:
+        port: 0: assigned by the system. One that is in use: the next free one of the 64 from there, so that the
+            processes of a host can be given the same number.
+        bind: local address.
+
+    Raises:
+        MissingDependencyError: prometheus-client is not installed.
+        BusyPortError: all of those ports are in use.
+    """
+
+    def __init__(self, port: int, bind: str = "127.0.0.1") -> None:
+        prometheus, _ = _prometheus()
+        registry = prometheus.CollectorRegistry()
+        self.collector = Collector()
+        registry.register(self.collector)
+        self._server, self._thread = _serve(prometheus, registry, port, bind)
+        self.port: int = self._server.server_port
+        log.info("metrics on http://%s:%d/metrics", bind, self.port)
+
+    def add_ring(self, ring: SharedRingBuffer) -> None:
+        """Its states and counters."""
+        self.collector.add(ring, lambda: ring_samples(ring, time.monotonic_ns()))
+
+    def add_client(self, name: str, statistics: Callable[[], ClientStatistics]) -> None:
+        """``statistics`` is called from the exporter's thread: `BlockingClient.statistics` may be."""
+        self.collector.add(("client", name), lambda: client_samples(name, statistics()))
+
+    def add_packer(self, name: str, statistics: Callable[[], PackerStatistics]) -> None:
+        """A data packer and its client."""
+        self.collector.add(("packer", name), lambda: packer_samples(name, statistics()))
+
+    def add_queue(self, name: str, depth: Callable[[], QueueDepth]) -> None:
+        """A ticket queue; ``depth`` is called from the exporter's thread."""
+        self.collector.add(("queue", name), lambda: queue_samples(name, depth()))
+
+    def close(self) -> None:
+        """Answer no more. Idempotent."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def configured_exporter(configuration: Configuration) -> Exporter | None:
+    """An exporter where ``metrics_port`` is set. Raises as `Exporter`."""
+    if configuration.metrics_port is None:
+        return None
+    return Exporter(configuration.metrics_port, configuration.metrics_bind)
+
+
+def _serve(prometheus: Any, registry: Any, port: int, bind: str) -> tuple[Any, threading.Thread]:
+    for tried in [port] if port == 0 else range(port, min(port + _PORTS_TRIED, 65536)):
+        with contextlib.suppress(OSError):
+            server, thread = prometheus.start_http_server(tried, bind, registry)
+            return server, thread
+    raise BusyPortError(
+        f"metrics on {bind}:{port}: it and the {_PORTS_TRIED - 1} ports after it are in use, or {bind} is no address "
+        "of this host; set metrics_port=0 for any"
+    )
+
+
+def _prometheus() -> tuple[Any, Any]:
+    try:
+        import prometheus_client
+        import prometheus_client.core
+    except ImportError as error:
+        raise MissingDependencyError(f"metrics need prometheus-client: {install('metrics')}") from error
+    return prometheus_client, prometheus_client.core

@@ -1,0 +1,153 @@
+"""What `transport top` shows: every ring of this host, what its processes do, and the clients that read from here.
+
+Looking takes no owner place and changes nothing. `look` is one moment; `rates` are differences between two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from transport import _ring as _native
+from transport.client import status_socket
+from transport.errors import RingError, RingNotFoundError
+from transport.ring.buffer import SharedRingBuffer
+from transport.ring.states import RingStatistics
+from transport.server.supervisor_lock import supervised
+
+_SHARED_MEMORY: Final = Path("/dev/shm")
+
+
+class ListenerView(msgspec.Struct, frozen=True, kw_only=True):
+    """A living listener."""
+
+    port: int
+    pid: int
+    heartbeat_age_s: float
+
+
+class RingView(msgspec.Struct, frozen=True, kw_only=True):
+    """One ring. Where it cannot be read, ``unreadable`` says why, and there are no statistics."""
+
+    name: str
+    ring: str = ""
+    segment_bytes: int = 0
+    writer: int = 0  # process id; 0: gone
+    readers: tuple[int, ...] = ()  # processes that map it
+    listeners: tuple[ListenerView, ...] = ()
+    supervised: bool = False
+    statistics: RingStatistics | None = None
+    bytes_by_wire: dict[str, int] = {}
+    unreadable: str = ""
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One look at the host; the command's JSON.
+
+    Attributes:
+        taken: seconds since the epoch.
+        monotonic_s: for differences.
+    """
+
+    taken: float
+    monotonic_s: float
+    rings: tuple[RingView, ...]
+    clients: tuple[status_socket.ClientStatus, ...]
+
+    @property
+    def retries(self) -> int:
+        """Of all clients."""
+        return sum(client.statistics.retries for client in self.clients)
+
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        """Ports that at least one client avoids."""
+        return tuple(sorted({port for client in self.clients for port in client.statistics.quarantined_ports}))
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ring did between two looks, per second."""
+
+    published: float
+    reads: float
+    bytes_by_wire: dict[str, float]
+
+
+def named(names: Sequence[str]) -> list[str]:
+    """Segments as the system names them. Raises RingNotFoundError for one that is not on this host."""
+    found = [f"/{name.lstrip('/')}" for name in names]
+    for name in found:
+        if not (_SHARED_MEMORY / name.lstrip("/")).exists():
+            raise RingNotFoundError(
+                f"there is no segment {name} on this host; transport top --once lists those there are"
+            )
+    return found
+
+
+def look(names: list[str] | None = None) -> Snapshot:
+    """The host now. ``names``: only these rings."""
+    rings = [view for name in (_native.segments() if names is None else names) if (view := _ring(name)) is not None]
+    return Snapshot(
+        taken=time.time(), monotonic_s=time.monotonic(), rings=tuple(rings), clients=tuple(status_socket.clients())
+    )
+
+
+def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
+    """By name of the ring; a ring that is new, or was made anew, has none yet."""
+    seconds = after.monotonic_s - before.monotonic_s
+    known = {(view.name, view.ring): view for view in before.rings}
+    found = {}
+    for view in after.rings:
+        earlier = known.get((view.name, view.ring))
+        if earlier is None or earlier.statistics is None or view.statistics is None or seconds <= 0:
+            continue
+        found[view.name] = Rates(
+            published=(view.statistics.publishes - earlier.statistics.publishes) / seconds,
+            reads=(view.statistics.pins - earlier.statistics.pins) / seconds,
+            bytes_by_wire={
+                wire: (size - earlier.bytes_by_wire.get(wire, 0)) / seconds for wire, size in view.bytes_by_wire.items()
+            },
+        )
+    return found
+
+
+def _ring(name: str) -> RingView | None:
+    """None when it has gone meanwhile."""
+    try:
+        size = (_SHARED_MEMORY / name.lstrip("/")).stat().st_size
+        ring = SharedRingBuffer.attach(name, role="observer")
+    except (FileNotFoundError, RingNotFoundError):
+        return None
+    except RingError as error:
+        return RingView(name=name, segment_bytes=size, unreadable=str(error).removeprefix(f"{name}: "))
+    try:
+        return _view(ring, size)
+    finally:
+        ring.native.close()  # not ring.close(), which removes a segment that nobody else is attached to
+
+
+def _view(ring: SharedRingBuffer, size: int) -> RingView:
+    now_ns = time.monotonic_ns()
+    owners = [owner for owner in ring.native.owners() if owner.alive]
+    statistics = ring.statistics()
+    return RingView(
+        name=ring.name,
+        ring=ring.ring_id,
+        segment_bytes=size,
+        writer=next((owner.pid for owner in owners if owner.role == _native.ROLE_WRITER), 0),
+        readers=tuple(owner.pid for owner in owners if owner.role == _native.ROLE_READER),
+        listeners=tuple(
+            ListenerView(
+                port=owner.port, pid=owner.pid, heartbeat_age_s=round(max(0, now_ns - owner.heartbeat_ns) / 1e9, 3)
+            )
+            for owner in owners
+            if owner.port
+        ),
+        supervised=supervised(ring.name),
+        statistics=statistics,
+        bytes_by_wire=statistics.bytes_by_wire,
+    )

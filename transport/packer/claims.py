@@ -1,0 +1,166 @@
+"""The claims a trainer has in hand, and what it tells the queue about them.
+
+    claimed ──settle──► acked: may be trained on          ──lost──► another trainer's: may not
+       └──report──► failed: discarded where the payload can never be read, else retried; duplicate: acked untrained
+       └──give_back──► claimed by whoever comes next
+
+Methods block on the queue; the packer calls them from the trainer's thread or a worker thread. What is counted here is
+read by `UCXXDataPackerMixin.ucxx_statistics`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from transport.client.payload import AckMode
+from transport.errors import StaleSlotError, TransportError, UsageError
+from transport.packer.prefetch import FetchedBatch, FetchedItem
+from transport.queue.base import Claim, TicketQueue
+from transport.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+class ClaimBook:
+    """Claims by token, from `claim` until they are settled, reported or given back.
+
+    Args:
+        queue: where they come from; None: tickets come another way, and there is nothing to tell anybody.
+        rank: which of each payload's readers the trainer is.
+        consumer: the trainer's name in the queue's reports.
+        ack: "on_arrival" reports payloads as arrived when they are collected, as trained on when they are settled.
+        max_policy_age: by how many versions what is claimed may be behind the trainer's; None: by any number.
+    """
+
+    def __init__(
+        self,
+        queue: TicketQueue | None,
+        rank: int,
+        consumer: str,
+        ack: AckMode,
+        settings: Settings,
+        max_policy_age: int | None = None,
+    ) -> None:
+        if max_policy_age is not None and max_policy_age < 0:
+            raise UsageError(f"max_policy_age={max_policy_age}; give policy versions from 0")
+        self._max_policy_age = max_policy_age
+        self._queue = queue
+        self._rank = rank
+        self._consumer = consumer
+        self._ack = ack
+        self._retry_delay_s = settings.backoff_most_s
+        self._renew_s = 0.0 if queue is None else min(settings.claim_renew_s, queue.lease_s / 3)
+        # Invariant: a claim is here as long as its lease is to be renewed.
+        self._in_hand: dict[str, Claim] = {}
+        self.counts = dict.fromkeys(("failed", "stale", "duplicates", "returned", "lost_claims"), 0)
+
+    def __repr__(self) -> str:
+        return f"<ClaimBook {self._consumer} rank {self._rank}, {len(self._in_hand)} in hand>"
+
+    @property
+    def in_hand(self) -> list[Claim]:
+        """Claims that are neither settled nor given back."""
+        return list(self._in_hand.values())
+
+    def claim(self, n: int, timeout_s: float, policy_version: int | None = None) -> list[Claim]:
+        """Up to ``n`` claims; waits for the first up to ``timeout_s``. UsageError without a queue.
+
+        With ``max_policy_age`` the trainer says which ``policy_version`` it trains; the queue discards what is older.
+        """
+        if self._queue is None:
+            raise UsageError("claim_tickets() needs setup_ucxx_packer(queue=...)")
+        oldest = None
+        if self._max_policy_age is not None:
+            if policy_version is None:
+                raise UsageError("claim_tickets() needs policy_version=, since max_policy_age was given at setup")
+            oldest = policy_version - self._max_policy_age
+        claims = self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest)
+        self._in_hand.update((claim.token, claim) for claim in claims)
+        return claims
+
+    def settle(self, items: list[FetchedItem]) -> list[FetchedItem]:
+        """Acknowledge (or finish) the items' claims; returns the items that are this trainer's to train on."""
+        claims = [item.claim for item in items if item.claim is not None]
+        if self._queue is None or not claims:
+            return items
+        accepted = self._queue.finish(claims) if self._ack == "on_arrival" else self._queue.ack_many(claims)
+        mine = {claim.token for claim in accepted}
+        self._let_go(claims)
+        self.counts["lost_claims"] += len(claims) - len(mine)
+        return [item for item in items if item.claim is None or item.claim.token in mine]
+
+    def report(self, batch: FetchedBatch) -> None:
+        """Tell the queue of the failures and duplicates of a fetched batch. Does nothing the second time."""
+        if batch.reported:
+            return
+        for item in batch.items:
+            self.counts["duplicates"] += item.duplicate
+            if item.error is not None:
+                self.counts["failed"] += 1
+                self.counts["stale"] += isinstance(item.error, StaleSlotError)
+                log.warning("payload %s: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error))
+            if self._queue is None or item.claim is None or item.payload is not None:
+                continue
+            self._let_go([item.claim])
+            if item.error is None:
+                self._queue.ack(item.claim)  # trained on before; nobody else shall be given it
+            elif item.error.unreadable:
+                self._queue.discard(item.claim, f"{type(item.error).__name__}: {item.error}")
+            else:
+                self._queue.retry(item.claim, self._retry_delay_s, str(item.error))
+        batch.reported = True
+
+    def report_arrivals(self, batch: FetchedBatch) -> None:
+        """With ack="on_arrival": what the trainer has collected has arrived, for the queue and then for the rings.
+
+        Not before it is collected: a batch that is cancelled until then loses nothing. Does nothing the second time.
+        """
+        if self._ack != "on_arrival" or batch.arrived:
+            return
+        arrived = [item for item in batch.items if item.payload is not None]
+        claims = [item.claim for item in arrived if item.claim is not None]
+        if self._queue is not None and claims:
+            recorded = {claim.token for claim in self._queue.ack_many(claims, trained=False)}
+        else:
+            recorded = set()
+        for item in arrived:
+            if item.payload is not None and (item.claim is None or item.claim.token in recorded):
+                item.payload.ack()
+        batch.arrived = True
+
+    def give_back(self, claims: Iterable[Claim], reason: str) -> None:
+        """Let others have claims that were not used."""
+        claims = list(claims)
+        try:
+            for claim in claims:  # each let go of in its turn, so that an interrupt leaves the others to the next call
+                self._let_go([claim])
+                if self._queue is not None and self._queue.retry(claim, 0.0, reason):
+                    self.counts["returned"] += 1
+        except Exception:
+            self._let_go(claims)  # their leases end
+            raise
+
+    def _let_go(self, claims: list[Claim]) -> None:
+        for claim in claims:
+            self._in_hand.pop(claim.token, None)
+
+    async def keep_leases(self) -> None:
+        """Renew what is in hand, at a third of the lease, until cancelled."""
+        queue = self._queue
+        if queue is None:
+            return
+        while True:
+            await asyncio.sleep(self._renew_s)
+            claims = self.in_hand
+            if not claims:
+                continue
+            try:
+                kept = await asyncio.to_thread(queue.renew, claims)
+            except TransportError as error:
+                log.warning("the leases of %d claims could not be renewed: %s", len(claims), error)
+                continue
+            lost = {claim.token for claim in claims} - {claim.token for claim in kept}
+            if lost & self._in_hand.keys():
+                log.warning("%d claims are another trainer's by now", len(lost & self._in_hand.keys()))

@@ -1,0 +1,407 @@
+"""UCXXDataPackerMixin: gives a trainer's data packer payloads by ticket, prefetched, each trained on once.
+
+Three layers of retry, one deadline through all of them:
+
+    layer 3  `_ucxx_dp_fetch_all`   rounds over the batch, only what failed retryably     rounds_per_batch
+    layer 2    `_read_one`            fresh calls for one ticket                            calls_per_ticket
+    layer 1      `UCXXClient.read`      rotation over the ring's ports                        attempts_per_read
+
+Consumption (with a queue): a payload is consumed when `queue.ack` returned True for its claim; only then is its slot
+acknowledged and only then may it be trained on. What a dying trainer had claimed is claimed again by another.
+
+The mixin owns one background loop, from `setup_ucxx_packer` to `cleanup_ucxx_packer`. Its public methods block, and
+belong to the trainer's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from transport.client.client import WirePolicy
+from transport.client.device_reads import DeviceReceive
+from transport.client.payload import AckMode, ReceivedPayload
+from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
+from transport.client.trace import Trace
+from transport.config import configuration
+from transport.errors import (
+    AuthenticationError,
+    ClosedError,
+    MissingDependencyError,
+    StaleSlotError,
+    TransportError,
+    UsageError,
+    VersionMismatchError,
+    WireNotAllowedError,
+)
+from transport.observe.metrics import configured_exporter
+from transport.packer.claims import ClaimBook
+from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.prefetch import FetchedBatch, FetchedItem
+from transport.packer.session import (
+    PackerSession,
+    PackerStatistics,
+    TicketLike,
+    check_shared,
+    fetchable,
+    make_client,
+    resolved,
+)
+from transport.queue.base import Claim, TicketQueue
+from transport.runtime.arguments import expect, several, whole
+from transport.runtime.loop_thread import LoopThread
+from transport.runtime.progress import Progress, bar, silent
+from transport.schema import Schema
+from transport.settings import _MAX_FETCH_ROUNDS, Settings
+from transport.store.directory import Directory
+from transport.ticket import Ticket
+
+__all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics", "UCXXDataPackerMixin"]
+
+log = logging.getLogger(__name__)
+
+_BATCH = "the batch that collect_prefetch() returned"
+# No payload can be read from here until somebody changes this trainer's configuration.
+_OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
+
+
+class UCXXDataPackerMixin:
+    """Mix into a data packer, before its base class. `get_policy_input` then also takes tickets."""
+
+    _ucxx: PackerSession | None = None
+
+    # --- life ---------------------------------------------------------------------------------------
+    def setup_ucxx_packer(
+        self,
+        *,
+        schemas: Sequence[Schema] = (),
+        queue: TicketQueue | None = None,
+        rank: int = 0,
+        consumer: str | None = None,
+        ack: AckMode = "on_consumed",
+        max_policy_age: int | None = None,
+        wire: WirePolicy | None = None,
+        secret: bytes | None = None,
+        settings: Settings | None = None,
+        consumed: ConsumedRecord | None = None,
+        device: str | None = None,
+        device_receive: DeviceReceive = "staged",
+        directory: Directory | None = None,
+        progress: Progress | Literal["bar"] | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        """Start the background loop and the client. Called again, it cleans up first.
+
+        Args:
+            schemas: of rings whose tickets do not describe their payloads.
+            queue: where claims come from, for a rank of a model-parallel group a `GroupQueue`; None: tickets come
+                another way, and `consume` acknowledges slots only.
+            rank: which of each payload's readers this trainer is.
+            consumer: name in the queue's reports; default host and process id.
+            ack: "on_consumed" (see above); "on_arrival" acknowledges what is collected, so what a dying trainer had
+                in memory is lost, and reported by the queue.
+            max_policy_age: by how many versions what is claimed may be behind the ``policy_version`` that
+                `claim_tickets` is told; what is older is discarded and counted by the queue.
+            consumed: record from a checkpoint, so that a restarted trainer drops what it had trained on.
+            device: "cupy" or "torch" (":1" for the second device): payloads are put into its memory while the trainer
+                computes, and their arrays are that library's. What the trainer's stream does with an array that it
+                looked up comes after its arrival.
+            device_receive: how payloads over a wire get there; "direct" is for RDMA, see `UCXXClient`.
+            directory: asked where a ring is served by now, when a ticket's own ports do not answer.
+            progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
+                draws that on the terminal.
+            trace: is told what each read spends its time on; the caller closes it.
+            wire, secret, settings: what is not given is what the operator configured (config.py), who may also have
+                asked for metrics.
+
+        Raises:
+            ConfigurationError: the operator's configuration is wrong.
+        """
+        schemas = several(schemas, Schema, "schemas", "several Schemas, in a list")
+        whole(rank, "rank")
+        check_shared(queue, directory, settings, secret)
+        if consumed is not None:
+            expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")
+        if ack not in ("on_consumed", "on_arrival"):
+            raise UsageError(f"ack={ack!r}; choose 'on_consumed' or 'on_arrival'")
+        self.cleanup_ucxx_packer()
+        operator = configuration()
+        wire = operator.wire_policy if wire is None else wire
+        secret = operator.secret() if secret is None else secret
+        settings = operator.settings if settings is None else settings
+        name = consumer or f"{socket.gethostname()}:{os.getpid()}"
+        thread = LoopThread("transport data packer")
+        try:
+            client = thread.run(make_client(schemas, wire, secret, settings, device, device_receive, directory, trace))
+        except BaseException:
+            thread.close()
+            raise
+        claims = ClaimBook(queue, rank, name, ack, settings, max_policy_age)
+        record = consumed if consumed is not None else ConsumedRecord(settings)
+        shown = contextlib.ExitStack()
+        show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
+        self._ucxx = PackerSession(client, thread, settings, rank, claims, record, show, shown)
+        try:
+            exporter = configured_exporter(operator)
+        except BaseException:
+            self.cleanup_ucxx_packer()
+            raise
+        if exporter is not None:
+            shown.callback(exporter.close)
+            exporter.add_packer(name, self._ucxx.statistics)
+            if queue is not None:
+                exporter.add_queue(type(queue).__name__, queue.depth)
+            self._ucxx.metrics_port = exporter.port
+
+    def cleanup_ucxx_packer(self) -> None:
+        """Stop fetching, give claims back to the queue, close client and loop. Any state; idempotent."""
+        packer = self._ucxx
+        if packer is not None:
+            try:
+                packer.close()
+            except Exception:  # every step was made; an interrupt leaves what is left to the next call
+                self._ucxx = None
+                raise
+            self._ucxx = None
+
+    @property
+    def _packer(self) -> PackerSession:
+        if self._ucxx is None:
+            raise ClosedError("call setup_ucxx_packer() first")
+        return self._ucxx
+
+    # --- claiming and consuming -------------------------------------------------------------------------
+    def claim_tickets(self, n: int, timeout_s: float = 0.0, *, policy_version: int | None = None) -> list[Claim]:
+        """Up to ``n`` claims for this rank, renewed until consumed or failed; waits ``timeout_s`` for the first.
+
+        policy_version: the one that is trained now; needed with ``max_policy_age``.
+        """
+        return self._packer.claims.claim(n, timeout_s, policy_version)
+
+    def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
+        """Acknowledge a batch, first to the queue, then to the rings; returns what may be trained on, each once.
+
+        Left out are payloads that failed, duplicates, and those whose claim another trainer has by now.
+        """
+        packer = self._packer
+        expect(batch, FetchedBatch, "consume()", _BATCH)
+        if batch.consumed:
+            raise UsageError("this batch has been consumed")
+        packer.claims.report(batch)
+        packer.claims.report_arrivals(batch)
+        trainable = packer.settle([item for item in batch.items if item.payload is not None])
+        batch.consumed = True  # after what may raise: a queue that was busy is asked again
+        return trainable
+
+    def abandon(self, batch: FetchedBatch, reason: str = "abandoned by the trainer") -> None:
+        """Give a collected batch up untrained: payloads stay in their rings, claims go to whoever comes next."""
+        packer = self._packer
+        expect(batch, FetchedBatch, "abandon()", _BATCH)
+        batch.consumed = True
+        for item in batch.items:
+            packer.collected.pop(item.ticket.identity, None)
+        batch.release()
+        packer.claims.give_back([item.claim for item in batch.items if item.claim is not None], reason)
+
+    # --- prefetch -----------------------------------------------------------------------------------
+    def start_prefetch(self, items: Sequence[TicketLike]) -> None:
+        """Fetch a batch in the background. Raises UsageError when the one before has not been collected."""
+        packer = self._packer
+        self._start(packer, packer.prefetch.start(fetchable(items, "start_prefetch")))
+
+    def defer_prefetch(self, items: Sequence[TicketLike]) -> None:
+        """Fetch a batch in the background once the one before it has been collected; at once if there is none."""
+        packer = self._packer
+        batch = packer.prefetch.defer(fetchable(items, "defer_prefetch"))
+        if batch is not None:
+            self._start(packer, batch)
+
+    def _start(self, packer: PackerSession, items: Sequence[TicketLike]) -> None:
+        deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
+        packer.fetching = packer.thread.submit(self._ucxx_dp_fetch_all(items, deadline))
+
+    def wait_prefetch(self, timeout: float | None = None) -> bool:
+        """Wait until the batch is there; False when ``timeout`` seconds were not enough, or nothing is fetched."""
+        packer = self._packer
+        if packer.fetching is None:
+            return False
+        concurrent.futures.wait([packer.fetching], timeout)
+        if not packer.fetching.done():
+            return False
+        packer.prefetch.finished()
+        return True
+
+    def collect_prefetch(self, timeout: float | None = None) -> FetchedBatch | None:
+        """The prefetched batch, failures included, waiting for it if need be; then the deferred batch is started.
+
+        None on a cold start, when nothing was started. Raises TimeoutError after ``timeout``; the fetch goes on.
+        Raises what is this trainer's own fault for all payloads (a wrong secret, a wire that is not allowed, ucxx
+        missing); the claims are back in the queue then.
+        """
+        packer = self._packer
+        if packer.fetching is None:
+            return None
+        fetching = packer.fetching
+        concurrent.futures.wait([fetching], timeout)
+        if not fetching.done():
+            raise TimeoutError(f"the batch is not there after {timeout} s; the fetch goes on")
+        packer.fetching = None
+        following = packer.prefetch.collected()
+        if following is not None:
+            self._start(packer, following)
+        batch = fetching.result()
+        packer.batches += 1
+        packer.collected.update((item.ticket.identity, item) for item in batch.items if item.payload is not None)
+        try:
+            packer.claims.report_arrivals(batch)
+        except TransportError as error:  # the payloads are here; `consume` reports again
+            log.warning("the queue could not be told of arrivals yet: %s", error)
+        return batch
+
+    def cancel_prefetch(self) -> None:
+        """Stop fetching; the claims of the batch, and of a deferred one, go back to the queue."""
+        self._packer.cancel()
+
+    # --- the interface of the trainer ---------------------------------------------------------------------
+    def get_policy_input(self, item: Any, *arguments: Any, **named: Any) -> Any:
+        """What the policy trains on. A ticket (or claim) is resolved; anything else goes to the base class.
+
+        A ticket of a collected batch costs nothing; one that was not prefetched is fetched now. Either way it is
+        consumed by this call, unless `consume` has done so for its batch.
+
+        Raises StaleSlotError when it was consumed before, or its claim is another trainer's by now.
+        """
+        if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
+            return super().get_policy_input(item, *arguments, **named)  # type: ignore[misc]  # the packer mixed with
+        packer = self._packer
+        ticket, claim = resolved(item)
+        payload = packer.trained.get(ticket.identity)
+        if payload is None:
+            fetched = packer.collected.get(ticket.identity)
+            if fetched is None:
+                fetched = FetchedItem(ticket, claim)
+                deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
+                try:
+                    fetched.payload = packer.thread.run(self._read_one(ticket, deadline))
+                except TransportError as error:
+                    fetched.error = error
+                    packer.claims.report(FetchedBatch([fetched]))  # else its claim would be renewed for ever
+                    raise
+            consumed = packer.settle([fetched])
+            if not consumed:
+                raise StaleSlotError(f"payload {ticket.name} was consumed before, or is another trainer's by now")
+            payload = consumed[0]
+        return self.payload_to_policy_input(payload, *arguments, **named)
+
+    def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
+        """Override to shape a payload for the policy; by default its arrays by name."""
+        return dict(payload)
+
+    # --- layers 2 and 3 -----------------------------------------------------------------------------------
+    async def _read_one(self, ticket: Ticket, deadline: Deadline, calls: int | None = None) -> ReceivedPayload:
+        """Layer 2: fresh calls for one ticket. Final errors (StaleSlotError above all) are not tried again."""
+        packer = self._packer
+        limit = packer.settings.calls_per_ticket if calls is None else calls
+        plan = Retry(limit, deadline, packer.settings, random.random)
+        while True:
+            match plan.step(time.monotonic()):
+                case Wait(seconds):
+                    await asyncio.sleep(seconds)
+                case GiveUp(error):
+                    raise error
+                case Try():
+                    now = time.monotonic()
+                    try:
+                        return await packer.client.read(ticket, rank=packer.rank, timeout=deadline.remaining(now))
+                    except TransportError as error:
+                        plan.failed(error, time.monotonic())
+
+    async def _ucxx_dp_fetch_all(self, items: Sequence[TicketLike], deadline: Deadline) -> FetchedBatch:
+        """Layer 3: rounds over the batch; each round only what failed retryably in the one before."""
+        packer = self._packer
+        started = time.monotonic()
+        fetched = [packer.item(each) for each in items]
+        todo = [item for item in fetched if not item.duplicate]
+        batch = FetchedBatch(fetched)
+        try:
+            while todo and batch.rounds < packer.settings.rounds_per_batch:
+                if batch.rounds:
+                    pause = backoff(batch.rounds, packer.settings, random.random)
+                    if deadline.passed(time.monotonic() + pause):
+                        break
+                    await asyncio.sleep(pause)
+                batch.rounds += 1
+                await self._round(packer, todo, batch, deadline)
+                todo = [item for item in todo if item.payload is None and item.error and item.error.retryable]
+            own_fault = next((item.error for item in fetched if isinstance(item.error, _OWN_FAULTS)), None)
+            if own_fault is not None:
+                raise own_fault
+        except BaseException as error:
+            batch.release()
+            if isinstance(error, Exception):  # a cancellation is whoever cancels' to clean up after
+                claims = [item.claim for item in fetched if item.claim is not None]
+                try:
+                    await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
+                except TransportError as second:  # the first error is what the trainer must see
+                    log.warning("%d claims could not be given back: %s", len(claims), second)
+            raise
+        for item in fetched:
+            if item.duplicate:  # its slot may not know yet
+                with contextlib.suppress(TransportError):  # nor can it be told; the batch does not suffer for it
+                    packer.client.ack(item.ticket, packer.rank)
+        batch.seconds = time.monotonic() - started
+        try:
+            await asyncio.to_thread(packer.claims.report, batch)
+        except TransportError as error:  # the payloads are here; `consume` reports again
+            log.warning("the queue could not be told of a batch yet: %s", error)
+        return batch
+
+    async def _round(
+        self, packer: PackerSession, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline
+    ) -> None:
+        """One call for every ticket, small ones sharing messages; then the other calls for those that failed."""
+        by_identity: dict[tuple[str, int, int], list[FetchedItem]] = {}
+        for item in todo:
+            by_identity.setdefault(item.ticket.identity, []).append(item)
+        tickets = [items[0].ticket for items in by_identity.values()]
+        timeout = deadline.at - time.monotonic()
+        outcomes = packer.client.read_many(tickets, rank=packer.rank, timeout=max(timeout, 0.0))
+        again: list[FetchedItem] = []
+        async with contextlib.aclosing(outcomes):
+            async for outcome in outcomes:
+                for item in by_identity[outcome.ticket.identity]:
+                    item.payload, item.error = outcome.payload, outcome.error
+                    if outcome.error is not None and outcome.error.retryable:
+                        again.append(item)
+                packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
+        calls = packer.settings.calls_per_ticket - 1
+        if calls < 1:
+            return
+        for item in again:
+            try:
+                item.payload = await self._read_one(item.ticket, deadline, calls)
+                item.error = None
+            except TransportError as error:
+                item.error = error.with_traceback(None)  # its frames would keep payloads of this batch alive
+            packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
+
+    def ucxx_statistics(self) -> PackerStatistics:
+        """Counters at this moment."""
+        return self._packer.statistics()
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where this trainer's metrics are; None: ``metrics_port`` is not configured."""
+        return self._packer.metrics_port
+
+    def consumed_record(self) -> ConsumedRecord:
+        """What was trained on; its `to_bytes()` in the trainer's checkpoint gives exactly-once across a restart."""
+        return self._packer.record

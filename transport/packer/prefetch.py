@@ -1,0 +1,134 @@
+"""Double buffering as a pure state machine: which batch is being fetched, which one waits for it.
+
+    IDLE ──start──► FETCHING ──finished──► READY ──collect──► IDLE, or FETCHING the deferred batch
+      ▲                 │  └──────────cancel──────────► IDLE
+      └──── cancel ─────┴──── close (from any state) ──► CLOSED
+
+A batch deferred while one is being fetched or waits to be collected starts when that one has been collected; a second
+deferral is refused, since a trainer that far ahead is asking for unbounded memory.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from transport.client.payload import ReceivedPayload
+from transport.errors import ClosedError, TransportError, UsageError
+from transport.queue.base import Claim
+from transport.ticket import Ticket
+
+B = TypeVar("B")
+
+
+class PrefetchState(enum.Enum):
+    """What the fetching side is doing."""
+
+    IDLE = "idle"
+    FETCHING = "fetching"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class Prefetch(Generic[B]):
+    """Decides; the mixin fetches. Each event returns the batch to start now, or None. Owned by one thread."""
+
+    def __init__(self) -> None:
+        self.state = PrefetchState.IDLE
+        self._deferred: B | None = None
+
+    def __repr__(self) -> str:
+        return f"<Prefetch {self.state.value}{', one deferred' if self._deferred is not None else ''}>"
+
+    def start(self, batch: B) -> B:
+        """Fetch ``batch`` now. Raises UsageError while another is fetched or not collected."""
+        self._open("start_prefetch")
+        if self.state is not PrefetchState.IDLE:
+            raise UsageError(f"a batch is {self.state.value}: collect_prefetch() it, or defer_prefetch() this one")
+        self.state = PrefetchState.FETCHING
+        return batch
+
+    def defer(self, batch: B) -> B | None:
+        """Fetch ``batch`` as soon as the one before it has been collected; at once when there is none."""
+        self._open("defer_prefetch")
+        if self.state is PrefetchState.IDLE:
+            return self.start(batch)
+        if self._deferred is not None:
+            raise UsageError("a batch is deferred already: collect_prefetch() first")
+        self._deferred = batch
+        return None
+
+    def finished(self) -> None:
+        """The batch being fetched is there, failures included."""
+        if self.state is PrefetchState.FETCHING:
+            self.state = PrefetchState.READY
+
+    def collected(self) -> B | None:
+        """The batch was handed to the trainer; the deferred one, if any, is to be started."""
+        self._open("collect_prefetch")
+        self.state = PrefetchState.IDLE
+        deferred, self._deferred = self._deferred, None
+        return None if deferred is None else self.start(deferred)
+
+    def cancelled(self) -> B | None:
+        """Nothing is fetched any more; returns the deferred batch, whose claims are to be given back."""
+        if self.state is not PrefetchState.CLOSED:
+            self.state = PrefetchState.IDLE
+        deferred, self._deferred = self._deferred, None
+        return deferred
+
+    def close(self) -> B | None:
+        """No more batches; returns the deferred one as `cancelled` does."""
+        deferred = self.cancelled()
+        self.state = PrefetchState.CLOSED
+        return deferred
+
+    def _open(self, call: str) -> None:
+        if self.state is PrefetchState.CLOSED:
+            raise ClosedError(f"{call}() after cleanup_ucxx_packer(); call setup_ucxx_packer() again")
+
+
+# --- what a batch becomes -----------------------------------------------------------------------------
+@dataclass(slots=True)
+class FetchedItem:
+    """One ticket of a batch, with its payload or the reason why there is none."""
+
+    ticket: Ticket
+    claim: Claim | None = None
+    payload: ReceivedPayload | None = None
+    error: TransportError | None = None
+    duplicate: bool = False  # consumed here before: not fetched again
+
+
+@dataclass(slots=True)
+class FetchedBatch:
+    """A batch in the order in which it was asked for."""
+
+    items: Sequence[FetchedItem]
+    rounds: int = 0
+    seconds: float = 0.0
+    reported: bool = field(default=False, repr=False)  # the queue knows what failed
+    arrived: bool = field(default=False, repr=False)  # with ack="on_arrival": queue and rings know what arrived
+    consumed: bool = field(default=False, repr=False)
+
+    @property
+    def payloads(self) -> list[ReceivedPayload]:
+        """Those that arrived."""
+        return [item.payload for item in self.items if item.payload is not None]
+
+    @property
+    def failures(self) -> list[FetchedItem]:
+        """Those that did not, each with its error."""
+        return [item for item in self.items if item.error is not None]
+
+    @property
+    def bytes(self) -> int:
+        """Payload bytes that arrived."""
+        return sum(payload.ticket.size for payload in self.payloads)
+
+    def release(self) -> None:
+        """Drop every payload without acknowledging what is not acknowledged."""
+        for payload in self.payloads:
+            payload.release()

@@ -1,0 +1,238 @@
+"""UCXXRolloutMixin: gives a rollout worker a ring, its server, and tickets for what it produces.
+
+class Worker(UCXXRolloutMixin): ...
+worker.setup_ucxx(schema, queue=queue)
+ticket = worker.write_to_buffer(trajectory, metadata={"reward": 1.0})    # published to the queue as well
+worker.cleanup_ucxx()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from transport.config import configuration
+from transport.errors import ClosedError, RingFullError, TransportError
+from transport.observe.metrics import Exporter, configured_exporter
+from transport.packer.session import check_shared
+from transport.queue.base import QueuedTicket, TicketQueue, finished
+from transport.ring.buffer import SharedRingBuffer
+from transport.ring.overflow import Overflow
+from transport.ring.states import RingStatistics
+from transport.runtime.arguments import whole
+from transport.schema import Schema
+from transport.server.server import UCXXServer
+from transport.settings import Settings
+from transport.store.directory import Announcement, Directory
+from transport.ticket import Ticket
+from transport.wires import Wire
+
+log = logging.getLogger(__name__)
+
+_RECONCILE_EVERY_S = 5.0  # while the ring is full
+
+
+def ticket_id(ticket: Ticket) -> str:
+    """The name under which a queue knows a ticket: ring/slot/generation."""
+    return "/".join(map(str, ticket.identity))
+
+
+def queued(ticket: Ticket) -> QueuedTicket:
+    """A ticket as a queue takes it."""
+    return QueuedTicket(ticket_id(ticket), ticket.encode())
+
+
+class UCXXRolloutMixin:
+    """Mix into a rollout worker. Belongs to the worker's thread."""
+
+    _ucxx_ring: SharedRingBuffer | None = None
+    _ucxx_server: UCXXServer | None = None
+    _ucxx_queue: TicketQueue | None = None
+    _ucxx_announcement: Announcement | None = None
+    _ucxx_readers = 1
+    _ucxx_grouped = False
+    _ucxx_exporter: Exporter | None = None
+
+    def setup_ucxx(
+        self,
+        schema: Schema | None = None,
+        *,
+        slots: int = 64,
+        slot_bytes: int | None = None,
+        readers: int = 1,
+        grouped: bool = False,
+        overflow: Overflow = "block",
+        ports: Sequence[int] = (0,),
+        name: str | None = None,
+        queue: TicketQueue | None = None,
+        addresses: Sequence[str] | None = None,
+        wires: frozenset[Wire] | None = None,
+        secret: bytes | None = None,
+        mode: Literal["process", "thread"] = "process",
+        linger_s: float | None = None,
+        directory: Directory | None = None,
+        settings: Settings | None = None,
+    ) -> SharedRingBuffer:
+        """Make the ring and serve it. Called again, it cleans up first.
+
+        Args:
+            schema, slots, slot_bytes, overflow, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a
+                restarted worker takes its old ring over and `reconcile` publishes what the queue does not know.
+            readers: how many ranks read each payload.
+            grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
+                the queue (`GroupQueue`), not one for each rank.
+            queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
+            ports, addresses, wires, secret, mode, linger_s: of the server, see `UCXXServer`.
+            directory: where the server is published for as long as this worker lives.
+            settings: what is not given, like addresses, wires and secret, is what the operator configured (config.py),
+                who may also have asked for metrics.
+
+        Raises:
+            ConfigurationError: the operator's configuration is wrong.
+        """
+        check_shared(queue, directory, settings, secret)
+        readers = whole(readers, "readers")
+        self.cleanup_ucxx()
+        operator = configuration()
+        ring = SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, name=name, overflow=overflow)
+        try:
+            self._ucxx_server = UCXXServer(
+                ring,
+                ports,
+                addresses=addresses or operator.addresses or None,
+                bind=operator.bind,
+                settings=operator.settings if settings is None else settings,
+                secret=operator.secret() if secret is None else secret,
+                wires=operator.server_wires if wires is None else wires,
+                mode=mode,
+                linger_s=linger_s,
+                log_level=operator.log_level,
+                log_format=operator.log_format,
+            ).start()
+            if directory is not None:
+                self._ucxx_announcement = Announcement(directory, ring, self._ucxx_server)
+            self._ucxx_exporter = configured_exporter(operator)
+        except BaseException:
+            self.cleanup_ucxx()
+            ring.close()
+            raise
+        if self._ucxx_exporter is not None:
+            self._ucxx_exporter.add_ring(ring)
+        self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = ring, queue, readers
+        self._ucxx_grouped = grouped
+        if ring.native.taken_over and queue is not None:
+            self.reconcile()
+        return ring
+
+    @property
+    def ring(self) -> SharedRingBuffer:
+        """The worker's ring. Raises ClosedError before setup and after cleanup."""
+        if self._ucxx_ring is None:
+            raise ClosedError("call setup_ucxx() first")
+        return self._ucxx_ring
+
+    def write_to_buffer(
+        self,
+        trajectory: Mapping[str, Any],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        policy_version: int | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Ticket:
+        """Write one trajectory and publish its ticket.
+
+        Where publishing fails the payload is discarded again, so nothing is left that nobody knows of. While the ring
+        is full, it is reconciled with the queue every few seconds.
+
+        Raises what `SharedRingBuffer.write` and the queue's `publish` raise.
+        """
+        ring = self.ring
+        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                ticket = ring.write(
+                    trajectory,
+                    readers=self._ucxx_readers,
+                    metadata=metadata,
+                    deadline_s=deadline_s,
+                    timeout_s=min(_RECONCILE_EVERY_S, max(give_up - time.monotonic(), 0.0)),
+                )
+                break
+            except RingFullError:
+                # A trainer that died between telling the queue and telling the ring leaves slots that nobody frees.
+                _, freed = self.reconcile()
+                if not freed and (ring.overflow == "error" or time.monotonic() >= give_up):
+                    raise
+        if self._ucxx_queue is not None:
+            try:
+                self._ucxx_queue.publish(
+                    queued(ticket), readers=self._deliveries(ticket), policy_version=policy_version
+                )
+            except BaseException:
+                with contextlib.suppress(TransportError):
+                    ring.discard(ticket)
+                raise
+        return ticket
+
+    def _deliveries(self, ticket: Ticket) -> int:
+        return 1 if self._ucxx_grouped else ticket.readers
+
+    def reconcile(self) -> tuple[int, int]:
+        """Bring ring and queue to agree, after either was restarted: (tickets published again, slots freed).
+
+        Unread payloads the queue does not know are published again; those it records as finished are freed.
+        """
+        ring, queue = self.ring, self._ucxx_queue
+        if queue is None:
+            return 0, 0
+        tickets = ring.tickets()
+        known = queue.known(ticket_id(ticket) for ticket in tickets)
+        published = freed = 0
+        for ticket in tickets:
+            states = known.get(ticket_id(ticket))
+            if states is None:
+                published += queue.publish(queued(ticket), readers=self._deliveries(ticket))
+            elif finished(states):
+                freed += ring.discard(ticket)
+        if published and not ring.native.taken_over:  # a writer that was killed may not have published its last one
+            log.warning(
+                "payloads published before that the queue did not know: %d; if its server has forgotten them, they may "
+                "be trained on twice",
+                published,
+            )
+        log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
+        return published, freed
+
+    def ring_statistics(self) -> RingStatistics:
+        """States and counters of the ring."""
+        return self.ring.statistics()
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where this worker's metrics are; None: ``metrics_port`` is not configured."""
+        return None if self._ucxx_exporter is None else self._ucxx_exporter.port
+
+    def cleanup_ucxx(self, drain_s: float = 0.0) -> None:
+        """Stop serving and give the ring up. Any state; idempotent.
+
+        Args:
+            drain_s: wait this long for unread payloads to be consumed first.
+        """
+        server, self._ucxx_server = self._ucxx_server, None
+        ring, self._ucxx_ring = self._ucxx_ring, None
+        announcement, self._ucxx_announcement = self._ucxx_announcement, None
+        exporter, self._ucxx_exporter = self._ucxx_exporter, None
+        self._ucxx_queue = None
+        with contextlib.ExitStack() as stack:  # the ring goes even if the server does not stop in order
+            if ring is not None:
+                stack.callback(ring.close)
+            if announcement is not None:
+                stack.callback(announcement.close)  # readers may ask until the last payload is read
+            if server is not None:
+                stack.callback(server.close, drain_s)
+            if exporter is not None:
+                stack.callback(exporter.close)

@@ -1,0 +1,195 @@
+"""What `UCXXDataPackerMixin` holds between setup and cleanup: client, loop, claims, batches in hand.
+
+Belongs to the trainer's thread, except where a coroutine of the mixin runs on the session's own loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from transport.client.acknowledgements import Identity
+from transport.client.client import UCXXClient, WirePolicy
+from transport.client.device_reads import DeviceReceive
+from transport.client.payload import ClientStatistics, ReceivedPayload
+from transport.client.trace import Trace
+from transport.packer.claims import ClaimBook
+from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
+from transport.queue.base import Claim, TicketQueue
+from transport.runtime.arguments import expect, several
+from transport.runtime.loop_thread import Job, LoopThread
+from transport.runtime.progress import Progress
+from transport.schema import Schema
+from transport.settings import Settings
+from transport.store.directory import Directory
+from transport.ticket import Ticket
+
+TicketLike = Ticket | Claim | bytes | str
+
+
+class PackerStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters since `setup_ucxx_packer`."""
+
+    batches: int
+    consumed: int
+    duplicates: int  # came a second time and were dropped
+    failed: int  # tickets whose payload could not be had
+    stale: int  # of those, because it was gone
+    returned: int  # claims given back to the queue
+    lost_claims: int  # another trainer had the claim by the time of the ack; not trained on
+    client: ClientStatistics
+
+
+class PackerSession:
+    """What a mixin holds between setup and cleanup."""
+
+    def __init__(
+        self,
+        client: UCXXClient,
+        thread: LoopThread,
+        settings: Settings,
+        rank: int,
+        claims: ClaimBook,
+        record: ConsumedRecord,
+        progress: Progress,
+        shown: contextlib.ExitStack,
+    ) -> None:
+        self.client = client
+        self.thread = thread
+        self.settings = settings
+        self.rank = rank
+        self.claims = claims
+        self.record = record
+        self.progress = progress
+        self._shown = shown  # whatever draws the progress
+        self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch()
+        self.fetching: Job[FetchedBatch] | None = None
+        self.collected: dict[Identity, FetchedItem] = {}  # collected and not consumed
+        # consumed, for as long as the trainer holds them
+        self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
+        self.renewer = thread.submit(claims.keep_leases())
+        self.batches = 0
+        self.consumed = 0
+        self.metrics_port: int | None = None
+
+    def item(self, each: TicketLike) -> FetchedItem:
+        """What is to be fetched for a ticket or claim; a duplicate of what was consumed last of its slot is not."""
+        ticket, claim = resolved(each)
+        ring, slot, generation = ticket.identity
+        return FetchedItem(ticket, claim, duplicate=self.record.is_last(ring, slot, generation, self.rank))
+
+    def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
+        """Consume: the queue first, then the record, then the rings. Returns what may be trained on."""
+        trainable = []
+        for item in self.claims.settle(items):
+            if item.payload is None:
+                continue
+            ring, slot, generation = item.ticket.identity
+            if self.record.accept(ring, slot, generation, self.rank):
+                trainable.append(item.payload)
+                self.trained[item.ticket.identity] = item.payload
+            else:
+                self.claims.counts["duplicates"] += 1
+            item.payload.ack()
+        self.consumed += len(trainable)
+        for item in items:
+            self.collected.pop(item.ticket.identity, None)
+        return trainable
+
+    def cancel(self) -> None:
+        """Stop fetching. On return nothing is fetched any more, and claims without a payload are back in the queue."""
+        if self.fetching is not None:
+            self.fetching.end()
+            self.fetching = None
+        self.prefetch.cancelled()
+        held = {item.claim.token for item in self.collected.values() if item.claim is not None}
+        waiting = [claim for claim in self.claims.in_hand if claim.token not in held]
+        self.claims.give_back(waiting, "the fetch was cancelled")
+
+    def close(self) -> None:
+        """Stop fetching, give every claim back, close the client and the loop. Every step runs, whatever others do.
+
+        Idempotent; where it is interrupted, the next call goes on with it.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._shown.close)
+            stack.callback(self.thread.close)
+            stack.callback(self._close_client)
+            stack.callback(lambda: self.claims.give_back(self.claims.in_hand, "the trainer stopped"))
+            stack.callback(self.renewer.cancel)
+            stack.callback(self.collected.clear)
+            stack.callback(self.cancel)
+            self.prefetch.close()
+
+    def _close_client(self) -> None:
+        if not self.thread.closed:
+            try:
+                self.thread.run(self.client.close())
+            finally:
+                self.thread.run(self._end_client())
+
+    async def _end_client(self) -> None:
+        self.client.end()
+
+    def statistics(self) -> PackerStatistics:
+        """Counters at this moment."""
+        client = self.thread.run(_statistics(self.client))
+        return PackerStatistics(batches=self.batches, consumed=self.consumed, **self.claims.counts, client=client)
+
+
+async def make_client(
+    schemas: Sequence[Schema],
+    wire: WirePolicy,
+    secret: bytes | None,
+    settings: Settings,
+    device: str | None,
+    device_receive: DeviceReceive,
+    directory: Directory | None = None,
+    trace: Trace | None = None,
+) -> UCXXClient:
+    """The session's client. "manual" with either ack mode of the packer: the queue hears of a payload first."""
+    return UCXXClient(
+        schemas=schemas,
+        wire=wire,
+        ack="manual",
+        secret=secret,
+        settings=settings,
+        device=device,
+        device_receive=device_receive,
+        directory=directory,
+        trace=trace,
+    )
+
+
+async def _statistics(client: UCXXClient) -> ClientStatistics:
+    return client.statistics()
+
+
+def check_shared(queue: object, directory: object, settings: object, secret: object) -> None:
+    """What both mixins take, where it is given. UsageError for anything of another kind."""
+    for value, kinds, what, give in (
+        (queue, TicketQueue, "queue", "a queue; open_queue() makes one of a place's text"),
+        (directory, Directory, "directory", "a Directory"),
+        (settings, Settings, "settings", "Settings"),
+        (secret, bytes, "secret", "bytes"),
+    ):
+        if value is not None:
+            expect(value, kinds, what, give)
+
+
+def fetchable(items: Iterable[TicketLike], call: str) -> list[TicketLike]:
+    """What a caller wants to have fetched. UsageError for anything else."""
+    return several(items, (Ticket, Claim, bytes, str), f"{call}()", "tickets or claims, in a list")
+
+
+def resolved(item: TicketLike) -> tuple[Ticket, Claim | None]:
+    """The ticket, and the claim it came with."""
+    if isinstance(item, Ticket):
+        return item, None
+    if isinstance(item, Claim):
+        return Ticket.decode(item.data), item
+    return Ticket.parse(item), None

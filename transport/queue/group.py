@@ -1,0 +1,295 @@
+"""GroupQueue: one delivery for all ranks of a model-parallel group, which train on the same payloads in the same order.
+
+The ranks of a group compute one model together, so a payload is for all of them or for none. Rank 0 leads: it alone
+claims, renews and consumes at the queue, and tells the others through a store. Payloads are written for ``readers`` =
+ranks of the group, and published as one delivery (``setup_ucxx(..., grouped=True)``).
+
+    leader     claim ──► record "claims/k" ──► every follower's claim k: the same tickets, the same order
+    each rank  ack: votes yes    discard, retry: votes no
+    leader     all voted yes ──► acks at the queue        ──► decided yes: every rank's ack returned True
+               one voted no, or is silent ──► gives back  ──► decided no: nobody trains on it
+
+A decision is made once and stands in the store, so ranks never differ in what they train on. What a group that died had
+claimed is claimed by another when the leader's lease ends. A rank that does not learn of a decision raises
+GroupBrokenError: the group has to be started again, under another name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from transport.config import lease_or_configured
+from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreError
+from transport.queue.base import (
+    Claim,
+    DeliveryState,
+    Failure,
+    Notice,
+    QueueDepth,
+    QueuedTicket,
+    TicketQueue,
+)
+from transport.runtime.decoders import ready
+from transport.store.base import ABSENT, Change, Store, check_key
+
+LEADER = 0
+_KEEP_S = 3600.0  # records of a group; a rank that is further behind is not coming any more
+
+Phase = Literal["ack", "arrive", "finish"]
+
+
+class _Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one rank says of one claim."""
+
+    yes: bool
+    final: bool = False  # of a no: nobody can read it, so that it is discarded
+    reason: str = ""
+    delay_s: float = 0.0
+
+
+ready(Claim, _Vote)
+
+
+def decide(votes: Sequence[_Vote | None]) -> _Vote:
+    """The group's decision by the votes of its ranks; None: a rank that was silent. A final no comes before others."""
+    noes = [
+        _Vote(False, reason=f"rank {rank} of the group was silent") if vote is None else vote
+        for rank, vote in enumerate(votes)
+        if vote is None or not vote.yes
+    ]
+    return next((vote for vote in noes if vote.final), noes[0]) if noes else _Vote(True)
+
+
+class GroupQueue(TicketQueue):
+    """A queue as one rank of a group sees it. Every rank makes one; `claim`, `ack_many` and the rest as of any queue.
+
+    Args:
+        queue: not closed by this one. Only the leader claims from it.
+        store: shared by the ranks, not closed either.
+        group: name of this start of the group; another one at each start.
+        rank, ranks: which one this is, of how many.
+        patience_s: how long the leader waits for a vote; a follower waits twice that for the decision. None: the
+            lease of claims that the operator configured.
+    """
+
+    def __init__(
+        self,
+        queue: TicketQueue,
+        store: Store,
+        group: str,
+        rank: int,
+        ranks: int,
+        *,
+        patience_s: float | None = None,
+    ) -> None:
+        if not 0 <= rank < ranks:
+            raise RankError(f"rank {rank} of a group of {ranks}; ranks are 0 to {ranks - 1}")
+        self.lease_s = queue.lease_s
+        self._queue = queue
+        self._store = store
+        self._prefix = check_key(f"groups/{group}/")
+        self._rank = rank
+        self._ranks = ranks
+        self._patience_s = lease_or_configured(patience_s)
+        self._step = 0
+        if rank == LEADER and store.compare_and_set(self._key("began"), b"", ABSENT) is None:
+            raise ConfigurationError(f"a group named {group!r} has begun before: give each start a name of its own")
+
+    def __repr__(self) -> str:
+        return f"<GroupQueue {self._prefix} rank {self._rank} of {self._ranks} over {self._queue!r}>"
+
+    def _key(self, *parts: object) -> str:
+        return self._prefix + "/".join(map(str, parts))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank claims for the others."""
+        return self._rank == LEADER
+
+    # --- claiming ------------------------------------------------------------------------------
+    def claim(
+        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[Claim]:
+        """The leader's next claims, the same for every rank; ``n`` and ``oldest_version`` are the leader's.
+
+        ``rank`` is that of this member. An empty list when the time is over; the ranks' calls need not be as many.
+        """
+        if rank != self._rank:
+            raise RankError(f"rank {rank}; this is the group's rank {self._rank}")
+        key = self._key("claims", self._step)
+        if self.leads:
+            claims = self._queue.claim(n, timeout_s, rank=0, consumer=consumer, oldest_version=oldest_version)
+            if not claims:
+                return []
+            try:
+                self._store.put(key, msgspec.msgpack.encode(claims), lease_s=_KEEP_S)
+            except StoreError:
+                for claim in claims:  # nobody will see them
+                    self._queue.retry(claim, reason="the group could not be told")
+                raise
+        else:
+            entry = self._store.watch(key, ABSENT, timeout_s)
+            if entry is None:
+                return []
+            claims = [
+                msgspec.structs.replace(claim, rank=self._rank)
+                for claim in msgspec.msgpack.decode(entry.value, type=list[Claim])
+            ]
+        self._step += 1
+        return claims
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """The leader renews; a follower's claims are the group's until a decision says otherwise."""
+        return self._queue.renew(claims) if self.leads else list(claims)
+
+    # --- consuming -----------------------------------------------------------------------------
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+        """Consume what every rank could; returns the same claims at every rank. Waits for the other ranks.
+
+        Asked again, the leader is refused as by any queue, and a follower gets the same answer. Raises GroupBrokenError
+        when the decision cannot be learned, or cannot be told: these deliveries are done then, and trained on by none.
+        """
+        return self._agree(claims, "ack" if trained else "arrive")
+
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Arrived deliveries were trained on by every rank."""
+        return self._agree(claims, "finish")
+
+    def _agree(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
+        if not claims:
+            return []
+        if self.leads:
+            return self._lead(claims, phase)
+        for claim in claims:
+            self._vote(claim, phase, _Vote(True))
+        return self._follow(claims, phase)
+
+    def _lead(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
+        before = self._store.get_many([self._key("decided", phase, claim.token) for claim in claims])
+        claims = [claim for claim, decision in zip(claims, before, strict=True) if decision is None]
+        if not claims:
+            return []
+        votes = self._votes(claims, phase)
+        decisions = [decide([_Vote(True), *each]) for each in votes]
+        wanted = [claim for claim, decision in zip(claims, decisions, strict=True) if decision.yes]
+        if phase == "finish":
+            accepted = self._queue.finish(wanted)
+        else:
+            accepted = self._queue.ack_many(wanted, trained=phase == "ack")
+        mine = {claim.token for claim in accepted}
+        self._decided([(claim, claim.token in mine) for claim in claims], phase)
+        for claim, decision in zip(claims, decisions, strict=True):
+            if not decision.yes:
+                self._give_up(claim, decision)
+        return accepted
+
+    def _votes(self, claims: Sequence[Claim], phase: Phase) -> list[list[_Vote | None]]:
+        """Of the followers, by claim; waits for them until the patience is over."""
+        keys = [self._key("vote", phase, claim.token, rank) for claim in claims for rank in range(1, self._ranks)]
+        give_up_at = time.monotonic() + self._patience_s
+        while True:
+            entries = self._store.get_many(keys)
+            missing = [key for key, entry in zip(keys, entries, strict=True) if entry is None]
+            remaining_s = give_up_at - time.monotonic()
+            if not missing or remaining_s <= 0:
+                break
+            self._store.watch(missing[0], ABSENT, remaining_s)
+        votes = [None if entry is None else msgspec.msgpack.decode(entry.value, type=_Vote) for entry in entries]
+        each = self._ranks - 1
+        return [votes[at * each : (at + 1) * each] for at in range(len(claims))]
+
+    def _decided(self, outcomes: Sequence[tuple[Claim, bool]], phase: Phase) -> None:
+        changes = [
+            Change(self._key("decided", phase, claim.token), b"yes" if yes else b"no", None, _KEEP_S)
+            for claim, yes in outcomes
+        ]
+        try:
+            self._store.put_many(changes)
+        except StoreError as error:
+            raise GroupBrokenError(
+                f"the queue has been told of {len(outcomes)} claims, and the ranks of {self._prefix} have not: "
+                "start the group again, under another name"
+            ) from error
+
+    def _give_up(self, claim: Claim, decision: _Vote) -> bool:
+        if decision.final:
+            return self._queue.discard(claim, decision.reason)
+        return self._queue.retry(claim, decision.delay_s, decision.reason)
+
+    def _follow(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
+        accepted = []
+        give_up_at = time.monotonic() + 2 * self._patience_s
+        for claim in claims:
+            key = self._key("decided", phase, claim.token)
+            entry = self._store.watch(key, ABSENT, max(0.0, give_up_at - time.monotonic()))
+            if entry is None:
+                raise GroupBrokenError(
+                    f"the leader of {self._prefix} has not decided on {claim.ticket_id} within "
+                    f"{2 * self._patience_s:g} s: start the group again, under another name"
+                )
+            if entry.value == b"yes":
+                accepted.append(claim)
+        return accepted
+
+    # --- giving up -----------------------------------------------------------------------------
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """This rank can never read it: no rank will train on it, and the leader discards it."""
+        return self._refuse(claim, _Vote(False, final=True, reason=self._said(reason)))
+
+    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
+        """This rank could not read it: no rank trains on it now, and the leader gives it back."""
+        return self._refuse(claim, _Vote(False, reason=self._said(reason), delay_s=delay_s))
+
+    def _said(self, reason: str) -> str:
+        return reason if self.leads else f"rank {self._rank}: {reason}"
+
+    def _refuse(self, claim: Claim, vote: _Vote) -> bool:
+        if not self.leads:
+            return self._vote(claim, "ack", vote) and self._vote(claim, "arrive", vote)
+        outcomes = [
+            Change(self._key("decided", phase, claim.token), b"no", ABSENT, _KEEP_S) for phase in ("ack", "arrive")
+        ]
+        return self._store.put_many(outcomes) is not None and self._give_up(claim, vote)
+
+    def _vote(self, claim: Claim, phase: Phase, vote: _Vote) -> bool:
+        """False when this rank has voted before."""
+        key = self._key("vote", phase, claim.token, self._rank)
+        return self._store.compare_and_set(key, msgspec.msgpack.encode(vote), ABSENT, lease_s=_KEEP_S) is not None
+
+    # --- as of the queue -----------------------------------------------------------------------
+    def publish(
+        self,
+        tickets: QueuedTicket | Iterable[QueuedTicket],
+        *,
+        readers: int = 1,
+        policy_version: int | None = None,
+    ) -> int:
+        """See `TicketQueue.publish`; for a group ``readers`` is 1."""
+        return self._queue.publish(tickets, readers=readers, policy_version=policy_version)
+
+    def depth(self, rank: int | None = None) -> QueueDepth:
+        """Counts of the group's deliveries, whichever the ``rank``."""
+        return self._queue.depth(None if rank is None else 0)
+
+    def failures(self, limit: int = 100) -> list[Failure]:
+        """See `TicketQueue.failures`."""
+        return self._queue.failures(limit)
+
+    def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
+        """See `TicketQueue.known`."""
+        return self._queue.known(ticket_ids)
+
+    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
+        """See `TicketQueue.announce`."""
+        return self._queue.announce(topic, version, payload)
+
+    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """See `TicketQueue.latest`."""
+        return self._queue.latest(topic, newer_than, timeout_s)
+
+    def close(self) -> None:
+        """Nothing: queue and store belong to whoever made them, and their `close` ends the waits."""

@@ -1,0 +1,193 @@
+"""A process's hold of a ring, and segments by name: made, taken over, left, removed when nobody needs them.
+
+What is in here is all that a listener and its supervisor have of a ring. They start without numpy, and so sooner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal, Self
+
+from transport import _ring
+from transport.ring.states import named
+
+log = logging.getLogger(__name__)
+
+Role = Literal["writer", "listener", "reader", "observer"]
+
+_ROLES: Final[dict[Role, int]] = {
+    "writer": _ring.ROLE_WRITER,
+    "listener": _ring.ROLE_LISTENER,
+    "reader": _ring.ROLE_READER,
+    "observer": _ring.ROLE_OBSERVER,
+}
+_BEGINNING: Final = "/transport-"
+
+
+class Attachment:
+    """One owner of a ring, or an observer of it. A context manager: the end of the ``with`` detaches.
+
+    Attributes:
+        native: the attachment itself.
+        name: of the segment.
+        ring_id: 32 hex digits, random, in every ticket.
+    """
+
+    def __init__(self, native: _ring.Ring) -> None:
+        self.native = native
+        self.name = native.name
+        self.ring_id = native.ring_id.hex()
+        self.slot_count = native.slot_count
+        self.slot_capacity = native.slot_capacity
+        self._made_here = False
+        self._closing = threading.RLock()
+        self._left = False
+        self._forgotten: weakref.finalize[..., Attachment] | None = None
+
+    def __repr__(self) -> str:
+        try:
+            free, writing, ready, reading = self.native.state_counts()
+        except _ring.RingFault:
+            return f"<{type(self).__name__} {self.ring_id[:8]} closed>"
+        return (
+            f"<{type(self).__name__} {self.ring_id[:8]} {self.slot_count}×{self.slot_capacity} B: "
+            f"{free} free, {writing} writing, {ready} ready, {reading} reading>"
+        )
+
+    def _forget_with(self, release: Callable[[], None] | None = None, *, only_empty: bool) -> None:
+        """Detach when this object goes without `close`."""
+        self._forgotten = weakref.finalize(self, _forget, self.native, release, only_empty=only_empty)
+
+    def reclaim(self) -> int:
+        """Take back the slots of owners that died; how many slots changed."""
+        try:
+            changed = self.native.reclaim()
+        except _ring.RingFault as fault:
+            raise named(fault) from None
+        if changed:
+            log.warning("ring %s: took back %d slots of dead processes", self.ring_id[:8], changed)
+        return changed
+
+    def close(self) -> None:
+        """Give up every hold and detach. Idempotent. The last one removes a segment without unread payloads."""
+        if self.native.closed:  # also in a forked child, where the lock may be another thread's for ever
+            return
+        with self._closing:  # of two threads, each returns when it is closed
+            if self._left:
+                return
+            self._left = True
+            if self._forgotten is not None:
+                self._forgotten.detach()
+            self._leave()
+
+    def _leave(self) -> None:
+        leave(self.native, only_empty=not self._made_here)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def attached(name: str, role: Role) -> Attachment:
+    """Attach to a ring without looking at payloads. Raises what `SharedRingBuffer.attach` raises."""
+    attachment = Attachment(attach(name, role))
+    attachment._forget_with(only_empty=True)
+    return attachment
+
+
+def random_name(prefix: str) -> str:
+    """A name that no other ring has."""
+    return f"{_BEGINNING}{prefix}{secrets.token_hex(8)}"
+
+
+def create(name: str, slots: int, slot_bytes: int, fingerprint: bytes) -> _ring.Ring:
+    """Make the segment, or take it over from a dead writer. Raises what `SharedRingBuffer.create` raises."""
+    if not name.startswith(_BEGINNING):
+        name = f"{_BEGINNING}{name}"
+    try:
+        native = _ring.Ring.create(name, slots, slot_bytes, fingerprint)
+    except _ring.RingFault as fault:
+        raise named(fault) from None
+    if native.taken_over:
+        log.warning("took over ring %s of a dead writer, %d payloads unread", name, native.state_counts()[2])
+    return native
+
+
+def attach(name: str, role: Role) -> _ring.Ring:
+    """One more owner of the segment, or an observer. Raises what `SharedRingBuffer.attach` raises."""
+    try:
+        return _ring.Ring.attach(name, _ROLES[role], writable_payload=role == "writer")
+    except _ring.RingFault as fault:
+        raise named(fault) from None
+
+
+def _forget(native: _ring.Ring, release: Callable[[], None] | None, *, only_empty: bool) -> None:
+    """For whoever ends without `close`: no segment stays behind, unless somebody lives that needs it."""
+    if release is not None:
+        release()
+    with contextlib.suppress(_ring.RingFault):  # a forked child's end is none of the ring's business
+        if not native.closed:
+            leave(native, only_empty=only_empty)
+
+
+def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False) -> None:
+    """Detach; the last one removes the segment. What is lent stays attached until its end, and removes it then.
+
+    ``give_up_unread``: discard what is unread, in one step with closing, so that no thread publishes in between; a
+    reader that looks at a slot keeps its memory until it lets go.
+
+    The writer that closes a ring, unread payloads given up, removes its name beside readers, too: they keep the memory
+    until they let go, and one of them that is killed leaves nothing behind.
+    Of several that leave at once, each may still see another's place. So whoever may remove it looks again when its
+    own place is free: the last to get there finds nobody.
+    """
+    _, _, ready, reading = native.state_counts()
+    removes = not only_empty or ready + reading == 0
+    removed = removes and native.unlink_if_last(readers_may_stay=give_up_unread)
+    given_up = native.leave(give_up_unread=give_up_unread, only_empty=only_empty)
+    if given_up:
+        log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
+    if removes and not removed:
+        remove_if_dead(native.name)
+
+
+def shares_memory(name: str) -> bool:
+    """Whether the processes of a segment of this host and this process may map each other's memory.
+
+    The kernel lets one process into another's only where user and group are the same; UCX finds that out when it is
+    too late, and crashes. Who cannot be seen from here (another container's) counts as another user.
+    """
+    try:
+        owner = Path(f"/dev/shm{name}").stat()
+    except OSError:
+        return False
+    return bool(name) and (owner.st_uid, owner.st_gid) == (os.geteuid(), os.getegid())
+
+
+def remove_if_dead(name: str) -> bool:
+    """Remove a segment that nobody lives to use, unread payloads included. False: somebody does, or it is gone."""
+    try:
+        return _ring.Ring.unlink_if_dead(name)
+    except _ring.RingFault:  # gone, or another user's
+        return False
+
+
+def remove_dead(prefix: str) -> bool:
+    """Remove the segments of this ``prefix`` (of `SharedRingBuffer.create`) that nobody lives to use. Blocks.
+
+    False: some are in use, and still there.
+    """
+    beginning = f"{_BEGINNING}{prefix}"
+    for name in _ring.segments():
+        if name.startswith(beginning):
+            remove_if_dead(name)
+    return not any(name.startswith(beginning) for name in _ring.segments())

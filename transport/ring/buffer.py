@@ -1,0 +1,478 @@
+"""SharedRingBuffer: payloads in shared memory, written and read under leases.
+
+A slot goes FREE → WRITING → READY → READING → FREE; the transitions are compare-and-swaps on one atomic word in the
+segment (native/ring/slot_word.hpp has the table). This file adds what needs no atomics: packing by schema, tickets,
+overflow policies, leases that publish or roll back, and errors by name.
+
+Any thread may call any method. Blocking calls release the GIL; inside an event loop use `asyncio.to_thread`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
+
+import numpy as np
+
+from transport import _ring
+from transport.devices.arrays import DeviceTensor
+from transport.devices.streams import RegisteredPages
+from transport.errors import (
+    InternalError,
+    LayoutError,
+    LengthMismatchError,
+    PayloadTooLargeError,
+    SchemaError,
+    StaleSlotError,
+    TicketError,
+    TransportError,
+    UsageError,
+    WrongKeyError,
+    WrongRingError,
+)
+from transport.ring import attachment
+from transport.ring.attachment import Attachment
+from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
+from transport.ring.overflow import Overflow, Overflowing
+from transport.ring.packing import describe, describe_exact, pack_into
+from transport.ring.states import RingStatistics, SlotState, named, statistics_of
+from transport.runtime.arguments import expect, whole
+from transport.runtime.logs import Seldom
+from transport.schema import Schema
+from transport.ticket import Ticket
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_READERS = _ring.MAX_READERS
+_ALL_DONE: Final = (1 << MAX_READERS) - 1
+_FOR_EVER_S: Final = 1e9  # 30 years
+_TICKET: Final = "a Ticket, Ticket.parse() makes one of its text"
+
+
+class SharedRingBuffer(Attachment):
+    """A ring of slots in one shared-memory segment. Make it with `create` or `attach`.
+
+    Attributes:
+        name: of the segment; `attach` and same-host readers use it.
+        ring_id: 32 hex digits, random, in every ticket.
+        schema: what payloads look like, or None: any mapping of arrays, described by its ticket.
+    """
+
+    def __init__(self, native: _ring.Ring, schema: Schema | None, overflow: Overflow, *, writable: bool = True) -> None:
+        super().__init__(native)
+        self.schema = schema
+        self._overflowing = Overflowing(native, overflow)
+        self._secret = native.secret
+        self._pages = RegisteredPages(read_only=not writable)
+        self._refusals = Seldom()
+
+    @property
+    def overflow(self) -> Overflow:
+        """What a write does when every slot is in use; may be set."""
+        return self._overflowing.policy
+
+    @overflow.setter
+    def overflow(self, policy: Overflow) -> None:
+        self._overflowing.policy = policy
+
+    # --- making one ---------------------------------------------------------------------------------
+    @classmethod
+    def create(
+        cls,
+        schema: Schema | None = None,
+        *,
+        slots: int = 64,
+        slot_bytes: int | None = None,
+        name: str | None = None,
+        prefix: str = "",
+        overflow: Overflow = "block",
+    ) -> Self:
+        """Make the ring, or take over the one of a dead writer when ``name`` exists.
+
+        Args:
+            schema: of every payload; None: each payload brings its own description.
+            slots: payloads the ring holds, unread ones included.
+            slot_bytes: payload bytes per slot; default the schema's largest payload.
+            name: only for a ring that a restarted writer shall find again; default random.
+            prefix: begins the random name, so that whoever outlives a killed writer knows its segments.
+            overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest unread.
+
+        Raises:
+            RingBusyError: a living process keeps a ring of this name.
+            LayoutError: a dead writer's ring of this name has another layout or schema. Without ``name`` the new ring
+                is made beside it. With one it is not: other processes attach by the name, and would find the old ring.
+            SharedMemoryError: /dev/shm is too small or full; nothing is left behind.
+            UsageError: a size that makes no sense.
+        """
+        if schema is not None:
+            expect(schema, Schema, "schema of create()", "a Schema, as Schema.of(...) makes it")
+        slots = whole(slots, "slots of create()")
+        slot_bytes = None if slot_bytes is None else whole(slot_bytes, "slot_bytes of create()")
+        if name is not None:
+            expect(name, str, "name of create()", "text, or None for a random one")
+        if overflow not in ("block", "error", "overwrite"):
+            raise UsageError(f"overflow={overflow!r}; choose 'block', 'error' or 'overwrite'")
+        if slot_bytes is None:
+            if schema is None:
+                raise UsageError("a ring without a schema needs slot_bytes, the size of its largest payload")
+            slot_bytes = schema.max_bytes
+        elif schema is not None and slot_bytes < schema.max_bytes:
+            raise PayloadTooLargeError(
+                f"slot_bytes={slot_bytes} cannot hold the schema's largest payload of {schema.max_bytes} bytes"
+            )
+        if slots < 1 or slot_bytes < 1:
+            raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
+        fingerprint = schema.fingerprint if schema is not None else bytes(16)
+        chosen = attachment.random_name(prefix) if name is None else name
+        try:
+            native = attachment.create(chosen, slots, slot_bytes, fingerprint)
+        except LayoutError as error:
+            raise LayoutError(
+                f"{error}, not of {slots} slots of {slot_bytes} bytes and fingerprint {fingerprint.hex()}. It drains "
+                "by itself, and the last process that serves it removes it. Give another name, or none, to begin a "
+                "ring beside it; `transport reclaim` removes it if nobody serves it"
+            ) from error
+        ring = cls(native, schema, overflow)
+        ring._made_here = True
+        if name is None:  # one with a name may be meant for whoever takes it over
+            ring._forget_with(ring._pages.release, only_empty=False)
+        return ring
+
+    @classmethod
+    def attach(
+        cls, name: str, schema: Schema | None = None, *, role: Literal["writer", "listener", "reader", "observer"]
+    ) -> Self:
+        """Attach to an existing ring. Each process that writes, serves or maps takes one of 16 owner places.
+
+        Raises:
+            RingNotFoundError: no such segment on this host.
+            LayoutError: not a ring, another layout version, or another schema than ``schema``.
+            NoOwnerError: sixteen living processes are attached already.
+            SharedMemoryError: the segment belongs to another user.
+        """
+        expect(name, str, "name of attach()", "the text that `ring.name` is")
+        native = attachment.attach(name, role)
+        if schema is not None and native.fingerprint != schema.fingerprint:
+            native.close()
+            raise SchemaError(
+                f"ring {name} was made for schema {native.fingerprint.hex()}, not for {schema.fingerprint.hex()}: "
+                "both sides must use the same tensors, dtypes and shapes"
+            )
+        ring = cls(native, schema, "block", writable=role == "writer")
+        ring._forget_with(ring._pages.release, only_empty=True)
+        return ring
+
+    def close(self) -> None:
+        """Give up every hold and detach. Idempotent.
+
+        The writer gives up with it what is still unread: nobody serves that any more; and it removes the segment unless
+        listeners or other writers are attached. Others leave unread payloads, since what a dead writer left may be
+        taken over. The last one removes an empty segment.
+
+        It waits for nobody. A slot that a write, a lease or a view of another thread still uses stays theirs until they
+        end, with ClosedError where there is something to publish or to consume, and so does the owner place.
+        """
+        super().close()
+
+    def _leave(self) -> None:
+        mapped = self.native.payload(0)  # what is registered with CUDA is given back before it is unmapped
+        attachment.leave(self.native, only_empty=not self._made_here, give_up_unread=self._made_here)
+        self.settle()
+        mapped.release()
+
+    def settle(self) -> None:
+        """A lease has ended, or the ring was closed: the last of them gives CUDA's registrations back."""
+        if self.native.closed and not self.native.lent:
+            self._pages.release()
+
+    # --- writing ------------------------------------------------------------------------------------
+    def write(
+        self,
+        values: Mapping[str, Any],
+        *,
+        readers: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+        casting: Literal["safe", "same_kind", "unsafe"] = "safe",
+    ) -> Ticket:
+        """Copy named arrays into a slot (one pass over memory, checksum included) and publish it.
+
+        Args:
+            values: numpy, torch, CuPy, DLPack, buffers or scalars, by tensor name. What is in device memory is
+                copied on the stream that is current in this thread, after what made it.
+            readers: how many ranks (1 to 16) read the payload once each.
+            metadata: small values of the caller's own that travel in the ticket.
+            deadline_s: seconds from now after which the payload may be discarded unread, by the clock of this host.
+            timeout_s: longest wait for a slot where overflow is "block"; None: no limit.
+
+        Raises:
+            SchemaError: the values do not fit the schema.
+            UsageError: readers, metadata, deadline_s or timeout_s are not what they are said to be; no slot is taken.
+            PayloadTooLargeError: a payload without a schema that is larger than a slot.
+            RingFullError: no slot became free in time.
+            MissingDependencyError: a value is in device memory, and CuPy is not installed.
+        """
+        expect(values, Mapping, "write()", "a mapping of names to arrays")
+        arrays, lengths, schema = self._describe(values, casting)
+        with self._reserve(schema, lengths, None, readers, metadata, deadline_s, timeout_s) as lease:
+            if lease.layout is None:
+                raise InternalError("a lease by schema has a layout")
+            on_device = next((array for array in arrays if isinstance(array, DeviceTensor)), None)
+            if on_device is not None:
+                self.register(lease.slot, on_device.device)
+            lease.checksum = pack_into(lease.layout, arrays, lease.memory, checksum=True)
+        return lease.ticket
+
+    def write_raw(
+        self,
+        data: Any,
+        *,
+        readers: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Ticket:
+        """Copy contiguous bytes into a slot and publish it; readers get one uint8 array named "data"."""
+        if isinstance(data, str) or data is None:
+            expect(data, bytes, "write_raw()", "bytes, or what has the buffer protocol")
+        source = np.frombuffer(data, dtype=np.uint8)
+        if self.schema is not None:
+            raise SchemaError("write_raw needs a ring without a schema; use write() with the schema's tensors")
+        return self.write(
+            {"data": source}, readers=readers, metadata=metadata, deadline_s=deadline_s, timeout_s=timeout_s
+        )
+
+    def reserve(
+        self,
+        lengths: Mapping[str, int] | Schema | None = None,
+        *,
+        readers: int = 1,
+        metadata: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> WriteLease:
+        """Hand out the slot's own memory as arrays to fill: a payload written without any copy.
+
+        Use as a context manager: the end of the ``with`` publishes, an exception in it gives the slot back.
+
+        Args:
+            lengths: actual length of each ragged tensor by name; where the ring has no schema, this payload's `Schema`.
+        """
+        if lengths is not None:
+            expect(lengths, (Schema, Mapping), "reserve()", "the lengths by name, or this payload's Schema")
+        if isinstance(lengths, Schema):
+            if self.schema is not None:
+                raise SchemaError("this ring has a schema; give the lengths of its ragged tensors only")
+            return self._reserve(lengths, None, None, readers, metadata, deadline_s, timeout_s)
+        if self.schema is None:
+            raise SchemaError("a ring without a schema needs reserve(Schema(...)), the description of this payload")
+        return self._reserve(self.schema, None, lengths or {}, readers, metadata, deadline_s, timeout_s)
+
+    def register(self, slot: int, device: int) -> bool:
+        """Register a slot's pages with CUDA, once, so that copies between them and a device run at the bus's speed.
+
+        False where CUDA refuses; copies work all the same.
+        """
+        return self._pages.ensure(slot, lambda: self._call(self.native.payload, slot), device)
+
+    def _describe(self, values: Mapping[str, Any], casting: Any) -> tuple[Sequence[Any], tuple[int, ...], Schema]:
+        if self.schema is not None:
+            arrays, lengths = describe(self.schema, values, casting=casting)
+            return arrays, lengths, self.schema
+        schema, arrays = describe_exact(values)
+        return arrays, (), schema
+
+    def _reserve(
+        self,
+        schema: Schema,
+        lengths: tuple[int, ...] | None,
+        named_lengths: Mapping[str, int] | None,
+        readers: int,
+        metadata: Mapping[str, Any] | None,
+        deadline_s: float | None,
+        timeout_s: float | None,
+    ) -> WriteLease:
+        # Whatever can be refused is refused before there is a slot that the refusal would keep.
+        readers = whole(readers, "readers")
+        if not 1 <= readers <= MAX_READERS:
+            raise UsageError(f"readers={readers}; a payload is written for 1 to {MAX_READERS} ranks")
+        try:
+            small = dict(metadata or {})
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"metadata is a {type(metadata).__name__}; give a mapping of names to small values"
+            ) from error
+        now = time.time()
+        deadline = None if deadline_s is None else now + _seconds(deadline_s, "deadline_s")
+        wait_s = None if timeout_s in (None, math.inf) else _seconds(timeout_s, "timeout_s")
+        if lengths is None:
+            lengths = ordered_lengths(schema, named_lengths or {})
+        layout = schema.layout(lengths)
+        if layout.total > self.slot_capacity:
+            raise PayloadTooLargeError(
+                f"a payload of {layout.total} bytes does not fit a slot of {self.slot_capacity}: "
+                "make the ring with a larger slot_bytes"
+            )
+        draft = Draft(
+            schema=schema, lengths=lengths, readers=int(readers), metadata=small, created=now, deadline=deadline
+        )
+        slot, generation = self._take(wait_s)
+        try:
+            self._overflowing.may_expire |= deadline is not None
+            lease = WriteLease(self, slot, generation, layout, draft)
+            draft.created = time.time()
+            if deadline is not None:  # counts from when there is room
+                draft.deadline = deadline + draft.created - now
+            return lease
+        except _ring.RingFault as fault:  # closed by another thread, which has freed the slot
+            raise named(fault) from None
+        except BaseException:
+            if not self.native.closed:
+                self.native.abort(slot, generation)
+            raise
+
+    def _take(self, timeout_s: float | None) -> tuple[int, int]:
+        """A slot to write, by the ring's overflow policy."""
+        return self._call(self._overflowing.take, timeout_s)
+
+    def _call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
+        try:
+            return function(*arguments, **keywords)
+        except _ring.RingFault as fault:
+            raise named(fault) from None
+
+    # --- reading on this host -------------------------------------------------------------------------
+    def check(self, ticket: Ticket, rank: int = 0) -> None:
+        """Refuse a ticket of another ring, a wrong key or a rank out of range."""
+        expect(ticket, Ticket, "a ring", _TICKET)
+        ticket.check_rank(rank)
+        if ticket.ring != self.ring_id:
+            raise WrongRingError(f"ticket {ticket.name} is of another ring than {self.ring_id[:8]}")
+        if ticket.slot >= self.slot_count:
+            raise StaleSlotError(f"ticket {ticket.name}: this ring has {self.slot_count} slots")
+        if ticket.key != self.key(ticket.slot, ticket.generation):
+            raise WrongKeyError(f"ticket {ticket.name}: the key is not that of this slot and generation")
+
+    def key(self, slot: int, generation: int) -> int:
+        """The key that a ticket for this slot and generation carries."""
+        return _ring.slot_key(self._secret, slot, generation)
+
+    def read_raw(self, ticket: Ticket, rank: int = 0) -> ReadLease:
+        """Pin a payload and lend its bytes, read-only, until the lease is consumed or released.
+
+        Raises:
+            StaleSlotError: consumed by this rank, overwritten, discarded or expired.
+            WrongRingError, WrongKeyError, RankError, LengthMismatchError: the ticket is not for this payload.
+        """
+        expect(ticket, Ticket, "read_raw()", _TICKET)
+        ticket.check_rank(rank)
+        if ticket.ring != self.ring_id:
+            raise WrongRingError(f"ticket {ticket.name} is of another ring than {self.ring_id[:8]}")
+        answer = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
+        if answer != _ring.READ_OK:
+            raise self.refusal(answer, ticket, rank)
+        try:
+            return ReadLease(self, ticket, rank)
+        except _ring.RingFault as fault:  # closed by another thread, which has unpinned it
+            raise named(fault) from None
+
+    def refusal(self, answer: int, ticket: Ticket, rank: int) -> TransportError:
+        """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
+        self.check(ticket, rank)
+        if answer == _ring.READ_OTHER_LENGTH:
+            length = self._call(self.native.info, ticket.slot).length
+            return LengthMismatchError(f"payload {ticket.name} has {length} bytes, its ticket says {ticket.size}")
+        if answer == _ring.READ_EXPIRED:
+            return StaleSlotError(f"the deadline of payload {ticket.name} has passed")
+        what = "was consumed by this rank" if answer == _ring.READ_DONE else "is not in its slot any more"
+        return StaleSlotError(f"payload {ticket.name} {what}")
+
+    def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:
+        """Consume and unpin in one swap, by the reader that holds the pin. False: it was not the owner any more."""
+        marked = self._call(self.native.mark_consumed, ticket.slot, ticket.generation, rank)
+        return marked or self._refused("mark_consumed", ticket)
+
+    def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
+        """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
+        expect(ticket, Ticket, "acknowledge()", _TICKET)
+        return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
+
+    def release_reading(self, ticket: Ticket) -> bool:
+        """Unpin without consuming: the payload is READY again for the next attempt. False: not pinned by this owner."""
+        released = self._call(self.native.unpin, ticket.slot, ticket.generation)
+        return released or self._refused("release_reading", ticket)
+
+    def _refused(self, what: str, ticket: Ticket) -> bool:
+        if (before := self._refusals.due()) is not None:
+            log.warning(
+                "%s(%s) was refused and changed nothing: somebody was faster, or it was called twice (%d more of these "
+                "were refused since the last such line; statistics().late_finalises counts all)",
+                what,
+                ticket.name,
+                before,
+                extra={"ticket": ticket.name},
+            )
+        return False
+
+    def discard(self, ticket: Ticket) -> bool:
+        """Free a payload nobody wants, for every rank. False: it was gone."""
+        self.check(ticket)
+        return self._call(self.native.discard, ticket.slot, ticket.generation)
+
+    # --- looking and tidying ----------------------------------------------------------------------------
+    def get_ready_count(self) -> int:
+        """Slots that are READY: published, and read by nobody at the moment."""
+        return self._call(self.native.state_counts)[2]
+
+    def statistics(self) -> RingStatistics:
+        """States and counters at this moment."""
+        return self._call(statistics_of, self.native)
+
+    def tickets(self) -> list[Ticket]:
+        """Tickets of all published, not fully consumed payloads, oldest first; for republishing after a crash.
+
+        A payload whose ticket in the ring cannot be read is left out, with a warning that names its slot.
+        """
+        found = []
+        for slot in range(self.slot_count):
+            info = self._call(self.native.info, slot)
+            if info.state in (SlotState.READY, SlotState.READING) and info.done != _ALL_DONE:
+                note = self._call(self.native.note, slot, info.generation)
+                if note is None:
+                    continue
+                try:
+                    found.append((info.sequence, Ticket.decode(note)))
+                except TicketError as error:
+                    log.warning(
+                        "ring %s: the ticket of slot %d generation %d cannot be read (%s); only whoever has that "
+                        "ticket already can read or free the payload",
+                        self.ring_id[:8],
+                        slot,
+                        info.generation,
+                        error,
+                        extra={"ring": self.ring_id},
+                    )
+        return [ticket for _, ticket in sorted(found, key=lambda each: each[0])]
+
+    def discard_expired(self, now: float | None = None) -> int:
+        """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
+        return self._call(self._overflowing.discard_expired, time.time() if now is None else now)
+
+
+def _seconds(value: Any, name: str) -> float:
+    if not _is(value, numbers.Real) or not -_FOR_EVER_S <= value <= _FOR_EVER_S:  # not a number is neither
+        raise UsageError(f"{name}={value!r}; give a number of seconds, or None for no limit")
+    return float(value)
+
+
+def _is(value: object, kind: type) -> bool:
+    """`isinstance`, for what callers pass whatever its type says; numpy's numbers are registered with `numbers`."""
+    return isinstance(value, kind)

@@ -1,0 +1,93 @@
+"""How a writer comes by a slot when the ring is full.
+
+    "block"      waits for a reader to free one, within a time limit (back-pressure; the default)
+    "error"      raises RingFullError at once
+    "overwrite"  takes the oldest payload that nobody has consumed or is reading; counted
+
+Before any of these a ring that looks full is tidied: slots of dead processes and expired payloads are taken back.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final, Literal
+
+from transport import _ring
+from transport.errors import RingFullError
+
+Overflow = Literal["block", "error", "overwrite"]
+
+_FOR_EVER_S: Final = 1e9
+_LOOK_S: Final = 0.05  # between looks for what wakes nobody: an unpinned payload to overwrite, an expired one
+
+
+class Overflowing:
+    """The policy of one ring's attachment. Faults of the native core pass through; `SharedRingBuffer` names them.
+
+    Attributes:
+        policy: may be changed at any time.
+        may_expire: False as long as no payload of this writer has a deadline, so that nobody needs to look for any.
+    """
+
+    def __init__(self, native: _ring.Ring, overflow: Overflow) -> None:
+        self._native = native
+        self.policy: Overflow = overflow
+        self.may_expire = native.taken_over
+
+    def take(self, timeout_s: float | None) -> tuple[int, int]:
+        """(slot, generation) to write. Raises RingFullError when none is to be had in time; None: no limit."""
+        native = self._native
+        taken = native.try_take()
+        if taken is None and self.policy == "overwrite":
+            taken = native.try_overwrite()
+        if taken is None and (self._tidy() or self.policy == "error"):
+            taken = native.try_take()
+        if taken is None and self.policy != "error":
+            taken = self._wait(_FOR_EVER_S if timeout_s is None else timeout_s)
+        if taken is None:
+            free, writing, ready, reading = native.state_counts()
+            raise RingFullError(
+                f"no slot of {free + writing + ready + reading} became free: {writing} being written, {ready} unread, "
+                f"{reading} being read; the readers are slower than the writer, or gone (a larger ring, or "
+                "overflow='overwrite')"
+            )
+        return taken
+
+    def _tidy(self) -> bool:
+        """Take back what dead processes and expired payloads hold; True if there was something."""
+        # A wait reclaims by itself at its re-checks; the system calls of the proof are not for every full ring.
+        reclaimed = self._native.reclaim() if self.policy != "block" else 0
+        return bool(reclaimed + (self.discard_expired(time.time()) if self.may_expire else 0))
+
+    def _wait(self, timeout_s: float) -> tuple[int, int] | None:
+        """Wait until a slot is freed, expires, or (with "overwrite") is let go of by its readers."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            left = give_up - time.monotonic()
+            patience_s = self._patience_s()
+            taken = self._native.take(max(min(left, patience_s), 0.0))
+            if taken is None and self.policy == "overwrite":
+                taken = self._native.try_overwrite()
+            if taken is not None or left <= patience_s:
+                return taken
+            self.discard_expired(time.time())
+
+    def _patience_s(self) -> float:
+        """How long to wait for a freed slot before looking for what wakes nobody: see `_wait`."""
+        if self.policy == "overwrite":
+            return _LOOK_S
+        if not self.may_expire:
+            return _FOR_EVER_S
+        infos = [self._native.info(slot) for slot in range(self._native.slot_count)]
+        deadlines = [info.deadline_ns for info in infos if info.deadline_ns and info.state != _ring.FREE]
+        return max(min(deadlines) / 1e9 - time.time(), _LOOK_S) if deadlines else _FOR_EVER_S
+
+    def discard_expired(self, now: float) -> int:
+        """Discard READY payloads whose deadline (Unix seconds) has passed; how many."""
+        limit = int(now * 1e9)
+        expired = 0
+        for slot in range(self._native.slot_count):
+            info = self._native.info(slot)
+            if info.state == _ring.READY and 0 < info.deadline_ns <= limit:
+                expired += self._native.discard(slot, info.generation)
+        return expired

@@ -1,0 +1,341 @@
+"""From the caller's values to packed bytes, and from packed bytes to arrays. Nothing is pickled on either way.
+
+arrays, lengths = describe(schema, mapping)          # validated; host memory is not copied yet, nor a device's
+layout = schema.layout(lengths)
+checksum = pack_into(layout, arrays, slot, checksum=True)
+views(layout, slot, writable=False)                  # the same arrays, in the slot's own memory
+"""
+
+from __future__ import annotations
+
+import cmath
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import numpy as np
+
+from transport import _ring
+from transport._ring import Block, PayloadView
+from transport.devices.arrays import DeviceArray, DeviceTensor, is_torch, kind_of, to_host, writable_bytes
+from transport.devices.copies import DeviceCopies, sources_of
+from transport.devices.libraries import library_of
+from transport.devices.streams import address_of
+from transport.errors import BufferUnsuitableError, SchemaError
+from transport.schema import ALIGNMENT, DTYPES, Layout, Placement, Schema, TensorSpec
+
+Array: TypeAlias = np.ndarray | DeviceTensor
+Casting = Literal["safe", "same_kind", "unsafe"]
+
+_ZEROS: Final = bytes(ALIGNMENT)  # longer than any gap between two tensors
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}  # numpy makes a name anew each time, which is slow
+
+
+# --- in: values to arrays ------------------------------------------------------------------------
+def as_host_array(value: object, name: str) -> np.ndarray:
+    """The value as a numpy array in host memory, without a copy where that is possible.
+
+    Takes numpy arrays and scalars, Python's bool, int, float and complex, anything with the buffer protocol (bytes
+    become uint8), torch tensors and CUDA arrays (copied to the host once), and what else speaks DLPack.
+    SchemaError, naming the tensor, for anything else: lists, strings, masked arrays, and any dtype that is not in
+    `DTYPES`, above all `object`.
+    """
+    array = as_array(value, name)
+    return array if isinstance(array, np.ndarray) else to_host(array.value)
+
+
+def as_array(value: object, name: str) -> Array:
+    """`as_host_array`, but what is in device memory stays there and is only described."""
+    try:
+        array = _to_array(value)
+    except (TypeError, ValueError, RuntimeError, BufferError, NotImplementedError) as error:
+        raise SchemaError(f"{name}: this {type(value).__name__} cannot be read as an array: {error}") from error
+    if array is None:
+        raise SchemaError(
+            f"{name}: expected an array, a buffer or a number, got {type(value).__name__}; numpy.asarray may convert it"
+        )
+    if array.dtype not in _NAMES and array.dtype.name not in DTYPES:  # by name as well, for the other byte order
+        raise SchemaError(f"{name}: dtype {array.dtype} is not one that a payload can have: {', '.join(DTYPES)}")
+    return array
+
+
+def _to_array(value: object) -> Array | None:
+    if type(value) is np.ndarray:
+        return value
+    if isinstance(value, np.ma.MaskedArray):
+        return None  # its mask would be lost
+    if isinstance(value, np.ndarray | np.generic | bool | int | float | complex):
+        return np.asarray(value)
+    if kind_of(value) == "cuda":
+        return library_of(value).describe(value)
+    if is_torch(value):
+        return to_host(value)
+    view = _memoryview(value)
+    if view is not None:
+        return np.asarray(view)
+    if hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    return None
+
+
+def _memoryview(value: Any) -> memoryview | None:
+    try:
+        return memoryview(value)
+    except TypeError:
+        return None
+
+
+def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[Array]]:
+    """For a payload without a schema: the schema of exactly these values, nothing ragged, and the arrays.
+
+    Takes what `as_host_array` takes; a Python number becomes bool, int64, float64 or complex128. SchemaError as there.
+    """
+    arrays = {name: as_array(value, name) for name, value in mapping.items()}
+    specs = [
+        TensorSpec(name, _NAMES.get(array.dtype) or array.dtype.name, array.shape) for name, array in arrays.items()
+    ]
+    schema = Schema(tuple(specs))
+    return schema, list(arrays.values())
+
+
+def describe(
+    schema: Schema, mapping: Mapping[str, object], casting: Casting = "safe"
+) -> tuple[list[Array], tuple[int, ...]]:
+    """The mapping's values as arrays in the schema's order, and the lengths of the ragged ones.
+
+    The arrays keep their memory, dtype and strides; `pack_into` converts while it copies. A dtype may differ from the
+    schema's where numpy's rule `casting` allows it: "safe" only widens, "same_kind" also narrows (float64 to float32),
+    "unsafe" is anything. A Python number has no dtype of its own: it takes the schema's, if its kind fits and it is in
+    range. SchemaError, naming tensor, expectation and finding, for names that are missing or too many, a dtype, a
+    shape, or a ragged length above its maximum.
+    """
+    if mapping.keys() != set(schema.names):
+        missing = [name for name in schema.names if name not in mapping]
+        extra = sorted(repr(name) for name in mapping if name not in schema.names)
+        raise SchemaError(
+            f"expected the tensors {', '.join(schema.names)}; "
+            f"missing: {', '.join(missing) or 'none'}; not in the schema: {', '.join(extra) or 'none'}"
+        )
+    arrays = []
+    lengths = []
+    for spec in schema.tensors:
+        array = _fitted(spec, mapping[spec.name], casting)
+        arrays.append(array)
+        if spec.ragged:
+            lengths.append(array.shape[0])
+    return arrays, tuple(lengths)
+
+
+def _fitted(spec: TensorSpec, value: object, casting: Casting) -> Array:
+    dtype = DTYPES[spec.dtype]
+    array: Array
+    if type(value) in _PYTHON_KINDS and casting != "unsafe":
+        array = _number(spec, value, dtype)
+    else:
+        array = as_array(value, spec.name)
+        if array.dtype != dtype and not np.can_cast(array.dtype, dtype, casting):
+            raise SchemaError(
+                f"{spec.name}: expected {spec.dtype}, got {array.dtype.name}, which numpy does not cast to it under "
+                f'casting="{casting}"'
+            )
+    if spec.ragged:
+        shape = array.shape
+        fits = len(shape) == len(spec.shape) and shape[1:] == spec.shape[1:] and shape[0] <= spec.shape[0]
+    else:
+        fits = array.shape == spec.shape
+    if not fits:
+        raise SchemaError(f"expected {spec}, got shape ({','.join(map(str, array.shape))}) for {spec.name}")
+    return array
+
+
+# The kinds of dtype that a Python number may take, as numpy promotes it; ml_dtypes' floats are of kind V (or f).
+_PYTHON_KINDS: Final[Mapping[type, str]] = {bool: "biufcV", int: "iufcV", float: "fcV", complex: "c"}
+
+
+def _number(spec: TensorSpec, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    if dtype.kind not in _PYTHON_KINDS[type(value)]:
+        raise SchemaError(f"{spec.name}: expected {spec.dtype}, got the {type(value).__name__} {value!r:.80}")
+    try:
+        with np.errstate(over="ignore"):
+            array = np.asarray(value, dtype=dtype)
+        if np.isfinite(array) or not cmath.isfinite(value):
+            return array
+    except (OverflowError, TypeError):  # ml_dtypes raises TypeError for an int above 64 bits
+        pass
+    raise SchemaError(f"{spec.name}: this {type(value).__name__} is out of range for {spec.dtype}")
+
+
+# --- packing -------------------------------------------------------------------------------------
+def pack_into(layout: Layout, arrays: Sequence[Array], destination: memoryview, checksum: bool) -> int | None:
+    """Copy each array to its place; gaps become zeros, so equal payloads are equal bytes.
+
+    layout, arrays: as `describe` gave them, shapes equal; a dtype that differs is converted, unchecked.
+    destination: writable flat bytes, at least `layout.total` of them. What stands behind those is left alone.
+    Device memory is copied on its library's current stream, and is in the destination on return.
+    Returns XXH3 (64 bits) of the `layout.total` bytes, hashed while copying, or None without `checksum`.
+    BufferUnsuitableError for a destination that does not fit.
+    """
+    target = _writable(destination, layout.total)
+    if not any(isinstance(array, DeviceTensor) for array in arrays):
+        return _pack(layout, arrays, target, checksum, None)
+    plain = [_plain(array, placement) for array, placement in zip(arrays, layout.placements, strict=True)]
+    copies = DeviceCopies(sources_of(layout, plain), address_of(target))
+    try:
+        copies.start()
+        return _pack(layout, plain, target, checksum, copies)
+    finally:
+        copies.finish()
+
+
+def _plain(array: Array, placement: Placement) -> Array:
+    """A device tensor contiguous and of the placement's dtype; on the host where its library has no such dtype."""
+    if not isinstance(array, DeviceTensor) or (array.contiguous and array.dtype == placement.dtype):
+        return array
+    converted = library_of(array.value).converted(array, placement.dtype)
+    return to_host(array.value) if converted is None else converted
+
+
+def _pack(
+    layout: Layout, arrays: Sequence[Array], target: memoryview, checksum: bool, copies: DeviceCopies | None
+) -> int | None:
+    hasher = _ring.Checksum() if checksum else None
+    for number, ((start, end), placement, array) in enumerate(
+        zip(_gaps(layout), layout.placements, arrays, strict=True)
+    ):
+        if start != end:
+            target[start:end] = _ZEROS[: end - start]
+            if hasher:
+                hasher.update(target[start:end])
+        place = target[end : end + placement.nbytes]
+        if isinstance(array, DeviceTensor):
+            for part in copies.arrived(number) if copies else ():
+                if hasher:
+                    hasher.update(target[slice(*part)])
+        elif array.dtype == placement.dtype and array.flags.c_contiguous and array.shape == placement.shape:
+            source: Any = array  # exports its bytes, which is all that a copy asks for
+            if hasher:
+                hasher.copy(place, source)  # one pass over memory for both
+            else:
+                _ring.copy(place, source)
+        else:
+            # Strided or of another dtype: numpy gathers and converts straight into the destination.
+            with np.errstate(all="ignore"):  # a cast that loses something was asked for
+                np.copyto(_array_at(np.asarray(target), placement), array.reshape(placement.shape), casting="unsafe")
+            if hasher:
+                hasher.update(place)
+    return hasher.digest() if hasher else None
+
+
+def zero_gaps(layout: Layout, destination: memoryview) -> None:
+    """Zero the bytes between the tensors, for arrays that were filled in place: see `pack_into`."""
+    for start, end in _gaps(layout):
+        if start != end:
+            destination[start:end] = _ZEROS[: end - start]
+
+
+def _gaps(layout: Layout) -> Iterator[tuple[int, int]]:
+    """For each tensor, the start and end of the gap before it; the end is where the tensor starts."""
+    position = 0
+    for placement in layout.placements:
+        yield position, placement.offset
+        position = placement.offset + placement.nbytes
+
+
+# --- out: packed bytes to arrays -----------------------------------------------------------------
+def views(layout: Layout, buffer: object, writable: bool) -> dict[str, np.ndarray]:
+    """The payload's tensors by name, as arrays in the buffer's own memory.
+
+    buffer: contiguous host bytes, at least `layout.total`. Every array keeps it exported, hence alive and in place.
+    The arrays are read-only unless `writable`, and then cannot be made writable either.
+    BufferUnsuitableError for a buffer that is too small or not contiguous, or is read-only when `writable`.
+    """
+    if not writable and (type(buffer) is PayloadView or type(buffer) is Block):
+        return _views_of(layout, buffer if type(buffer) is PayloadView else buffer.read_only())
+    flat = _writable(buffer, layout.total) if writable else _sized(_flat(buffer), layout.total).toreadonly()
+    # Not numpy.ndarray(buffer=…): that gives up the export and keeps only the object behind it, so that a bytearray
+    # may be resized and a mapping be unmapped under the array.
+    base = np.asarray(flat)
+    return {placement.name: _array_at(base, placement) for placement in layout.placements}
+
+
+def _views_of(layout: Layout, memory: Any) -> dict[str, np.ndarray]:
+    """The same for our own read-only memory, which stays in place as long as its object lives: a call per tensor."""
+    if len(memory) < layout.total:
+        raise BufferUnsuitableError(f"the buffer has {len(memory)} bytes, the payload {layout.total}")
+    return {
+        placement.name: np.ndarray(placement.shape, placement.dtype, memory, placement.offset)
+        for placement in layout.placements
+    }
+
+
+def _array_at(base: np.ndarray, placement: Placement) -> np.ndarray:
+    piece = base[placement.offset : placement.offset + placement.nbytes]
+    return piece.view(placement.dtype).reshape(placement.shape)
+
+
+# --- destinations --------------------------------------------------------------------------------
+def check_destination(out: Any, size: int) -> memoryview | DeviceArray:
+    """The memory of `out` that a payload of `size` bytes may be received into.
+
+    UCX writes where it is told to, read-only and strided memory included, so this is what guards both.
+    Returns a flat writable memoryview of exactly `size` bytes of unsigned char, or `out` itself for device memory.
+    BufferUnsuitableError for memory that is read-only, not C-contiguous, too small, holds Python objects, belongs to a
+    torch tensor that requires gradients, or cannot be reached from here.
+    """
+    if kind_of(out) == "host":
+        return _writable(out, size)
+    nbytes = writable_bytes(out)
+    if nbytes < size:
+        raise BufferUnsuitableError(f"the destination has {nbytes} bytes of device memory, the payload {size}")
+    device_array: DeviceArray = out
+    return device_array
+
+
+def _writable(out: object, size: int) -> memoryview:
+    flat = _flat(out)
+    if flat.readonly:
+        raise BufferUnsuitableError(f"this {type(out).__name__} is read-only")
+    return _sized(flat, size)
+
+
+def _sized(flat: memoryview, size: int) -> memoryview:
+    if len(flat) < size:
+        raise BufferUnsuitableError(f"the buffer has {len(flat)} bytes, the payload {size}")
+    return flat[:size]
+
+
+def _flat(out: object) -> memoryview:
+    """The value's own memory as flat bytes, never a copy of it."""
+    if type(out) is memoryview and out.ndim == 1 and out.format == "B" and out.c_contiguous:
+        return out
+    kind = type(out).__name__
+    if isinstance(out, np.ndarray):
+        array = np.asarray(out)
+    elif is_torch(out):
+        array = _torch_memory(out)
+    else:
+        view = _memoryview(out)
+        if view is None:
+            raise BufferUnsuitableError(f"a {kind} has no memory that a payload can be in")
+        if view.c_contiguous and view.format == "B":
+            return view.cast("B")
+        try:
+            array = np.array(view, copy=False)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise BufferUnsuitableError(f"this {kind} cannot be taken as plain bytes: {error}") from error
+    if not array.flags.c_contiguous:
+        raise BufferUnsuitableError(f"this {kind} is not C-contiguous: shape {array.shape}, strides {array.strides}")
+    if array.dtype.hasobject:
+        raise BufferUnsuitableError(f"this {kind} holds Python objects, which bytes must not overwrite")
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _torch_memory(tensor: Any) -> np.ndarray:
+    if tensor.requires_grad:
+        raise BufferUnsuitableError("this torch tensor requires gradients; pass tensor.detach()")
+    try:
+        array = to_host(tensor)
+    except (TypeError, RuntimeError) as error:
+        raise BufferUnsuitableError(f"this torch tensor has no plain memory: {error}") from error
+    if array.size and array.ctypes.data != tensor.data_ptr():
+        raise BufferUnsuitableError("this torch tensor is lazily conjugated or negated; its memory is not its values")
+    return array

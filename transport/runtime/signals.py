@@ -1,0 +1,58 @@
+"""SIGTERM and SIGINT as a wish to stop in order, for programs without an event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+from collections.abc import Iterator
+
+from transport.runtime import interruption
+
+
+class Stopped:
+    """Whether the wish has come. A signal handler writes a byte; waiting is on the pipe, so none is missed.
+
+    Attributes:
+        starting: nothing has been promised yet, so SIGINT raises KeyboardInterrupt as well.
+        by: the first signal.
+    """
+
+    def __init__(self, reading: int, *, starting: bool) -> None:
+        self._reading = reading
+        self.starting = starting
+        self.by: signal.Signals | None = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until the wish comes; False after ``timeout_s``."""
+        return bool(select.select([self._reading], [], [], timeout_s)[0])
+
+
+@contextlib.contextmanager
+def until_stopped(drain_s: float = 0.0, *, starting: bool = False) -> Iterator[Stopped]:
+    """While the block runs, SIGTERM and SIGINT only set what it is given. For the main thread.
+
+    In a command, Ctrl-C bounds its end: ``drain_s`` is the time that it was given for that.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)  # a thousand signals do not stop the handler
+    stopped = Stopped(reading, starting=starting)
+
+    def stop(number: int, _: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(writing, b"\0")
+        first, stopped.by = stopped.by is None, stopped.by or signal.Signals(number)
+        if number == signal.SIGINT:
+            interruption.began(drain_s)
+            if first and stopped.starting:
+                raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(reading)
+        os.close(writing)

@@ -1,0 +1,226 @@
+"""One connection on the listener's side: handshake here, requests in native code (native/ucp/serving.hpp).
+
+    HANDSHAKE ──WELCOME sent──► OPEN ──BYE, loss, eviction, garbage──► CLOSED
+
+Whatever ends a connection, `close` runs once: UCX lets go of the slots' memory first, then the pins are given back,
+so a payload that was not acknowledged is READY again. The connection belongs to its listener's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from transport.errors import (
+    AuthenticationError,
+    BusyError,
+    InternalError,
+    LinkError,
+    ProtocolError,
+    RefusedError,
+    TransportError,
+    WrongRingError,
+)
+from transport.wire import authentication, frames
+from transport.wire.ucx import Endpoint, engine
+
+if TYPE_CHECKING:
+    from transport import _ucp
+    from transport.server.listener import Listener
+
+log = logging.getLogger(__name__)
+
+_MOST_AFTER_REFUSAL = 4  # handshake messages of the largest size
+
+
+class Connection:
+    """A client's connection: handshake, then one CONTROL message after the other until either side ends it."""
+
+    def __init__(self, listener: Listener, endpoint: Endpoint) -> None:
+        self._listener = listener
+        self._ring = listener.ring
+        self._endpoint = endpoint
+        self._tag_base = listener.new_tag_base()  # of what this side receives
+        self._native: _ucp.Connection | None = None  # once the client is admitted
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._closed = False
+        self._wire_settled = False
+        self.opened = False
+        self._began = time.monotonic()
+        self._heard = False
+
+    @property
+    def host(self) -> str:
+        """Where the client is, as UCX says."""
+        return self._endpoint.name.rpartition(":")[0]
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self.opened else "handshake"
+        return f"<Connection {self._endpoint.name} {state}, {self.attempts} attempts>"
+
+    @property
+    def tag_base(self) -> int:
+        """Tag base of this connection's requests."""
+        return self._tag_base
+
+    @property
+    def attempts(self) -> int:
+        """Reads that have not been acknowledged."""
+        return self._native.attempts if self._native is not None else 0
+
+    @property
+    def last_active(self) -> float:
+        """When the admitted client last said something, in monotonic seconds; 0.0 before."""
+        return self._native.last_active if self._native is not None else 0.0
+
+    async def serve(self) -> None:
+        """Run until the connection ends. Errors end this connection only."""
+        try:
+            async with asyncio.timeout(self._listener.settings.handshake_timeout_s):
+                native = await self._handshake()
+            self._raise_unless_gone(await self._ended, native.reason)
+        except TimeoutError:
+            log.info("%r: no handshake within %.1f s", self, self._listener.settings.handshake_timeout_s)
+        except LinkError as error:
+            log.debug("%r ended: %s", self, error)
+        except TransportError as error:
+            if not self._closed:
+                log.warning("%r ended: %s: %s", self, type(error).__name__, error)
+        finally:
+            self.close()
+
+    def _raise_unless_gone(self, outcome: int, reason: str) -> None:
+        if outcome == engine().END_GARBAGE:
+            raise ProtocolError(reason)
+        if outcome == engine().END_INTERNAL:
+            raise InternalError(reason)
+        log.debug("%r ended: %s", self, reason)
+
+    # --- handshake ----------------------------------------------------------------------------------
+    async def _receive_handshake(self, expected: type[frames.Handshake]) -> tuple[frames.Handshake, bytes]:
+        """The message, and its body as it came."""
+        prefix = bytearray(frames.PREFIX_BYTES)
+        await self._endpoint.receive_stream(prefix)
+        self._heard = True
+        self._listener.heard()
+        kind, length = frames.decode_prefix(prefix)
+        body = bytearray(length)
+        if length:
+            await self._endpoint.receive_stream(body)
+        if kind.name.title() != expected.__name__:
+            raise ProtocolError(f"expected {expected.__name__}, got {kind.name}")
+        return frames.decode_handshake(expected, bytes(body)), bytes(body)
+
+    async def _handshake(self) -> _ucp.Connection:
+        try:
+            hello, body = await self._receive_handshake(frames.Hello)
+            version = frames.agree_version(hello)
+            await self._admit(hello, body, version)
+        except RefusedError as refusal:
+            await self._welcome(code=refusal.status, reason=str(refusal))
+            await self._left_by_peer()
+            raise
+        # its receives stand before the client hears of them
+        native = self._listener.admit(self._endpoint, self._tag_base, hello.tag_base, version, self._ended)
+        self._native = native
+        self._count_by_wire(native)
+        await self._welcome(version=version)
+        self.opened = True
+        return native
+
+    def _count_by_wire(self, native: _ucp.Connection) -> None:
+        """Have the ring's statistics say what carries this connection's payloads."""
+        with contextlib.suppress(TransportError):  # the peer may be gone again
+            native.count_as(f"bytes_{self._endpoint.wire()}")
+
+    async def _left_by_peer(self) -> None:
+        """Until the client has closed: if this side closed first, UCX would drop a refusal that is still on its way.
+
+        What it may still have said is of no interest. One that does not stop talking is not waited for, since UCX keeps
+        what is not received.
+        """
+        with contextlib.suppress(TransportError):
+            for _ in range(_MOST_AFTER_REFUSAL):
+                await self._endpoint.receive_stream(bytearray(frames.MAX_HANDSHAKE_BYTES))
+
+    async def _admit(self, hello: frames.Hello, body: bytes, version: int) -> None:
+        if hello.ring and hello.ring != self._ring.ring_id:
+            raise WrongRingError(f"this listener serves ring {self._ring.ring_id[:8]}, not {hello.ring[:8]}")
+        if self._listener.refuses_connections:
+            raise BusyError("the listener has reached its number of connections, or is shutting down")
+        secret = self._listener.secret
+        if secret is None:
+            return
+        own = authentication.listener_nonce(version, frames.VERSION)
+        proof = partial(authentication.proof, secret, version=version, hello=body)
+        challenge = frames.Challenge(own, proof("listener", hello.nonce, own), version)
+        await self._endpoint.send_stream(frames.encode_handshake(challenge))
+        answer, _ = await self._receive_handshake(frames.Proof)
+        if not authentication.same(answer.proof, proof("client", hello.nonce, own)):
+            raise AuthenticationError("the client's shared secret differs from this listener's")
+
+    async def _welcome(self, version: int = 0, code: int = 0, reason: str = "") -> None:
+        welcome = frames.Welcome(
+            version=version,
+            ring=self._ring.ring_id,
+            tag_base=self._tag_base,
+            ports=self._ring.native.ports() if code == 0 else (),
+            inline_limit=self._listener.settings.inline_limit,
+            code=code,
+            reason=reason,
+        )
+        await self._endpoint.send_stream(frames.encode_handshake(welcome))
+
+    # --- time, and the end --------------------------------------------------------------------------
+    def sweep(self, now: float) -> None:
+        """End attempts that were acknowledged elsewhere, or not in time; close the connection if it is idle."""
+        native, settings = self._native, self._listener.settings
+        if native is None:  # the handshake has its own limit
+            return
+        if not self._wire_settled:  # lanes join while the two sides exchange addresses, mostly before WELCOME
+            self._wire_settled = True
+            self._count_by_wire(native)
+        native.end_consumed()
+        oldest = native.oldest
+        if oldest is None:
+            if now - native.last_active > settings.listener_idle_eviction_s:
+                self.close()
+            return
+        if now - oldest <= settings.ack_timeout_s:
+            return
+        ended = native.expire(now - settings.ack_timeout_s)
+        if ended < 0:
+            log.warning("%r takes no bytes any more; closing it", self)
+            self.close()
+        else:
+            log.warning("%r: %d payloads not acknowledged in time; they are READY again", self, ended)
+
+    def close(self) -> None:
+        """End the connection now. UCX is out of the slots' memory before their pins go."""
+        if self._closed:
+            return
+        self._closed = True
+        silent = not self._heard and self._in_shared_memory()
+        self._endpoint.abort()
+        if self._native is not None:
+            self._native.close()
+        if not self._ended.done():
+            self._ended.set_result(0)
+        self._listener.forget(self)
+        if silent:
+            self._listener.missed(self._began)
+
+    def _in_shared_memory(self) -> bool:
+        with contextlib.suppress(TransportError):  # the peer may be gone
+            return self._endpoint.wire() == "shm"
+        return False
+
+
+def random_tag_base() -> int:
+    """32 random bits; collisions are the listener's to avoid."""
+    return secrets.randbits(32)

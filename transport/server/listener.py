@@ -1,0 +1,261 @@
+"""A listener: serves one ring on one port from one event loop.
+
+It holds what its connections share (the native service, the limit on connections) and sweeps once a second:
+heartbeat, idle eviction, attempts that nobody acknowledged. Run as a process of its own by `listen_main`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transport.errors import ClosedError
+from transport.ring.attachment import Attachment
+from transport.runtime.logs import Seldom
+from transport.server.connection import Connection, random_tag_base
+from transport.server.stall import Hearing
+from transport.settings import DEFAULTS, Settings
+from transport.wire import frames
+from transport.wire.ucx import Endpoint, Listening, Worker, engine
+from transport.wires import Wire, settings_for
+
+if TYPE_CHECKING:
+    from transport import _ucp
+
+log = logging.getLogger(__name__)
+
+_MOST_ATTEMPTS = 4096  # per connection: a client that never acknowledges does not grow the listener
+_MOST_UNSENT = 1024  # per connection: answers and payloads that its client has not taken yet
+_MOST_REFUSED = 64  # beyond the limit on connections: so many at once are told so, more are turned away by UCX
+_ALERT_S = 10.0  # after a stranger was seen, whoever is the next one is looked for this often:
+_LOOK_S = 0.1
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+
+
+def own_memory() -> int:
+    """Bytes of memory of this process that are in no file and in no segment."""
+    _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(shared)) * _PAGE_BYTES
+
+
+class Listener:
+    """Serves ``ring`` from the running loop.
+
+    Args:
+        ring: attached with role "listener", or the writer's own object (in-process mode).
+        secret: shared secret that clients must prove to have; None: none is asked.
+        wires: the wires UCX may use; None: whatever is best.
+        bind: local IPv4 address to listen on; "": all of them.
+        begin_anew: called with the reason when nothing helps but to end and be started again, for a listener that has a
+            process of its own: it has grown beyond ``listener_memory_bytes``, since UCX keeps what peers send in more
+            ways than can be counted here, or has gone deaf (hearing.py).
+    """
+
+    def __init__(
+        self,
+        ring: Attachment,
+        *,
+        settings: Settings = DEFAULTS,
+        secret: bytes | None = None,
+        wires: frozenset[Wire] | None = None,
+        bind: str = "",
+        begin_anew: Callable[[str], object] | None = None,
+    ) -> None:
+        self.ring = ring
+        self.settings = settings
+        self.secret = secret
+        self._wires = wires
+        self._bind = bind
+        self._begin_anew = begin_anew
+        self._hearing = Hearing()
+        self._heard_at = 0.0  # when a client that was not yet admitted last said something
+        self._stranger_at = -math.inf
+        self._worker: Worker | None = None
+        self._listening: Listening | None = None
+        self._connections: dict[Connection, asyncio.Task[None]] = {}
+        self._tag_bases: set[int] = set()
+        self._service: _ucp.Service | None = None  # what its connections share, once it has been started
+        self.draining = False  # set by stop(): what is under way is finished, nothing is begun
+        self._sweeper: asyncio.Task[None] | None = None
+        self._refused = ring.native.own_count("late_finalises")  # when it was last looked at
+        self._refusals = Seldom()
+
+    def __repr__(self) -> str:
+        return f"<Listener port {self.port} {len(self._connections)} connections, {self.attempts} reads>"
+
+    @property
+    def attempts(self) -> int:
+        """Reads that have not been acknowledged."""
+        return self._service.attempts if self._service is not None else 0
+
+    @property
+    def port(self) -> int:
+        """The port it listens on; 0 before `start` and after `stop`."""
+        return self._listening.port if self._listening is not None else 0
+
+    @property
+    def refuses_connections(self) -> bool:
+        """At the limit, or shutting down."""
+        return self.draining or len(self._connections) > self.settings.connections_per_listener
+
+    def start(self, port: int = 0) -> int:
+        """Listen on ``port`` (0: assigned) and return it.
+
+        Raises:
+            BusyPortError: another program has the port.
+            MissingDependencyError: ucxx is not installed.
+        """
+        self._worker = Worker(settings_for(self._wires))
+        try:
+            self._service = engine().Service(
+                self._worker.engine,
+                self.ring.native,
+                inline_limit=self.settings.inline_limit,
+                slowest_rate=self.settings.read_slowest_rate,
+                most_attempts=_MOST_ATTEMPTS,
+                most_unsent=_MOST_UNSENT,
+                numbers=frames.MESSAGE_NUMBERS,
+            )
+            most = self.settings.connections_per_listener + _MOST_REFUSED
+            self._listening = self._worker.listen(port, self._accept, self._bind, most)
+        except BaseException:
+            self._worker.close()
+            raise
+        self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="transport listener sweep")
+        return self._listening.port
+
+    async def stop(self, drain_s: float = 0.0, *, exiting: bool = False) -> None:
+        """Accept no more, let reads under way be acknowledged for up to ``drain_s``, then close everything.
+
+        ``exiting``: the process ends now, and the kernel ends the worker and its port quicker than UCX does.
+        """
+        self.draining = True
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
+        if self._service is not None:
+            self._service.draining = True
+            await self._drain(self._service, drain_s)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        tasks = list(self._connections.values())
+        for connection in list(self._connections):
+            connection.close()
+        await asyncio.gather(*tasks, *([self._sweeper] if self._sweeper else []), return_exceptions=True)
+        if self._worker is not None and not exiting:
+            self._worker.close()
+            self._worker = self._service = None
+
+    async def _drain(self, service: _ucp.Service, drain_s: float) -> None:
+        if not service.attempts or drain_s <= 0:
+            return
+        quiet: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        service.when_quiet(quiet)
+        try:
+            async with asyncio.timeout(drain_s):
+                await quiet
+        except TimeoutError:
+            log.warning("%r: reads still under way after %.1f s are cut off", self, drain_s)
+
+    # --- connections --------------------------------------------------------------------------------
+    def _accept(self, endpoint: Endpoint) -> None:
+        connection = Connection(self, endpoint)
+        begun = sum(not each.opened and each.host == connection.host for each in self._connections)
+        if begun >= self.settings.handshakes_per_host:
+            log.info("%r: %d handshakes with its host are under way; it is turned away", connection, begun)
+            connection.close()
+            return
+        task = asyncio.get_running_loop().create_task(connection.serve(), name=f"transport {endpoint.name}")
+        self._connections[connection] = task
+
+    def admit(
+        self, endpoint: Endpoint, tag_base: int, client_base: int, version: int, ended: asyncio.Future[int]
+    ) -> _ucp.Connection:
+        """Serve a client that has been admitted, by frames of ``version``; ``ended`` resolves when it is gone."""
+        connection: _ucp.Connection = engine().Connection(
+            self._service, endpoint.native, tag_base, client_base, version, ended
+        )
+        endpoint.worker.kick()
+        return connection
+
+    def new_tag_base(self) -> int:
+        """A tag base that no connection of this listener has."""
+        while (base := random_tag_base()) in self._tag_bases:
+            pass
+        self._tag_bases.add(base)
+        return base
+
+    def forget(self, connection: Connection) -> None:
+        """The connection has closed."""
+        self._connections.pop(connection, None)
+        self._tag_bases.discard(connection.tag_base)
+
+    def heard(self) -> None:
+        """A client that is not yet admitted has said something."""
+        self._heard_at = time.monotonic()
+
+    def missed(self, began: float) -> None:
+        """A connection over shared memory ended before anything was heard on it."""
+        last_heard = max([self._heard_at, *(each.last_active for each in self._connections)])
+        deaf = self._hearing.missed(began, time.monotonic(), last_heard)
+        if deaf and self._begin_anew is not None and not self.draining:
+            self._begin_anew("nothing arrives over shared memory any more")
+
+    # --- once a second ------------------------------------------------------------------------------
+    async def _sweep(self) -> None:
+        while True:
+            now = time.monotonic()
+            self.sweep(now)
+            due = now + self.settings.heartbeat_s
+            while self._on_alert(now) and now + _LOOK_S < due:
+                await asyncio.sleep(_LOOK_S)
+                now = time.monotonic()
+            await asyncio.sleep(max(due - now, 0.0))
+
+    def _on_alert(self, now: float) -> bool:
+        """End who is connected and speaks no UCX; whether there are some, or were lately."""
+        if self._listening is not None and self._listening.end_strangers(self.settings.handshake_timeout_s):
+            self._stranger_at = now
+        return now - self._stranger_at < _ALERT_S
+
+    def sweep(self, now: float) -> None:
+        """Heartbeat; close idle connections; end attempts acknowledged through other listeners, or not in time."""
+        self.ring.native.heartbeat()
+        for connection in list(self._connections):
+            connection.sweep(now)
+        self._tell_refused()
+        if self._worker is not None:
+            self._worker.kick()  # ends that native code has to tell
+        if self._begin_anew is not None and (size := own_memory()) > self.settings.listener_memory_bytes:
+            self._begin_anew(f"it has grown to {size >> 20} MiB, beyond listener_memory_bytes")
+
+    def _tell_refused(self) -> None:
+        refused, self._refused = self._refused, self.ring.native.own_count("late_finalises")
+        if self._refused > refused and (before := self._refusals.due()) is not None:
+            log.warning(
+                "%r: %d acknowledgements were refused and changed nothing: given twice, or after another reader's or a "
+                "discard (%d more such seconds since the last such line; statistics().late_finalises counts all)",
+                self,
+                self._refused - refused,
+                before,
+                extra={"ring": self.ring.ring_id},
+            )
+
+
+async def serve_until(
+    listener: Listener, stop: asyncio.Event, drain_s: float, ready: Callable[[int], None], *, exiting: bool = False
+) -> None:
+    """Report the port of a started listener, serve until ``stop``, then drain."""
+    if not listener.port:
+        raise ClosedError("the listener has not been started")
+    ready(listener.port)
+    try:
+        await stop.wait()
+    finally:
+        await listener.stop(drain_s, exiting=exiting)

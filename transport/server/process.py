@@ -1,0 +1,176 @@
+"""A listener as a process of its own: ``python -m transport.server.process``, started by the supervisor.
+
+Its configuration comes as JSON on standard input (a secret must not stand on a command line); it reports once, one
+JSON line on standard output: its port, or why it could not start. SIGTERM drains within a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+import uvloop
+
+from transport.errors import TransportError, UsageError
+from transport.ring.attachment import Attachment, attached
+from transport.runtime.logs import LogFormat, handler
+from transport.server.lifetime import Lifetime, Phase
+from transport.server.listener import Listener, serve_until
+from transport.server.supervisor_lock import supervised
+from transport.settings import Settings
+from transport.wires import Wire
+
+log = logging.getLogger(__name__)
+
+BEGUN_ANEW = 3  # exit status
+_MODULE = b"transport.server.process"  # as it stands on the command line
+
+_answers = 1  # descriptor
+_left_open: list[Listener] = []  # nothing of UCX is destroyed before the process ends
+DRAIN_S = 5.0  # longest wait for acknowledgements after SIGTERM
+
+
+class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a listener process is told."""
+
+    segment: str
+    port: int
+    settings: Settings
+    secret: bytes | None = None
+    wires: frozenset[Wire] | None = None
+    bind: str = ""
+    log_level: str = "WARNING"
+    log_format: LogFormat = "text"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """For repr: everything but the secret, which must not reach a log."""
+        hidden = {"secret"} if self.secret is not None else set()
+        return [(name, "..." if name in hidden else getattr(self, name)) for name in self.__struct_fields__]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.__rich_repr__())
+        return f"{type(self).__name__}({shown})"
+
+
+class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a listener process answers, once."""
+
+    port: int = 0
+    error: str = ""
+    message: str = ""
+
+
+def is_listener(pid: int) -> bool:
+    """Whether a process of this user is a listener. Pids stand in shared memory, which may hold anything by now."""
+    process = Path(f"/proc/{pid}")
+    try:
+        ours = process.stat().st_uid == os.geteuid()
+        return pid > 0 and ours and _MODULE in (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def send(number: int, pid: int) -> None:
+    """A signal to a listener that the segment names; to nobody else, and not to one that is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if is_listener(pid):
+            os.kill(pid, number)
+
+
+def answer(report: msgspec.Struct) -> None:
+    """One JSON line to whoever started this process. The first one counts: nothing is written after it."""
+    global _answers
+    descriptor, _answers = _answers, -1
+    if descriptor < 0:
+        return
+    with contextlib.suppress(BrokenPipeError), os.fdopen(descriptor, "wb") as pipe:
+        pipe.write(msgspec.json.encode(report) + b"\n")
+
+
+def keep_stdout_for_the_answer() -> None:
+    """UCX logs to standard output; from here on that is standard error, and only `answer` goes the old way."""
+    global _answers
+    _answers = os.dup(1)
+    os.dup2(2, 1)
+
+
+async def _stop_when_orphaned(ring: Attachment, settings: Settings, stop: asyncio.Event) -> None:
+    """Without writer and supervisor nobody else ends this process or removes the segment."""
+    lifetime = Lifetime(settings.linger_s)
+    while True:
+        alive = ring.native.keeper_alive or supervised(ring.name)
+        _, _, ready, reading = ring.native.state_counts()
+        if lifetime.tick(time.monotonic(), writer_alive=alive, unread=ready + reading) is Phase.STOP:
+            stop.set()
+            return
+        await asyncio.sleep(settings.heartbeat_s)
+
+
+def _begin_anew(reason: str) -> NoReturn:
+    """End at once: the kernel gives the pins and the memory back, and the supervisor starts the next one."""
+    log.error("this listener begins anew: %s", reason)
+    logging.shutdown()
+    os._exit(BEGUN_ANEW)
+
+
+async def _serve(config: ListenerConfig) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    try:
+        ring = attached(config.segment, "listener")
+    except TransportError as error:
+        answer(ListenerReport(error=type(error).__name__, message=str(error)))
+        return 1
+    with ring:
+        listener = Listener(
+            ring,
+            settings=config.settings,
+            secret=config.secret,
+            wires=config.wires,
+            bind=config.bind,
+            begin_anew=_begin_anew,
+        )
+        try:
+            port = listener.start(config.port)
+        except TransportError as error:
+            answer(ListenerReport(error=type(error).__name__, message=str(error)))
+            return 1
+        ring.native.set_own_port(port)
+        orphaned = loop.create_task(_stop_when_orphaned(ring, config.settings, stop))
+        try:
+            _left_open.append(listener)
+            await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)), exiting=True)
+        finally:
+            orphaned.cancel()  # does nothing to one that has come to its end
+        if orphaned.done() and not orphaned.cancelled() and not supervised(ring.name):
+            ring.native.unlink_if_last()  # its lingering is over: what is still unread has had its time
+    return 0
+
+
+def main() -> NoReturn:
+    """Entry point. Exit status 0 after an orderly stop, 1 when it could not start."""
+    keep_stdout_for_the_answer()
+    try:
+        config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
+    except msgspec.MsgspecError as error:  # the package was replaced under a running supervisor
+        message = f"this listener is of another build than its supervisor ({error}); start both from one"
+        answer(ListenerReport(error=UsageError.__name__, message=message))
+        sys.exit(1)
+    logging.basicConfig(level=config.log_level, handlers=[handler(config.log_format, "listener")])
+    status = uvloop.run(_serve(config))
+    logging.shutdown()
+    os._exit(status)  # the kernel ends UCX: see Listener.stop
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""UCXXServer: what a rollout worker starts so that its ring can be read from other hosts.
+
+Two modes. "process" (default): a supervisor process with one listener process per port; the rollout worker's GIL and
+crashes do not touch them, and what it had published stays readable after its death for ``linger_s``.
+"thread": one listener per port on one loop in a thread of this process, for tests and small uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, Self
+
+import msgspec
+import uvloop
+
+from transport import errors
+from transport.errors import ClosedError, InternalError, TransportError, UsageError
+from transport.ring.buffer import MAX_READERS, SharedRingBuffer
+from transport.runtime.arguments import expect, seconds, several, whole
+from transport.runtime.logs import LogFormat
+from transport.runtime.loop_thread import AtExit, gone
+from transport.server.listener import Listener
+from transport.server.process import DRAIN_S, ListenerConfig, is_listener, send
+from transport.server.supervisor import SupervisorConfig, SupervisorReport
+from transport.settings import DEFAULTS, Settings
+from transport.wire.addresses import advertised
+from transport.wire.ucx import library
+from transport.wires import Wire
+
+log = logging.getLogger(__name__)
+
+MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner places, the writer one
+
+_START_TIMEOUT_S = 60.0
+_STARTS = 3  # of a supervisor that ends before it has reported
+_STARTS_IF_KILLED = 10  # from outside, by SIGKILL: nothing is wrong with itself
+_DIED = "died"  # in place of an error's name
+_RESTART_PAUSE_S = 0.1  # doubled at each failure in a row
+_RESTART_MOST_S = 10.0
+
+
+class UCXXServer:
+    """Serves a ring on ports of this host.
+
+    Args:
+        ring: the writer's ring.
+        ports: one listener each; 0 is assigned by the system. `ports` reports the actual ones after `start`.
+        addresses: what tickets advertise, best first; default: an RDMA interface if there is one, else the way out.
+        bind: local IPv4 address the listeners listen on, and which tickets then advertise unless ``addresses`` says
+            otherwise; "": all addresses of this host.
+        secret: shared secret that clients must prove to have.
+        wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: whatever is best.
+        mode: "process" or "thread", see above.
+        linger_s: how long listeners outlive a killed writer that left unread payloads; default from settings.
+        log_level, log_format: of what supervisor and listeners write to standard error.
+    """
+
+    def __init__(
+        self,
+        ring: SharedRingBuffer,
+        ports: Sequence[int] = (0,),
+        *,
+        addresses: Sequence[str] | None = None,
+        bind: str = "",
+        settings: Settings = DEFAULTS,
+        secret: bytes | None = None,
+        wires: frozenset[Wire] | None = None,
+        mode: Literal["process", "thread"] = "process",
+        linger_s: float | None = None,
+        log_level: str = "WARNING",
+        log_format: LogFormat = "text",
+    ) -> None:
+        expect(ring, SharedRingBuffer, "ring of UCXXServer()", "a SharedRingBuffer")
+        ports = several(ports, object, "ports", "several, in a tuple")
+        ports = [whole(port, "ports") for port in ports]
+        expect(settings, Settings, "settings", "Settings")
+        expect(bind, str, "bind", "text, an IPv4 address of this host, or nothing for all")
+        seconds(linger_s, "linger_s", none=True)
+        if secret is not None:
+            expect(secret, bytes, "secret", "bytes")
+        if addresses is not None:
+            addresses = several(addresses, str, "addresses", "several, in a tuple")
+        if mode not in ("process", "thread"):
+            raise UsageError(f"mode={mode!r}; choose 'process' or 'thread'")
+        if not 1 <= len(ports) <= MAX_PORTS:
+            raise UsageError(f"{len(ports)} ports; a ring is served on 1 to {MAX_PORTS}")
+        for port in ports:
+            if not 0 <= port <= 65535:
+                raise UsageError(f"port {port} is not in 0..65535 (0: assigned by the system)")
+        if len(set(filter(None, ports))) != len([port for port in ports if port]):
+            raise UsageError(f"ports {tuple(ports)} name one port twice")
+        if linger_s is not None:
+            settings = msgspec.structs.replace(settings, linger_s=linger_s)
+        self._ring = ring
+        self._wanted = tuple(ports)
+        if addresses is None:
+            addresses = (bind,) if bind else advertised()
+        self._addresses = tuple(addresses)
+        self._mode = mode
+        self._config = ListenerConfig(
+            segment=ring.name,
+            port=0,
+            settings=settings.validate(),
+            secret=secret,
+            wires=wires,
+            bind=bind,
+            log_level=log_level,
+            log_format=log_format,
+        )
+        self._run: _Processes | _Thread | None = None
+        self._closing = False
+
+    def __repr__(self) -> str:
+        return f"<UCXXServer {self._mode} ports {self.ports} of ring {self._ring.ring_id[:8]}>"
+
+    @property
+    def ports(self) -> tuple[int, ...]:
+        """Ports that are listened on; empty before `start`."""
+        return () if self._run is None or self._closing else self._ring.native.ports()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses that tickets advertise."""
+        return self._addresses
+
+    def start(self) -> Self:
+        """Start listening and wait until every port answers.
+
+        Raises:
+            BusyPortError: another program has one of the ports; no listener is left running.
+            MissingDependencyError: ucxx is not installed.
+        """
+        if self._run is not None:
+            raise UsageError("this server has been started already")
+        library()  # a missing ucxx is this process's error, not a line in a child's log
+        self._ring.native.addresses = ",".join(self._addresses)
+        run = (
+            _Processes(self._ring, self._config, self._wanted)
+            if self._mode == "process"
+            else _Thread(self._ring, self._config)
+        )
+        try:
+            ports = run.start(self._wanted)
+        except BaseException:  # Ctrl-C, too: nobody has what would stop its processes
+            run.stop()
+            raise
+        self._run, self._closing = run, False
+        self._ring.native.set_ports(ports)
+        return self
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Stop listening. Idempotent; where it is interrupted, it waits for readers no longer, or is called again.
+
+        Args:
+            drain_s: wait this long for unread payloads to be consumed first. What is still unread afterwards
+                stays in the ring, but nobody serves it any more.
+        """
+        run = self._run
+        if run is None:
+            return
+        self._closing = True
+        try:
+            self._drain(drain_s)
+        finally:
+            self._stop(run)
+        if not self._ring.native.closed:
+            self._ring.native.set_ports(())
+            self._ring.reclaim()
+
+    def _stop(self, run: _Processes | _Thread) -> None:
+        try:
+            run.stop()
+        except Exception:  # it will not stop better a second time; an interrupt leaves that to the next `close`
+            self._run = None
+            raise
+        self._run = None
+
+    def _drain(self, drain_s: float) -> None:
+        give_up = time.monotonic() + drain_s
+        native = self._ring.native
+        while not native.closed and (left := give_up - time.monotonic()) > 0:
+            seen = native.freed_event()
+            free, writing, _, _ = native.state_counts()
+            if free + writing == self._ring.slot_count:
+                return
+            native.wait_freed(seen, min(left, 1.0))
+
+    def __enter__(self) -> Self:
+        return self if self._run is not None else self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _raise_reported(name: str, message: str) -> None:
+    """Raise the error a child process reported, by its own class."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TransportError):
+        raise kind(message)
+    raise InternalError(f"the supervisor failed: {name}: {message}")
+
+
+class _Processes:
+    """The supervisor process, and a thread that starts it again should it die."""
+
+    def __init__(self, ring: SharedRingBuffer, config: ListenerConfig, ports: tuple[int, ...]) -> None:
+        self._ring = ring
+        self._config = SupervisorConfig(ports=ports, listener=config)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = threading.Event()
+        self._spawning = threading.RLock()  # Invariant: nobody spawns after stop() has begun
+        self._watcher: threading.Thread | None = None
+        self._starting: threading.Thread | None = None
+
+    def start(self, _: tuple[int, ...]) -> tuple[int, ...]:
+        # In a thread, where Ctrl-C is not raised: between the process and the note of it, nobody would stop it.
+        reported: Future[SupervisorReport] = Future()
+        self._starting = threading.Thread(
+            target=self._report_to, args=(reported,), name="transport supervisor start", daemon=True
+        )
+        self._starting.start()
+        report = reported.result()
+        self._starting.join()
+        if report.error:
+            _raise_reported(report.error, report.message)
+        # a supervisor that is started again adopts the listeners on these ports
+        self._config = msgspec.structs.replace(self._config, ports=report.ports, first=False)
+        self._watcher = threading.Thread(target=self._watch, name="transport supervisor watch", daemon=True)
+        self._watcher.start()
+        return report.ports
+
+    def _report_to(self, reported: Future[SupervisorReport]) -> None:
+        try:
+            reported.set_result(self._started())
+        except BaseException as error:
+            reported.set_exception(error)
+
+    def _started(self) -> SupervisorReport:
+        for starts in itertools.count(1):
+            report = self._spawn()
+            killed = self._process is not None and self._process.returncode == -signal.SIGKILL
+            tries = _STARTS_IF_KILLED if killed else _STARTS
+            if report.error != _DIED or starts >= tries or self._stopping.is_set():
+                break
+            log.warning("%s while it started; starting it again", report.message)
+            self._stop_orphans()  # or its listeners would keep the ports that the next one is to have
+        return report
+
+    def _spawn(self) -> SupervisorReport:
+        with self._spawning:
+            if self._stopping.is_set():
+                return SupervisorReport(error=_DIED, message="the server was stopped while it started")
+            process = subprocess.Popen(
+                # without the current directory (-P): it may hold anything, and the supervisor is told the secret
+                [sys.executable, "-P", "-m", "transport.server.supervisor"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the writer, which stops its listeners in order
+            )
+            self._process = process
+        if process.stdin is None or process.stdout is None:
+            raise InternalError("the supervisor has no pipes")
+        killer = threading.Timer(_START_TIMEOUT_S, process.kill)
+        killer.start()
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(msgspec.json.encode(self._config))
+                process.stdin.close()
+            line = process.stdout.readline()
+        finally:
+            killer.cancel()
+            killer.join()
+            process.stdout.close()
+        if not line:
+            process.wait()
+            return SupervisorReport(error=_DIED, message=f"the supervisor ended with status {process.returncode}")
+        report = msgspec.json.decode(line, type=SupervisorReport)
+        if report.error:
+            process.wait()
+        return report
+
+    def _watch(self) -> None:
+        pause_s = _RESTART_PAUSE_S
+        while self._process is not None:
+            begun = time.monotonic()
+            status = self._process.wait()
+            lived_s = time.monotonic() - begun
+            pause_s = _RESTART_PAUSE_S if lived_s > _RESTART_MOST_S else min(2 * pause_s, _RESTART_MOST_S)
+            if self._stopping.wait(pause_s):
+                return
+            log.warning("the supervisor ended with status %d; starting it again", status)
+            with self._spawning:
+                if self._stopping.is_set():
+                    return
+                try:
+                    report = self._spawn()
+                except (OSError, msgspec.MsgspecError) as error:  # no process to be had now; later perhaps
+                    report = SupervisorReport(error=type(error).__name__, message=str(error))
+            if report.error:
+                log.error("the supervisor does not start: %s: %s", report.error, report.message)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that does not help within the drain bound."""
+        with self._spawning:
+            self._stopping.set()
+            process = self._process
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(DRAIN_S + 10.0)
+            except subprocess.TimeoutExpired:
+                log.error("the supervisor does not stop; killing it")
+                process.kill()
+                process.wait()
+        for thread in (self._starting, self._watcher):
+            if thread is not None and thread.is_alive():
+                thread.join()
+        self._stop_orphans()
+
+    def _stop_orphans(self) -> None:
+        """End the listeners of a supervisor that was killed just before `stop`, so that no other has adopted them."""
+        give_up = time.monotonic() + DRAIN_S + 2.0
+        told: set[int] = set()
+        while not self._ring.native.closed:
+            orphans = {owner.pid for owner in self._ring.native.owners() if owner.alive and is_listener(owner.pid)}
+            if not orphans:
+                return
+            late = time.monotonic() > give_up
+            for pid in orphans if late else orphans - told:
+                send(signal.SIGKILL if late else signal.SIGTERM, pid)
+            told |= orphans
+            time.sleep(0.02)
+
+
+class _Thread:
+    """Listeners on a loop in a thread of this process."""
+
+    def __init__(self, ring: SharedRingBuffer, config: ListenerConfig) -> None:
+        self._ring = ring
+        self._config = config
+        self._listeners: list[Listener] = []
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="transport listeners", daemon=True)
+        self._stopping = threading.Lock()  # Invariant: whoever has got it has seen the thread end, or ends it
+        self._pid = os.getpid()
+        self._at_exit: AtExit | None = None
+
+    def _call(self, coroutine: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_START_TIMEOUT_S)
+
+    def start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
+        self._thread.start()
+        self._at_exit = AtExit(self.stop)
+        return self._call(self._start(ports))
+
+    async def _start(self, ports: tuple[int, ...]) -> tuple[int, ...]:
+        config = self._config
+        for port in ports:
+            listener = Listener(
+                self._ring, settings=config.settings, secret=config.secret, wires=config.wires, bind=config.bind
+            )
+            listener.start(port)
+            self._listeners.append(listener)
+        return tuple(listener.port for listener in self._listeners)
+
+    async def _stop(self) -> tuple[int, ...]:
+        await asyncio.gather(*(listener.stop() for listener in self._listeners))
+        self._listeners.clear()
+        return ()
+
+    def stop(self) -> None:
+        """Close the listeners on their own loop, then end the thread. Idempotent; the process's exit does it, too.
+
+        Raises ClosedError in a forked child: the listeners are its parent's, which goes on serving.
+        """
+        if os.getpid() != self._pid:
+            raise ClosedError("this server belongs to the process that forked this one")
+        if gone(self._pid):
+            return
+        with self._stopping:
+            if self._loop.is_closed():
+                return
+            self._call(self._stop())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        if self._at_exit is not None:
+            self._at_exit.cancel()

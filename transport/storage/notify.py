@@ -1,0 +1,118 @@
+"""Wake-ups between processes: waiters of a shared file sleep until somebody changes it, without polling."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from transport import _ring
+from transport.errors import ClosedError
+from transport.storage.sqlite_file import Words
+
+Answer = TypeVar("Answer")
+
+_CLOSE_PATIENCE_S = 5.0
+_SHORTEST_WAIT_S = 0.001
+
+
+class Waking(Protocol):
+    """Whatever says that something has changed: a `Bell`, or the link to a server that publishes wake-ups."""
+
+    def seen(self) -> int: ...
+    def wait(self, seen: int, timeout_s: float) -> object: ...
+
+
+def wait_for(
+    waking: Waking, look: Callable[[], Answer | None], timeout_s: float, recheck_s: Callable[[], float]
+) -> Answer | None:
+    """What ``look`` finds, looking again at every wake-up and after ``recheck_s``; None when the time is over."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        seen = waking.seen() if timeout_s > 0 else 0  # before looking: what changes in between ends the wait at once
+        answer = look()
+        remaining_s = give_up_at - time.monotonic()
+        if answer is not None or remaining_s <= 0:
+            return answer
+        waking.wait(seen, min(remaining_s, max(_SHORTEST_WAIT_S, recheck_s())))
+
+
+class Bell:
+    """A counter shared through a file: ``ring`` advances it and wakes the waiters of all processes.
+
+    A wake-up is lost when the process that rings is killed just before, so waiters use bounded waits. A thread may
+    close the bell while others wait: they leave with ClosedError first. A forked child opens the file for itself.
+    """
+
+    def __init__(self, path: Path, words: Words) -> None:
+        self._path = path
+        self._words = words
+        self._closed = False
+        # By process id: a lock that another thread held at the fork would be held for ever in the child.
+        self._rooms: dict[int, _Room] = {}
+        self._room()
+
+    def seen(self) -> int:
+        """The counter now; read it before looking at what the bell announces, and hand it to ``wait``."""
+        room = self._room()
+        with room.condition:
+            self._check()
+            return room.event.value()
+
+    def ring(self) -> None:
+        """Wake everybody, in all processes."""
+        room = self._room()
+        with room.condition:
+            if not self._closed:
+                room.event.advance()
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        """Until the counter differs from ``seen``; False after ``timeout_s``. Raises ClosedError after ``close``."""
+        room = self._room()
+        with room.condition:
+            self._check()
+            room.waiters += 1
+        try:
+            rung = room.event.wait(seen, timeout_s)
+        finally:
+            with room.condition:
+                room.waiters -= 1
+                room.condition.notify_all()
+        self._check()
+        return rung
+
+    def close(self) -> None:
+        """End the waits of this process and let go of the file, which stays. Idempotent."""
+        room = self._room()
+        with room.condition:
+            if self._closed:
+                return
+            self._closed = True
+            room.event.advance()
+            if room.condition.wait_for(lambda: room.waiters == 0, _CLOSE_PATIENCE_S):
+                room.event.close()
+
+    def _room(self) -> _Room:
+        room = self._rooms.get(os.getpid())
+        if room is None:
+            room = self._rooms.setdefault(os.getpid(), _Room(self._path, self._words))
+        return room
+
+    def _check(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the {self._words.what} of {self._path} was closed")
+
+
+class _Room:
+    """What the threads of one process share."""
+
+    def __init__(self, path: Path, words: Words) -> None:
+        try:
+            self.event = _ring.Event(str(path))
+        except (_ring.RingFault, OSError) as error:
+            raise words.unsuitable(f"the wake-up file {path} cannot be used: {error}") from error
+        self.condition = threading.Condition()
+        self.waiters = 0  # Invariant: guarded by condition; threads inside event.wait

@@ -1,0 +1,345 @@
+"""One Redis server: connections, scripts, errors in its users' words, and wake-ups. Knows nothing of what is stored.
+
+What it takes care of, so that nobody above has to:
+
+* A lost connection, or a server that starts again, is waited for with back-off, at most ``patience_s``. A write whose
+  answer was lost is asked for again under the same number, and the server gives the answer that it remembers: it is
+  done once. So it is, where `run` is told to, when the caller was told that the server is away and asks for the same
+  again, within a minute: an acknowledgement that was done unheard would otherwise be refused. A renewal is another one
+  each time. The package's own repetitions would do it twice and are off.
+* Every key begins with ``transport:{run}:`` — runs share a server, and all keys of a run are in one slot of a cluster.
+* A connection must not pass through a fork: either side of one makes its own.
+* A server that throws keys away when its memory is full is refused, as is one that is too old, and one that forgets
+  what it has answered when it is killed, unless the place says that it may.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import random
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transport.errors import ClosedError, ConfigurationError, MissingDependencyError, TransportError
+from transport.runtime.installing import install
+from transport.storage.sqlite_file import Words
+from transport.storage.urls import RedisPlace
+
+if TYPE_CHECKING:
+    import redis
+
+log = logging.getLogger(__name__)
+
+OLDEST = (6, 2)
+_REMEMBER_MS = 60_000  # answers to writes
+MOST_PATIENCE_S = 30.0  # well below that
+_MOST_UNANSWERED = 256  # writes whose numbers are kept, the latest ones
+_COMMAND_TIMEOUT_S = 5.0  # at most; a server that is stopped, or a cut cable
+_LEAST_COMMAND_TIMEOUT_S = 0.25
+_BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
+_BELL_LOOK_S = 1.0
+_JOIN_S = 10.0
+
+# Before each script. KEYS[1] remembers the answer. ARGV[1] is the time in ms, empty for the server's own.
+_PRELUDE = f"""
+local function now_ms()
+    if ARGV[1] ~= '' then return tonumber(ARGV[1]) end
+    local time = redis.call('TIME')
+    return time[1] * 1000 + math.floor(time[2] / 1000)
+end
+local function remembered()
+    local answer = redis.call('GET', KEYS[1])
+    return answer and cmsgpack.unpack(answer)
+end
+local function remember(answer)
+    redis.call('SET', KEYS[1], cmsgpack.pack(answer), 'PX', {_REMEMBER_MS})
+    return answer
+end
+"""
+
+
+def require_redis() -> Any:
+    """The redis package. MissingDependencyError where it is not installed."""
+    try:
+        import redis
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"a redis:// place needs the redis package ({error}): {install('redis')}"
+        ) from error
+    return redis
+
+
+class Script:
+    """A Lua script that runs as one step of the server."""
+
+    def __init__(self, body: str) -> None:
+        self.text = _PRELUDE + body
+        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+class _Room:
+    """What the threads of one process share."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client = client
+        self.condition = threading.Condition()
+        self.rings = 0  # Invariant: this and `listener` are guarded by condition
+        self.listener: threading.Thread | None = None
+        self.ended = threading.Event()
+
+
+class RedisLink:
+    """A server, for one store or queue of one run.
+
+    Args:
+        part: of the run's keys, "store" or "queue".
+        patience_s: how long to wait for a server that is away, at most ``MOST_PATIENCE_S``. One that is stopped may
+            take a command's time limit longer, which is the patience too, at most 5 s.
+    """
+
+    def __init__(self, place: RedisPlace, part: str, words: Words, *, patience_s: float = 10.0) -> None:
+        if not 0 <= patience_s <= MOST_PATIENCE_S:
+            raise ConfigurationError(f"patience_s={patience_s}; 0 to {MOST_PATIENCE_S:.0f} seconds can be waited")
+        self._redis = require_redis()
+        self._place = place
+        self._words = words
+        self._patience_s = patience_s
+        self._prefix = f"transport:{{{place.run}}}:{part}:"
+        self._closed = False
+        # By process id: a lock that another thread held at the fork would be held for ever in the child.
+        self._rooms: dict[int, _Room] = {}
+        self._unanswered: dict[tuple[Any, ...], str] = {}  # script, keys and arguments → number
+        try:
+            self._check_server()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    @property
+    def name(self) -> str:
+        """Server and run, without a password."""
+        host = self._place.url.rpartition("@")[2].rpartition("//")[2]
+        return f"{host} run {self._place.run}"
+
+    def key(self, name: str) -> str:
+        """The server's name of a key."""
+        return self._prefix + name
+
+    def run(
+        self,
+        script: Script,
+        keys: Sequence[str],
+        arguments: Sequence[Any],
+        now_ms: int | None = None,
+        *,
+        repeatable: bool = False,
+    ) -> Any:
+        """Run a script once. Raises the ``busy`` kind when the server stays away; it may have run then.
+
+        ``repeatable``: asked for again with the same arguments it is still the same, and what has run gives its answer.
+        Not for what counts anew each time, as a renewal does.
+        """
+        asked = (script.sha, *keys, *arguments)
+        number = (self._unanswered.pop(asked, "") if repeatable else "") or secrets.token_hex(12)
+        arguments = ["" if now_ms is None else now_ms, *arguments]
+        every_key = [self.key(f"answer:{number}"), *map(self.key, keys)]
+
+        def attempt(client: redis.Redis) -> Any:
+            try:
+                return client.evalsha(script.sha, len(every_key), *every_key, *arguments)
+            except self._redis.exceptions.NoScriptError:  # the server has been started since
+                return client.eval(script.text, len(every_key), *every_key, *arguments)
+
+        try:
+            return self._patiently(attempt)
+        except self._words.busy:
+            if repeatable:
+                self._unanswered[asked] = number
+                while len(self._unanswered) > _MOST_UNANSWERED:
+                    del self._unanswered[next(iter(self._unanswered))]
+            raise
+
+    def _patiently(self, attempt: Any) -> Any:
+        give_up_at = time.monotonic() + self._patience_s
+        pause_s = _BACKOFF_FIRST_S
+        faults = self._redis.exceptions
+        while True:
+            room = self._room()
+            try:
+                with self._translated():
+                    return attempt(room.client)
+            except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError, OSError) as error:
+                if time.monotonic() + pause_s > give_up_at:
+                    raise self._words.busy(
+                        f"the {self._words.what} at {self.name} has not answered for {self._patience_s:g} s: {error}"
+                    ) from error
+            except (AttributeError, ValueError):
+                if not self._closed:  # else another thread took the connection away in the middle
+                    raise
+            if room.ended.wait(pause_s * random.uniform(0.5, 1.0)):
+                continue  # to the error
+            pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """The server's refusals as ours; what may pass by waiting is left as it is."""
+        what, faults = f"the {self._words.what} at {self.name}", self._redis.exceptions
+        try:
+            yield
+        except (faults.AuthenticationError, faults.NoPermissionError) as error:
+            raise self._words.unsuitable(f"{what} does not admit this user: {error}; look at user and ACL") from error
+        except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError):
+            if self._closed:
+                self._room()
+            raise
+        except faults.RedisError as error:
+            text = str(error)
+            if isinstance(error, faults.OutOfMemoryError) or "OOM " in text or "MISCONF" in text:
+                raise self._words.full(f"{what} has no room: {error}; raise maxmemory, or free its disk") from error
+            raise self._words.failed(f"{what} failed: {error}") from error
+
+    def _check_server(self) -> None:
+        info = self._patiently(lambda client: client.info("server"))
+        version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+        if version < OLDEST:
+            raise self._words.unsuitable(f"{self.name} is Redis {info['redis_version']}; at least 6.2 is needed")
+        memory = self._patiently(lambda client: client.info("memory"))
+        policy = str(memory.get("maxmemory_policy", ""))
+        if policy.startswith("allkeys") and memory.get("maxmemory"):
+            raise self._words.unsuitable(
+                f"{self.name} throws records away when its memory is full (maxmemory-policy {policy}): set noeviction"
+            )
+
+        if not self._place.may_forget:
+            self._check_memory_of_kills()
+
+    def _check_memory_of_kills(self) -> None:
+        """What it has acknowledged must outlive it, else rollouts publish again what was trained on."""
+        kept = self._patiently(lambda client: client.info("persistence")).get("aof_enabled")
+        if kept is None:
+            log.warning(
+                "%s does not say whether it keeps an append-only file: without one, payloads may be trained on twice "
+                "after it was killed",
+                self.name,
+            )
+        elif not int(kept):
+            raise self._words.unsuitable(
+                f"{self.name} forgets what it has answered when it is killed, and payloads would be trained on twice: "
+                "let it keep an append-only file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or admit "
+                "that with may_forget=yes in its place"
+            )
+
+    def remove_all(self) -> None:
+        """Delete what this store or queue holds. Not for one that somebody still uses."""
+        pattern = self._prefix + "*"  # nothing in a run's name is special in a pattern
+
+        def attempt(client: redis.Redis) -> None:
+            for name in list(client.scan_iter(pattern, count=1000)):
+                client.unlink(name)
+
+        self._patiently(attempt)
+
+    # --- connections ---------------------------------------------------------------------------
+    def _room(self) -> _Room:
+        if self._closed:
+            raise ClosedError(f"the {self._words.what} at {self.name} was closed")
+        room = self._rooms.get(os.getpid())
+        if room is None:
+            room = self._rooms.setdefault(os.getpid(), _Room(self._make_client()))
+        return room
+
+    def _make_client(self) -> redis.Redis:
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        timeout_s = max(_LEAST_COMMAND_TIMEOUT_S, min(self._patience_s, _COMMAND_TIMEOUT_S))
+        client: redis.Redis = self._redis.Redis.from_url(
+            self._place.url,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            socket_keepalive=True,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+        return client
+
+    def close(self) -> None:
+        """Close all connections of this process, and end its waits with ClosedError. Idempotent."""
+        self._closed = True
+        room = self._rooms.get(os.getpid())
+        if room is None:
+            return
+        room.ended.set()
+        with room.condition:
+            listener, room.listener = room.listener, None
+            room.condition.notify_all()
+        if listener is not None:
+            with contextlib.suppress(self._redis.exceptions.RedisError, OSError):
+                room.client.publish(self._bell_channel(), "")  # else it looks within _BELL_LOOK_S
+            listener.join(_JOIN_S)
+        room.client.close()
+        self._rooms.pop(os.getpid(), None)  # last, so that an interrupted call is made good by the next one
+
+    # --- wake-ups ------------------------------------------------------------------------------
+    def _bell_channel(self) -> str:
+        return self.key("bell")
+
+    @property
+    def channel(self) -> str:
+        """What scripts publish on to wake all waiters."""
+        return self._bell_channel()
+
+    def seen(self) -> int:
+        """The wake-ups until now; read it before looking, and hand it to ``wait``."""
+        room = self._room()
+        with room.condition:
+            if room.listener is None and not self._closed:
+                room.listener = threading.Thread(
+                    target=self._listen, args=(room,), name=f"redis {self._words.what}", daemon=True
+                )
+                room.listener.start()
+            return room.rings
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Until there was another wake-up than ``seen``, or ``timeout_s``. Raises ClosedError after ``close``."""
+        room = self._room()
+        with room.condition:
+            room.condition.wait_for(lambda: room.rings != seen or self._closed, timeout_s)
+        self._room()
+
+    def _listen(self, room: _Room) -> None:
+        """In a thread: every message, every new subscription and every loss is a wake-up."""
+        pause_s = _BACKOFF_FIRST_S
+        while not room.ended.is_set():
+            bell = room.client.pubsub()  # type: ignore[no-untyped-call]  # the package leaves it so
+            try:
+                bell.subscribe(self._bell_channel())
+                while not room.ended.is_set():
+                    if bell.get_message(timeout=_BELL_LOOK_S) is not None:
+                        pause_s = _BACKOFF_FIRST_S
+                        self._ring(room)
+            except (self._redis.exceptions.RedisError, OSError, TransportError) as error:
+                log.info("the wake-ups of %s broke off: %s", self.name, error)
+                self._ring(room)  # waiters look, and learn what is the matter
+                room.ended.wait(pause_s)
+                pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
+            finally:
+                with contextlib.suppress(self._redis.exceptions.RedisError, OSError):
+                    bell.close()
+
+    @staticmethod
+    def _ring(room: _Room) -> None:
+        with room.condition:
+            room.rings += 1
+            room.condition.notify_all()

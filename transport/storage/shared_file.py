@@ -1,0 +1,73 @@
+"""A SQLite file that processes of one host share, and the bell beside it: what embedded queue and store have alike."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from transport.runtime.arguments import expect
+from transport.storage.notify import Bell
+from transport.storage.sqlite_file import Database, Synchronous, Words
+
+
+class SharedFile:
+    """Base of what lives in one: `_database` for its transactions, `_bell` for those who wait for a change."""
+
+    def _open(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        schema: str,
+        application_id: int,
+        version: int,
+        on_reboot: str,
+        words: Words,
+        synchronous: Synchronous,
+        max_bytes: int | None,
+        busy_timeout_s: float,
+    ) -> None:
+        """Open the file, or make it; see `Database`. Raises the kinds of ``words``."""
+        self._database = Database(
+            _file_named(path, words),
+            schema=schema,
+            application_id=application_id,
+            version=version,
+            on_reboot=on_reboot,
+            words=words,
+            synchronous=synchronous,
+            max_bytes=max_bytes,
+            busy_timeout_s=busy_timeout_s,
+        )
+        self._bell = Bell(self.path.with_name(self.path.name + ".wake"), words)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path} {'closed' if self._database.closed else 'open'}>"
+
+    @property
+    def path(self) -> Path:
+        """The file, as an absolute path."""
+        return self._database.path
+
+    def close(self) -> None:
+        """Close the file and end waits in other threads with ClosedError. The file and what is in it stay."""
+        self._bell.close()
+        self._database.close()
+
+
+def _file_named(path: str | os.PathLike[str], words: Words) -> Path:
+    """The file, where ``path`` is the name of one. SQLite's own names for databases in memory would become files."""
+    expect(path, (str, os.PathLike), f"the {words.what}'s path", "the path of a file")
+    text = os.fsdecode(path)
+    if re.match(r"[a-z]+:/", text) or text.startswith("sqlite:"):
+        raise words.unsuitable(
+            f"a {words.what}'s file got a place: open_{words.what}() takes places, this a plain path"
+        )
+    if Path(text).name == ":memory:" or text.startswith("file:"):
+        raise words.unsuitable(
+            f"{text!r} is SQLite's name of what one connection sees, and the {words.what} is for several: name a file, "
+            "for a test in a tempfile.TemporaryDirectory()"
+        )
+    if not text:
+        raise words.unsuitable(f"the path of the {words.what} is empty: name a file")
+    return Path(text)

@@ -1,0 +1,200 @@
+"""The feed: what a member says to those that pull from it, over TCP. Bytes of weights never go this way.
+
+A broken connection is how both sides learn of the other's death; a peer that is only stopped is found by the limits of
+those who wait. The parent's side (`Feed`) and the child's (`Upstream`) belong to one group of one update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Callable, Iterable
+
+from transport.errors import ParentLostError, ProtocolError, TransportError
+from transport.weights.transfer.messages import (
+    Failed,
+    Frame,
+    Hello,
+    Welcome,
+    decode,
+    encode,
+    length_of,
+)
+from transport.weights.transfer.threads import ended, settled
+
+_HEAD = 4
+_HELLO_S = 10.0  # for a stranger who connects and says nothing
+_MOST_STRANGERS = 64  # connections that have not said who they are
+
+
+class Feed:
+    """The parent's side. Belongs to one loop.
+
+    Args:
+        lost: is called with a child's name when its connection ends before the feed is closed.
+    """
+
+    def __init__(self, lost: Callable[[str], None]) -> None:
+        self.token = secrets.token_hex(16)
+        self.port = 0
+        self._lost = lost
+        self._server: asyncio.Server | None = None
+        self._children: dict[str, asyncio.StreamWriter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers = 0
+        self._joined = asyncio.Event()
+        self._expected: frozenset[str] | None = None
+        self._closing = False
+
+    async def open(self, address: str) -> None:
+        """Listen on a port of ``address``; `port` is which."""
+        self._server = await asyncio.start_server(self._accept, address, 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def joined(self, names: Iterable[str]) -> None:
+        """Until every one of these is connected. No others are let in from now on."""
+        self._expected = frozenset(names)
+        while missing := self._expected - self._children.keys():
+            self._joined.clear()
+            await self._joined.wait()
+            assert missing  # for whoever looks at a hanging build in a debugger
+
+    @property
+    def waiting_for(self) -> frozenset[str]:
+        """Children that have not connected."""
+        return (self._expected or frozenset()) - self._children.keys()
+
+    @property
+    def children(self) -> frozenset[str]:
+        """Those connected now."""
+        return frozenset(self._children)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closing or self._strangers >= _MOST_STRANGERS:
+            writer.close()
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        name = None
+        self._strangers += 1
+        try:
+            with contextlib.suppress(OSError, EOFError, TimeoutError, TransportError):
+                async with asyncio.timeout(_HELLO_S):
+                    hello = await _next(reader)
+                self._strangers -= 1
+                try:
+                    name = self._admitted(hello)
+                    writer.write(encode(Welcome()))
+                except TransportError as error:
+                    writer.write(encode(Failed(type(error).__name__, str(error))))
+                    await writer.drain()
+                    raise
+                self._children[name] = writer
+                self._joined.set()
+                while await reader.read(1024):
+                    raise ProtocolError(f"{name} says what a child does not say")
+        finally:
+            if name is None:
+                self._strangers = max(0, self._strangers - 1)
+            elif self._children.pop(name, None) is not None and not self._closing:
+                self._lost(name)
+            writer.close()
+
+    def _admitted(self, hello: Frame) -> str:
+        if not isinstance(hello, Hello) or not secrets.compare_digest(hello.token.encode(), self.token.encode()):
+            raise ProtocolError("whoever connects to a feed begins with the token of its group")
+        if hello.name in self._children:
+            raise ProtocolError(f"{hello.name} is connected already")
+        if self._expected is not None and hello.name not in self._expected:
+            raise ProtocolError(f"{hello.name} is not of this group; it comes in with the next one")
+        return hello.name
+
+    async def tell(self, frame: Frame, names: Iterable[str]) -> None:
+        """Send to these children, those that are gone excepted."""
+        data = encode(frame)
+        for name in names:
+            writer = self._children.get(name)
+            if writer is not None:
+                with contextlib.suppress(OSError):  # its end is seen by whoever reads from it
+                    writer.write(data)
+                    await writer.drain()
+
+    def drop(self, name: str) -> None:
+        """End a child's connection: it is too slow. `lost` is called."""
+        writer = self._children.get(name)
+        if writer is not None:
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        """End all connections, and listen no more. Idempotent."""
+        self._closing = True
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        for writer in self._children.values():
+            writer.close()
+        self._children.clear()
+        await ended(*self._tasks)
+
+
+_TELL_S = 1.0  # a child that does not take in a last word learns by its connection's end
+
+
+async def told(feed: Feed, frame: Frame) -> None:
+    """Tell every child why nothing more will come, whatever cancels the caller meanwhile; not longer than a moment."""
+
+    async def tell() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_TELL_S):
+                await feed.tell(frame, feed.children)
+
+    await settled(asyncio.ensure_future(tell()))
+
+
+class Upstream:
+    """The child's side: what the parent says, frame by frame."""
+
+    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._parent = name
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def connect(cls, parent: str, address: str, port: int, token: str, name: str) -> Upstream:
+        """Join a parent's feed. ParentLostError where nobody is, and when it refuses."""
+        try:
+            reader, writer = await asyncio.open_connection(address, port)
+        except OSError as error:
+            raise ParentLostError(f"{parent} cannot be reached at {address}:{port}: {error}") from error
+        upstream = cls(parent, reader, writer)
+        try:
+            writer.write(encode(Hello(token, name)))
+            answer = await upstream.next()
+            if not isinstance(answer, Welcome):
+                raise ProtocolError(f"{parent} answered {type(answer).__name__} to a child that joins")
+        except BaseException:
+            upstream.close()
+            raise
+        return upstream
+
+    async def next(self) -> Frame:
+        """The next frame. ParentLostError when the parent is gone, or gives up."""
+        try:
+            frame = await _next(self._reader)
+        except (OSError, EOFError) as error:
+            raise ParentLostError(f"{self._parent} ended in the middle of the update") from error
+        if isinstance(frame, Failed):
+            raise ParentLostError(f"{self._parent}: {frame.kind}: {frame.message}")
+        return frame
+
+    def close(self) -> None:
+        """End the connection. Idempotent."""
+        self._writer.close()
+
+
+async def _next(reader: asyncio.StreamReader) -> Frame:
+    return decode(await reader.readexactly(length_of(await reader.readexactly(_HEAD))))

@@ -1,0 +1,108 @@
+"""What a member tells those that pull from it, over the feed: frames as bytes, no I/O.
+
+A frame is 4 bytes of length (little-endian) and a MessagePack array, its kind first. Nothing else is ever decoded:
+types and bounds are checked by the decoder, and a frame longer than the bound is refused before it is read.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from transport.errors import ProtocolError
+from transport.runtime.decoders import hiding
+
+MAX_FRAME_BYTES = 32 << 20  # the layout of the largest model, several times
+
+_LENGTH = struct.Struct("<I")
+
+
+@hiding("token")
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A child says who it is, and proves by the token that it was told of this group."""
+
+    token: str
+    name: str
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """The child belongs to the group."""
+
+
+class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
+    """A version begins.
+
+    specs: name, dtype and shape of every tensor, in order.
+    base: version from which changes are sent; -1: all bytes are.
+    """
+
+    version: int
+    specs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    base: int = -1
+    base_checksum: int = 0
+
+
+class Bucket(msgspec.Struct, frozen=True, array_like=True, tag="bucket"):
+    """The next bucket is in its slot.
+
+    start: of its bytes in the row, where all are sent.
+    records: (offset, length, itemsize, changes) of what it holds, one after another, where changes are.
+    """
+
+    index: int
+    ticket: bytes
+    start: int
+    records: tuple[tuple[int, int, int, int], ...] = ()
+
+
+class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
+    """To those on the same host: the whole version is in one slot, complete and verified."""
+
+    ticket: bytes
+    checksum: int
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """Every bucket was told; this is the checksum of the whole version."""
+
+    buckets: int
+    checksum: int
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The version will not be completed from here."""
+
+    kind: str
+    message: str
+
+
+Frame = Hello | Welcome | Begin | Bucket | Landed | End | Failed
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Frame).decode
+
+
+def encode(frame: Frame) -> bytes:
+    """The frame with its length before it. ProtocolError when it is too long."""
+    body = _encode(frame)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a {type(frame).__name__} frame of {len(body)} bytes is longer than {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def length_of(head: bytes) -> int:
+    """Bytes that follow this head. ProtocolError for more than any frame has."""
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {length} bytes is announced; the longest has {MAX_FRAME_BYTES}")
+    return int(length)
+
+
+def decode(body: bytes) -> Frame:
+    """The frame. ProtocolError for anything else."""
+    try:
+        frame: Frame = _decode(body)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise ProtocolError(f"these {len(body)} bytes are not a frame: {error}") from error
+    return frame

@@ -1,0 +1,185 @@
+"""Complete versions of the weights in shared memory: landed once on a host, mapped by all who serve them there.
+
+A version is one slot, as long as the row of bytes. Its checksum is the slot's, and who holds it pins the slot; it is
+free again when all have let go. The memory of a version that somebody still serves is therefore never written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from transport import _ring
+from transport.devices.libraries import Library
+from transport.devices.streams import Mark, address_of, copy_to_device, settled_on_failure
+from transport.errors import ClosedError, RingFullError, WeightsChecksumError
+from transport.ring.attachment import remove_if_dead
+from transport.ring.buffer import SharedRingBuffer
+from transport.ring.leases import ReadLease, WriteLease
+from transport.schema import DTYPES, Placement, Schema
+from transport.ticket import Ticket
+from transport.weights.plan.steps import Proof
+from transport.weights.versions.layout import VersionLayout
+
+log = logging.getLogger(__name__)
+
+_KEPT = 2  # segments: the version that is served, and the one that lands
+
+
+class Held:
+    """A complete, verified version, pinned until `release`. Arrays of it stay readable as long as they live."""
+
+    def __init__(
+        self, layout: VersionLayout, proof: Proof, lease: ReadLease, attached: SharedRingBuffer | None
+    ) -> None:
+        self.layout = layout
+        self.proof = proof
+        self._lease = lease
+        self._attached = attached
+        self._copying: list[Mark] = []  # behind copies out of the row, oldest first
+
+    def __repr__(self) -> str:
+        return f"<Held {self.proof}, {self.layout.total} bytes>"
+
+    @property
+    def row(self) -> memoryview:
+        """All bytes of the version, read-only."""
+        return self._lease.view
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The tensors by name, read-only, without a copy."""
+        return self.layout.arrays(self.row)
+
+    def on_device(self, library: Library, device: int, group_bytes: int) -> Iterator[tuple[str, Any]]:
+        """The tensors by name, in new memory of a device, on the stream that is current in this thread at each step.
+
+        Neighbours share memory, of up to ``group_bytes`` or one tensor, which comes by one copy and is free again when
+        the last of them is gone: whoever takes tensors over one by one needs no second model's worth of memory. What is
+        queued on the stream afterwards comes after the copy; other threads and streams come after `settle`.
+
+        Raises BufferUnsuitableError for a dtype that the library lacks.
+        """
+        for group in self.layout.groups(group_bytes):
+            start, end = group[0].offset, group[-1].offset + group[-1].nbytes
+            memory = self._copied(start, end, library, device)
+            for spec, offset, nbytes in group:
+                yield (
+                    spec.name,
+                    library.view(memory, Placement(spec.name, DTYPES[spec.dtype], spec.shape, offset - start, nbytes)),
+                )
+
+    def _copied(self, start: int, end: int, library: Library, device: int) -> Any:
+        """A range of the row in device memory, once the current stream has got there."""
+        self._lease.register(device)
+        stream = library.stream(device)
+        memory = library.empty(end - start, device, stream)
+        if end > start:
+            with settled_on_failure(stream, device):
+                target = library.describe(memory).address
+                copy_to_device(target, address_of(self.row) + start, end - start, device, stream)
+                self._copying.append(Mark(stream, device))
+        while self._copying and _passed(self._copying[0]):
+            del self._copying[0]
+        return memory
+
+    def settle(self) -> None:
+        """Wait until the copies out of the row have been done. Blocks."""
+        while self._copying:
+            mark = self._copying.pop(0)
+            try:
+                mark.wait()
+            except Exception as error:  # of CuPy's: a device that has failed copies nothing any more
+                log.error("weights were being copied to a device that failed: %s", error)
+
+    def release(self) -> None:
+        """Give the slot back, once copies out of it are done. Idempotent."""
+        self.settle()
+        ring = self._attached
+        if ring is None:
+            with contextlib.suppress(ClosedError):  # its ring was closed: nothing is held any more
+                self._lease.consume()
+            return
+        if ring.native.closed:
+            return
+        self._lease.consume()
+        if not ring.native.keeper_alive:  # whoever landed it is gone, and cannot tidy up
+            ring.discard(self._lease.ticket)
+        ring.close()
+        remove_if_dead(ring.name)  # also when it died just now, or a dead reader's pin is still on the slot
+
+
+def _passed(mark: Mark) -> bool:
+    try:
+        return mark.passed
+    except Exception:  # as in `settle`, which says so
+        return False
+
+
+def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, checksum: int) -> Held:
+    """Map a version that another process of this host has landed, and prove it: every byte is hashed here.
+
+    Raises:
+        WeightsChecksumError: it is not what was sent; nothing is held.
+        RingError: the segment is gone, or has no place for another reader.
+    """
+    ring = SharedRingBuffer.attach(ticket.segment, role="reader")
+    try:
+        lease = ring.read_raw(ticket, rank)
+        found = _ring.checksum(lease.view)
+        if found != checksum or ticket.size != layout.total:
+            lease.release()
+            raise WeightsChecksumError(f"v{version} was mapped with checksum {found:016x}, {checksum:016x} was sent")
+        return Held(layout, Proof(version, checksum), lease, ring)
+    except BaseException:
+        ring.close()
+        raise
+
+
+class Copies:
+    """The segments of one process that lands versions; their names begin with ``prefix``. One thread at a time."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
+        self._rings: list[SharedRingBuffer] = []
+
+    def take(self, total: int, readers: int) -> WriteLease:
+        """A slot for a version of ``total`` bytes and so many ranks; its content is whatever was there.
+
+        Raises SharedMemoryError where the host has no room for one more version.
+        """
+        schema = Schema.of(data=("uint8", total))
+        for ring in self._rings:
+            if ring.slot_capacity >= total:
+                with contextlib.suppress(RingFullError):
+                    return ring.reserve(schema, readers=readers, timeout_s=0.0)
+        self.trim(_KEPT - 1)
+        ring = SharedRingBuffer.create(slots=1, slot_bytes=max(1, total), prefix=self._prefix, overflow="error")
+        self._rings.append(ring)
+        return ring.reserve(schema, readers=readers, timeout_s=0.0)
+
+    def trim(self, kept: int = _KEPT) -> None:
+        """Close free segments, the oldest first, while there are more than so many."""
+        for ring in list(self._rings):
+            if len(self._rings) > kept and ring.native.state_counts()[0] == ring.slot_count:
+                self._rings.remove(ring)
+                ring.close()
+
+    def hold(self, ticket: Ticket, layout: VersionLayout, proof: Proof) -> Held:
+        """Pin a version that was landed here, as its rank 0."""
+        ring = next(ring for ring in self._rings if ring.ring_id == ticket.ring)
+        return Held(layout, proof, ring.read_raw(ticket, 0), None)
+
+    def give_up(self, ticket: Ticket) -> None:
+        """Nobody new shall map this version; those who have it keep it."""
+        for ring in self._rings:
+            if ring.ring_id == ticket.ring:
+                ring.discard(ticket)
+
+    def close(self) -> None:
+        """Give up all segments; those mapped elsewhere live as long as they are. Idempotent."""
+        while self._rings:
+            self._rings.pop().close()

@@ -1,0 +1,161 @@
+"""A sender's tensors as bytes: in host memory, or on a device with the stream that makes them.
+
+Device memory stays where it is until it is copied into a bucket. The stream is looked up in the thread that produced
+the tensor, since which one is current is that thread's affair; from then on its handle is good in every thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from transport import _ring
+from transport.devices.arrays import DeviceTensor
+from transport.devices.copies import DeviceCopies, Source
+from transport.devices.libraries import library_of
+from transport.devices.streams import (
+    Mark,
+    address_of,
+    copy_to_host,
+    handle_for_others,
+    pinned_memory,
+    settled_on_failure,
+)
+from transport.errors import SchemaError
+from transport.ring.packing import as_array
+from transport.schema import ALIGNMENT
+
+_WINDOW_BYTES = 2 << 20  # of a device's tensor that is looked at on the host at a time
+
+HostBytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class DeviceBytes:
+    """Contiguous memory of a device, written by what its stream has in its queue; sliced as host bytes are."""
+
+    __slots__ = ("_keep", "address", "device", "size", "stream")
+
+    def __init__(self, address: int, size: int, device: int, stream: int, keep: object) -> None:
+        self.address = address
+        self.size = size
+        self.device = device
+        self.stream = stream
+        self._keep = keep
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> DeviceBytes:
+        start, end, _ = part.indices(self.size)
+        return DeviceBytes(self.address + start, max(0, end - start), self.device, self.stream, self._keep)
+
+
+Bytes = HostBytes | DeviceBytes
+
+
+class OnDevice:
+    """A tensor in device memory, contiguous, and the stream that makes it."""
+
+    def __init__(self, tensor: DeviceTensor) -> None:
+        library = library_of(tensor.value)
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        stream = handle_for_others(library.stream(tensor.device), tensor.device)
+        self.data = DeviceBytes(tensor.address, tensor.nbytes, tensor.device, stream, tensor.value)
+
+
+Tensor = np.ndarray[Any, Any] | OnDevice
+
+
+def tensor_of(value: object, name: str) -> Tensor:
+    """The value as a tensor of a version. To be called in the thread that made it, right then.
+
+    SchemaError for what cannot be one; MissingDependencyError for device memory without CuPy.
+    """
+    if isinstance(value, OnDevice):
+        return value
+    array = as_array(value, name)
+    if not isinstance(array, DeviceTensor):
+        return array
+    if not array.contiguous:
+        plain = library_of(array.value).converted(array, array.dtype)
+        if plain is None:
+            raise SchemaError(f"{name}: a strided {array.dtype.name} that its library cannot make contiguous")
+        array = plain
+    return OnDevice(array)
+
+
+def bytes_of(tensor: Tensor) -> Bytes:
+    """The tensor's bytes in C order; a copy only where host memory is strided."""
+    if isinstance(tensor, OnDevice):
+        return tensor.data
+    return np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+
+
+def on_host(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The tensor in host memory: itself, or a copy, which is complete on return."""
+    if not isinstance(tensor, OnDevice):
+        return tensor
+    copy: np.ndarray[Any, Any] = np.empty(tensor.shape, tensor.dtype)
+    _copy(tensor.data, copy)
+    return copy
+
+
+def _copy(data: DeviceBytes, to: np.ndarray[Any, Any]) -> None:
+    """Copy to the host, and wait for that."""
+    if data.size:
+        with settled_on_failure(data.stream, data.device):
+            copy_to_host([(to.ctypes.data, data.address, data.size)], data.device, data.stream)
+            Mark(data.stream, data.device).wait()
+
+
+def pack(parts: list[tuple[int, Bytes]], memory: memoryview) -> int:
+    """Copy parts (place, bytes), consecutive ones, into ``memory``; XXH3 of it all.
+
+    Device memory comes in copies that run ahead of the hashing, small neighbours as one (device_copies.py).
+    """
+    sources: list[Source | None] = []
+    numbers: dict[int, int] = {}  # of sources, by place
+    for at, data in parts:
+        if isinstance(data, DeviceBytes):
+            numbers[at] = len(sources)
+            sources.append(Source(at, data.size, data.address, data.device, data.stream))
+        elif len(data) >= ALIGNMENT or data.any():  # not a gap, which both sides fill with zeros
+            sources.append(None)
+    hasher = _ring.Checksum()
+    copies = DeviceCopies(sources, address_of(memory))
+    try:
+        copies.start()
+        for at, data in parts:
+            if isinstance(data, DeviceBytes):
+                for start, end in copies.arrived(numbers[at]):
+                    hasher.update(memory[start:end])
+            else:
+                hasher.copy(memory[at : at + len(data)], data.data)
+        return hasher.digest()
+    finally:
+        copies.finish()
+
+
+class Window:
+    """Pinned memory through which a device's bytes are looked at on the host. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._memory: HostBytes | None = None
+
+    def look(self, data: Bytes) -> HostBytes:
+        """The bytes in host memory; good until the next look."""
+        if not isinstance(data, DeviceBytes):
+            return data
+        if self._memory is None or len(self._memory) < data.size:
+            self._memory = pinned_memory(max(_WINDOW_BYTES, data.size), data.device)
+        seen = self._memory[: data.size]
+        _copy(data, seen)
+        return seen
+
+    def hash(self, hasher: _ring.Checksum, data: Bytes) -> None:
+        """Add the bytes to the hash."""
+        step = _WINDOW_BYTES if isinstance(data, DeviceBytes) else max(1, len(data))
+        for at in range(0, len(data), step):
+            hasher.update(self.look(data[at : at + step]).data)

@@ -1,0 +1,426 @@
+"""The only file that imports ucxx and the native engine: the worker and its progress, errors, proof of the wire.
+
+ucxx brings the library, the context and the worker. UCXX's own awaits spin a core while anything is pending, so
+endpoints, listeners and requests are the engine's (native/ucp): the worker's descriptor stands in the event loop, the
+engine makes progress without the GIL when it is readable, and hands over what has come to an end. A bounded spin
+follows activity, since an answer mostly comes within microseconds; it adapts to how long answers take.
+
+Memory rule: a posted buffer is referenced from the engine until UCX has completed its request, whatever happens to
+the future that waits for it. `Endpoint.abort` ends all of an endpoint's requests; afterwards its buffers are free,
+unless `Engine.abandoned` counts some: UCX may go on with messages that it has begun to receive, until the worker is
+closed.
+
+Everything in this file belongs to the thread of the loop that made the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import socket
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from transport.errors import (
+    BusyPortError,
+    ClosedError,
+    ConnectionLostError,
+    InternalError,
+    MissingDependencyError,
+    TransportError,
+    UnreachableError,
+    UsageError,
+    WireNotAllowedError,
+)
+from transport.runtime.installing import install
+from transport.wires import Wire, settings_to_load, user_settings
+
+if TYPE_CHECKING:
+    from transport import _ucp
+
+log = logging.getLogger(__name__)
+
+SPIN_S = 200e-6  # at most, for an answer that is due; the engine spins less where answers come later (measured)
+
+
+# --- the import ---------------------------------------------------------------------------------
+@cache
+def library() -> ModuleType:
+    """ucxx's low-level module.
+
+    Raises:
+        MissingDependencyError: ucxx is not installed, or the UCX that it finds does not fit it.
+    """
+    user = {name for name in os.environ if name.startswith("UCX_")}
+    user_settings()
+    for name, value in settings_to_load().items():  # read while the library is loaded; no context can choose them
+        os.environ.setdefault(f"UCX_{name}", value)
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")  # what it would print of lost peers is raised here as errors
+    try:
+        import ucxx._lib.libucxx as low
+    except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError):
+            raise MissingDependencyError(f"ucxx is installed and cannot be loaded: {error}") from error
+        raise MissingDependencyError(
+            "ucxx is not installed, so payloads can be read on their own host only (wire 'mapped'); "
+            f"install it with: {install('cu12')} (CUDA 13: {install('cu13')}; neither needs a GPU)"
+        ) from error
+    # ucxx's own choices must not reach child processes as if the user had made them.
+    for name in [name for name in os.environ if name.startswith("UCX_") and name not in user]:
+        if name != "UCX_WARN_UNUSED_ENV_VARS":
+            del os.environ[name]
+    module: ModuleType = low
+    return module
+
+
+@cache
+def engine() -> ModuleType:
+    """The native engine, which finds the UCX library that ucxx has loaded.
+
+    Raises:
+        MissingDependencyError: ucxx is not installed.
+    """
+    library()
+    from transport import _ucp
+
+    return _ucp
+
+
+def version() -> str:
+    """Version of the UCX library that is loaded, e.g. "1.21.0"."""
+    return ".".join(str(part) for part in library().get_ucx_version())
+
+
+def library_path() -> Path | None:
+    """The file of the libucp that is loaded, whoever chose it; None where that cannot be told."""
+    library()
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        path = line.partition("/")[1] + line.partition("/")[2]
+        if Path(path).name.startswith("libucp.so"):
+            return Path(path)
+    return None
+
+
+def transports_here(settings: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(transport, device) of all that UCX can use on this host with ``settings``, e.g. ("tcp", "eth0")."""
+    low = library()
+    with translated("making a UCX context"):
+        shown = str(low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM)).info)
+    return sorted(set(re.findall(r"resource +\d+ .* (\w+)/(\S+)$", shown, re.MULTILINE)))
+
+
+# --- errors -------------------------------------------------------------------------------------
+@cache
+def _error_classes() -> tuple[tuple[type[BaseException], type[TransportError]], ...]:
+    """UCXX's classes for what making a context or worker can raise, and ours, most exact first."""
+    low = library()
+    return (
+        (low.UCXNoDeviceError, WireNotAllowedError),
+        (low.UCXInvalidParamError, UsageError),
+        (low.UCXError, ConnectionLostError),
+    )
+
+
+@cache
+def _error_of_status() -> dict[int, type[TransportError]]:
+    native = engine()
+    return {
+        native.ERR_BUSY: BusyPortError,
+        native.ERR_NO_DEVICE: WireNotAllowedError,
+        native.ERR_UNREACHABLE: UnreachableError,
+        native.ERR_NOT_CONNECTED: UnreachableError,
+        native.ERR_INVALID_PARAM: UsageError,
+        native.ERR_INVALID_ADDR: UsageError,
+    }
+
+
+def failure(status: int, what: str) -> TransportError:
+    """Our error for a UCX status (negative)."""
+    return _error_of_status().get(status, ConnectionLostError)(f"{what}: {engine().status_text(status)}")
+
+
+def translate(error: BaseException) -> TransportError:
+    """Our error for one of UCXX's, by class, or for the engine's, by status."""
+    if isinstance(error, TransportError):
+        return error
+    if isinstance(error, engine().UcxFault):
+        return failure(error.args[0], "UCX refused")
+    for theirs, ours in _error_classes():
+        if isinstance(error, theirs):
+            return ours(str(error) or type(error).__name__)
+    return InternalError(f"unexpected {type(error).__name__} from ucxx: {error}")
+
+
+@contextlib.contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Map what ucxx and the engine raise to our errors, saying what was being done."""
+    try:
+        yield
+    except (TransportError, asyncio.CancelledError):
+        raise
+    except Exception as error:  # ucxx's classes are made in C++ and share no public base with ours
+        ours = translate(error)
+        hint = "; another program has the port, and port 0 takes a free one" if isinstance(ours, BusyPortError) else ""
+        raise type(ours)(f"{doing}: {ours}{hint}") from error
+
+
+# --- fork -----------------------------------------------------------------------------------------
+_open: weakref.WeakSet[Worker] = weakref.WeakSet()
+_inherited = False
+
+
+def inherited() -> bool:
+    """Whether UCX was open in the process that forked this one.
+
+    Its memory and threads' state are half here then: what this process opens itself works, but may hang at its end.
+    """
+    return _inherited
+
+
+def _after_fork_in_child() -> None:
+    global _inherited
+    _inherited = _inherited or any(not worker.closed for worker in _open)
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# --- the worker -----------------------------------------------------------------------------------
+class Worker:
+    """One UCX context and worker on the running loop.
+
+    Args:
+        settings: UCX settings as `settings_for` gives them.
+    """
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        low, native = library(), engine()
+        self.loop = asyncio.get_running_loop()
+        with translated("making a UCX context"):
+            context = low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM))
+            worker = low.UCXWorker(context)
+            self.engine: _ucp.Engine = native.Engine(worker.handle, (worker, context))
+        # UCXX's own answer is True for every context: it takes the number of the memory type for its bit.
+        self.device_memory: bool = native.knows_cuda_memory(context.handle)  # else UCX would crash in it
+        self._endpoint_type = native.Endpoint
+        self._descriptor: int = self.engine.descriptor
+        self._scheduled = False
+        self._closed = False
+        self.endpoints: set[Endpoint] = set()
+        self.loop.add_reader(self._descriptor, self._readable)
+        _open.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Worker {len(self.endpoints)} endpoints, {self.engine.requests} requests posted>"
+
+    @property
+    def closed(self) -> bool:
+        """After `close`."""
+        return self._closed
+
+    # Invariant: whenever control is back in the loop, either _drive is scheduled or the descriptor is armed.
+    def kick(self) -> None:
+        """Something was posted: have progress made soon."""
+        if not self._scheduled and not self._closed:
+            self._scheduled = True
+            self.loop.call_soon(self._drive)
+
+    def _readable(self) -> None:
+        if not self._scheduled:  # else it is seen to in a moment, when whoever was told has run and perhaps posted more
+            self._drive()
+
+    def _drive(self) -> None:
+        self._scheduled = False
+        if self._closed:
+            return
+        events = self.engine.drive(SPIN_S)
+        if events is not None:
+            self._tell(events)
+            self.kick()  # whoever was waiting runs first and may post more
+
+    def _tell(self, events: list[tuple[Any, Any]]) -> None:
+        """Hand outcomes to whoever waits: a future, or the callback of a listening port."""
+        for token, outcome in events:
+            try:
+                if isinstance(outcome, self._endpoint_type):
+                    token(outcome)
+                elif token.done():
+                    pass
+                elif isinstance(outcome, tuple):
+                    token.set_exception(failure(*outcome))
+                    token.exception()  # an outcome nobody awaits any more is not worth a warning
+                else:
+                    token.set_result(outcome)
+            except Exception:  # of one of them; the others have nobody else to tell them
+                log.exception("handing on an outcome failed; going on")
+
+    def settle(self) -> None:
+        """Hand out what has come to an end, now."""
+        self._tell(self.engine.collect())
+        self.kick()
+
+    async def connect(self, host: str, port: int) -> Endpoint:
+        """An endpoint to a listener; a dead one may show only at its first message.
+
+        Raises:
+            UnreachableError: the name does not resolve, or there is no route.
+        """
+        try:
+            found = await self.loop.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise UnreachableError(f"{host} does not resolve to an IPv4 address: {error}") from error
+        if self._closed:
+            raise ClosedError("the worker was closed while connecting")
+        with translated(f"connecting to {host}:{port}"):
+            native = self._endpoint_type.connect(self.engine, found[0][4][0], port)
+        self.kick()
+        return Endpoint(self, native, f"{host}:{port}")
+
+    def listen(
+        self, port: int, accept: Callable[[Endpoint], None], address: str = "", most: int = sys.maxsize
+    ) -> Listening:
+        """Listen on ``port`` (0: assigned) of the local IPv4 ``address`` ("": all); ``accept`` gets each new endpoint.
+
+        While the worker has ``most`` endpoints, clients are turned away before there is one for them.
+
+        Raises:
+            BusyPortError: another program has the port.
+            UsageError: the address is not one of this host.
+        """
+        if self._closed:
+            raise ClosedError("the worker was closed")
+        return Listening(self, address, port, accept, most)
+
+    def close(self) -> None:
+        """Abort every endpoint, stop progress, let go. In this order, since UCX may be in the memory until then."""
+        if self._closed:
+            return
+        for endpoint in list(self.endpoints):
+            endpoint.abort()
+        self._closed = True
+        self.loop.remove_reader(self._descriptor)
+        self._tell(self.engine.close())
+
+
+def _check_local(address: str, port: int) -> None:
+    """UsageError unless ``address`` is an IPv4 address of this host: UCX says no more than input/output error."""
+    try:
+        socket.inet_pton(socket.AF_INET, address)
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise UsageError(f"listening on {address}:{port}: not an IPv4 address of this host ({error})") from error
+
+
+class Listening:
+    """A listening port of a worker."""
+
+    def __init__(self, worker: Worker, address: str, port: int, accept: Callable[[Endpoint], None], most: int) -> None:
+        self._worker = worker
+        self._accept: Callable[[Endpoint], None] | None = accept
+        if address:
+            _check_local(address, port)
+        with translated(f"listening on {address or '*'}:{port}"):
+            self._native = engine().Listener(worker.engine, address, port, most, self._arrived)
+        self.port: int = self._native.port
+
+    def _arrived(self, native: _ucp.Endpoint) -> None:
+        if self._accept is None:
+            native.abort()
+        else:
+            self._accept(Endpoint(self._worker, native, native.peer))
+
+    def end_strangers(self, patience_s: float) -> bool:
+        """End who has connected and sent no valid connection request within ``patience_s``, or more than one can have.
+
+        True: there are some who still have time. UCX would wait for ever, and spins where more comes than it has asked
+        for.
+        """
+        some: bool = self._native.end_strangers(patience_s)
+        return some
+
+    def close(self) -> None:
+        """Accept no more; endpoints that exist go on. The port itself is given up when the worker is closed."""
+        self._accept = None
+        self._native.close()
+
+
+class Endpoint:
+    """One connection. Sends and receives return futures; the buffers stay referenced until UCX is done with them."""
+
+    def __init__(self, worker: Worker, native: _ucp.Endpoint, name: str) -> None:
+        self.worker = worker
+        self.native = native
+        self.name = name
+        worker.endpoints.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Endpoint {self.name} {'alive' if self.alive else 'gone'}>"
+
+    @property
+    def alive(self) -> bool:
+        """False once UCX has seen the peer gone, or after abort."""
+        return self.native.alive
+
+    def _future(self, doing: str) -> asyncio.Future[int]:
+        if not self.native.open:
+            raise ClosedError(f"{doing} on an endpoint that this side has closed")
+        if not self.native.alive:
+            raise ConnectionLostError(f"{doing} {self.name}: the peer is gone")
+        self.worker.kick()
+        return self.worker.loop.create_future()
+
+    def send(self, buffer: Any, tag: int) -> asyncio.Future[int]:
+        """Send ``buffer``; done means that the buffer may be reused, not that the peer has it."""
+        future = self._future("sending to")
+        self.native.send(future, buffer, tag)
+        return future
+
+    def receive(self, buffer: Any, tag: int) -> asyncio.Future[int]:
+        """Receive into ``buffer``, which must be writable, contiguous and large enough."""
+        future = self._future("receiving from")
+        self.native.receive(future, buffer, tag)
+        return future
+
+    def send_stream(self, buffer: Any) -> asyncio.Future[int]:
+        """Send on the endpoint's own byte stream (the handshake)."""
+        future = self._future("sending to")
+        self.native.send_stream(future, buffer)
+        return future
+
+    def receive_stream(self, buffer: Any) -> asyncio.Future[int]:
+        """Fill ``buffer`` from the endpoint's own byte stream."""
+        future = self._future("receiving from")
+        self.native.receive_stream(future, buffer)
+        return future
+
+    def abort(self) -> None:
+        """Close at once. On return UCX touches none of this endpoint's buffers any more; waiting futures fail."""
+        if not self.native.open:
+            return
+        self.worker.endpoints.discard(self)
+        self.native.abort()
+        self.worker.settle()
+
+    def transports(self) -> list[tuple[str, str]]:
+        """(transport, device) of every lane, as UCX reports them, e.g. ("tcp", "eth0")."""
+        with translated("asking for transports"):
+            return self.native.transports()
+
+    def wire(self) -> Wire:
+        """The wire that carries the payload bytes of this endpoint."""
+        names = {name for name, _ in self.transports()}
+        if any(name.startswith(("rc", "dc", "ud")) for name in names):
+            return "rdma"
+        if names & {"sysv", "posix", "xpmem", "cma", "knem"}:
+            return "shm"
+        return "tcp"
