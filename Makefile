@@ -10,7 +10,7 @@ CUDA := $(shell nvidia-smi 2>/dev/null | grep -oE 'CUDA Version: [0-9]+' | grep 
 UCXX := $(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA)),cu13,cu12)
 EXTRAS := $(UCXX),demo,bench,test,lint
 CUPY := $(if $(filter cu13,$(UCXX)),cupy-cuda13x,cupy-cuda12x)
-NATIVE := $(wildcard native/*.cpp native/*.hpp native/ucp/*.cpp native/ucp/*.hpp native/vendor/*.h native/CMakeLists.txt)
+NATIVE := $(wildcard native/common/* native/ring/* native/ucp/* native/bindings/* native/vendor/*.h) native/CMakeLists.txt
 NATIVE_TESTS := $(wildcard native/tests/*)
 
 .PHONY: help install demo test pytest gpu gpu-wheels native-test faults soak model lint bench docs clean

@@ -13,7 +13,6 @@ the environment, is an error that names the nearest known one: a misspelt settin
 from __future__ import annotations
 
 import difflib
-import logging
 import math
 import os
 import tomllib
@@ -256,13 +255,6 @@ def _may_be_none(kind: Any) -> bool:
 
 
 _TYPES: Final[Mapping[str, Any]] = typing.get_type_hints(Configuration, include_extras=True)
-
-
-def set_up_logging(configuration: Configuration, who: str = "") -> None:
-    """Log to standard error as configured. ``who`` names the process in lines of text."""
-    from transport.runtime.logs import handler
-
-    logging.basicConfig(level=configuration.log_level, handlers=[handler(configuration.log_format, who)])
 
 
 assert Configuration().settings == DEFAULTS

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from bench_cases import case, report, sample
 from helpers import asynchronous
-from transport.bench.peers.harness import Content, Tally, percentile
 
 from transport import SharedRingBuffer
 from transport.bench import registry
 from transport.bench.machine import settings_of
 from transport.bench.processes import Worker, last_line, run_group
 from transport.bench.reads import loopback, scaling, session
+from transport.bench.reads.harness import Content, Tally, percentile
 from transport.bench.reads.reader import Reader, Reading
 from transport.bench.reads.writer import Writing
 from transport.bench.result import Row, aligned, table

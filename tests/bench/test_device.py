@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 from helpers import asynchronous
-from transport.bench.peers.harness import Content
 
 from transport import SharedRingBuffer
 from transport.bench import ring
+from transport.bench.reads.harness import Content
 from transport.bench.reads.reader import ON_DEVICE, Reader, Reading
 from transport.bench.weights import update
 from transport.bench.weights.model import Model

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from gpu_payloads import busy, bytes_of, opened, to_device, why_not
 from helpers import asynchronous
-from test_weights_engine import build, engine, engines, transfer
+from weights_engines import build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
 from transport.bench import ring as ring_bench

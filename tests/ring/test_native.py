@@ -19,7 +19,7 @@ from native_rings import ZEROS, Child, read, refused, shm_file, write
 from transport import _ring
 from transport._ring import Ring
 
-STUB = Path(__file__).resolve().parents[2] / "transport" / "_native.pyi"
+STUB = Path(__file__).resolve().parents[2] / "transport" / "_ring.pyi"
 
 
 @pytest.fixture
@@ -279,14 +279,14 @@ def test_fault_points_are_only_in_the_test_build(name: str) -> None:
     if not _ring.HAS_FAULT_POINTS:
         assert _ring.FAULT_POINTS == ()
         assert not hasattr(_ring, "set_fault")
-        for module in ("_native", "_ucp"):
+        for module in ("_ring", "_ucp"):
             (file,) = Path(_ring.__file__).parent.glob(f"{module}.*.so")
             built = file.read_bytes()
             for trace in (b"take.taken", b"serve.answered", b"read.arrived", b"set_fault", b"report_faults"):
                 assert trace not in built, f"{file.name} was built with fault points: it knows {trace!r}"
         return
     refused(lambda: _ring.set_fault("no.such", signal.SIGKILL), _ring.FAULT_ARGUMENT)
-    run = f"_native.set_fault('take.taken', signal.SIGKILL, 1)\nring = Ring.create({name!r}, 4, 1000, bytes(16))\n"
+    run = f"_ring.set_fault('take.taken', signal.SIGKILL, 1)\nring = Ring.create({name!r}, 4, 1000, bytes(16))\n"
     with Child(run + "ring.try_take()\nprint('once')\nring.try_take()\n") as child:
         assert child.line() == "once"
         assert child.end() == -signal.SIGKILL

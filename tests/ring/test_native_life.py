@@ -60,7 +60,7 @@ def test_readers_cannot_write_the_payload(name: str, ring: Ring) -> None:
     with pytest.raises(BufferError):
         _ring.copy(area, bytes(1000))
     with Child(
-        f"import ctypes, numpy as np\nreader = Ring.attach({name!r}, _native.ROLE_READER)\n"
+        f"import ctypes, numpy as np\nreader = Ring.attach({name!r}, _ring.ROLE_READER)\n"
         "address = np.frombuffer(reader.payload(0), dtype=np.uint8).ctypes.data\n"
         "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
         "ctypes.memset(address, 1, 1)\n"
@@ -78,7 +78,7 @@ def test_a_forked_child_is_detached(name: str) -> None:
         "pid = os.fork()\n"
         "if pid == 0:\n"
         "    try: ring.try_take()\n"
-        "    except _native.RingFault as fault: print(ring.closed, fault.code, bytes(area[:3]))\n"
+        "    except _ring.RingFault as fault: print(ring.closed, fault.code, bytes(area[:3]))\n"
         "    ring.close()\n"
         "    sys.stdin.readline()\n"
         "    os._exit(0)\n"
@@ -101,7 +101,7 @@ def test_a_killed_writer_is_taken_over_in_every_state(name: str) -> None:
         "def write(text, readers):\n"
         "    slot, generation = ring.try_take()\n"
         "    ring.payload(slot)[:len(text)] = text\n"
-        "    ring.publish(slot, generation, len(text), _native.checksum(text), readers, 5, b'note ' + text)\n"
+        "    ring.publish(slot, generation, len(text), _ring.checksum(text), readers, 5, b'note ' + text)\n"
         "    return slot, generation\n"
         "write(b'ready', 2)\n"
         "slot, generation = write(b'reading', 2)\n"
@@ -140,8 +140,8 @@ def test_a_killed_writer_is_taken_over_in_every_state(name: str) -> None:
 def test_a_killed_readers_slot_is_reclaimed(name: str, ring: Ring) -> None:
     slot, generation = write(ring)
     run_to_death(
-        f"ring = Ring.attach({name!r}, _native.ROLE_LISTENER, writable_payload=True)\n"
-        f"assert ring.pin({slot}, {generation}, 0) == _native.PIN_OK\n"
+        f"ring = Ring.attach({name!r}, _ring.ROLE_LISTENER, writable_payload=True)\n"
+        f"assert ring.pin({slot}, {generation}, 0) == _ring.PIN_OK\n"
         "ring.try_take()\n"
     )
     assert ring.state_counts() == (2, 1, 0, 1)
@@ -153,7 +153,7 @@ def test_a_killed_readers_slot_is_reclaimed(name: str, ring: Ring) -> None:
 
 def test_a_stopped_owner_is_alive(name: str, ring: Ring) -> None:
     with Child(
-        f"ring = Ring.attach({name!r}, _native.ROLE_READER)\nring.try_take()\nprint('in')\nsys.stdin.readline()\n"
+        f"ring = Ring.attach({name!r}, _ring.ROLE_READER)\nring.try_take()\nprint('in')\nsys.stdin.readline()\n"
     ) as child:
         assert child.line() == "in"
         child.process.send_signal(signal.SIGSTOP)
@@ -166,7 +166,7 @@ def test_a_stopped_owner_is_alive(name: str, ring: Ring) -> None:
 
 
 def test_a_dead_ring_can_be_unlinked_and_a_living_one_not(name: str) -> None:
-    run_to_death(f"Ring.create({name!r}, 4, 1000, bytes(16))\nring = Ring.attach({name!r}, _native.ROLE_READER)\n")
+    run_to_death(f"Ring.create({name!r}, 4, 1000, bytes(16))\nring = Ring.attach({name!r}, _ring.ROLE_READER)\n")
     reader = Ring.attach(name, _ring.ROLE_READER)
     assert not Ring.unlink_if_dead(name)
     reader.close()

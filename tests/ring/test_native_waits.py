@@ -45,7 +45,7 @@ def test_take_gives_up_after_its_timeout(ring: Ring) -> None:
 
 def test_take_finds_what_a_dead_process_held(name: str, ring: Ring) -> None:
     run_to_death(
-        f"ring = Ring.attach({name!r}, _native.ROLE_WRITER, writable_payload=True)\nwhile ring.try_take(): pass\n"
+        f"ring = Ring.attach({name!r}, _ring.ROLE_WRITER, writable_payload=True)\nwhile ring.try_take(): pass\n"
     )
     assert ring.try_take() is None
     assert ring.take(0) is not None
@@ -84,7 +84,7 @@ def test_a_waiter_notices_that_its_ring_was_closed(name: str) -> None:
 def test_waits_wake_in_another_process(name: str, ring: Ring, what: str) -> None:
     lease = write(ring)
     with Child(
-        f"ring = Ring.attach({name!r}, _native.ROLE_READER)\nseen = ring.{what}_event()\nprint('waiting')\n"
+        f"ring = Ring.attach({name!r}, _ring.ROLE_READER)\nseen = ring.{what}_event()\nprint('waiting')\n"
         f"print(ring.wait_{what}(seen, {PATIENCE_S}), ring.{what}_event() - seen)\n"
     ) as child:
         assert child.line() == "waiting"
@@ -122,7 +122,7 @@ def test_an_event_wakes_another_process(tmp_path: Path) -> None:
     assert Path(path).stat().st_mode & 0o777 == 0o600
     seen = event.value()
     with Child(
-        f"event = _native.Event({path!r})\nseen = event.value()\nprint(seen)\n"
+        f"event = _ring.Event({path!r})\nseen = event.value()\nprint(seen)\n"
         f"print(event.wait(seen, {PATIENCE_S}))\nevent.advance()\n"
     ) as child:
         assert child.line() == str(seen)

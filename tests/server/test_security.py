@@ -11,17 +11,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripted_peer import Peer, Stage
 from helpers import Child, asynchronous, eventually, proven, segment_file
+from scripted_peer import Peer, Stage
 
 import transport
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.wire import frames
-from transport.errors import AuthenticationError, ProtocolError, WrongRingError
 from transport.client.connection import Link
+from transport.errors import AuthenticationError, ProtocolError, WrongRingError
 from transport.server.process import ListenerConfig, is_listener, send
-from transport.settings import DEFAULTS, Settings
 from transport.server.supervisor import SupervisorConfig
+from transport.settings import DEFAULTS, Settings
+from transport.wire import frames
 
 SOURCES = sorted(Path(transport.__file__).parent.rglob("*.py"))
 SECRET = b"a-secret-that-is-easy-to-find"
@@ -215,7 +215,7 @@ def test_a_listener_is_known_by_its_command() -> None:
 
 
 # --- children -------------------------------------------------------------------------------------------------
-PLANTED = "import pathlib; pathlib.Path(__file__).resolve().parents[1].joinpath("support", 'it-ran').touch(); raise SystemExit(1)"
+PLANTED = "import pathlib; pathlib.Path(__file__).with_name('it-ran').touch(); raise SystemExit(1)"
 
 
 @pytest.mark.parametrize("planted", ["uvloop.py", "transport/__init__.py", "msgspec/__init__.py"])

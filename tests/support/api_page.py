@@ -1,4 +1,4 @@
-"""docs/API.md from signatures and docstrings: `page` is what it must be, ``python tests/docs/test_docs.py`` writes it."""
+"""docs/API.md from signatures and docstrings: `page` makes it, ``python tests/docs/test_docs.py`` writes it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transport.client import trace
 
 HEAD = """# The interface, name by name
 
-Generated from the docstrings; `python tests/docs/test_docs.py` writes it. What `from transport import …` gives comes first,
-then `transport.queue`, `transport.client.trace`, `transport.config` and the errors. Whatever begins with an underscore, or is
-not here, may change.
+Generated from the docstrings; `python tests/docs/test_docs.py` writes it. What `from transport import …` gives comes
+first, then `transport.queue`, `transport.client.trace`, `transport.config` and the errors. Whatever begins with an
+underscore, or is not here, may change.
 """
 
 

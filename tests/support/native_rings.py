@@ -48,7 +48,7 @@ def read(ring: Ring, slot: int, length: int) -> bytes:
 class Child:
     """Python code in a process of its own, which talks in lines and may kill itself."""
 
-    PRELUDE = "import os, signal, sys\nfrom transport import _native\nfrom transport._ring import Ring\n"
+    PRELUDE = "import os, signal, sys\nfrom transport import _ring\nfrom transport._ring import Ring\n"
     DIE = "os.kill(os.getpid(), signal.SIGKILL)\n"
 
     def __init__(self, code: str) -> None:

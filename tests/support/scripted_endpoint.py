@@ -23,8 +23,8 @@ def scenario(body: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
 
 
 class ScriptedEndpoint:
-    """Has the face of `transport.wire.ucx.Endpoint`, and its rules: a future per operation, matching by tag, messages that
-    come before their receive are kept, `abort` fails all that is pending, afterwards nothing can be started.
+    """Has the face of `transport.wire.ucx.Endpoint`, and its rules: a future per operation, matching by tag, messages
+    that come before their receive are kept, `abort` fails all that is pending, afterwards nothing can be started.
 
     Attributes:
         log: what was done, in order: ("receive", tag), ("send", tag), ("abort",), …

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import asynchronous, noise
-from test_weights_engine import BUCKET, TOTAL, build, engine, engines, transfer
+from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
 from transport.adapters import verl

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import asynchronous, leaving_at_once
+from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
 from transport import _ring
@@ -27,7 +28,6 @@ from transport.errors import (
 )
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Proof
-from transport.weights.ring_engine import RingEngine
 from transport.weights.transfer.feed import Feed, Upstream
 from transport.weights.transfer.messages import Begin
 from transport.weights.versions.copies import Copies, Held, attach
@@ -35,48 +35,6 @@ from transport.weights.versions.layout import VersionLayout, specs_of, weights_c
 from transport.weights.worker import ReferenceWorker, Replica
 
 pytestmark = pytest.mark.ucx
-
-BUCKET = 16384
-TOTAL = VersionLayout.of(specs_of(version_of(0))).total
-
-
-def engine(name: str, **options: Any) -> RingEngine:
-    return RingEngine(name, **{"bucket_bytes": BUCKET, "address": "127.0.0.1", **options})
-
-
-@contextlib.asynccontextmanager
-async def engines(hosts: str, **trainer: Any) -> AsyncIterator[list[RingEngine]]:
-    """A trainer, and a replica for each letter; those of one letter share a host."""
-    made = [engine("trainer", **trainer)]
-    made += [engine(f"replica {at}", host=host, wires=frozenset({"tcp"})) for at, host in enumerate(hosts)]
-    try:
-        yield made
-    finally:
-        for each in made:
-            await each.close()
-
-
-async def build(made: list[RingEngine]) -> None:
-    metadata = [await each.prepare() for each in made]
-    actor, rollout = RingEngine.build_topology(1, len(made) - 1, metadata)
-    arguments = [{key: values[at] for key, values in actor.items()} for at in range(1)]
-    arguments += [{key: values[at] for key, values in rollout.items()} for at in range(len(made) - 1)]
-    await asyncio.gather(*(each.init_process_group(**row) for each, row in zip(made, arguments, strict=True)))
-
-
-async def transfer(made: list[RingEngine], version: int, weights: dict[str, Any] | None = None) -> Proof:
-    await build(made)
-    sent = weights or version_of(version)
-    proof, *held = await asyncio.gather(
-        made[0].send_weights(iter(sent.items()), version), *(each.receive(version) for each in made[1:])
-    )
-    for each in made:
-        await each.finalize()
-    assert proof is not None
-    assert {each.proof for each in held} == {proof}
-    for each in made[1:]:
-        assert weights_checksum({name: array async for name, array in each.get_weights()}) == proof.checksum
-    return proof
 
 
 @pytest.mark.parametrize("shape", ["chain", "tree", "star"])

@@ -42,6 +42,8 @@ pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 ENGINE: dict[str, Any] = {"bucket_bytes": 16384, "address": "127.0.0.1"}
 LIMITS = Limits()
 
+_SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
+
 
 class Crew:
     """One trainer and replicas, each a process; the first two replicas share a host, the third has its own."""
@@ -61,9 +63,7 @@ class Crew:
         engine: dict[str, Any] | None = None,
         replica: dict[str, Any] | None = None,
     ) -> Crew:
-        path = os.pathsep.join(
-            [str(Path(__file__).resolve().parents[1] / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
+        path = os.pathsep.join([_SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
         source = {"made": "weights_members:Source", "engine": {**ENGINE, "delta": True, **(engine or {})}}
         trainer = await ProcessMember.start("trainer", source, environment)

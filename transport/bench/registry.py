@@ -13,10 +13,10 @@ import msgspec
 
 from transport.errors import MissingDependencyError, UsageError
 
-SCRIPTS = Path(__file__).resolve().parent / "peers"
-_CHECKOUT = Path(__file__).resolve().parent.parent.parent
-ENVIRONMENTS = _CHECKOUT / "build" / "peers"
-JOB_SCRIPTS = _CHECKOUT / "benchmarks" / "peers" / "job"  # not part of the package
+_ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = _ROOT / "benchmarks" / "peers" / "reads"  # of a checkout; the wheel has none
+ENVIRONMENTS = _ROOT / "build" / "peers"
+JOB_SCRIPTS = _ROOT / "benchmarks" / "peers" / "job"
 PERFTEST = "ucx_perftest"
 REASON_FILE = "skipped"
 STAMP_FILE = "installed"

@@ -64,10 +64,11 @@ def serve(
 
     A writer attaches with SharedRingBuffer.attach(segment, schema, role="writer"), up to 16 processes in all.
     """
-    from transport.config import load, set_up_logging
+    from transport.config import load
     from transport.observe.metrics import Exporter
     from transport.ring.buffer import SharedRingBuffer
     from transport.runtime.interruption import owning_segment
+    from transport.runtime.logs import set_up_logging
     from transport.runtime.signals import until_stopped
     from transport.schema import Schema
     from transport.server.server import UCXXServer

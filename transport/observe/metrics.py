@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 from transport.client.payload import ClientStatistics
 from transport.config import Configuration
 from transport.errors import BusyPortError, MissingDependencyError, TransportError
-from transport.packer.session import PackerStatistics
+from transport.observe.statistics import PackerStatistics
 from transport.queue.base import QueueDepth
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.installing import install

@@ -43,12 +43,12 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.observe.metrics import configured_exporter
+from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.packer.session import (
     PackerSession,
-    PackerStatistics,
     TicketLike,
     check_shared,
     fetchable,

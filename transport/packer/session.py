@@ -9,13 +9,12 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Sequence
 
-import msgspec
-
 from transport.client.acknowledgements import Identity
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.device_reads import DeviceReceive
 from transport.client.payload import ClientStatistics, ReceivedPayload
 from transport.client.trace import Trace
+from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
@@ -29,19 +28,6 @@ from transport.store.directory import Directory
 from transport.ticket import Ticket
 
 TicketLike = Ticket | Claim | bytes | str
-
-
-class PackerStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since `setup_ucxx_packer`."""
-
-    batches: int
-    consumed: int
-    duplicates: int  # came a second time and were dropped
-    failed: int  # tickets whose payload could not be had
-    stale: int  # of those, because it was gone
-    returned: int  # claims given back to the queue
-    lost_claims: int  # another trainer had the claim by the time of the ack; not trained on
-    client: ClientStatistics
 
 
 class PackerSession:

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -25,8 +25,21 @@ from transport.ring.states import named
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket, host_identity
 
-if TYPE_CHECKING:
-    from transport.ring.buffer import SharedRingBuffer
+
+class Slots(Protocol):
+    """What a lease asks of its ring."""
+
+    native: _ring.Ring
+    name: str
+    ring_id: str
+    schema: Schema | None
+
+    def key(self, slot: int, generation: int) -> int: ...
+    def register(self, slot: int, device: int) -> bool: ...
+    def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool: ...
+    def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool: ...
+    def release_reading(self, ticket: Ticket) -> bool: ...
+    def settle(self) -> None: ...
 
 
 log = logging.getLogger(__name__)
@@ -56,7 +69,7 @@ class WriteLease:
 
     _open = False
 
-    def __init__(self, ring: SharedRingBuffer, slot: int, generation: int, layout: Layout, draft: Draft) -> None:
+    def __init__(self, ring: Slots, slot: int, generation: int, layout: Layout, draft: Draft) -> None:
         self._ring = ring
         self._slot = slot
         self._generation = generation
@@ -190,7 +203,7 @@ class ReadLease:
 
     _open = False
 
-    def __init__(self, ring: SharedRingBuffer, ticket: Ticket, rank: int) -> None:
+    def __init__(self, ring: Slots, ticket: Ticket, rank: int) -> None:
         self._ring = ring
         self.ticket = ticket
         self.rank = rank
@@ -250,7 +263,7 @@ class ReadLease:
         self.release()
 
 
-def _dropped(lease: WriteLease | ReadLease, ring: SharedRingBuffer, end: str) -> None:
+def _dropped(lease: WriteLease | ReadLease, ring: Slots, end: str) -> None:
     """Say so; the end of the loan gives the slot back, when the last array is gone."""
     if not ring.native.closed and not sys.is_finalizing():
         what = repr(lease)  # a log record that has the lease would keep it

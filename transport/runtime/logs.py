@@ -10,9 +10,12 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    from transport.config import Configuration
 
 LogFormat = Literal["text", "json"]
 
@@ -74,3 +77,8 @@ class Seldom:
         self._next = now + self._every_s
         kept_back, self._kept_back = self._kept_back, 0
         return kept_back
+
+
+def set_up_logging(configuration: Configuration, who: str = "") -> None:
+    """Log to standard error as configured. ``who`` names the process in lines of text."""
+    logging.basicConfig(level=configuration.log_level, handlers=[handler(configuration.log_format, who)])

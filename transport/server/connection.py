@@ -14,7 +14,7 @@ import logging
 import secrets
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transport.errors import (
     AuthenticationError,
@@ -31,17 +31,36 @@ from transport.wire.ucx import Endpoint, engine
 
 if TYPE_CHECKING:
     from transport import _ucp
-    from transport.server.listener import Listener
+    from transport.ring.attachment import Attachment
+    from transport.settings import Settings
 
 log = logging.getLogger(__name__)
 
 _MOST_AFTER_REFUSAL = 4  # handshake messages of the largest size
 
 
+class Admission(Protocol):
+    """What a connection asks of its listener."""
+
+    ring: Attachment
+    settings: Settings
+    secret: bytes | None
+
+    @property
+    def refuses_connections(self) -> bool: ...
+    def new_tag_base(self) -> int: ...
+    def admit(
+        self, endpoint: Endpoint, tag_base: int, client_base: int, version: int, ended: asyncio.Future[int]
+    ) -> _ucp.Connection: ...
+    def forget(self, connection: Any) -> None: ...
+    def heard(self) -> None: ...
+    def missed(self, began: float) -> None: ...
+
+
 class Connection:
     """A client's connection: handshake, then one CONTROL message after the other until either side ends it."""
 
-    def __init__(self, listener: Listener, endpoint: Endpoint) -> None:
+    def __init__(self, listener: Admission, endpoint: Endpoint) -> None:
         self._listener = listener
         self._ring = listener.ring
         self._endpoint = endpoint

@@ -12,7 +12,7 @@ import pyarrow.flight as fl
 from in_threads import InThreads
 
 if TYPE_CHECKING:
-    from transport.bench.peers.harness import Bytes, Content, Link
+    from transport.bench.reads.harness import Bytes, Content, Link
 
 _REQUEST = struct.Struct("<Q")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import iceoryx2 as iox2
 
 if TYPE_CHECKING:
-    from transport.bench.peers.harness import Bytes, Content, Link
+    from transport.bench.reads.harness import Bytes, Content, Link
 
 _MOST_UNDER_WAY = 64
 _SHARED_MEMORY = Path("/dev/shm")

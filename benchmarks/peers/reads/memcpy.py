@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transport.bench.peers.harness import Bytes, Content, Link
+    from transport.bench.reads.harness import Bytes, Content, Link
 
 
 def serve(content: Content, slots: int, link: Link) -> None:

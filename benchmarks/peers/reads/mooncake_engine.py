@@ -10,7 +10,7 @@ from in_threads import InThreads
 from mooncake.engine import TransferEngine
 
 if TYPE_CHECKING:
-    from transport.bench.peers.harness import Bytes, Content, Link
+    from transport.bench.reads.harness import Bytes, Content, Link
 
 _HOST = "127.0.0.1"
 

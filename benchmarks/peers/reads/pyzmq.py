@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 if TYPE_CHECKING:
-    from transport.bench.peers.harness import Bytes, Content, Link
+    from transport.bench.reads.harness import Bytes, Content, Link
 
 _REQUEST = struct.Struct("<Q")
 _POLL_MS = 100

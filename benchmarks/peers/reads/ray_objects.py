@@ -24,7 +24,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 import ray  # reads them when it is imported
 
 if TYPE_CHECKING:
-    from transport.bench.peers.harness import Bytes, Content, Link
+    from transport.bench.reads.harness import Bytes, Content, Link
 
 _HOST = "127.0.0.1"
 _NAMESPACE = "bench"

@@ -3,8 +3,8 @@ the installed ones, and sets this process's trap: one named step at which it die
 Besides, whoever comes first to a step that the soak has named (`closed.Points.stop_at`) stops there.
 
 What is armed follows from SOAK_POINTS (`run.Soak`). Steps in Python are marked here, around the methods whose
-beginning and end they are; those of ring, listener and client are compiled in (native/common/fault.hpp). A planted fault
-(`planted.py`) goes into the modules that it names the same way.
+beginning and end they are; those of ring, listener and client are compiled in (native/common/fault.hpp). A planted
+fault (`planted.py`) goes into the modules that it names the same way.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import numpy as np
 from transport.bench.job import work
 from transport.bench.job.plan import JobCase
 from transport.bench.job.queues import KINDS
-from transport.bench.peers.harness import percentile
 from transport.bench.processes import Worker
+from transport.bench.reads.harness import percentile
 from transport.bench.registry import JOB_PEERS, interpreter
 from transport.bench.result import OURS
 from transport.errors import LinkError, MissingDependencyError

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from transport.bench.peers.harness import Tally
 from transport.bench.processes import Worker
+from transport.bench.reads.harness import Tally
 from transport.bench.reads.reader import ON_DEVICE, Look, Portion, Reading, Timed
 from transport.bench.reads.writer import Batch, Writing
 from transport.bench.result import OURS, Case, Sample

@@ -1,6 +1,7 @@
 """The reading process: reads each batch of tickets, times it, and compares every payload with what was written.
 
-`python -m transport.bench.reads.reader`; a `Reading` on the first line of standard input, then a `Portion` for each batch.
+`python -m transport.bench.reads.reader`; a `Reading` on the first line of standard input, then a `Portion` for each
+batch.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from transport.bench.peers.harness import Content
+from transport.bench.reads.harness import Content
 from transport.bench.reads.probe import transports
 from transport.client.client import UCXXClient
 from transport.devices.arrays import require_cupy

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import msgspec
 
 from transport.bench.observe import processor_s, resident_bytes, wake_ups
-from transport.bench.peers.harness import Tally
 from transport.bench.processes import Worker
+from transport.bench.reads.harness import Tally
 from transport.bench.reads.loopback import slots_for
 from transport.bench.reads.reader import Look, Portion, Reading, Timed
 from transport.bench.reads.writer import Batch, Writing

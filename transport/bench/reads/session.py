@@ -10,7 +10,7 @@ import msgspec
 
 from transport.bench import perftest
 from transport.bench.processes import run_group
-from transport.bench.reads import loopback
+from transport.bench.reads import harness, loopback
 from transport.bench.registry import PEERS, PERFTEST, SCRIPTS, Peer, interpreter, library_path
 from transport.bench.result import OURS, Case, Row, Sample
 from transport.bench.units import show_size
@@ -104,7 +104,7 @@ def measure(case: Case, seconds: float) -> Sample:
 
 def _measure_peer(peer: Peer, case: Case, seconds: float) -> Sample:
     numbers = (case.size_bytes, case.concurrency, seconds, case.payloads)
-    command = [interpreter(peer), str(SCRIPTS / "harness.py"), peer.script, *map(str, numbers)]
+    command = [interpreter(peer), harness.__file__, str(SCRIPTS / peer.script), *map(str, numbers)]
     environment = dict(peer.variables)
     if libraries := library_path(peer):
         environment["LD_LIBRARY_PATH"] = ":".join(filter(None, (libraries, os.environ.get("LD_LIBRARY_PATH"))))

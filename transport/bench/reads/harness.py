@@ -1,8 +1,9 @@
 """What all peers share: the payloads, the server's process, the clock and the verification. A program of its own.
 
-    python harness.py NAME SIZE CONCURRENCY SECONDS SLOTS      prints one JSON line: a `Tally.sample`
+    python harness.py SCRIPT SIZE CONCURRENCY SECONDS SLOTS      prints one JSON line: a `Tally.sample`
 
-It needs numpy only, since it runs in environments that do not have this package. NAME.py beside it has two functions:
+It needs numpy only, since it runs in environments that do not have this package. SCRIPT, in benchmarks/peers/reads, has
+two functions:
 
     serve(content, slots, link)        in the server's process: offer payloads 0..slots-1, call link.ready(address),
                                        and answer until link.ended() or link.wait() says that it is over
@@ -202,6 +203,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     serving = arguments[0] == "--serve"
     name, size, *rest = arguments[serving:]
+    sys.path.insert(0, str(Path(name).parent))
     peer = importlib.import_module(Path(name).stem)
     if serving:
         peer.serve(Content(int(size)), int(rest[0]), Link())
