@@ -169,6 +169,10 @@ teardown: $(VENV)/installed ## started and stopped with reads in flight: 1000 ti
 	@$(BIN)/python benchmarks/teardown --mode process --cycles 90 --warm-up 10 --json build/teardown-served.json
 	@$(BIN)/python benchmarks/teardown --processes 200 --json build/teardown-processes.json
 
+.PHONY: house
+house: $(VENV)/installed ## docs/house.svg, the rooms and what they import, from the code
+	@$(BIN)/python tests/support/rooms.py
+
 docs: $(VENV)/installed ## run the code blocks of the documentation
 	@$(BIN)/python -m pytest tests/docs/test_docs.py
 
