@@ -77,7 +77,7 @@ def reduced(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     return {name: {each for each in near if not any(each in below(b) for b in near)} for name, near in graph.items()}
 
 
-_ROW, _BOX, _LEFT, _NAME, _WIDTH = 34, 26, 16, 170, 1180
+_ROW, _BOX, _LEFT, _NAME, _ROOM, _WIDTH = 34, 26, 16, 190, 1110, 1430
 
 
 def picture() -> str:
@@ -94,11 +94,11 @@ def picture() -> str:
     for name in order:
         y = middle[name]
         shown = "(root)" if name == "." else name
-        lines.append(f'<rect x="{_LEFT}" y="{y - _BOX // 2}" width="860" height="{_BOX}" rx="4" fill="#eef3f8"/>')
+        lines.append(f'<rect x="{_LEFT}" y="{y - _BOX // 2}" width="{_ROOM}" height="{_BOX}" rx="4" fill="#eef3f8"/>')
         lines.append(f'<text x="{_LEFT + 8}" y="{y + 5}" font-weight="bold" fill="#123">{escape(shown)}</text>')
         names = ", ".join(files[name])
         lines.append(f'<text x="{_LEFT + _NAME}" y="{y + 4}" font-size="10" fill="#345">{escape(names)}</text>')
-    edge = _LEFT + 860
+    edge = _LEFT + _ROOM
     for name in order:
         for target in sorted(graph[name], key=order.index):
             a, b = middle[name] - 4, middle[target] + 4
