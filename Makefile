@@ -13,7 +13,7 @@ CUPY := $(if $(filter cu13,$(UCXX)),cupy-cuda13x,cupy-cuda12x)
 NATIVE := $(wildcard native/common/* native/ring/* native/ucp/* native/bindings/* native/vendor/*.h) native/CMakeLists.txt
 NATIVE_TESTS := $(wildcard native/tests/*)
 
-.PHONY: help install demo test pytest gpu gpu-wheels native-test faults soak model lint bench docs clean
+.PHONY: help install demo test pytest gpu gpu-wheels native-test faults soak model lint bench docs site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -175,6 +175,12 @@ house: $(VENV)/installed ## docs/house.svg, the rooms and what they import, from
 
 docs: $(VENV)/installed ## run the code blocks of the documentation
 	@$(BIN)/python -m pytest tests/docs/test_docs.py
+
+site: $(VENV)/installed ## docs/ as a site with search in build/site; a link that leads nowhere fails
+	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check '.[site]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,0 +1,76 @@
+"""What the site needs beside docs/*.md: pages that stand elsewhere in the repository, and a page from the docstrings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = {  # in the repository → on the site
+    "README.md": "index.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "native/model/README.md": "model.md",
+}
+DOCUMENTED = (
+    "transport",
+    "transport.errors",
+    "transport.queue",
+    "transport.store",
+    "transport.store.directory",
+    "transport.rendezvous",
+    "transport.weights.manager",
+    "transport.weights.worker",
+    "transport.cooldown",
+    "transport.testing",
+    "transport.config",
+    "transport.settings",
+)
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
+
+
+def _on_the_site(path: str) -> str | None:
+    if path in PAGES:
+        return PAGES[path]
+    return path.removeprefix("docs/") if path.startswith("docs/") else None
+
+
+def _relinked(text: str, folder: str) -> str:
+    """Links of a page in ``folder`` of the repository as links of the site; what is not on it becomes plain text."""
+
+    def link(match: re.Match[str]) -> str:
+        mark, words, target, anchor = match.groups()
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        parts: list[str] = []
+        for part in PurePosixPath(folder, target).parts:
+            if part == "..":
+                parts.pop()
+            else:
+                parts.append(part)
+        page = _on_the_site("/".join(parts))
+        if page is None:
+            return words if mark == "" and "`" in words else f"{words} (`{'/'.join(parts)}`)"
+        return f"{mark}[{words}]({page}{anchor or ''})"
+
+    return _LINK.sub(link, text)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages that stand outside of docs/."""
+    for source, page in PAGES.items():
+        text = _relinked((ROOT / source).read_text("utf-8"), str(PurePosixPath(source).parent))
+        files.append(File.generated(config, page, content=text))
+    names = "\n\n".join(f"::: {name}" for name in DOCUMENTED)
+    files.append(File.generated(config, "reference.md", content=f"# From the docstrings\n\n{names}\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Links out of docs/ lead to their page of the site."""
+    if page.file.src_uri in (*PAGES.values(), "reference.md"):
+        return markdown
+    return _relinked(markdown, "docs")
