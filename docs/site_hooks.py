@@ -1,4 +1,4 @@
-"""What the site needs beside docs/*.md: pages that stand elsewhere in the repository, and a page from the docstrings."""
+"""What the site needs beside docs/*.md: pages that stand elsewhere in the repository, one from the docstrings."""
 
 from __future__ import annotations
 
