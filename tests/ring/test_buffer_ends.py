@@ -266,6 +266,9 @@ def test_leases_that_were_ended_are_dropped_in_silence(
 class _Unreadable:
     """What `dict` refuses."""
 
+    def __repr__(self) -> str:
+        return "<unreadable>"  # names of tests must not differ between workers
+
 
 @pytest.mark.parametrize(
     "wrong",
