@@ -376,7 +376,7 @@ def test_host_identity_is_the_same_in_every_process_of_the_host() -> None:
     changed(host=host_identity())
 
 
-@pytest.mark.parametrize("wrong", [3, None, 1.5, [b"TK"], object(), bytearray(b"TK")], ids=repr)
+@pytest.mark.parametrize("wrong", [3, None, 1.5, [b"TK"], complex(1), bytearray(b"TK")], ids=repr)
 @pytest.mark.parametrize("parse", [Ticket.parse, Ticket.of, Ticket.decode, Ticket.from_json])
 def test_what_is_neither_text_nor_bytes_is_said_to_be_no_ticket(parse: Any, wrong: Any) -> None:
     with pytest.raises(TicketError, match=f"a {type(wrong).__name__} is not a ticket; give the"):
