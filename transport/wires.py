@@ -30,11 +30,11 @@ _CHOSEN = {
     "MEMTYPE_CACHE": "n",
 }
 _RDMA = {"RNDV_THRESH": "8192"}
-# While it is loaded, UCX writes hooks into libc's mmap, munmap and others, to learn which memory is unmapped. It waits
-# 50 ms for each, in which other threads that call the function spin, and it waits by the wall clock: a process that
-# starts while that is set back by a day hangs for a day. Only registered memory needs the hooks; TCP and shared memory
-# register none.
-_TO_LOAD = {"MEM_MMAP_HOOK_MODE": "none"}
+# While it is loaded, UCX writes hooks into mmap, munmap and others, to learn which memory is unmapped. For each it
+# would wait 50 ms, in which other threads that call the function spin, and it waits by the wall clock: a process that
+# starts while that is set back by a day hangs for a day. Without the hooks (MEM_MMAP_HOOK_MODE=none) UCX has no
+# registration cache, and crashes when a transfer with a rendezvous is given up (seen in 1.21, ucp_memh_invalidate).
+_TO_LOAD = {"MEM_BISTRO_GRACE_DURATION": "0"}
 _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
     "shm": ("sm", "tcp"),  # tcp makes the connection, the bytes go through shared memory
     "tcp": ("tcp", "self"),
@@ -59,11 +59,7 @@ def user_settings() -> frozenset[str]:
 
 def settings_to_load() -> dict[str, str]:
     """UCX settings (names without UCX_) that hold for a process, from the library's load on."""
-    return {} if _has_infiniband() else dict(_TO_LOAD)
-
-
-def _has_infiniband() -> bool:
-    return Path("/sys/class/infiniband").is_dir()
+    return dict(_TO_LOAD)
 
 
 _SHARED_MEMORY = ("sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem")  # as UCX_TLS may name it
@@ -102,7 +98,7 @@ def settings_for(wires: frozenset[Wire] | None = None, *, shared_memory: bool = 
         chosen["TLS"] = ",".join(dict.fromkeys(name for wire in remote for name in _TRANSPORTS[wire]))
         if "rdma" in wires:
             chosen.update(_RDMA)
-    elif _has_infiniband():
+    elif Path("/sys/class/infiniband").is_dir():
         chosen.update(_RDMA)
     return {name: value for name, value in chosen.items() if name not in user_settings()}
 

@@ -113,7 +113,7 @@ class Place:
 class Supervisor:
     """The places of one ring. Owned by the supervisor process's loop."""
 
-    def __init__(self, ring: Attachment, config: SupervisorConfig) -> None:
+    def __init__(self, ring: Attachment, config: SupervisorConfig, writers: set[tuple[int, int]] | None = None) -> None:
         self._ring = ring
         self._config = config
         self._wake = asyncio.Event()
@@ -122,7 +122,7 @@ class Supervisor:
         self._lifetime = Lifetime(config.listener.settings.linger_s)
         self._watchdog = Watchdog(config.listener.settings.watchdog_s, 2 * _TICK_S)
         self._watchers: set[asyncio.Task[None]] = set()
-        self._writers = self._living_writers()
+        self._writers = _living_writers(ring) if writers is None else writers
         # A ring that was taken over is served on its old ports, which are in the tickets of its unread payloads.
         known = [*ring.native.ports(), *config.ports[len(ring.native.ports()) :]]
         # what stands in shared memory may be anything by now
@@ -159,13 +159,9 @@ class Supervisor:
             if owner.alive and 0 < owner.port <= 65535 and is_listener(owner.pid)
         }
 
-    def _living_writers(self) -> set[tuple[int, int]]:
-        owners = self._ring.native.owners()
-        return {(each.pid, each.started_ns) for each in owners if each.alive and each.role == _ring.ROLE_WRITER}
-
     def _succeeded(self) -> bool:
         """Whether the ring is kept again, and all its writers are others than those this supervisor was started for."""
-        writers = self._living_writers()
+        writers = _living_writers(self._ring)
         return self._ring.native.keeper_alive and bool(writers) and not self._writers & writers
 
     def fill(self) -> None:
@@ -347,14 +343,28 @@ class Supervisor:
         return own | {pid for pid, _ in self._living().values()}
 
 
+def _writers_of(segment: str) -> set[tuple[int, int]]:
+    ring = attached(segment, "observer")
+    try:
+        return _living_writers(ring)
+    finally:
+        ring.native.close()  # not ring.close(), which may remove the segment
+
+
+def _living_writers(ring: Attachment) -> set[tuple[int, int]]:
+    owners = ring.native.owners()
+    return {(each.pid, each.started_ns) for each in owners if each.alive and each.role == _ring.ROLE_WRITER}
+
+
 async def _supervise(config: SupervisorConfig) -> int:
     loop = asyncio.get_running_loop()
+    own_writers = _writers_of(config.listener.segment)  # whoever comes while we wait has a supervisor of its own
     for _ in range(int(_PREDECESSOR_S / 0.05)):
         if not supervised(config.listener.segment):
             break
         await asyncio.sleep(0.05)
     with attached(config.listener.segment, "observer") as ring, holding(ring.name):
-        supervisor = Supervisor(ring, config)
+        supervisor = Supervisor(ring, config, own_writers)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, supervisor.request_stop)
         supervisor.fill()
