@@ -139,8 +139,9 @@ build/model: $(wildcard native/model/*.pml) native/model/check.py
 
 # libFuzzer over what is parsed in native code; what it has learnt stays in build/fuzz.
 FUZZ_SECONDS ?= 60
-FUZZ_FLAGS := -std=c++20 -O1 -g -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Inative
-FUZZ_SOURCES := native/ring/ring.cpp native/ring/ring_life.cpp native/ring/ring_look.cpp native/ring/segment.cpp
+FUZZ_FLAGS := -std=c++20 -O1 -g -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Inative \
+  -isystem native/vendor -DTRANSPORT_CHECKSUM_KERNEL=checksum_kernel_baseline
+FUZZ_SOURCES := native/common/checksum.cpp native/ring/claims.cpp native/ring/ring.cpp native/ring/ring_life.cpp native/ring/ring_look.cpp native/ring/segment.cpp
 
 build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
 	@command -v clang++ >/dev/null || { echo "clang++ is missing: apt-get install clang" >&2; exit 2; }

@@ -4,6 +4,7 @@ Every call is thread-safe. Calls that may take long (take with a timeout, copies
 64 KiB and more, wait) release the GIL. Python signals interrupt waits (KeyboardInterrupt arrives).
 """
 
+from collections.abc import Sequence
 from typing import final
 
 from typing_extensions import Buffer
@@ -12,6 +13,9 @@ LAYOUT_VERSION: int
 MAX_READERS: int  # 16, ranks per payload
 MAX_OWNERS: int  # 16, processes attached as owners
 MAX_PORTS: int  # 16, entries of the port table
+NO_VERSION: int  # as a policy version: published without one; as the oldest one: any will do
+MAX_WAITED: int  # rings that `Ring.wait_any` takes
+MAX_ATTEMPTS: int  # claims of one delivery that are counted
 NOTE_CAPACITY: int  # bytes a slot keeps beside its payload (the encoded ticket)
 HAS_FAULT_POINTS: bool  # True only in the test build
 
@@ -90,6 +94,33 @@ class OwnerInfo:
     port: int  # 0 unless a listener
 
 @final
+class ClaimId:
+    """Which claim: of a payload, a rank, an attempt."""
+
+    slot: int
+    generation: int
+    rank: int
+    attempts: int
+    def __init__(self, slot: int, generation: int, rank: int, attempts: int) -> None: ...
+
+@final
+class NativeClaim:
+    """A claim and what stands beside its payload."""
+
+    id: ClaimId
+    slot: int
+    generation: int
+    rank: int
+    attempts: int
+    readers: int
+    length: int
+    checksum: int
+    sequence: int
+    created_ns: int
+    deadline_ns: int
+    policy_version: int
+
+@final
 class Ring:
     """One attachment of this process to a ring's segment.
 
@@ -147,7 +178,15 @@ class Ring:
     def try_overwrite(self) -> tuple[int, int] | None:
         """oldest READY that no rank has consumed and nobody pins → WRITING, generation+1."""
     def publish(
-        self, slot: int, generation: int, length: int, checksum: int, readers: int, deadline_ns: int, note: bytes
+        self,
+        slot: int,
+        generation: int,
+        length: int,
+        checksum: int,
+        readers: int,
+        deadline_ns: int,
+        note: bytes,
+        policy_version: int = ...,
     ) -> bool:
         """WRITING, mine → READY."""
     def abort(self, slot: int, generation: int) -> bool:
@@ -161,7 +200,55 @@ class Ring:
         """consume and unpin in one swap. False: nothing changed, so a pin that is still held must be unpinned."""
     def discard(self, slot: int, generation: int) -> bool: ...
     def reclaim(self) -> int:
-        """Clear the bits of every owner proven dead; number of slots changed."""
+        """Clear the bits of every owner proven dead, and end its claims; number of slots changed."""
+
+    # --- the ring as the queue: a claim is a pin and the rank's claim word -------------------------
+    def claim(
+        self,
+        most: int,
+        timeout_s: float,
+        *,
+        rank: int = 0,
+        most_bytes: int = ...,
+        oldest_version: int = ...,
+        most_attempts: int = 0,
+        consumer: str = "",
+        most_held_s: float = 0.0,
+    ) -> list[NativeClaim]:
+        """Up to ``most`` payloads that nobody has claimed for this rank, the oldest first; waits for the first one.
+
+        No more than ``most_bytes``, unless the first one alone has more. What is older than ``oldest_version``, was
+        claimed ``most_attempts`` times (0: no limit) or is past its deadline is ended and logged instead. Claims held
+        for more than ``most_held_s`` (0: no limit) without `renew` end within a second of this call's.
+        """
+    def renew(self, claim: ClaimId) -> bool:
+        """As if it had just been claimed. False: it is not held."""
+    @staticmethod
+    def wait_any(rings: Sequence[Ring], seen: Sequence[int], timeout_s: float) -> None:
+        """Until a `published_event` differs from what was seen of it; returns early now and then."""
+    def finish(self, claim: ClaimId, keep_pin: bool = False, arrived: bool = False) -> bool:
+        """Consume: True once, and only while the claim is held. The pin goes in any case, unless ``keep_pin`` has one
+        that was accepted stay, for `unpin`. With ``arrived`` it is counted so, until `trained`, or the owner's end,
+        which counts it lost."""
+    def finish_all(self, claims: Sequence[ClaimId], keep_pins: bool = False, arrived: bool = False) -> list[bool]:
+        """`finish` of each."""
+    def due_s(self, rank: int) -> float:
+        """Seconds until the earliest delay ends that the last claim for this rank came upon; centuries: none."""
+    def trained(self, rank: int, deliveries: int) -> None:
+        """So many of those that had arrived here are done."""
+    def give_back(self, claim: ClaimId, delay_s: float = 0.0) -> bool:
+        """To be claimed again by anybody, after the delay. False: it was not held, or had been consumed."""
+    def end(self, claim: ClaimId, how: str, reason: str, consumer: str = "") -> bool:
+        """The delivery ends "discarded", "dead", "aged" or "lost", and is logged. False as `finish`."""
+    def holds(self, claim: ClaimId) -> bool: ...
+    def claim_word(self, slot: int, rank: int) -> tuple[int, int]:
+        """Who holds this rank's delivery, an owner's place or -1, and how often it was claimed."""
+    def depth(self, rank: int) -> dict[str, int]:
+        """Deliveries of a rank: ready, claimed; since the ring was made: done, arrived, lost, discarded, dead, aged,
+        retried, expired (claims that ended with their holder)."""
+    def failures(self) -> list[tuple[int, int, int, int, str, str, str, int]]:
+        """The last 256 that ended without being consumed, the latest published first: slot, generation, rank, attempts,
+        how, reason, consumer, sequence."""
 
     # --- looking ---------------------------------------------------------------------------------
     def info(self, slot: int) -> SlotInfo: ...
@@ -246,6 +333,46 @@ class Views:
         """Acknowledge what letting go would acknowledge. True: no view is out; else the last one calls owner.close."""
     def let_go(self) -> None:
         """End every view as if nobody looked any more; their memory stays mapped."""
+    def __len__(self) -> int: ...
+
+@final
+class WritePlan:
+    """Payloads to be written in one call: looked at first, then published until no slot is free."""
+
+    def __init__(
+        self,
+        fields: Sequence[tuple[str, object, tuple[int, ...], int, bool]],
+        array_type: type,
+        head: bytes,
+        middle: bytes,
+        metadata: bytes,
+    ) -> None:
+        """fields: name, dtype, shape, itemsize and raggedness of each tensor; then what all tickets share."""
+    def add(self, values: object, metadata: bytes | None) -> bool:
+        """False, nothing added: not a dict of contiguous arrays that are exactly as the fields say."""
+    def add_placed(
+        self,
+        total: int,
+        lengths: Sequence[int],
+        placed: list[tuple[int, Buffer]],
+        middle: bytes | None,
+        metadata: bytes | None,
+    ) -> None:
+        """A payload by the offset and memory of each tensor, ascending."""
+    def largest(self) -> tuple[int, int]:
+        """Bytes of the largest payload, and of the longest note that one may get."""
+    def write(
+        self,
+        ring: Ring,
+        lease: tuple[int, int] | None,
+        readers: int,
+        created: float,
+        deadline: float | None,
+        policy_version: int,
+    ) -> int:
+        """Publish, into the lease first, until no slot is free; how many payloads are left."""
+    def notes(self) -> list[bytes]:
+        """The encoded tickets of those that are published."""
     def __len__(self) -> int: ...
 
 def copy(destination: Buffer, source: Buffer) -> None:

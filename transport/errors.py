@@ -19,6 +19,7 @@ wire.py); 0 means that it never travels.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -191,9 +192,13 @@ class RingError(TransportError):
 
 
 class RingFullError(RingError):
-    """No slot became free in time: the readers are slower than the writer, or gone."""
+    """No slot became free in time: the readers are slower than the writer, or gone.
+
+    ``written`` has the tickets of those payloads of a `write_many` that were published before.
+    """
 
     retryable = True
+    written: Sequence[object] = ()
 
 
 class NoOwnerError(RingError):

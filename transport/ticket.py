@@ -209,6 +209,13 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
         return data
 
+    @staticmethod
+    def head_of(place: tuple[str, str, str, tuple[str, ...], tuple[int, ...]]) -> bytes:
+        """How `encode` begins for every ticket with this ring, segment, host, addresses and ports."""
+        _check_place(*place[:4])
+        count = len(_Row.__struct_fields__)  # an array of more than 15
+        return b"".join((_PREFIX, b"\xdc", count.to_bytes(2, "big"), *map(_encode, place)))
+
     @classmethod
     def decode(cls, data: bytes) -> Ticket:
         """The ticket that `encode` made these bytes of. TicketError for anything else."""
@@ -344,6 +351,11 @@ def _plain(metadata: Mapping[str, Any]) -> Metadata:
     if size > MAX_METADATA_BYTES or not all(isinstance(name, str) for name in plain):
         raise TicketError(f"metadata takes names of type str and {MAX_METADATA_BYTES} bytes encoded; these are {size}")
     return plain
+
+
+def encoded_metadata(metadata: Mapping[str, Any]) -> bytes:
+    """As it stands in an encoded ticket. TicketError for what a ticket cannot have."""
+    return _encode(_plain(metadata))
 
 
 def _scalar(name: str, value: object) -> Scalar:

@@ -57,12 +57,12 @@ class Loan {
       if (!ring_->closed() && !ring_->abort(slot_, generation_)) ring_->unpin(slot_, generation_);
     } catch (const RingFault&) {  // closed since we looked
     }
-    ring_->returned(slot_);
+    ring_->loan_ended(slot_);
   }
 
   // The slot was published, given back or let go of; or it is to be, where the ring is closed.
   void end() {
-    if (!std::exchange(ended_, true)) ring_->returned(slot_);
+    if (!std::exchange(ended_, true)) ring_->loan_ended(slot_);
   }
 
   static int get_buffer(PyObject* self, Py_buffer* view, int flags) {
@@ -167,8 +167,9 @@ nb::tuple state_counts(const Ring& ring) {
 }
 
 bool publish(Ring& ring, std::uint64_t slot, std::uint64_t generation, std::uint64_t length, std::uint64_t checksum,
-             unsigned readers, std::uint64_t deadline_ns, nb::bytes note) {
-  return ring.publish(slot, generation, {length, checksum, readers, deadline_ns, {note.c_str(), note.size()}});
+             unsigned readers, std::uint64_t deadline_ns, nb::bytes note, std::int64_t policy_version) {
+  return ring.publish(slot, generation,
+                      {length, checksum, readers, deadline_ns, {note.c_str(), note.size()}, policy_version});
 }
 
 const char* state_name(State state) {
@@ -228,8 +229,10 @@ void bind_ring(nb::module_& module) {
       .def_ro("port", &OwnerInfo::port)
       .def("__repr__", describe_owner);
 
-  nb::class_<Ring>(module, "Ring", nb::is_final(), "One attachment of this process to a ring's segment.")
-      .def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a)
+  bind_claim_types(module);
+  nb::class_<Ring> ring(module, "Ring", nb::is_final(), "One attachment of this process to a ring's segment.");
+  bind_claims(ring);
+  ring.def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a)
       .def_static("attach", attach, "name"_a, "role"_a, nb::kw_only(), "writable_payload"_a = false)
       .def("close", &Ring::close, "Give up pins, owner place and locks, but for what is lent. Idempotent.")
       .def("leave", &Ring::leave, nb::kw_only(), "give_up_unread"_a, "only_empty"_a)
@@ -254,7 +257,7 @@ void bind_ring(nb::module_& module) {
       .def("take", take, "timeout_s"_a)
       .def("try_overwrite", [](Ring& ring) { return lease(ring.try_overwrite()); })
       .def("publish", publish, "slot"_a, "generation"_a, "length"_a, "checksum"_a, "readers"_a, "deadline_ns"_a,
-           "note"_a)
+           "note"_a, "policy_version"_a = kNoVersion)
       .def("abort", &Ring::abort, "slot"_a, "generation"_a)
       .def(
           "pin",

@@ -9,6 +9,10 @@
 #include "common/error.hpp"
 #include "common/futex.hpp"
 
+namespace transport {
+class Ring;
+}
+
 namespace transport::python {
 
 namespace nb = nanobind;
@@ -17,6 +21,9 @@ void bind_ring(nb::module_& module);
 void bind_bytes(nb::module_& module);
 void bind_blocks(nb::module_& module);
 void bind_views(nb::module_& module);
+void bind_claim_types(nb::module_& module);
+void bind_claims(nb::class_<Ring>& ring);
+void bind_writes(nb::module_& module);
 
 // Copies and hashes of less are over before another thread could have used the GIL.
 inline constexpr std::size_t kReleaseGilBytes = 64 * 1024;

@@ -88,4 +88,5 @@ NB_MODULE(_ring, module) {
   bind_blocks(module);
   bind_ring(module);
   bind_views(module);
+  bind_writes(module);
 }

@@ -127,7 +127,7 @@ bool Hold::let_go() noexcept {
       ring.unpin(wanted_.slot, wanted_.generation);
   } catch (const RingFault&) {  // closed since we looked
   }
-  ring.returned(wanted_.slot);
+  ring.loan_ended(wanted_.slot);
   return true;
 }
 

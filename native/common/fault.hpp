@@ -18,7 +18,7 @@
 
 namespace transport::fault {
 
-inline constexpr std::array<std::string_view, 37> kPoints{
+inline constexpr std::array<std::string_view, 45> kPoints{
     "create.opened",         // the name exists, nobody keeps it
     "create.locked",         // kept, no memory
     "create.allocated",      // memory, no header
@@ -44,6 +44,14 @@ inline constexpr std::array<std::string_view, 37> kPoints{
     "event.advanced",        // event advanced, waiters asleep
     "reclaim.proven",        // the dead owner's byte is locked, its bits still set
     "reclaim.cleared",       // one of its slots cleared
+    "reclaim.disclaimed",    // a dead owner's claims are nobody's, its bit still set
+    "claim.pinned",          // word READING, the claim word nobody's
+    "claim.claimed",         // claimed, nobody told
+    "claim.withdrawn",       // the ready hint is gone, not yet looked again
+    "give_back.dropped",     // the claim word is nobody's, the pin still there
+    "return.unhinted",       // to be claimed again, its ready hint perhaps not set
+    "return.unannounced",    // hint set, nobody told
+    "failure.counted",       // an entry of the log is begun
     "reclaim.vacated",       // its place vacated, its byte still locked
     "close.released",        // own bits cleared, place still occupied
     "board.locked",          // about to write ports or addresses

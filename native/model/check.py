@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODELS = ("slot", "acks", "claims", "keepers", "futex")
+MODELS = ("slot", "acks", "claims", "takes", "keepers", "futex")
 MEMORY_LIMIT_MB = 3500  # per search; two run at once
 TIME_LIMIT_S = 600  # of each search
 TIME_LIMIT_DEEP_S = 7200  # of those of --deep, which take minutes on an idle machine
@@ -78,6 +78,13 @@ CONFIGURATIONS += (
     Case("claims: on_arrival, no successor", "ON_ARRIVAL WRITER_GONE", model="claims"),
     Case("claims: 2 ranks", "RANKS=2", size=1, model="claims"),
     Case("claims: 2 ranks, on_arrival", "RANKS=2 ON_ARRIVAL", size=2, model="claims"),
+    Case("takes: 1 rank, 2 generations", "", model="takes"),
+    Case("takes: 1 rank, everything", "DISCARD OVERWRITE", model="takes"),
+    Case("takes: 2 ranks, 1 hand each", "RANKS=2 HANDS=1 DISCARD OVERWRITE", size=1, model="takes"),
+    Case("takes: 1 rank, 3 generations", "MAXGEN=3 DISCARD OVERWRITE", size=1, model="takes"),
+    Case("takes: 2 ranks", "RANKS=2", size=2, model="takes"),
+    Case("takes: claims lapse", "LAPSE DISCARD OVERWRITE", model="takes"),
+    Case("takes: claims lapse, 2 ranks, 1 hand", "LAPSE RANKS=2 HANDS=1", size=1, model="takes"),
     Case("keepers: a writer and its successor", "", model="keepers"),
     Case("keepers: one writer", "WRITERS=1", model="keepers"),
     Case("claims: 2 ranks, everything", "RANKS=2 ON_ARRIVAL EXPIRES", size=2, model="claims"),
@@ -129,6 +136,17 @@ FAULTS = (
     Case("LEASE_NEVER_ENDS", "", "Q4_stuck", model="claims"),
     Case("NO_RECONCILIATION", "", "Q4_stuck", model="claims"),
     Case("CLAIM_NOT_FENCED", "", "Q5_trained_on_anothers_claim", model="claims"),
+    Case("FINISH_IGNORES_DONE", "", "T1_consumed_twice", model="takes"),
+    Case("CLAIM_BY_STORE", "", "T2_claimed_by_two", model="takes"),
+    Case("CLAIM_BEFORE_PIN", "", "T4_stuck", model="takes"),
+    Case("ENTRY_DROPPED_AFTER_THE_PIN", "", "T4_stuck", model="takes"),
+    Case("RECLAIM_FORGETS_CLAIMS", "", "T4_stuck", model="takes"),
+    Case("RECLAIM_CLEARS_THE_BIT_FIRST", "", "T4_stuck", model="takes"),
+    Case("PUBLISH_KEEPS_CLAIMS", "", "T4_stuck", model="takes"),
+    Case("REFUSED_FINISH_KEEPS_PIN", "", "T4_stuck", model="takes"),
+    Case("FREED_BESIDE_A_PIN", "DISCARD", "T5_rewritten_under_a_claim", model="takes"),
+    Case("LAPSED_FINISH_KEEPS_PIN", "LAPSE", "T4_stuck", model="takes"),
+    Case("FINISH_NOT_FENCED", "", "T6_trained_on_anothers_claim", model="takes"),
     Case("LISTENER_NOT_ADOPTED", "", "S1_port_served_twice", model="keepers"),
     Case("STOPS_WITH_ITS_WRITER", "", "S2_unlinked_with_payloads_in_time", model="keepers"),
     Case("UNLINKED_WHILE_KEPT", "", "S2_unlinked_with_payloads_in_time", model="keepers"),
@@ -205,7 +223,7 @@ def search(case: Case, folder: str, time_limit_s: float) -> Outcome:
         match = re.search(pattern, text)
         return float(match.group(1)) if match else 0
 
-    named = re.search(r"assertion violated .*?\b((?:[PDQSF]\d|LIMIT)_\w+)", text)
+    named = re.search(r"assertion violated .*?\b((?:[PDQSTF]\d|LIMIT)_\w+)", text)
     found = named.group(1) if named else "comes_to_rest" if "acceptance cycle" in text else ""
     errors = re.search(r"errors: (\d+)", text)
     if not trouble and errors is None:

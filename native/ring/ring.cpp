@@ -4,38 +4,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ring/change.hpp"
 #include "common/clock.hpp"
 #include "common/error.hpp"
 #include "common/fault.hpp"
 #include "common/siphash.hpp"
 
 namespace transport {
-
-namespace {
-
-struct Change {
-  Word before, after;
-  Refusal refusal;
-  explicit operator bool() const { return refusal == Refusal::none; }
-  bool freed() const { return after.state() == State::free; }
-};
-
-// SYNC S: every change of a slot word acquires what the changes before it released. So the writer's
-// payload is seen by whoever pins, and the readers' last look is over before the next writer's first
-// byte. The chain holds through any mix of operations, since all are read-modify-writes of one word.
-template <class Transition>
-Change change(std::atomic<std::uint64_t>& word, Transition transition) {
-  Word before{word.load(std::memory_order_acquire)};  // SYNC S
-  for (;;) {
-    const Step step = transition(before);
-    if (!step) return {before, before, step.refusal};
-    if (word.compare_exchange_weak(before.bits, step.next.bits, std::memory_order_acq_rel,  // SYNC S
-                                   std::memory_order_acquire))
-      return {before, step.next, Refusal::none};
-  }
-}
-
-}  // namespace
 
 void Ring::require_open() const {
   if (closed()) fail(Fault::detached, segment_.name + (closed_ ? " is closed" : " belongs to the parent process"));
@@ -147,11 +122,13 @@ bool Ring::publish(std::uint64_t slot, std::uint64_t generation, const Publicati
     std::memcpy(&word, p.note.data() + i * 8, std::min<std::size_t>(8, p.note.size() - i * 8));
     words[i].store(word, std::memory_order_release);
   }
+  clear_claims(slot, p.policy_version);
   FAULT_POINT("publish.written");
   if (!change(c.word, [&](Word old) { return slot_word::publish(old, generation, me, p.readers); })) return false;
   FAULT_POINT("publish.published");
   row().count(Counter::publishes);
   row().count(Counter::bytes_published, p.length);
+  ready_.offer(slot);  // SYNC R
   advance(header().published);
   return true;
 }
@@ -222,6 +199,7 @@ bool Ring::unpin(std::uint64_t slot, std::uint64_t generation) {
   std::uint32_t& mine = own_pins_[slot];
   const Word now{word.load(std::memory_order_relaxed)};
   const bool last = mine == 1;
+  const bool claimed = mine > 0 && transition(now) && disclaim_own(slot);
   const Change changed = mine == 0 ? Change{now, now, Refusal::not_mine}
                          : last    ? change(word, transition)
                                    : Change{now, now, transition(now).refusal};
@@ -231,9 +209,15 @@ bool Ring::unpin(std::uint64_t slot, std::uint64_t generation) {
   }
   --mine;
   row().count(Counter::unpins);
-  if (!last) return true;
+  if (!last) {
+    if (claimed) returned(slot);
+    return true;
+  }
   FAULT_POINT("unpin.unpinned");
-  if (changed.freed()) freed(slot);
+  if (changed.freed())
+    freed(slot);
+  else if (claimed)
+    returned(slot);
   return true;
 }
 
@@ -248,6 +232,7 @@ bool Ring::consume(std::uint64_t slot, std::uint64_t generation, unsigned rank) 
   }
   FAULT_POINT("consume.consumed");
   row().count(Counter::consumes);
+  tally(rank, Tally::done);
   if (changed.freed()) freed(slot);
   return true;
 }
@@ -259,6 +244,8 @@ bool Ring::mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned 
   const std::lock_guard hold(stripe(slot));
   std::uint32_t& mine = own_pins_[slot];
   const auto me = static_cast<unsigned>(me_);
+  const bool by_claim = mine > 0 && mine == pins_of_claims(slot);
+  const bool of_another = by_claim && (own_claims_[slot] & slot_word::bit(rank)) == 0 && disclaim_own(slot);
   const Change changed = change(control(slot).word, [&](Word old) {
     return mine == 0   ? slot_word::refuse(Refusal::not_mine)
            : mine == 1 ? slot_word::mark_consumed(old, generation, me, rank)
@@ -270,9 +257,14 @@ bool Ring::mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned 
   }
   FAULT_POINT("mark_consumed.marked");
   --mine;
+  if (by_claim) own_claims_[slot] &= static_cast<std::uint16_t>(~slot_word::bit(rank));
   row().count(Counter::consumes);
+  tally(rank, Tally::done);
   row().count(Counter::unpins);
-  if (changed.freed()) freed(slot);
+  if (changed.freed())
+    freed(slot);
+  else if (of_another)
+    returned(slot);
   return true;
 }
 
@@ -282,6 +274,8 @@ bool Ring::discard(std::uint64_t slot, std::uint64_t generation) {
   if (!changed) return false;
   FAULT_POINT("discard.discarded");
   row().count(Counter::discards);
+  for (unsigned rank = 0; rank < kMaxReaders; ++rank)
+    if ((changed.before.done() & slot_word::bit(rank)) == 0) tally(rank, Tally::discarded);
   if (changed.freed()) freed(slot);
   return true;
 }
@@ -306,12 +300,17 @@ Ring::Cleared Ring::clear_bits(unsigned owner) {
 
 void Ring::clear_slot(std::uint64_t slot, unsigned owner, Cleared& cleared) {
   std::atomic<std::uint64_t>& word = control(slot).word;
-  if (!Word{word.load(std::memory_order_relaxed)}.pinned_by(owner)) return;
+  const Word held{word.load(std::memory_order_acquire)};  // SYNC S: the claims are those of its generation
+  if (!held.pinned_by(owner)) return;
+  if (held.state() == State::reading) disclaim(slot, owner, held.done());  // before the bit, by which they are found
   const Change changed = change(word, [owner](Word old) { return slot_word::reclaim(old, owner); });
   if (!changed) return;
   FAULT_POINT("reclaim.cleared");
   ++(changed.before.state() == State::writing ? cleared.writing : cleared.reading);
-  if (changed.freed()) freed(slot);
+  if (changed.freed())
+    freed(slot);
+  else if (changed.before.state() == State::reading)
+    returned(slot);
 }
 
 unsigned Ring::reclaim() {
@@ -330,6 +329,7 @@ unsigned Ring::reclaim() {
     if (!dead) continue;
     FAULT_POINT("reclaim.proven");
     const Cleared cleared = clear_bits(dead->index());
+    count_lost(dead->index());
     row().count(Counter::reclaimed_writing, cleared.writing);
     row().count(Counter::reclaimed_reading, cleared.reading);
     slots += cleared.writing + cleared.reading;

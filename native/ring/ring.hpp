@@ -30,6 +30,34 @@ struct Publication {
   unsigned readers = 1;
   std::uint64_t deadline_ns = 0;
   std::string_view note;
+  std::int64_t policy_version = kNoVersion;
+};
+
+// What a claimer asks for: `most` payloads, and no more bytes than `most_bytes` unless the first one alone has more.
+// Payloads of an older policy than `oldest_version`, or claimed `most_attempts` times already (0: no limit), or whose
+// deadline has passed, are ended instead and logged.
+struct Asked {
+  unsigned rank = 0;
+  std::size_t most = 1;
+  std::uint64_t most_bytes = ~std::uint64_t{0};
+  std::int64_t oldest_version = kNoVersion;
+  unsigned most_attempts = 0;
+  std::string_view consumer = {};  // for the log
+  // Claims of others that have been held for longer without `renew` are ended when they are come upon, within a second;
+  // their holders are refused from then on, and keep their pins until they ask. 0: a claim ends with its holder only.
+  std::uint64_t most_held_ns = 0;
+};
+// One claim: `attempts` tells it from every other of the same delivery.
+struct ClaimId {
+  std::uint32_t slot, generation;
+  unsigned rank, attempts;
+};
+// Everything a ticket says that is not the same for the whole ring, but the note.
+struct Claimed {
+  ClaimId id;
+  unsigned readers;
+  std::uint64_t length, checksum, sequence, created_ns, deadline_ns;
+  std::int64_t policy_version;
 };
 
 enum class PinAnswer : int { ok = 0, stale = 1, done = 2 };
@@ -86,7 +114,7 @@ class Ring {
   // Memory of a slot that this owner holds goes to somebody, and comes back. After close() the last return of a slot
   // gives the slot up, and the last of all the place.
   void lend(std::uint64_t slot);
-  void returned(std::uint64_t slot) noexcept;
+  void loan_ended(std::uint64_t slot) noexcept;
   std::uint64_t lent() const;
 
   void close();
@@ -118,6 +146,31 @@ class Ring {
   bool mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned rank);
   bool discard(std::uint64_t slot, std::uint64_t generation);
   unsigned reclaim();
+
+  // --- the ring as the queue (claims.cpp): a claim is a pin and the rank's claim word ---------------
+  // Appends what can be claimed, the oldest first; never waits. How many were appended.
+  std::size_t claim(const Asked& asked, std::vector<Claimed>& claimed);
+  // Consume decides: true once per delivery, and only while the claim is held. The pin goes in either case, unless
+  // `keep_pin`, with which it stays if it is accepted, to be unpinned when the memory is not looked at any more.
+  // With `arrived` it is counted so until `trained` says more; what is still so when the owner ends is counted lost.
+  bool finish(const ClaimId& claim, bool keep_pin = false, bool arrived = false);
+  void trained(unsigned rank, std::uint64_t deliveries);
+  // To be claimed again, by anybody, after the delay. False: it was not held.
+  bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0);
+  // The delivery ends untrained and is logged. False: it was not held, or had been consumed; no pin stays.
+  bool end(const ClaimId& claim, Ended how, std::string_view reason, std::string_view consumer = {});
+  bool holds(const ClaimId& claim) const;
+  // As if it had just been claimed. False: it is not held.
+  bool renew(const ClaimId& claim);
+  // CLOCK_MONOTONIC when the earliest delay ends that the last look for this rank came upon; the largest number: none.
+  std::uint64_t next_due_ns(unsigned rank) const;
+  struct Depth {
+    std::uint64_t ready = 0, claimed = 0;
+    std::array<std::uint64_t, kTallyNames.size()> tallies{};
+  };
+  Depth depth(unsigned rank) const;
+  ClaimWord claim_word(std::uint64_t slot, unsigned rank) const;
+  std::vector<Failure> failures() const;  // the latest first
 
   // --- looking -----------------------------------------------------------------------------------
   SlotInfo info(std::uint64_t slot) const;
@@ -163,6 +216,34 @@ class Ring {
   std::mutex& stripe(std::uint64_t slot) const { return stripes_[slot % kStripes]; }
   int fd() const { return segment_.description->fd(); }
 
+  SlotClaim& claims(std::uint64_t slot) const;
+  RankCounts& rank_counts(unsigned owner, unsigned rank) const;
+  FailureEntry& failure(std::uint64_t position) const;
+  void tally(unsigned rank, Tally which, std::uint64_t amount = 1);
+  void log_failure(const ClaimId& claim, std::uint64_t sequence, Ended how, std::string_view reason,
+                   std::string_view consumer);
+  enum class Try { claimed, gone, ended, too_large };
+  Try try_claim(std::uint64_t slot, std::uint64_t generation, const Asked& asked, std::uint64_t room, Claimed& claimed);
+  bool end_held(std::uint64_t slot, std::uint64_t generation, unsigned rank, Ended how, bool whole);
+  enum class Hold { none, lapsed, held };
+  Hold hold_of(const ClaimId& claim) const;
+  bool resolve_lapsed(const ClaimId& claim);
+  void lapse(std::uint64_t most_held_ns, std::uint64_t now_ns);
+  std::uint16_t& own_attempts(std::uint64_t slot, unsigned rank) const {
+    return own_attempts_[slot * kMaxReaders + rank];
+  }
+  bool claimable(std::uint64_t slot) const;
+  void find_candidates(const Asked& asked, std::uint64_t now_ns);
+  void offer_ready_slots();
+  void clear_claims(std::uint64_t slot, std::int64_t policy_version);
+  bool drop_claim(std::uint64_t slot, unsigned rank, unsigned owner);
+  unsigned disclaim(std::uint64_t slot, unsigned owner, std::uint16_t done);
+  unsigned pins_of_claims(std::uint64_t slot) const;
+  bool disclaim_own(std::uint64_t slot);
+  bool drop_pin(std::uint64_t slot, std::uint64_t generation);
+  void returned(std::uint64_t slot);
+  void count_lost(unsigned owner);
+
   void offer_free_slots();
   void freed(std::uint64_t slot);
   struct Cleared {
@@ -182,6 +263,7 @@ class Ring {
   std::atomic<bool> closed_ = false;
   mutable std::atomic<unsigned> users_ = 0;
   FreeHints hints_;
+  ReadyHints ready_;
   // The locks that this description takes for a moment: two threads of it would not exclude each other.
   mutable std::mutex locks_mutex_;
   bool keeper_ = false;  // under locks_mutex_
@@ -194,7 +276,24 @@ class Ring {
   // Invariant: own_pins_[slot] > 0 exactly while this owner's bit stands in the word of a published
   // slot. Each entry under its stripe.
   std::unique_ptr<std::uint32_t[]> own_pins_;
+  // Ranks of the slot that this attachment has claimed, each with a pin of its own; likewise under the stripe.
+  std::unique_ptr<std::uint16_t[]> own_claims_;
+  // The attempts of each of these; zero pages until they are used.
+  std::unique_ptr<std::uint16_t[], void (*)(void*)> own_attempts_;
   mutable std::array<std::mutex, kStripes> stripes_;
+  // What the last look found for a rank, the oldest first; each is checked again when it is claimed.
+  struct Candidate {
+    std::uint64_t sequence;
+    std::uint32_t slot, generation;
+  };
+  struct Candidates {
+    std::vector<Candidate> found;
+    std::size_t next = 0;
+    std::uint64_t returned = 0, due_ns = ~std::uint64_t{0};
+  };
+  mutable std::mutex candidates_mutex_;  // before a stripe
+  std::array<Candidates, kMaxReaders> candidates_;
+  std::uint64_t repaired_ns_ = 0;
 };
 
 }  // namespace transport

@@ -2,6 +2,8 @@
 #include "ring/ring.hpp"
 
 #include <chrono>
+#include <cstdlib>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -37,8 +39,14 @@ std::unique_ptr<Ring> Ring::attach_again(Role role) const {
 Ring::Ring(Segment segment, Role role)
     : segment_(std::move(segment)),
       hints_(segment_.mapping->control() + segment_.geometry.hints_offset, segment_.identity.slot_count),
+      ready_(segment_.mapping->control() + segment_.geometry.ready_offset, segment_.identity.slot_count),
       loans_(std::make_unique<std::uint32_t[]>(segment_.identity.slot_count)),
-      own_pins_(std::make_unique<std::uint32_t[]>(segment_.identity.slot_count)) {
+      own_pins_(std::make_unique<std::uint32_t[]>(segment_.identity.slot_count)),
+      own_claims_(std::make_unique<std::uint16_t[]>(segment_.identity.slot_count)),
+      own_attempts_(static_cast<std::uint16_t*>(
+                        std::calloc(segment_.identity.slot_count * kMaxReaders, sizeof(std::uint16_t))),
+                    std::free) {
+  if (!own_attempts_) throw std::bad_alloc();
   if (role != Role::observer) claim_place(role);
 }
 
@@ -59,6 +67,7 @@ void Ring::claim_place(Role role) {
   if (!segment_.description->still_named(segment_.name)) fail(Fault::not_found, segment_.name + " was removed");
   FAULT_POINT("attach.locked");
   const Cleared left = clear_bits(static_cast<unsigned>(me_));
+  count_lost(static_cast<unsigned>(me_));
   OwnerRow& mine = row();
   mine.role.store(static_cast<std::uint32_t>(role), std::memory_order_relaxed);
   mine.pid.store(static_cast<std::uint32_t>(getpid()), std::memory_order_relaxed);
@@ -81,7 +90,7 @@ void Ring::lend(std::uint64_t slot) {
   ++lent_;
 }
 
-void Ring::returned(std::uint64_t slot) noexcept {
+void Ring::loan_ended(std::uint64_t slot) noexcept {
   const std::lock_guard hold(loans_mutex_);
   --lent_;
   if (--loans_[slot] > 0 || !closed_ || fd() < 0) return;  // a forked child owns nothing
@@ -106,6 +115,7 @@ void Ring::close() {
   if (me_ >= 0) {
     for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot)
       if (loans_[slot] == 0) give_up(slot);
+    count_lost(static_cast<unsigned>(me_));
     FAULT_POINT("close.released");
   }
   if (lent_ == 0) return detach();

@@ -123,9 +123,13 @@ bool Geometry::compute(std::uint64_t slot_count, std::uint64_t slot_capacity, st
   const auto aligned = [&plus](std::uint64_t value, std::uint64_t to) { return plus(value, to - 1) / to * to; };
 
   out.owners_offset = kHeaderBytes;
-  out.controls_offset = plus(out.owners_offset, (kMaxOwners + 1) * sizeof(OwnerRow));
-  out.hints_offset = plus(out.controls_offset, times(slot_count, sizeof(SlotControl)));
-  out.notes_offset = aligned(plus(out.hints_offset, FreeHints::bytes_for(slot_count)), 64);
+  out.counts_offset = plus(out.owners_offset, (kMaxOwners + 1) * sizeof(OwnerRow));
+  out.failures_offset = plus(out.counts_offset, (kMaxOwners + 1) * kMaxReaders * sizeof(RankCounts));
+  out.controls_offset = plus(out.failures_offset, kFailures * sizeof(FailureEntry));
+  out.claims_offset = plus(out.controls_offset, times(slot_count, sizeof(SlotControl)));
+  out.hints_offset = plus(out.claims_offset, times(slot_count, sizeof(SlotClaim)));
+  out.ready_offset = aligned(plus(out.hints_offset, FreeHints::bytes_for(slot_count)), 64);
+  out.notes_offset = aligned(plus(out.ready_offset, ReadyHints::bytes_for(slot_count)), 64);
   out.payload_offset = aligned(plus(out.notes_offset, times(slot_count, kNoteCapacity)), page_bytes);
   out.payload_stride = aligned(slot_capacity, page_bytes);
   out.total_bytes = plus(out.payload_offset, times(slot_count, out.payload_stride));

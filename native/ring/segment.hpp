@@ -1,7 +1,8 @@
 // The segment: how it lies in memory, and how a process gets hold of one.
 //
-//   header (1 page) · owner rows (16, and one that observers share) · slot controls (64 bytes each)
-//   · free hints · notes (2 KiB per slot) · [page boundary] · payload areas (whole pages each)
+//   header (1 page) · owner rows (16, and one that observers share) · their counts by rank · failures (64 KiB)
+//   · slot controls (64 bytes each) · slot claims (192) · free hints · ready hints · notes (2 KiB per slot)
+//   · [page boundary] · payload areas (whole pages each)
 //
 // SYNC I: everything in the header is written before `initialised` is stored, and read after it was
 // loaded. Sizes are validated against the file once, when attaching, and then kept in process memory:
@@ -19,20 +20,24 @@
 #include <sys/types.h>
 
 #include "ring/board.hpp"
+#include "ring/claim_word.hpp"
+#include "ring/failure_log.hpp"
 #include "ring/free_hints.hpp"
 #include "common/futex.hpp"
 #include "ring/owners.hpp"
+#include "ring/ready_hints.hpp"
 #include "ring/slot_word.hpp"
 
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 2;
+inline constexpr std::uint32_t kLayoutVersion = 3;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::size_t kAddressCapacity = 1000;
 inline constexpr std::size_t kHeaderBytes = 4096;
 inline constexpr std::uint64_t kMaxSlots = std::uint64_t{1} << 24;
+inline constexpr std::int64_t kNoVersion = INT64_MIN;  // of a policy: published without one, or any will do
 inline constexpr unsigned kObserverRow = kMaxOwners;
 inline constexpr char kNamePrefix[] = "/transport-";
 
@@ -50,8 +55,10 @@ struct Header {
   std::atomic<std::uint32_t> initialised;
   Identity identity;
   alignas(64) EventWord freed;      // advanced whenever a slot becomes FREE
-  alignas(64) EventWord published;  // advanced whenever one becomes READY from WRITING
+  alignas(64) EventWord published;  // advanced whenever one becomes READY from WRITING, or can be claimed again
   alignas(64) std::atomic<std::uint64_t> sequence;
+  alignas(64) std::atomic<std::uint64_t> returned;  // how often a claim ended with its delivery still to be done
+  std::atomic<std::uint64_t> failures;              // entries ever begun in the log
   alignas(64) Board<4 * kMaxPorts> ports;
   alignas(64) Board<kAddressCapacity> addresses;
 };
@@ -76,12 +83,32 @@ struct alignas(64) SlotControl {
 static_assert(sizeof(SlotControl) == 64 && alignof(SlotControl) == 64, "one slot, one cache line");
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "only a lock-free atomic works across processes");
 
+// What claiming needs besides: looked at by claimers only. `policy_version` is immutable as the fields above;
+// `delayed` and `not_before_ns` (CLOCK_MONOTONIC, of the ranks with a bit in `delayed`) are written by a rank's holder.
+struct alignas(64) SlotClaim {
+  std::atomic<std::int64_t> policy_version;
+  std::atomic<std::uint16_t> delayed;
+  std::array<std::atomic<std::uint16_t>, kMaxReaders> claims;  // claim_word.hpp
+  alignas(64) std::array<std::atomic<std::uint64_t>, kMaxReaders> not_before_ns;
+};
+static_assert(sizeof(SlotClaim) == 192, "without a delay one cache line is looked at");
+
+// Deliveries by what became of them, for one owner and rank; sums over the owners count, as with OwnerRow.
+enum class Tally : unsigned { done, arrived, lost, discarded, dead, aged, retried, expired };
+inline constexpr std::array<const char*, 8> kTallyNames{"done", "arrived", "lost",    "discarded",
+                                                        "dead", "aged",    "retried", "expired"};
+struct alignas(64) RankCounts {
+  std::array<std::atomic<std::uint64_t>, kTallyNames.size()> counts;
+};
+static_assert(sizeof(RankCounts) == 64, "no two owners count on the same cache line");
+
 using NoteWords = std::array<std::atomic<std::uint64_t>, kNoteCapacity / 8>;
 static_assert(sizeof(NoteWords) == kNoteCapacity, "notes lie densely");
 
 // Where everything lies. All offsets follow from the three numbers of Identity.
 struct Geometry {
-  std::uint64_t owners_offset, controls_offset, hints_offset, notes_offset, payload_offset, payload_stride, total_bytes;
+  std::uint64_t owners_offset, counts_offset, failures_offset, controls_offset, claims_offset, hints_offset,
+      ready_offset, notes_offset, payload_offset, payload_stride, total_bytes;
 
   // False if the sum does not fit into an off_t.
   static bool compute(std::uint64_t slot_count, std::uint64_t slot_capacity, std::uint64_t page_bytes, Geometry& out);

@@ -14,6 +14,7 @@
 
 #include "check.hpp"
 #include "common/checksum.hpp"
+#include "common/clock.hpp"
 #include "common/fault.hpp"
 
 #ifndef TRANSPORT_FAULT_POINTS
@@ -70,13 +71,22 @@ inline void check_survivors(Ring& ring, const std::set<unsigned>& living_places 
     if (info.state != State::ready) continue;
     CHECK(info.checksum == checksum(ring.payload(slot), info.length));
     CHECK(ring.note(slot, info.generation).has_value());
-    for (unsigned rank = 0; rank < info.readers; ++rank)
-      if ((info.done >> rank & 1) == 0) {
-        CHECK(ring.pin(slot, info.generation, rank) == PinAnswer::ok);
-        CHECK(ring.mark_consumed(slot, info.generation, rank));
-      }
-    CHECK(ring.info(slot).state == State::free);
+    for (unsigned rank = 0; rank < info.readers; ++rank) CHECK(!ring.claim_word(slot, rank).held() || (info.done >> rank & 1) != 0);
   }
+  for (unsigned rank = 0; rank < kMaxReaders; ++rank) {  // what is still to be done can be claimed, by whoever asks
+    const std::uint64_t ready = ring.depth(rank).ready;
+    std::vector<Claimed> claimed;
+    const Deadline patience(20);  // a lost hint is found after a re-check interval
+    while (claimed.size() < ready && patience.left_ns() > 0) {
+      Asked asked;
+      asked.rank = rank;
+      asked.most = kSlots;
+      ring.claim(asked, claimed);
+    }
+    CHECK(claimed.size() == ready);
+    for (const Claimed& one : claimed) CHECK(ring.finish(one.id));
+  }
+  for (std::uint64_t slot = 0; slot < kSlots; ++slot) CHECK(ring.info(slot).state == State::free);
   std::set<std::uint32_t> taken;
   for (std::uint64_t i = 0; i < kSlots; ++i) taken.insert(published(ring, 1).slot);
   CHECK(taken.size() == kSlots && !ring.try_take());

@@ -37,6 +37,18 @@ void live_a_full_life(const std::string& name, const std::array<Lease, 4>& given
   ring->consume(slot, generation, 1);
   ring->unpin(slot, generation);                      // free
   ring->discard(given[2].slot, given[2].generation);  // free
+  std::vector<Claimed> claimed;
+  const auto claim_given = [&](unsigned rank) {  // given[3] is what is left
+    claimed.clear();
+    Asked asked;
+    asked.rank = rank;
+    CHECK(ring->claim(asked, claimed) == 1);
+    return claimed[0].id;
+  };
+  ring->give_back(claim_given(0), 1);
+  ring->give_back(claim_given(0));
+  ring->end(claim_given(0), Ended::dead, "it is in the way");
+  ring->finish(claim_given(1));  // free
   const auto aborted = ring->try_take();
   ring->abort(aborted->slot, aborted->generation);
   const auto kept = ring->try_take();
@@ -47,7 +59,8 @@ void live_a_full_life(const std::string& name, const std::array<Lease, 4>& given
   const auto second = ring->try_overwrite();
   ring->pin(kept->slot, kept->generation, 2);
   CHECK(second);
-  ring->close();  // holding a slot being written, and a pin
+  ring->claim({}, claimed);
+  ring->close();  // holding a slot being written, a pin and claims
 }
 
 }  // namespace
@@ -79,9 +92,41 @@ TEST(an_owner_killed_at_any_passing_of_any_point_is_reclaimed) {
   std::printf("   %u kills\n", kills);
 }
 
+// Claimed by one who is killed while another one reclaims: nothing is claimed by both, nothing by nobody.
+TEST(a_claim_of_a_killed_owner_is_claimed_again_by_its_reclaimer_and_counts_its_attempts) {
+  const NameGuard guard{ring_name("claimed")};
+  const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+  for (int i = 0; i < 3; ++i) published(*ring, 2);
+  for (unsigned attempt = 1; attempt <= 3; ++attempt) {
+    CHECK(killed([&] {
+      const auto claimer = Ring::attach(guard.name, Role::reader, false);
+      std::vector<Claimed> claimed;
+      for (const unsigned rank : {0u, 1u}) {
+        Asked asked;
+        asked.rank = rank;
+        asked.most = kSlots;
+        CHECK(claimer->claim(asked, claimed) == 3);
+      }
+      for (const Claimed& one : claimed) CHECK(one.id.attempts == attempt);
+      std::raise(SIGKILL);
+    }));
+    CHECK(ring->depth(0).claimed == 3 && ring->depth(1).claimed == 3);
+    CHECK(ring->reclaim() == 3);
+    CHECK(ring->depth(0).ready == 3 && ring->depth(1).ready == 3);
+  }
+  CHECK(ring->depth(1).tallies[static_cast<unsigned>(Tally::expired)] == 9);
+  std::vector<Claimed> none;
+  Asked asked;
+  asked.most_attempts = 3;
+  CHECK(ring->claim(asked, none) == 0);
+  CHECK(ring->depth(0).tallies[static_cast<unsigned>(Tally::dead)] == 3);
+  check_survivors(*ring);
+}
+
 TEST(a_reclaimer_killed_in_reclaiming_is_reclaimed_with_what_it_found) {
   for (const char* point :
-       {"reclaim.proven", "reclaim.cleared", "reclaim.vacated", "free.unhinted", "free.unannounced"}) {
+       {"reclaim.proven", "reclaim.disclaimed", "reclaim.cleared", "reclaim.vacated", "free.unhinted",
+        "free.unannounced", "return.unhinted", "return.unannounced"}) {
     for (unsigned passing = 0;; ++passing) {
       const NameGuard guard{ring_name("reclaimer")};
       const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
@@ -91,6 +136,8 @@ TEST(a_reclaimer_killed_in_reclaiming_is_reclaimed_with_what_it_found) {
         reader->pin(first.slot, first.generation, 0);
         reader->pin(second.slot, second.generation, 0);
         reader->consume(second.slot, second.generation, 0);
+        std::vector<Claimed> claimed;
+        reader->claim({}, claimed);
         reader->try_take();
         std::raise(SIGKILL);
       }));
@@ -202,9 +249,29 @@ TEST(under_random_kills_no_rank_consumes_twice_and_nothing_is_stuck) {
         log.published.fetch_add(1);
         continue;
       }
+      const unsigned rank = static_cast<unsigned>(random() % kRanks);
+      if (random() % 2 == 0) {
+        std::vector<Claimed> claimed;
+        Asked asked;
+        asked.rank = rank;
+        asked.most = 1 + random() % 3;
+        mine->claim(asked, claimed);
+        if (claimed.empty()) mine->reclaim();
+        for (const Claimed& one : claimed) {
+          std::uint64_t id = 0;
+          std::memcpy(&id, mine->payload(one.id.slot), sizeof id);
+          CHECK(id == one.checksum);
+          if (random() % 4 == 0)
+            mine->give_back(one.id, random() % 2 * 1000);
+          else if (mine->finish(one.id)) {
+            CHECK(log.consumed[id][rank].fetch_add(1) == 0);
+            log.consumed_now.fetch_add(1);
+          }
+        }
+        continue;
+      }
       const std::uint64_t slot = random() % kSlots;
       const SlotInfo info = mine->info(slot);
-      const unsigned rank = static_cast<unsigned>(random() % kRanks);
       if (mine->pin(slot, info.generation, rank) != PinAnswer::ok) continue;
       std::uint64_t id = 0;
       std::memcpy(&id, mine->payload(slot), sizeof id);

@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "common/error.hpp"
 #include "ring/ring.hpp"
@@ -49,12 +50,42 @@ void operate(Ring& ring, std::uint8_t which) {
       case 9: ring.reclaim(); break;
       case 10: ring.note(slot, generation); break;
       case 11: ring.owners(); break;
-      case 12: ring.ports(); break;
-      case 13: ring.addresses(); break;
-      case 14: ring.counters(); ring.state_counts(); break;
+      case 12: ring.ports(); ring.addresses(); ring.counters(); ring.state_counts(); break;
+      case 13: {
+        std::vector<Claimed> claimed;
+        Asked asked;
+        asked.rank = rank;
+        asked.most = 1 + slot;
+        asked.oldest_version = static_cast<std::int64_t>(slot);
+        asked.most_attempts = 1 + rank;
+        ring.claim(asked, claimed);
+        for (const Claimed& one : claimed) {
+          if (one.length > kCapacity) std::abort();
+          if (slot == 0) ring.finish(one.id, rank == 1);
+          if (slot == 1) ring.give_back(one.id, rank);
+          if (slot == 2) ring.end(one.id, Ended::dead, "why", "who");
+        }
+        break;
+      }
+      case 14: {
+        ring.depth(rank);
+        for (const Failure& failure : ring.failures())
+          if (failure.reason.size() > kReasonBytes || failure.consumer.size() > kConsumerBytes) std::abort();
+        ring.finish({static_cast<std::uint32_t>(slot), info.generation, rank, 1});
+        break;
+      }
       default: ring.begin_read({slot, generation, info.checksum, info.length, rank}); break;
     }
   });
+}
+
+// Most of it into header, owners and slots; the failures are as long as all of these, and all alike.
+std::size_t place_of(std::size_t where, const Geometry& geometry) {
+  const bool in_slots = (where & 1) != 0, in_failures = (where & 14) == 14;
+  where >>= 1;
+  if (in_failures) return geometry.failures_offset + where % 4096;
+  if (in_slots) return geometry.controls_offset + where % (geometry.payload_offset - 8 - geometry.controls_offset);
+  return where % geometry.failures_offset;
 }
 
 }  // namespace
@@ -76,7 +107,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   for (std::size_t each = 0; each < writes && size >= 10; ++each, data += 10, size -= 10) {
     std::uint16_t where;
     std::memcpy(&where, data, 2);
-    std::memcpy(control + where % (geometry.payload_offset - 8), data + 2, 8);
+    std::memcpy(control + place_of(where, geometry), data + 2, 8);
   }
   if (attach_after)
     attempt([&] {

@@ -167,6 +167,40 @@ void read(World& w, Ring& ring, std::uint64_t salt) {
   for (const auto& [ticket, rank] : held) finish(w, ring, ticket, rank, random());
 }
 
+// Payloads as they come, oldest first, and no tickets.
+void claim(World& w, Ring& ring, std::uint64_t salt) {
+  std::mt19937_64 random(w.seed + salt);
+  std::vector<Claimed> held;
+  const auto ended = [&](const Claimed& one, std::uint64_t choice) {
+    std::uint64_t id = 0;
+    const auto* data = reinterpret_cast<const std::uint64_t*>(ring.payload(one.id.slot));
+    id = data[0];
+    CHECK(one.checksum == mix(id, 0) && w.written[one.id.slot] == id && one.length % 8 == 0);
+    for (std::uint64_t i = 1; i < one.length / 8; ++i) CHECK(data[i] == mix(id, i));
+    if (choice % 4 == 0) {
+      ring.give_back(one.id, choice % 8 * 100'000);
+    } else if (ring.finish(one.id)) {
+      CHECK(w.fates[id].consumed[one.id.rank].fetch_add(1) == 0);
+      w.consumed.fetch_add(1);
+    }
+    CHECK(!ring.finish(one.id) && !ring.give_back(one.id) && !ring.holds(one.id));
+  };
+  while (!w.stop.load()) {
+    if (held.size() < 4) {
+      Asked asked;
+      asked.rank = static_cast<unsigned>(random() % kRanks);
+      asked.most = 1 + random() % 3;
+      if (random() % 4 == 0) asked.most_held_ns = 1'000'000;
+      ring.claim(asked, held);
+    }
+    if (held.empty() || random() % 2 == 0) continue;
+    const std::size_t which = random() % held.size();
+    ended(held[which], random());
+    held.erase(held.begin() + static_cast<std::ptrdiff_t>(which));
+  }
+  for (const Claimed& one : held) ended(one, random());
+}
+
 // Attaches, holds something, and goes: its place and its slots are somebody else's at once.
 void come_and_go(World& w, std::uint64_t salt) {
   std::mt19937_64 random(w.seed + salt);
@@ -176,6 +210,8 @@ void come_and_go(World& w, std::uint64_t salt) {
       const Ticket t = w.random_ticket(random);
       if (t.readers > 0 && ring->pin(t.slot, t.generation, 0) == PinAnswer::ok) verify(w, *ring, t);
     }
+    std::vector<Claimed> claimed;
+    if (random() % 2 == 0) ring->claim({}, claimed);
     if (random() % 2 == 0) ring->try_take();
   }
 }
@@ -204,6 +240,8 @@ void run(std::uint64_t slots, double seconds, std::uint64_t seed) {
   threads.emplace_back([&] { read(w, *shared, 3); });
   threads.emplace_back([&] { read(w, *shared, 4); });
   threads.emplace_back([&] { read(w, *own, 5); });
+  threads.emplace_back([&] { claim(w, *shared, 8); });
+  threads.emplace_back([&] { claim(w, *own, 9); });
   threads.emplace_back([&] { come_and_go(w, 6); });
   threads.emplace_back([&] { look(w, 7); });
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));  // the length of the run, not a rendezvous
@@ -251,7 +289,7 @@ void run_looks(double seconds) {
   const NameGuard guard{ring_name("looks")};
   const auto ring = Ring::create(guard.name, 1, 8, Bytes16{});
   std::atomic<bool> stop{false};
-  std::uint64_t infos = 0, notes = 0;
+  std::atomic<std::uint64_t> infos{0}, notes{0};
   const auto note_of = [](std::uint64_t generation) {
     return std::string(kNoteCapacity, static_cast<char>(mix(generation, 0)));
   };
@@ -270,8 +308,8 @@ void run_looks(double seconds) {
       ++notes;
     }
   });
-  const Deadline end(seconds);
-  while (end.left_ns() > 0) {
+  const Deadline end(seconds), patience(60);  // the observer must have looked at something, however busy the machine
+  while (end.left_ns() > 0 || ((infos == 0 || notes == 0) && patience.left_ns() > 0)) {
     const Lease lease = *ring->try_take();
     const std::uint64_t g = lease.generation;
     const auto readers = static_cast<unsigned>(1 + g % 16);
@@ -280,7 +318,7 @@ void run_looks(double seconds) {
   }
   stop.store(true);
   observer.join();
-  std::printf("%" PRIu64 " looks, %" PRIu64 " notes, all whole\n", infos, notes);
+  std::printf("%" PRIu64 " looks, %" PRIu64 " notes, all whole\n", infos.load(), notes.load());
   CHECK(infos > 0 && notes > 0);
 }
 

@@ -1,5 +1,6 @@
 // The transition table, row by row, and then what must hold for every word and operation.
 #include "check.hpp"
+#include "ring/claim_word.hpp"
 #include "ring/slot_word.hpp"
 
 using namespace transport;
@@ -173,6 +174,21 @@ TEST(every_result_is_a_valid_word_of_the_same_or_next_generation) {
         }
       }
   CHECK(checked > 100);
+}
+
+TEST(claim_words_count_attempts_and_name_their_holder) {
+  ClaimWord word;
+  for (unsigned attempt = 1; attempt <= ClaimWord::kMostAttempts + 2; ++attempt) {
+    const unsigned owner = attempt % kMaxOwners;
+    word = word.claimed(owner);
+    CHECK(word.held() && word.attempts() == std::min(attempt, ClaimWord::kMostAttempts));
+    for (unsigned any = 0; any < kMaxOwners; ++any) CHECK(word.held_by(any) == (any == owner));
+    word = word.dropped();
+    CHECK(!word.held() && word.attempts() == std::min(attempt, ClaimWord::kMostAttempts));
+    for (unsigned any = 0; any < kMaxOwners; ++any) CHECK(!word.held_by(any));
+  }
+  const ClaimWord ended = ClaimWord::of(5, 0).ended_by(15);
+  CHECK(ended.held_by(15) && ended.attempts() == 5);
 }
 
 int main(int argc, char** argv) { return transport::test::run_all(argc, argv); }

@@ -14,7 +14,7 @@ from helpers import Child, asynchronous, segment_file
 from scripted_listener import ScriptedListener
 from scripted_peer import Stage
 
-from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer
+from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer, _ring
 from transport.client import connection
 from transport.errors import AuthenticationError, LayoutError, LinkError, ProtocolError, VersionMismatchError
 from transport.observe import overview
@@ -192,14 +192,14 @@ def of_another_layout(ring: SharedRingBuffer) -> Iterator[None]:
     with segment_file(ring).open("r+b") as file:
         file.seek(8)
         own = file.read(4)
-        assert int.from_bytes(own, "little") == 2
+        assert int.from_bytes(own, "little") == _ring.LAYOUT_VERSION
 
         def write(number: bytes) -> None:
             file.seek(8)
             file.write(number)
             file.flush()
 
-        write((3).to_bytes(4, "little"))
+        write((99).to_bytes(4, "little"))
         try:
             yield
         finally:
@@ -217,7 +217,7 @@ def listener_process(told: bytes) -> ListenerReport:
 
 
 def test_a_ring_of_another_layout_is_refused_by_name(ring: SharedRingBuffer) -> None:
-    refusal = "layout version 3, this build knows 2; processes that share a ring are of one build"
+    refusal = "layout version 99, this build knows 3; processes that share a ring are of one build"
     with of_another_layout(ring):
         for role in ("writer", "listener", "reader", "observer"):
             with pytest.raises(LayoutError, match=refusal):

@@ -14,6 +14,7 @@ from transport.queue.base import (
 )
 from transport.queue.open import open_queue
 from transport.queue.redis import RedisQueue
+from transport.queue.rings import RingQueue
 from transport.queue.sqlite import SQLiteQueue
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "QueueDepth",
     "QueuedTicket",
     "RedisQueue",
+    "RingQueue",
     "SQLiteQueue",
     "TicketQueue",
     "finished",

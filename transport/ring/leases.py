@@ -77,6 +77,7 @@ class WriteLease:
         self._ticket: Ticket | None = None
         self.layout = layout
         self.checksum: int | None = None
+        self.policy_version: int | None = None
         self._arrays: dict[str, np.ndarray[Any, Any]] | None = None
         self._loan = Loan(ring.native, slot, generation)
         self.memory: memoryview = memoryview(self._loan)[: layout.total]
@@ -158,6 +159,7 @@ class WriteLease:
                 draft.readers,
                 int(draft.deadline * 1e9) if draft.deadline is not None else 0,
                 note,
+                _ring.NO_VERSION if self.policy_version is None else self.policy_version,
             )
         except _ring.RingFault as fault:  # closed by another thread since we looked, or a note that is too large
             self.abort()

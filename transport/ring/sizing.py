@@ -14,8 +14,8 @@ import msgspec
 from transport.errors import UsageError
 
 PAGE: Final = 4096
-_CONTROL_BYTES: Final = 64 + 2048 + 4  # of a slot: its word, its ticket, its free hint
-_FIXED_BYTES: Final = 3 * PAGE  # header, owner rows
+_CONTROL_BYTES: Final = 64 + 192 + 2048 + 4  # of a slot: its word, its claims, its ticket, its hints
+_FIXED_BYTES: Final = 23 * PAGE  # header, owner rows, counts by rank, failures
 MAX_SLOTS: Final = 1 << 24
 
 

@@ -1,0 +1,364 @@
+"""The rings of this host as a ticket queue: no second ledger beside the slots. See base.py for what a queue promises.
+
+A payload that a writer publishes in its ring is published; `publish` only looks whether it is there. What differs from
+a queue of its own:
+
+* A claim needs no lease. It ends with its holder: the attachment that claimed it, whose death any other notices; then
+  the payload can be claimed again at once. With a ``lease_s`` one ends, too, that was not renewed for so long, its
+  trainer being stopped or stuck; whoever claims with a lease ends it, within a second.
+* A payload that a dead holder had claimed for the last time is dead when the next one asks for it.
+* What ended is remembered as counts, and as the last failures of each ring; ids of payloads whose slot has been written
+  anew since are done, unless the failures say otherwise.
+* There are no notices.
+* Rings end with their host, and with them what they held.
+
+A client reads these tickets with ``ack="manual"``: here the queue's ack is the slot's acknowledgement.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final, NoReturn
+
+from transport import _ring as _native
+from transport.errors import ClosedError, QueueUnsuitableError, RankError, RingError, RingNotFoundError, UsageError
+from transport.queue.base import (
+    MAX_DELIVERIES,
+    Claim,
+    DeliveryState,
+    Failure,
+    Notice,
+    QueueDepth,
+    QueuedTicket,
+    TicketQueue,
+)
+from transport.ring.buffer import MAX_READERS, SharedRingBuffer
+from transport.ring.claimed import ClaimedPayload
+from transport.settings import DEFAULTS
+
+_SLICE_S: Final = 0.1  # between looks whether the queue was closed, and for what wakes nobody
+_ENDINGS: Final = {
+    "discarded": DeliveryState.DISCARDED,
+    "aged": DeliveryState.DISCARDED,
+    "dead": DeliveryState.DEAD,
+    "lost": DeliveryState.LOST,
+}
+_COUNTED: Final = ("ready", "claimed", "arrived", "done", "discarded", "dead", "lost", "retried", "expired", "aged")
+
+
+class RingQueue(TicketQueue):
+    """A queue over rings that this process is attached to, as their writer or as a reader. They stay the caller's.
+
+    Args:
+        rings: may be changed later with `add` and `remove`.
+        max_deliveries: claims in vain after which a delivery is dead.
+        lease_s: how long claims are their claimants' without renewal; None: as long as these live.
+    """
+
+    def __init__(
+        self,
+        rings: Iterable[SharedRingBuffer] = (),
+        *,
+        max_deliveries: int = MAX_DELIVERIES,
+        lease_s: float | None = None,
+    ) -> None:
+        if not 1 <= max_deliveries <= _native.MAX_ATTEMPTS:
+            raise UsageError(f"max_deliveries={max_deliveries}; 1 to {_native.MAX_ATTEMPTS} are counted")
+        if lease_s is not None and not lease_s > 0:
+            raise UsageError(f"lease_s={lease_s}; a lease lasts for some time, and None for ever")
+        self.lease_s = DEFAULTS.claim_lease_s if lease_s is None else lease_s
+        self._most_held_s = lease_s or 0.0
+        self._max_deliveries = max_deliveries
+        self._lock = threading.Lock()
+        self._rings: dict[str, SharedRingBuffer] = {}  # replaced, never changed
+        self._turn = 0
+        self._closed = False
+        for ring in rings:
+            self.add(ring)
+
+    def __repr__(self) -> str:
+        return f"<RingQueue of {len(self._rings)} rings {'closed' if self._closed else 'open'}>"
+
+    def add(self, ring: SharedRingBuffer) -> None:
+        """Hand out this ring's payloads, too."""
+        if ring.native.owner < 0:
+            raise UsageError(f"ring {ring.ring_id[:8]} is attached as an observer, which claims nothing")
+        with self._lock:
+            if len(self._rings) == _native.MAX_WAITED:
+                raise UsageError(f"a queue is of at most {_native.MAX_WAITED} rings")
+            self._rings = {**self._rings, ring.ring_id: ring}
+
+    def remove(self, ring: SharedRingBuffer) -> None:
+        """Leave this ring alone from now on. What is claimed of it stays claimed until the ring is closed."""
+        with self._lock:
+            self._rings = {ring_id: each for ring_id, each in self._rings.items() if each is not ring}
+
+    # --- publish and claim -----------------------------------------------------------------------
+    def publish(
+        self,
+        tickets: QueuedTicket | Iterable[QueuedTicket],
+        *,
+        readers: int = 1,
+        policy_version: int | None = None,
+    ) -> int:
+        """Nothing is stored: the ring has it. How many of these payloads are in their slots, not yet consumed by all.
+
+        RingNotFoundError for the ticket of a ring that is not one of this queue's.
+        """
+        self._check_open()
+        if not 1 <= readers <= MAX_READERS:
+            raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
+        found = 0
+        for ticket in [tickets] if isinstance(tickets, QueuedTicket) else tickets:
+            place = self._place(ticket.id)
+            if place is None:
+                raise RingNotFoundError(
+                    f"ticket {ticket.id:.80} is of no ring of this queue; write it into one of them"
+                )
+            ring, slot, generation = place
+            info = ring.native.info(slot)
+            found += info.generation == generation and info.state in (_native.READY, _native.READING)
+        return found
+
+    def claim(
+        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[Claim]:
+        """See `TicketQueue.claim`. Of several rings each is the first in turn; in each the oldest come first."""
+        if n < 1:
+            raise UsageError(f"n={n}; at least one delivery is claimed")
+        if not 0 <= rank < MAX_READERS:
+            raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
+        give_up = time.monotonic() + timeout_s
+        while True:
+            self._check_open()
+            rings = list(self._rings.values())
+            seen = [ring.native.published_event() for ring in rings if not ring.native.closed]
+            claims = self._try_claim(rings, n, rank, consumer, oldest_version)
+            left_s = give_up - time.monotonic()
+            if claims or left_s <= 0:
+                return claims
+            self._wait(rings, seen, min(left_s, self._due_s(rings, rank), _SLICE_S))
+
+    def _try_claim(
+        self, rings: list[SharedRingBuffer], n: int, rank: int, consumer: str, oldest_version: int | None
+    ) -> list[Claim]:
+        claimed: list[Claim] = []
+        self._turn += 1  # of no consequence if two threads read the same
+        for at in range(len(rings)):
+            if len(claimed) == n:
+                break
+            ring = rings[(self._turn + at) % len(rings)]
+            if ring.native.closed:
+                self.remove(ring)
+                continue
+            taken = ring.claim(
+                n - len(claimed),
+                rank=rank,
+                oldest_version=oldest_version,
+                max_deliveries=self._max_deliveries,
+                consumer=consumer,
+                most_held_s=self._most_held_s,
+            )
+            claimed += [_claim_of(each, consumer) for each in taken]
+        return claimed
+
+    @staticmethod
+    def _due_s(rings: list[SharedRingBuffer], rank: int) -> float:
+        return min((ring.native.due_s(rank) for ring in rings if not ring.native.closed), default=_SLICE_S)
+
+    @staticmethod
+    def _wait(rings: list[SharedRingBuffer], seen: list[int], timeout_s: float) -> None:
+        natives = [ring.native for ring in rings if not ring.native.closed]
+        if natives and len(natives) == len(seen):
+            _native.Ring.wait_any(natives, seen, timeout_s)
+        else:
+            time.sleep(min(timeout_s, _SLICE_S))  # no ring, or one of them is just gone
+
+    # --- ends of a claim -------------------------------------------------------------------------
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+        """See `TicketQueue.ack_many`. The slot is free with it, also of what has only arrived."""
+        self._check_open()
+        by_ring: dict[str, list[Claim]] = {}
+        for claim in claims:
+            by_ring.setdefault(_ring_of(claim), []).append(claim)
+        accepted: set[int] = set()
+        for ring_id, of_ring in by_ring.items():
+            ring = self._rings.get(ring_id)
+            if ring is None or ring.native.closed:
+                continue
+            kept = ring.native.finish_all([_id_of(claim) for claim in of_ring], arrived=not trained)
+            accepted.update(id(claim) for claim, held in zip(of_ring, kept, strict=True) if held)
+        ours = [claim for claim in claims if id(claim) in accepted]
+        if not trained:
+            with self._lock:
+                for claim in ours:
+                    _arrived_of(self._rings[_ring_of(claim)]).add(_delivery(claim))
+        return ours
+
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.finish`."""
+        self._check_open()
+        ours = []
+        with self._lock:
+            for claim in claims:
+                ring = self._rings.get(_ring_of(claim))
+                if ring is None or ring.native.closed or _delivery(claim) not in _arrived_of(ring):
+                    continue
+                _arrived_of(ring).remove(_delivery(claim))
+                ring.native.trained(claim.rank, 1)
+                ours.append(claim)
+        return ours
+
+    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
+        """See `TicketQueue.retry`."""
+        ring = self._ring(claim)
+        if ring is None:
+            return False
+        if claim.attempts >= self._max_deliveries:
+            return ring.native.end(_id_of(claim), "dead", reason, _consumer_of(claim))
+        return ring.native.give_back(_id_of(claim), delay_s)
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """See `TicketQueue.discard`."""
+        ring = self._ring(claim)
+        return ring is not None and ring.native.end(_id_of(claim), "discarded", reason, _consumer_of(claim))
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.renew`. What has arrived stays so without it."""
+        self._check_open()
+        return [claim for claim in claims if self._renew(claim)]
+
+    def _renew(self, claim: Claim) -> bool:
+        ring = self._ring(claim)
+        if ring is None:
+            return False
+        return ring.native.renew(_id_of(claim)) or _delivery(claim) in _arrived_of(ring)
+
+    # --- looking -----------------------------------------------------------------------------------
+    def depth(self, rank: int | None = None) -> QueueDepth:
+        """Counts of one rank, or of all; the finished ones from the beginning of each ring."""
+        self._check_open()
+        sums: Counter[str] = Counter()
+        for ring in self._open_rings():
+            for each in range(MAX_READERS) if rank is None else [rank]:
+                sums.update(ring.native.depth(each))
+        return QueueDepth(**{name: sums[name] for name in _COUNTED})
+
+    def failures(self, limit: int = 100) -> list[Failure]:
+        """See `TicketQueue.failures`. Each ring keeps its last 256; what was lost on arrival is one entry a rank."""
+        self._check_open()
+        found = []
+        for ring in self._open_rings():
+            for slot, generation, rank, attempts, how, reason, consumer, sequence in ring.native.failures():
+                ticket_id = f"{ring.ring_id}/{slot}/{generation}" if slot < ring.slot_count else ring.ring_id
+                failure = Failure(ticket_id, rank, _ENDINGS[how], attempts, consumer, reason)
+                found.append((sequence, failure))
+        found.sort(key=lambda each: each[0], reverse=True)
+        return [failure for _, failure in found[:limit]]
+
+    def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
+        """See `TicketQueue.known`. Of a payload whose slot was written anew only rank 0's state is told."""
+        self._check_open()
+        endings = {(failure.ticket_id, failure.rank): failure.state for failure in self.failures(1 << 30)}
+        states = {}
+        for ticket_id in ticket_ids:
+            place = self._place(ticket_id)
+            if place is None:
+                continue
+            ring, slot, generation = place
+            info = ring.native.info(slot)
+            if info.generation < generation or (info.generation == generation and info.state == _native.WRITING):
+                continue
+            ranks = info.readers if info.generation == generation else 1
+            states[ticket_id] = tuple(
+                self._state(ring, ticket_id, slot, rank, info, generation, endings) for rank in range(ranks)
+            )
+        return states
+
+    @staticmethod
+    def _state(
+        ring: SharedRingBuffer,
+        ticket_id: str,
+        slot: int,
+        rank: int,
+        info: _native.SlotInfo,
+        generation: int,
+        endings: dict[tuple[str, int], DeliveryState],
+    ) -> DeliveryState:
+        if info.generation == generation and not info.done >> rank & 1:
+            holder, _ = ring.native.claim_word(slot, rank)
+            return DeliveryState.READY if holder < 0 else DeliveryState.CLAIMED
+        if any(each[:2] == (ticket_id, rank) for each in _arrived_of(ring)):
+            return DeliveryState.ARRIVED
+        return endings.get((ticket_id, rank), DeliveryState.DONE)
+
+    # --- notices -----------------------------------------------------------------------------------
+    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
+        """Rings have no notices: QueueUnsuitableError."""
+        self._no_notices()
+
+    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """Rings have no notices: QueueUnsuitableError."""
+        self._no_notices()
+
+    def _no_notices(self) -> NoReturn:
+        self._check_open()
+        raise QueueUnsuitableError("rings have no notices; announce them in a store, or in a SQLite or Redis queue")
+
+    def close(self) -> None:
+        """End waits in other threads with ClosedError. The rings stay open, and their claims held."""
+        self._closed = True
+
+    # --- helpers -----------------------------------------------------------------------------------
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the queue is closed")
+
+    def _open_rings(self) -> list[SharedRingBuffer]:
+        return [ring for ring in self._rings.values() if not ring.native.closed]
+
+    def _ring(self, claim: Claim) -> SharedRingBuffer | None:
+        self._check_open()
+        ring = self._rings.get(_ring_of(claim))
+        return None if ring is None or ring.native.closed else ring
+
+    def _place(self, ticket_id: str) -> tuple[SharedRingBuffer, int, int] | None:
+        ring_id, _, rest = ticket_id.partition("/")
+        slot, _, generation = rest.partition("/")
+        ring = self._rings.get(ring_id)
+        if ring is None or ring.native.closed or not (slot.isdecimal() and generation.isdecimal()):
+            return None
+        return (ring, int(slot), int(generation)) if int(slot) < ring.slot_count else None
+
+
+def _claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:
+    try:
+        data = claimed.encoded
+    except RingError:  # consumed by ticket meanwhile, which the ack will be told
+        data = b""
+    return Claim(claimed.name, data, claimed.rank, claimed.attempts, consumer, claimed.policy_version)
+
+
+def _consumer_of(claim: Claim) -> str:
+    return claim.token
+
+
+def _ring_of(claim: Claim) -> str:
+    return claim.ticket_id.partition("/")[0]
+
+
+def _id_of(claim: Claim) -> _native.ClaimId:
+    _, slot, generation = claim.ticket_id.split("/")
+    return _native.ClaimId(int(slot), int(generation), claim.rank, claim.attempts)
+
+
+def _delivery(claim: Claim) -> tuple[str, int, int]:
+    return claim.ticket_id, claim.rank, claim.attempts
+
+
+def _arrived_of(ring: SharedRingBuffer) -> set[tuple[str, int, int]]:
+    """Deliveries that arrived at this attachment and were not yet trained on; they end with it."""
+    return ring.arrived

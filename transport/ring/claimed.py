@@ -1,0 +1,127 @@
+"""One payload in the hands of one reader of its host: claimed from the ring itself, without a ticket from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from transport import _ring
+from transport.errors import ChecksumError, StaleSlotError
+from transport.ring.packing import views
+from transport.ring.states import named
+from transport.schema import Layout
+from transport.ticket import Ticket
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from transport.ring.leases import Slots
+
+T = TypeVar("T")
+
+
+class ClaimedPayload:
+    """A claim: the payload is nobody else's for this rank until the claim ends. See `SharedRingBuffer.claim`.
+
+    Attributes:
+        native: the claim and what the slot says of its payload (length, checksum, sequence, policy_version …).
+        id: what `SharedRingBuffer.consume` passes on.
+    """
+
+    __slots__ = ("_ring", "id", "native")
+
+    def __init__(self, ring: Slots, native: _ring.NativeClaim) -> None:
+        self._ring = ring
+        self.native = native
+        self.id = native.id
+
+    def __repr__(self) -> str:
+        native = self.native
+        return (
+            f"<ClaimedPayload {self._ring.ring_id[:4]}…/{native.slot}@{native.generation} rank {native.rank}, "
+            f"attempt {native.attempts}, {native.length} bytes>"
+        )
+
+    @property
+    def name(self) -> str:
+        """``ring/slot/generation``: the id that queues give the payload's ticket."""
+        return f"{self._ring.ring_id}/{self.native.slot}/{self.native.generation}"
+
+    @property
+    def rank(self) -> int:
+        """Whose delivery this is."""
+        return self.native.rank
+
+    @property
+    def attempts(self) -> int:
+        """How often this delivery was claimed, this time included."""
+        return self.native.attempts
+
+    @property
+    def policy_version(self) -> int | None:
+        """Of the policy that made the payload, where the writer said so."""
+        version = self.native.policy_version
+        return None if version == _ring.NO_VERSION else version
+
+    @property
+    def encoded(self) -> bytes:
+        """The payload's ticket, encoded. StaleSlotError when the payload is gone."""
+        note = self._call(self._ring.native.note, self.native.slot, self.native.generation)
+        if note is None:
+            raise StaleSlotError(f"the payload of {self!r} is not in its slot any more")
+        return note
+
+    @property
+    def ticket(self) -> Ticket:
+        """The payload's ticket. StaleSlotError when the payload is gone."""
+        return Ticket.decode(self.encoded)
+
+    @property
+    def view(self) -> memoryview:
+        """The payload's bytes in its slot, read-only. They stay what they are until the claim ends."""
+        return self._call(self._ring.native.payload, self.native.slot)[: self.native.length].toreadonly()
+
+    def layout(self) -> Layout:
+        """Where the tensors stand, by the ticket's own schema or the ring's."""
+        return self.ticket.layout(self._ring.schema)
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The tensors by name, read-only, in the slot's memory; as `view`."""
+        return views(self.layout(), self.view, writable=False)
+
+    def verify(self) -> None:
+        """ChecksumError unless the bytes are those that were written."""
+        if _ring.checksum(self.view) != self.native.checksum:
+            raise ChecksumError(f"the bytes of {self!r} are not those that were written")
+
+    @property
+    def held(self) -> bool:
+        """Whether the claim has not ended, in whatever way."""
+        return self._call(self._ring.native.holds, self.id)
+
+    def renew(self) -> bool:
+        """As if it had just been claimed, for claimers with a ``most_held_s``. False: it is not held any more."""
+        return self._call(self._ring.native.renew, self.id)
+
+    def consume(self) -> bool:
+        """Say that the payload was used: True once, while the claim was held. False: drop what was made of it."""
+        return self._call(self._ring.native.finish, self.id)
+
+    def let_go(self) -> None:
+        """Give up memory that `SharedRingBuffer.consume` was told to keep."""
+        self._call(self._ring.native.unpin, self.native.slot, self.native.generation)
+
+    def release(self, delay_s: float = 0.0) -> bool:
+        """Give the claim back: anybody may claim the payload, after the delay. False: it was not held any more."""
+        return self._call(self._ring.native.give_back, self.id, delay_s)
+
+    def discard(self, reason: str, *, consumer: str = "", how: str = "discarded") -> bool:
+        """Nobody of this rank can or should read it; the ring's log says why. False: it was not held any more."""
+        return self._call(self._ring.native.end, self.id, how, reason, consumer)
+
+    @staticmethod
+    def _call(function: Callable[..., T], *arguments: object) -> T:
+        try:
+            return function(*arguments)
+        except _ring.RingFault as fault:
+            raise named(fault) from None

@@ -1,0 +1,169 @@
+"""Many payloads written in one call: looked at first, all of them, then packed, hashed and published by native code.
+
+A plan is made of the payloads before the first slot is taken, so that what is refused leaves nothing behind. Plain
+contiguous arrays that are what the ring's schema says go into it without any work in Python; the others are looked at
+here as `SharedRingBuffer.write` does, and converted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, overload
+
+import msgspec
+import numpy as np
+
+from transport import _ring
+from transport.devices.arrays import DeviceTensor
+from transport.errors import InternalError, PayloadTooLargeError, RankError, RingFullError, UsageError
+from transport.ring.packing import Casting, describe, describe_exact
+from transport.schema import DTYPES, Schema
+from transport.ticket import Ticket, encoded_metadata, host_identity
+
+_NO_METADATA = msgspec.msgpack.encode({})
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Tickets(Sequence[Ticket]):
+    """The tickets of payloads that were written together, in their order. Each is made when it is looked at.
+
+    Attributes:
+        encoded: what `Ticket.encode` would give, which is what a queue wants.
+    """
+
+    def __init__(self, encoded: Sequence[bytes]) -> None:
+        self.encoded = encoded
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    @overload
+    def __getitem__(self, at: int) -> Ticket: ...
+    @overload
+    def __getitem__(self, at: slice) -> Tickets: ...
+    def __getitem__(self, at: int | slice) -> Ticket | Tickets:
+        if isinstance(at, slice):
+            return Tickets(self.encoded[at])
+        return Ticket.decode(self.encoded[at])
+
+    def __repr__(self) -> str:
+        return f"<Tickets of {len(self)} payloads>"
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True):
+    """What payloads of one call have in common."""
+
+    readers: int
+    created: float
+    deadline: float | None
+    policy_version: int | None
+
+
+class Batch:
+    """Payloads of one call, on their way into slots."""
+
+    def __init__(self, native: _ring.Ring, schema: Schema | None, casting: Casting) -> None:
+        self._native = native
+        self._schema = schema
+        self._casting = casting
+        head = _head(native.ring_id.hex(), native.name, native.addresses, native.ports())
+        fields, middle = ([], b"") if schema is None else _fields(schema)
+        self._plan = _ring.WritePlan(fields, np.ndarray, head, middle, _NO_METADATA)
+
+    def add(self, values: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> bool:
+        """Take one more payload into the plan. False: a tensor of it is in device memory, which is not written here.
+
+        Raises what `SharedRingBuffer.write` raises for values that cannot be written.
+        """
+        encoded = encoded_metadata(metadata) if metadata else None
+        if self._schema is not None and self._plan.add(values, encoded):
+            return True
+        if self._schema is None:
+            schema, arrays = describe_exact(values)
+            lengths: tuple[int, ...] = ()
+            middle = _middle(schema, inline=True)
+        else:
+            schema, middle = self._schema, None
+            arrays, lengths = describe(schema, values, casting=self._casting)
+        layout = schema.layout(lengths)
+        if any(isinstance(array, DeviceTensor) for array in arrays):
+            return False
+        placed: list[tuple[int, Any]] = []
+        for array, placement in zip(arrays, layout.placements, strict=True):
+            if isinstance(array, DeviceTensor):
+                raise InternalError("device tensors are written one by one")
+            with np.errstate(all="ignore"):  # a cast that loses something was asked for
+                plain = np.ascontiguousarray(array.astype(placement.dtype, casting="unsafe", copy=False))
+            placed.append((placement.offset, plain))
+        self._plan.add_placed(layout.total, lengths, placed, middle, encoded)
+        return True
+
+    def check(self) -> None:
+        """Refuse what no slot can hold, before any slot is taken."""
+        size, note = self._plan.largest()
+        if size > self._native.slot_capacity:
+            raise PayloadTooLargeError(
+                f"a payload of {size} bytes does not fit a slot of {self._native.slot_capacity}: "
+                "make the ring with a larger slot_bytes"
+            )
+        if note > _ring.NOTE_CAPACITY:
+            raise UsageError(
+                f"a ticket of up to {note} bytes does not fit the {_ring.NOTE_CAPACITY} that a slot has for it: "
+                "less metadata, fewer addresses, or a ring with a schema"
+            )
+
+    def write(self, terms: Terms, take: Callable[[], tuple[int, int]]) -> Tickets:
+        """Publish all. Where ``take`` raises RingFullError, that has the tickets of those that were published."""
+        version = _ring.NO_VERSION if terms.policy_version is None else terms.policy_version
+        lease: tuple[int, int] | None = None
+        while self._plan.write(self._native, lease, terms.readers, terms.created, terms.deadline, version):
+            try:
+                lease = take()
+            except RingFullError as error:
+                error.written = Tickets(self._plan.notes())
+                raise
+        return Tickets(self._plan.notes())
+
+
+def terms_of(readers: int, deadline_s: float | None, policy_version: int | None) -> Terms:
+    """Checked, and with the times of now."""
+    if not 1 <= readers <= _ring.MAX_READERS:
+        raise RankError(f"readers={readers}; a payload is written for 1 to {_ring.MAX_READERS} ranks")
+    if policy_version is not None and not -(1 << 63) < policy_version < 1 << 63:
+        raise UsageError(f"policy_version={policy_version} does not fit 64 bits")
+    now = time.time()
+    deadline = None if deadline_s is None else now + deadline_s
+    return Terms(readers=readers, created=now, deadline=deadline, policy_version=policy_version)
+
+
+def metadata_of(
+    metadata: Mapping[str, Any] | Iterable[Mapping[str, Any] | None] | None, count: int
+) -> Sequence[Mapping[str, Any] | None]:
+    """One for each payload: a mapping is for all of them."""
+    if metadata is None or isinstance(metadata, Mapping):
+        return [metadata] * count
+    each = list(metadata)
+    if len(each) != count:
+        raise UsageError(f"{len(each)} mappings of metadata for {count} payloads")
+    return each
+
+
+@lru_cache(maxsize=64)
+def _head(ring_id: str, segment: str, addresses: str, ports: tuple[int, ...]) -> bytes:
+    """The beginning of every ticket of a ring, of `Ticket.encode`."""
+    row = (ring_id, segment, host_identity(), tuple(filter(None, addresses.split(","))), ports)
+    return Ticket.head_of(row)
+
+
+@lru_cache(maxsize=64)
+def _fields(schema: Schema) -> tuple[list[tuple[str, np.dtype[Any], tuple[int, ...], int, bool]], bytes]:
+    fields = [
+        (spec.name, DTYPES[spec.dtype], spec.shape, DTYPES[spec.dtype].itemsize, spec.ragged) for spec in schema.tensors
+    ]
+    return fields, _middle(schema, inline=False)
+
+
+def _middle(schema: Schema, *, inline: bool) -> bytes:
+    return _encode(schema.fingerprint_hex) + _encode(schema.encode() if inline else None)
