@@ -35,6 +35,7 @@ from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.queue import SQLiteQueue
 from transport.queue.group import GroupQueue
+from transport.runtime.logs import set_up_logging
 from transport.server import listener
 from transport.server.lifetime import Lifetime, Phase, Watchdog
 from transport.storage.urls import SQLitePlace

@@ -26,7 +26,9 @@ pytestmark = [
 BECOME = """
 import ctypes, encodings.idna, os, sys
 import uvloop
-from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer, connection, errors, ucx
+from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer, errors
+from transport.server import connection
+from transport.wire import ucx
 ucx.engine()
 ucx.transports_here({})
 user, group = int(sys.argv[1]), int(sys.argv[2])
