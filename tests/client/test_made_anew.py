@@ -29,6 +29,7 @@ async def test_reads_that_are_given_up_with_a_dead_port_do_not_heal_it() -> None
     with serving(slot_bytes=LARGE) as (ring, server):
         small, large = ring.write_raw(noise(100)), ring.write_raw(noise(LARGE))
         async with UCXXClient(wire={"shm"}, settings=ONCE) as client:
+            client._links.ports(small)  # a ring that is known to be this user's
             links = [await client._links.checkout(port_of(server), ring.ring_id) for _ in range(2)]
             for link in links:
                 client._links.checkin(link)
@@ -46,6 +47,7 @@ async def test_a_handshake_with_a_healthy_port_begins_again_and_the_port_stays_h
     with serving() as (ring, server), serving() as (healthy_ring, healthy):
         ticket = healthy_ring.write_raw(noise(100))
         async with UCXXClient(wire={"shm"}, settings=ONE_ATTEMPT) as client:
+            client._links.ports(ring.write_raw(noise(100)))  # a ring that is known to be this user's
             taken = await client._links.checkout(port_of(server), ring.ring_id)
             with stalled(healthy):
                 reading = asyncio.create_task(client.read(ticket))
@@ -63,6 +65,7 @@ async def test_what_was_under_way_to_a_healthy_port_is_no_failure_of_the_port(as
         ticket = healthy_ring.write_raw(noise(100))
         async with UCXXClient(wire={"shm"}, ack="manual", settings=ONE_ATTEMPT) as client:
             await client.read(ticket)
+            client._links.ports(ring.write_raw(noise(100)))  # a ring that is known to be this user's
             taken = await client._links.checkout(port_of(server), ring.ring_id)
             with stalled(healthy):
                 asking = asyncio.create_task(client.state(ticket) if ask else client.read(ticket))
@@ -81,6 +84,7 @@ async def test_acknowledgements_that_need_a_connection_then_leave_the_port_healt
         ticket = healthy_ring.write_raw(noise(100))
         async with UCXXClient(wire={"shm"}, ack="manual") as client:
             payload = await client.read(ticket)
+            client._links.ports(ring.write_raw(noise(100)))  # a ring that is known to be this user's
             taken = await client._links.checkout(port_of(server), ring.ring_id)
             with stalled(healthy):
                 client._links._break_off_all(client._links._pool.idle())
