@@ -12,7 +12,7 @@ from transport.runtime.installing import PACKAGES, install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-ELSEWHERE = {"installing.py", "bench/registry.py"}  # the list itself, and environments of the benchmark's peers
+ELSEWHERE = {"runtime/installing.py", "bench/registry.py"}  # the list itself, and environments of the benchmark's peers
 
 
 @pytest.mark.parametrize("what", sorted(PACKAGES))

@@ -21,7 +21,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "hf": ("fsspec>=2024.6", "huggingface_hub>=0.24"),
     "torch": ("torch>=2.3",),
     "demo": ("gymnasium>=1.0",),
-    "bench": ("matplotlib>=3.9",),
+    "bench": ("matplotlib>=3.9", "xxhash>=3.4"),
     "cmake": ("cmake>=3.24",),
     "perftest": ("libucx-cu12",),
     "verl": ("verl",),

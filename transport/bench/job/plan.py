@@ -13,6 +13,7 @@ from transport.bench.job.work import HEADER
 from transport.bench.registry import Peer
 from transport.bench.result import OURS
 from transport.errors import MissingDependencyError, UsageError
+from transport.runtime.installing import install
 
 QUEUES = ("rings", "sqlite", "redis")
 WIRES = ("mapped", "shm", "tcp")
@@ -78,7 +79,7 @@ def check_queues(names: str) -> list[str]:
         if KINDS[name].service == "redis":
             redis_service.check()
             if importlib.util.find_spec("redis") is None:
-                raise MissingDependencyError(f"--queue {name} needs redis; pip install 'payload-transport[redis]'")
+                raise MissingDependencyError(f"--queue {name} needs redis: {install('redis')}")
     return queues
 
 
