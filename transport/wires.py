@@ -45,7 +45,11 @@ _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
 
 def named_wires(wanted: Iterable[Wire]) -> frozenset[Wire]:
     """The wires that a caller names. Raises UsageError for a name that is none, and for no name."""
-    names = {str(wanted)} if isinstance(wanted, str) else set(wanted)
+    try:
+        names = {str(wanted)} if isinstance(wanted, str) else set(wanted)
+    except TypeError as error:
+        kind = "None" if wanted is None else f"a {type(wanted).__name__}"
+        raise UsageError(f"wire got {kind}: give 'auto' or some of {', '.join(WIRES)}, in a set") from error
     if not names or not names <= set(WIRES):
         raise UsageError(f"wire={sorted(names)}; choose 'auto' or some of {', '.join(WIRES)}")
     return frozenset(wire for wire in WIRES if wire in names)

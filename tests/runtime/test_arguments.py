@@ -14,6 +14,7 @@ from redis_server import WHY_NOT, redis_server
 from transport import Schema, SharedRingBuffer, UCXXServer
 from transport.errors import UsageError
 from transport.queue import Claim, QueuedTicket, RedisQueue, SQLiteQueue, TicketQueue, open_queue
+from transport.storage.urls import parse_place
 from transport.store import RedisStore, SQLiteStore, open_store
 
 SCHEMA = Schema.of(step=("int64",))
@@ -96,6 +97,77 @@ QUEUE: list[tuple[Wrong, str]] = [
 def test_queues(case: int, queue: TicketQueue) -> None:
     refused(QUEUE[case][0], queue, QUEUE[case][1])
     assert queue.depth().unfinished == 0
+
+
+def test_numpys_numbers_are_numbers_to_a_queue(queue: TicketQueue) -> None:
+    number: Any = np.int64
+    assert queue.publish(QueuedTicket("numpy", b"x"), readers=number(1), policy_version=number(7)) == 1
+    (claim,) = queue.claim(number(2), np.float32(0), rank=number(0), consumer="a", oldest_version=number(7))
+    assert type(claim.policy_version) is int
+    assert claim.policy_version == 7
+    assert queue.retry(claim, np.float32(0))
+    assert queue.depth(number(0)).unfinished == 1
+    (claim,) = queue.claim(1, consumer="a", oldest_version=3)
+    assert queue.ack(claim)
+    assert queue.failures(number(3)) == []
+    assert queue.announce("numpy", number(3))
+    assert queue.announce("numpy", 4)  # whatever the earlier one was stored as
+    notice = queue.latest("numpy", number(3))
+    assert notice is not None
+    assert type(notice.version) is int
+
+
+OUT_OF_RANGE: list[tuple[Wrong, str]] = [
+    (lambda queue: queue.publish(QueuedTicket("x", b""), policy_version=2**70), "policy_version.* 64 bits"),
+    (lambda queue: queue.publish(QueuedTicket("\ud800", b"")), "id of a QueuedTicket.* UTF-8"),
+    (lambda queue: queue.claim(2**70, consumer="a"), "n of claim.* 64 bits"),
+    (lambda queue: queue.claim(1, consumer="a", oldest_version=-(2**70)), "oldest_version.* 64 bits"),
+    (lambda queue: queue.failures(2**70), "limit.* 64 bits"),
+    (lambda queue: queue.announce("t", 2**70), "version.* 64 bits"),
+    (lambda queue: queue.latest("t", 2**70), "newer_than.* 64 bits"),
+    (lambda queue: queue.retry(CLAIM, float("inf")), "delay_s.* no limit"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(OUT_OF_RANGE)))
+def test_numbers_that_no_queue_can_store(case: int, queue: TicketQueue) -> None:
+    refused(OUT_OF_RANGE[case][0], queue, OUT_OF_RANGE[case][1])
+    assert queue.depth().unfinished == 0
+
+
+MADE_WITH: list[tuple[dict[str, Any], str]] = [
+    ({"lease_s": "3"}, "lease_s got a str: give seconds"),
+    ({"lease_s": float("nan")}, "lease_s is not a number"),
+    ({"lease_s": 0}, "lease_s=0; .* above 0"),
+    ({"lease_s": float("inf")}, "lease_s=inf; .* above 0"),
+    ({"max_deliveries": "x"}, "max_deliveries got a str: give a whole number"),
+    ({"max_deliveries": 0}, "max_deliveries=0; .* at least 1"),
+    ({"keep_finished": "x"}, "keep_finished got a str: give a whole number"),
+    ({"keep_finished": -1}, "keep_finished=-1; .* at least 0"),
+]
+OF_A_FILE: list[tuple[dict[str, Any], str]] = [
+    ({"max_bytes": "x"}, "max_bytes got a str: give a whole number"),
+    ({"max_bytes": 0}, "max_bytes=0; .* at least 1"),
+    ({"busy_timeout_s": "x"}, "busy_timeout_s got a str: give seconds"),
+    ({"synchronous": "full"}, "synchronous='full'; choose 'NORMAL' or 'FULL'"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(MADE_WITH)))
+def test_what_a_queue_is_made_with(case: int, tmp_path: Path) -> None:
+    options, give = MADE_WITH[case]
+    refused(lambda _: SQLiteQueue(tmp_path / "queue.db", **options), None, give)
+    place = parse_place("redis://localhost:1/0?run=none")
+    refused(lambda _: RedisQueue(place, **options), None, give)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [SQLiteQueue, SQLiteStore])
+@pytest.mark.parametrize("case", range(len(OF_A_FILE)))
+def test_what_a_file_is_opened_with(case: int, kind: Any, tmp_path: Path) -> None:
+    options, give = OF_A_FILE[case]
+    refused(lambda _: kind(tmp_path / "file.db", **options), None, give)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- rings and servers --------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def job(
     Exit status 1 when one of ours failed, was lost or came twice; a peer that fails is reported and left out.
     """
     if importlib.util.find_spec("xxhash") is None:
-        raise MissingDependencyError(f"bench job needs xxhash; {install('bench')}")
+        raise MissingDependencyError(f"bench job needs xxhash: {install('bench')}")
     from transport.bench.job import plan, session
     from transport.bench.job.plot import draw
     from transport.bench.job.rows import JobReport, table

@@ -18,13 +18,17 @@ class BlockingClient:
     """The same arguments and errors as `UCXXClient`; every call waits. Any thread may call, calls run concurrently."""
 
     def __init__(self, **arguments: Any) -> None:
-        self._thread = LoopThread("transport blocking client")
+        client = None
         try:
-            self._client = self._thread.run(_make(arguments))
+            self._thread = LoopThread("transport blocking client")
+            self._client = client = self._thread.run(_make(arguments))
+            self._at_exit = AtExit(self.close)  # runs before that of the thread, which was registered before
         except BaseException:  # an interrupt, too: nobody has this object to close its thread
-            self._thread.close()
+            if hasattr(self, "_thread"):
+                if client is not None:
+                    self._thread.run(_call(client.end))
+                self._thread.close()
             raise
-        self._at_exit = AtExit(self.close)  # runs before that of the thread, which was registered before
 
     def __repr__(self) -> str:
         return f"<BlockingClient {self._client!r}>"

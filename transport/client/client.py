@@ -29,6 +29,7 @@ from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, StaleSlotError, TransportError, UsageError
 from transport.ring.packing import check_destination
+from transport.runtime.arguments import at_least, expect, seconds, several
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import MAY_HAVE_MOVED, Directory, Finder
@@ -82,6 +83,15 @@ class UCXXClient:
             raise UsageError(f"ack={ack!r}; choose 'on_arrival', 'on_consumed' or 'manual'")
         if device_receive not in ("staged", "direct"):
             raise UsageError(f"device_receive={device_receive!r}; choose 'staged' or 'direct'")
+        schemas = several(schemas, Schema, "schemas", "several Schemas, in a list")
+        expect(settings, Settings, "settings", "Settings")
+        for given, kind, name, give in (
+            (secret, bytes, "secret", "bytes"),
+            (device, str, "device", 'text, as "cupy" or "torch:1"'),
+            (directory, Directory, "directory", "a Directory"),
+        ):
+            if given is not None:
+                expect(given, kind, name, give)
         self._loop = asyncio.get_running_loop()
         self._wires: frozenset[Wire] | None = None if wire == "auto" else named_wires(wire)
         self._settings = settings.validate()
@@ -228,7 +238,9 @@ class UCXXClient:
     ) -> AsyncGenerator[ReadOutcome, None]:
         """`read_many`, but for handing over."""
         deadline = self._deadline(timeout)
-        work = grouped([Ticket.of(ticket) for ticket in tickets], self._settings)
+        concurrency = at_least(1, concurrency, "concurrency")  # with none, nobody would fetch what is waited for
+        listed = several(tickets, object, "read_many()", "several tickets, in a list")
+        work = grouped([Ticket.of(ticket) for ticket in listed], self._settings)
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
         finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(concurrency)
         expected = sum(len(group) for group in work)
@@ -395,6 +407,8 @@ class UCXXClient:
         return SlotFate(answer.value)
 
     def _deadline(self, timeout: float | None) -> Deadline:
+        if timeout is not None:
+            seconds(timeout, "timeout")
         return Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
 
     def statistics(self) -> ClientStatistics:

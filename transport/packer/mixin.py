@@ -126,7 +126,7 @@ class UCXXDataPackerMixin:
             ConfigurationError: the operator's configuration is wrong.
         """
         schemas = several(schemas, Schema, "schemas", "several Schemas, in a list")
-        whole(rank, "rank")
+        rank = whole(rank, "rank")
         check_shared(queue, directory, settings, secret)
         if consumed is not None:
             expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")

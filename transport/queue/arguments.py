@@ -2,27 +2,60 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
+from transport.config import lease_or_configured
+from transport.errors import UsageError
 from transport.queue.base import Claim, QueuedTicket
-from transport.runtime.arguments import expect, seconds, several, whole
+from transport.runtime.arguments import at_least, expect, seconds, several, whole
 
 _TICKETS = "a QueuedTicket or several of them (transport.packer.rollout.queued makes one of a Ticket)"
 
 
+def number(value: Any, what: str) -> int:
+    """A whole number that any queue can store; also one of numpy's, which no database takes for a number."""
+    found = whole(value, what)
+    if not -(2**63) <= found < 2**63:
+        raise UsageError(f"{what} is {found}: give a whole number that 64 bits hold")
+    return found
+
+
+def number_or_none(value: Any, what: str) -> int | None:
+    """A number that may be left out."""
+    return None if value is None else number(value, what)
+
+
+def lease(lease_s: float | None) -> float:
+    """How long claims last: what the caller gave, else what the operator configured."""
+    chosen = lease_or_configured(lease_s)
+    seconds(chosen, "lease_s")
+    if not 0 < chosen < math.inf:
+        raise UsageError(f"lease_s={chosen}; give a number of seconds above 0, with an end")
+    return float(chosen)
+
+
+def bounds(max_deliveries: Any, keep_finished: Any) -> tuple[int, int]:
+    """Of every queue."""
+    return at_least(1, max_deliveries, "max_deliveries"), at_least(0, keep_finished, "keep_finished")
+
+
 def published(
     tickets: QueuedTicket | Iterable[QueuedTicket], readers: int, policy_version: int | None
-) -> list[QueuedTicket]:
-    """The tickets of a `publish`."""
-    whole(readers, "readers of publish()")
-    if policy_version is not None:
-        whole(policy_version, "policy_version of publish()")
+) -> tuple[list[QueuedTicket], int, int | None]:
+    """The arguments of a `publish`."""
+    readers = number(readers, "readers of publish()")
+    policy_version = number_or_none(policy_version, "policy_version of publish()")
     batch = [tickets] if isinstance(tickets, QueuedTicket) else several(tickets, QueuedTicket, "publish()", _TICKETS)
     for ticket in batch:
         expect(ticket.id, str, "id of a QueuedTicket", "text")
+        try:
+            ticket.id.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"id of a QueuedTicket is {ticket.id!a}: give text that UTF-8 can hold") from error
         expect(ticket.data, bytes, "data of a QueuedTicket", "bytes, as Ticket.encode() makes them")
-    return batch
+    return batch, readers, policy_version
 
 
 def asked(ids: Iterable[str]) -> list[str]:
@@ -30,14 +63,15 @@ def asked(ids: Iterable[str]) -> list[str]:
     return several(ids, str, "known()", "several ids of tickets, in a list")
 
 
-def claimed(n: Any, timeout_s: Any, rank: Any, consumer: Any, oldest_version: Any) -> None:
-    """The arguments of a `claim`."""
-    whole(n, "n of claim()")
+def claimed(
+    n: Any, timeout_s: Any, rank: Any, consumer: Any, oldest_version: Any
+) -> tuple[int, float, int, int | None]:
+    """The arguments of a `claim`, without the consumer."""
+    n = number(n, "n of claim()")
     seconds(timeout_s, "timeout_s of claim()")
-    whole(rank, "rank of claim()")
+    rank = number(rank, "rank of claim()")
     expect(consumer, str, "consumer of claim()", "a name for reports")
-    if oldest_version is not None:
-        whole(oldest_version, "oldest_version of claim()")
+    return n, float(timeout_s), rank, number_or_none(oldest_version, "oldest_version of claim()")
 
 
 def held(claims: Iterable[Claim], call: str) -> list[Claim]:
@@ -45,21 +79,25 @@ def held(claims: Iterable[Claim], call: str) -> list[Claim]:
     return several(claims, Claim, f"{call}()", "claims, several in a list")
 
 
-def given_back(claim: Any, delay_s: Any, reason: Any, call: str) -> None:
-    """The arguments of a `retry` or `discard`."""
+def given_back(claim: Any, delay_s: Any, reason: Any, call: str) -> float:
+    """The arguments of a `retry` or `discard`: the delay."""
     held([claim], call)
     seconds(delay_s, f"delay_s of {call}()")
+    if math.isinf(delay_s):
+        raise UsageError(f"delay_s of {call}() has no limit: nobody would be handed this delivery again; discard it")
     expect(reason, str, f"reason of {call}()", "text")
+    return float(delay_s)
 
 
-def noticed(topic: Any, version: Any, call: str) -> None:
-    """Topic and version of a notice."""
-    expect(topic, str, f"topic of {call}()", "text")
-    if version is not None:
-        whole(version, f"{'newer_than' if call == 'latest' else 'version'} of {call}()")
+def announced(topic: Any, version: Any, payload: Any) -> int:
+    """The arguments of an `announce`: the version."""
+    expect(topic, str, "topic of announce()", "text")
+    expect(payload, bytes, "payload of announce()", "bytes")
+    return number(version, "version of announce()")
 
 
-def counted(limit: Any, what: str) -> None:
-    """A number that may be left out."""
-    if limit is not None:
-        whole(limit, what)
+def waited_for(topic: Any, newer_than: Any, timeout_s: Any) -> tuple[int | None, float]:
+    """The arguments of a `latest`, without the topic."""
+    expect(topic, str, "topic of latest()", "text")
+    seconds(timeout_s, "timeout_s of latest()")
+    return number_or_none(newer_than, "newer_than of latest()"), float(timeout_s)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 
-from transport.config import lease_or_configured
 from transport.errors import (
     QueueError,
     QueueFullError,
@@ -55,7 +54,7 @@ from transport.queue.redis_scripts import (
     PUBLISH,
     RENEW,
 )
-from transport.runtime.arguments import expect, seconds
+from transport.runtime.arguments import at_least, expect
 from transport.storage.notify import wait_for
 from transport.storage.redis_connection import RedisLink, Script
 from transport.storage.sqlite_file import Words
@@ -96,10 +95,9 @@ class RedisQueue(TicketQueue):
         expect(
             place, RedisPlace, "RedisQueue()", "a place, or use open_queue(), which takes redis://host:port/db?run=name"
         )
-        self.lease_s = lease_or_configured(lease_s)
-        self._max_deliveries = max_deliveries
-        self._max_tickets = max_tickets
-        self._keep_finished = keep_finished
+        self.lease_s = arguments.lease(lease_s)
+        self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
+        self._max_tickets = None if max_tickets is None else at_least(1, max_tickets, "max_tickets")
         self._clock = clock
         self._link = RedisLink(place, "queue", _WORDS, patience_s=patience_s)
 
@@ -129,7 +127,7 @@ class RedisQueue(TicketQueue):
         policy_version: int | None = None,
     ) -> int:
         """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
-        batch = arguments.published(tickets, readers, policy_version)
+        batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
         if not 1 <= readers <= MAX_READERS:
             raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
         words: list[str | bytes] = [word for ticket in batch for word in (ticket.id, ticket.data)]
@@ -159,7 +157,7 @@ class RedisQueue(TicketQueue):
         self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
-        arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
         if n < 1:
             raise UsageError(f"n={n}; at least one delivery is claimed")
         if not 0 <= rank < MAX_READERS:
@@ -209,7 +207,7 @@ class RedisQueue(TicketQueue):
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
-        arguments.given_back(claim, delay_s, reason, "retry")
+        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         return bool(self._move([claim], "claimed", "ready", reason, delay_s))
 
     def _move(self, claims: Sequence[Claim], held: str, to: str, reason: str = "", delay_s: float = 0.0) -> list[Claim]:
@@ -224,7 +222,7 @@ class RedisQueue(TicketQueue):
     # --- looking -------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
         """Counts of one rank, or of all."""
-        arguments.counted(rank, "rank of depth()")
+        rank = arguments.number_or_none(rank, "rank of depth()")
         flat = self._run(DEPTH)
         counts: dict[str, int] = {}
         for field, amount in zip(flat[::2], flat[1::2], strict=True):
@@ -235,7 +233,7 @@ class RedisQueue(TicketQueue):
 
     def failures(self, limit: int = 100) -> list[Failure]:
         """The last deliveries that were discarded, died or were lost, the latest published first."""
-        arguments.counted(limit, "limit of failures()")
+        limit = arguments.number(limit, "limit of failures()")
         rows = zip(*(iter(self._run(FAILURES, limit)),) * 6, strict=True)
         return [
             Failure(
@@ -247,14 +245,12 @@ class RedisQueue(TicketQueue):
     # --- notices -------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """Replace the topic's notice, unless it has this version or a later one (then False)."""
-        arguments.noticed(topic, version, "announce")
-        expect(payload, bytes, "payload of announce()", "bytes")
+        version = arguments.announced(topic, version, payload)
         return bool(self._run(ANNOUNCE, topic, version, payload)[0])
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
-        arguments.noticed(topic, newer_than, "latest")
-        seconds(timeout_s, "timeout_s of latest()")
+        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
 
         def look() -> Notice | None:
             version, payload = self._run(LATEST, topic)

@@ -12,7 +12,6 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from transport.config import lease_or_configured
 from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError, RankError, UsageError
 from transport.queue import arguments
 from transport.queue.base import (
@@ -27,7 +26,6 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
-from transport.runtime.arguments import expect, seconds
 from transport.storage.notify import wait_for
 from transport.storage.shared_file import SharedFile
 from transport.storage.sqlite_file import Synchronous, Words
@@ -129,9 +127,8 @@ class SQLiteQueue(SharedFile, TicketQueue):
         busy_timeout_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lease_s = lease_or_configured(lease_s)
-        self._max_deliveries = max_deliveries
-        self._keep_finished = keep_finished
+        self.lease_s = arguments.lease(lease_s)
+        self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
         self._clock = clock
         self._published_since_purge = 0
         self._open(
@@ -155,7 +152,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         policy_version: int | None = None,
     ) -> int:
         """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
-        batch = arguments.published(tickets, readers, policy_version)
+        batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
         if not 1 <= readers <= MAX_READERS:
             raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
         new = 0
@@ -202,7 +199,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
-        arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
         if n < 1:
             raise UsageError(f"n={n}; at least one delivery is claimed")
         if not 0 <= rank < MAX_READERS:
@@ -277,7 +274,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
-        arguments.given_back(claim, delay_s, reason, "retry")
+        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         to = "ready" if claim.attempts < self._max_deliveries else "dead"
         given_back = self._move([claim], "claimed", to, reason, delay_s, count_as="retried")
         if given_back:
@@ -312,7 +309,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
     # --- looking -------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
         """Counts of one rank, or of all."""
-        arguments.counted(rank, "rank of depth()")
+        rank = arguments.number_or_none(rank, "rank of depth()")
         with self._database.transaction() as connection:
             self._end_leases(connection)
             rows = connection.execute(
@@ -322,7 +319,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     def failures(self, limit: int = 100) -> list[Failure]:
         """The last deliveries that were discarded, died or were lost, the latest published first."""
-        arguments.counted(limit, "limit of failures()")
+        limit = arguments.number(limit, "limit of failures()")
         with self._database.transaction() as connection:
             self._end_leases(connection)
             rows = connection.execute(
@@ -338,8 +335,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
     # --- notices -------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """Replace the topic's notice, unless it has this version or a later one (then False)."""
-        arguments.noticed(topic, version, "announce")
-        expect(payload, bytes, "payload of announce()", "bytes")
+        version = arguments.announced(topic, version, payload)
         with self._database.transaction() as connection:
             replaced = connection.execute(
                 "INSERT INTO notices VALUES (?, ?, ?) ON CONFLICT (topic) DO UPDATE "
@@ -352,8 +348,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
-        arguments.noticed(topic, newer_than, "latest")
-        seconds(timeout_s, "timeout_s of latest()")
+        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
 
         def look() -> Notice | None:
             with self._database.reading() as connection:

@@ -48,7 +48,6 @@ class Attachment:
         self.slot_capacity = native.slot_capacity
         self._made_here = False
         self._closing = threading.RLock()
-        self._left = False
         self._forgotten: weakref.finalize[..., Attachment] | None = None
 
     def __repr__(self) -> str:
@@ -76,16 +75,22 @@ class Attachment:
         return changed
 
     def close(self) -> None:
-        """Give up every hold and detach. Idempotent. The last one removes a segment without unread payloads."""
+        """Give up every hold and detach. Idempotent. The last one removes a segment without unread payloads.
+
+        Where it is interrupted, the next call goes on with it.
+        """
         if self.native.closed:  # also in a forked child, where the lock may be another thread's for ever
             return
         with self._closing:  # of two threads, each returns when it is closed
-            if self._left:
-                return
-            self._left = True
+            try:
+                if not self.native.closed:
+                    self._leave()
+            except _ring.RingFault:
+                if not self.native.closed:  # else the end of a view did it, in the middle of this
+                    raise
+            # Last: what an interrupt leaves undone is done by the next call, or when this object goes.
             if self._forgotten is not None:
                 self._forgotten.detach()
-            self._leave()
 
     def _leave(self) -> None:
         leave(self.native, only_empty=not self._made_here)

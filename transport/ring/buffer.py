@@ -228,7 +228,8 @@ class SharedRingBuffer(Attachment):
             RingFullError: no slot became free in time.
             MissingDependencyError: a value is in device memory, and CuPy is not installed.
         """
-        expect(values, Mapping, "write()", "a mapping of names to arrays")
+        if type(values) is not dict:  # the usual one, without a look at abstract classes
+            expect(values, Mapping, "write()", "a mapping of names to arrays")
         arrays, lengths, schema = self._describe(values, casting)
         with self._reserve(schema, lengths, None, readers, metadata, deadline_s, timeout_s) as lease:
             lease.policy_version = policy_version
@@ -451,7 +452,8 @@ class SharedRingBuffer(Attachment):
             StaleSlotError: consumed by this rank, overwritten, discarded or expired.
             WrongRingError, WrongKeyError, RankError, LengthMismatchError: the ticket is not for this payload.
         """
-        expect(ticket, Ticket, "read_raw()", _TICKET)
+        if type(ticket) is not Ticket:
+            expect(ticket, Ticket, "read_raw()", _TICKET)
         ticket.check_rank(rank)
         if ticket.ring != self.ring_id:
             raise WrongRingError(f"ticket {ticket.name} is of another ring than {self.ring_id[:8]}")
@@ -481,7 +483,8 @@ class SharedRingBuffer(Attachment):
 
     def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
-        expect(ticket, Ticket, "acknowledge()", _TICKET)
+        if type(ticket) is not Ticket:
+            expect(ticket, Ticket, "acknowledge()", _TICKET)
         return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
 
     def release_reading(self, ticket: Ticket) -> bool:

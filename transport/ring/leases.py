@@ -8,6 +8,7 @@ a warning, as soon as no array looks into it any more.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
@@ -51,6 +52,11 @@ def ordered_lengths(schema: Schema, named: Mapping[str, int]) -> tuple[int, ...]
     if set(named) != set(ragged):
         raise SchemaError(f"reserve() needs the lengths of {ragged}, the ragged tensors, and got {sorted(named)}")
     return tuple(int(named[name]) for name in ragged)
+
+
+@functools.lru_cache(maxsize=16)  # the same at every write, unless a server starts
+def _addresses(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 class Draft(msgspec.Struct, kw_only=True):
@@ -135,7 +141,7 @@ class WriteLease:
                 ring=ring.ring_id,
                 segment=ring.name,
                 host=host_identity(),
-                addresses=tuple(filter(None, ring.native.addresses.split(","))),
+                addresses=_addresses(ring.native.addresses),
                 ports=ring.native.ports(),
                 slot=self._slot,
                 generation=self._generation,
@@ -184,7 +190,8 @@ class WriteLease:
 
     def _end(self) -> None:
         self._loan.end()
-        self._ring.settle()
+        if self._ring.native.closed:
+            self._ring.settle()
 
     def __del__(self) -> None:
         if self._open:
@@ -252,7 +259,8 @@ class ReadLease:
             return how()
         finally:
             self._loan.end()
-            self._ring.settle()
+            if self._ring.native.closed:
+                self._ring.settle()
 
     def __del__(self) -> None:
         if self._open:

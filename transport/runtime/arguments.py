@@ -28,13 +28,26 @@ def _article(value: object) -> str:
 
 
 def whole(value: Any, what: str) -> int:
-    """``value`` as an int, without bools. UsageError for anything else."""
+    """``value`` as an int, without bools. UsageError for anything else.
+
+    What a caller goes on with is the int: numpy's numbers are none to a database, or to a record.
+    """
+    if type(value) is int:
+        return value
     try:
         if isinstance(value, bool):
             raise TypeError
         number: int = value.__index__()
     except (AttributeError, TypeError):
         raise UsageError(f"{what} got {_article(value)}: give a whole number") from None
+    return number
+
+
+def at_least(least: int, value: Any, what: str) -> int:
+    """`whole`, with a lower bound."""
+    number = whole(value, what)
+    if number < least:
+        raise UsageError(f"{what}={number}; give a whole number of at least {least}")
     return number
 
 

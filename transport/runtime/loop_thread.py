@@ -105,15 +105,24 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
         self._cancelling: Future[None] | None = None  # by `close`
         self._ending = threading.RLock()  # nothing is submitted behind what ends everything
         self._joining = threading.RLock()  # not that one, which the thread may still want
         self._pid = os.getpid()
-        self._thread.start()
-        self._at_exit = AtExit(self._end)
+        try:
+            self._loop = uvloop.new_event_loop()
+            self._thread.start()
+            self._at_exit = AtExit(self._end)
+        except BaseException:  # an interrupt, too: nobody has this object to end its thread
+            if hasattr(self, "_loop"):
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                if self._thread.ident is not None:  # else it has not begun; if it still does, it ends at once
+                    self._thread.join()
+                if not self._thread.is_alive():
+                    self._loop.close()
+            raise
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

@@ -145,19 +145,21 @@ class UCXXServer:
             raise UsageError("this server has been started already")
         library()  # a missing ucxx is this process's error, not a line in a child's log
         self._ring.native.addresses = ",".join(self._addresses)
-        run = (
-            _Processes(self._ring, self._config, self._wanted)
-            if self._mode == "process"
-            else _Thread(self._ring, self._config)
-        )
+        run: _Processes | _Thread | None = None
         try:
+            if self._mode == "process":
+                run = _Processes(self._ring, self._config, self._wanted)
+            else:
+                run = _Thread(self._ring, self._config)
             ports = run.start(self._wanted)
+            self._run, self._closing = run, False
+            self._ring.native.set_ports(ports)
+            return self
         except BaseException:  # Ctrl-C, too: nobody has what would stop its processes
-            run.stop()
+            self._run = None
+            if run is not None:
+                run.stop()
             raise
-        self._run, self._closing = run, False
-        self._ring.native.set_ports(ports)
-        return self
 
     def close(self, drain_s: float = 0.0) -> None:
         """Stop listening. Idempotent; where it is interrupted, it waits for readers no longer, or is called again.
@@ -351,11 +353,15 @@ class _Thread:
         self._ring = ring
         self._config = config
         self._listeners: list[Listener] = []
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="transport listeners", daemon=True)
         self._stopping = threading.Lock()  # Invariant: whoever has got it has seen the thread end, or ends it
+        self._stopped = False  # on the loop, which has nothing more to do
         self._pid = os.getpid()
         self._at_exit: AtExit | None = None
+        self._thread = threading.Thread(target=self._run, name="transport listeners", daemon=True)
+        self._loop = uvloop.new_event_loop()  # last: it has descriptors until it is closed
+
+    def _run(self) -> None:
+        self._loop.run_forever()
 
     def _call(self, coroutine: Coroutine[Any, Any, tuple[int, ...]]) -> tuple[int, ...]:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(_START_TIMEOUT_S)
@@ -378,6 +384,7 @@ class _Thread:
     async def _stop(self) -> tuple[int, ...]:
         await asyncio.gather(*(listener.stop() for listener in self._listeners))
         self._listeners.clear()
+        self._stopped = True
         return ()
 
     def stop(self) -> None:
@@ -392,9 +399,11 @@ class _Thread:
         with self._stopping:
             if self._loop.is_closed():
                 return
-            self._call(self._stop())
+            if self._thread.is_alive() and not self._stopped:  # else an earlier call was interrupted behind it
+                self._call(self._stop())
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
+            if self._thread.ident is not None:  # else it was interrupted before it began
+                self._thread.join()
             self._loop.close()
         if self._at_exit is not None:
             self._at_exit.cancel()

@@ -6,7 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from transport.runtime.arguments import expect
+from transport.errors import UsageError
+from transport.runtime.arguments import at_least, expect, seconds
 from transport.storage.notify import Bell
 from transport.storage.sqlite_file import Database, Synchronous, Words
 
@@ -28,6 +29,10 @@ class SharedFile:
         busy_timeout_s: float,
     ) -> None:
         """Open the file, or make it; see `Database`. Raises the kinds of ``words``."""
+        if synchronous not in ("NORMAL", "FULL"):  # SQLite takes a word that it does not know for another one
+            raise UsageError(f"synchronous={synchronous!r}; choose 'NORMAL' or 'FULL'")
+        max_bytes = None if max_bytes is None else at_least(1, max_bytes, "max_bytes")
+        seconds(busy_timeout_s, "busy_timeout_s")
         self._database = Database(
             _file_named(path, words),
             schema=schema,

@@ -79,7 +79,7 @@ def check_queues(names: str) -> list[str]:
         if KINDS[name].service == "redis":
             redis_service.check()
             if importlib.util.find_spec("redis") is None:
-                raise MissingDependencyError(f"--queue {name} needs redis; {install('redis')}")
+                raise MissingDependencyError(f"--queue {name} needs redis: {install('redis')}")
     return queues
 
 

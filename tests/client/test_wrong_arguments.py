@@ -1,0 +1,84 @@
+"""What clients are given that makes no sense is refused at once, and no call waits for ever because of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+import pytest
+from helpers import asynchronous, serving
+
+from transport import Schema, Settings, Ticket, UCXXClient
+from transport.client.blocking import BlockingClient
+from transport.errors import UsageError
+
+pytestmark = pytest.mark.ucx
+SCHEMA = Schema.of(step=("int64",))
+
+
+async def all_of(outcomes: AsyncIterator[Any]) -> list[Any]:
+    return [outcome async for outcome in outcomes]
+
+
+Call = Callable[[UCXXClient, Ticket], Awaitable[object]]
+CALLS: list[tuple[Call, str]] = [
+    (lambda client, ticket: all_of(client.read_many([ticket], concurrency=0)), "concurrency=0; .* at least 1"),
+    (lambda client, ticket: all_of(client.read_many([ticket], concurrency=-1)), "concurrency=-1; .* at least 1"),
+    (lambda client, ticket: all_of(client.read_many([ticket], concurrency="8")), "concurrency got a str"),  # type: ignore[arg-type]
+    (lambda client, ticket: all_of(client.read_many(ticket)), r"read_many\(\) got a Ticket: give several"),  # type: ignore[arg-type]
+    (lambda client, ticket: all_of(client.read_many(ticket.to_text())), r"read_many\(\) got a str: give several"),
+    (lambda client, ticket: all_of(client.read_many(None)), r"read_many\(\) got None: give several"),  # type: ignore[arg-type]
+    (lambda client, ticket: all_of(client.read_many([ticket], timeout="3")), "timeout got a str: give seconds"),  # type: ignore[arg-type]
+    (lambda client, ticket: all_of(client.read_many([ticket], timeout=math.nan)), "timeout is not a number"),
+    (lambda client, ticket: client.read(ticket, timeout="3"), "timeout got a str: give seconds"),  # type: ignore[arg-type]
+    (lambda client, ticket: client.read(ticket, timeout=math.nan), "timeout is not a number"),
+    (lambda client, ticket: client.state(ticket, timeout="3"), "timeout got a str: give seconds"),  # type: ignore[arg-type]
+    (lambda client, ticket: client.discard(ticket, timeout="3"), "timeout got a str: give seconds"),  # type: ignore[arg-type]
+]
+
+
+@asynchronous
+async def test_calls() -> None:
+    with serving(slots=2) as (ring, _):
+        ticket = ring.write_raw(b"x")
+        async with UCXXClient(wire={"tcp"}) as client:
+            for call, give in CALLS:
+                with pytest.raises(UsageError, match=give):
+                    await call(client, ticket)
+            assert (await client.read(ticket)).metadata == {}
+            assert client.statistics().links_in_use == 0
+
+
+def test_a_blocking_client_refuses_the_same() -> None:
+    with serving(slots=2) as (ring, _), BlockingClient(wire={"tcp"}) as client:
+        ticket = ring.write_raw(b"x")
+        wrong: list[Callable[[], Iterable[object]]] = [
+            lambda: client.read_many(ticket),  # type: ignore[arg-type]
+            lambda: client.read_many([ticket], timeout=math.nan),
+        ]
+        for each in wrong:
+            with pytest.raises(UsageError):
+                list(each())
+        assert ring.statistics().consumes == 0
+
+
+MADE_WITH: list[tuple[dict[str, Any], str]] = [
+    ({"schemas": SCHEMA}, "schemas got a Schema: give several"),
+    ({"schemas": ["x"]}, "schemas got a str: give several"),
+    ({"wire": None}, "wire got None: give"),
+    ({"wire": 3}, "wire got a int: give"),
+    ({"secret": "text"}, "secret got a str: give bytes"),
+    ({"device": 3}, "device got an int: give"),
+    ({"settings": {}}, "settings got a dict: give Settings"),
+    ({"settings": Settings}, "settings got the class Settings: give Settings"),
+    ({"directory": 3}, "directory got an int: give a Directory"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(MADE_WITH)))
+@asynchronous
+async def test_what_a_client_is_made_with(case: int) -> None:
+    options, give = MADE_WITH[case]
+    with pytest.raises(UsageError, match=give):
+        UCXXClient(**options)
