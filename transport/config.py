@@ -72,7 +72,9 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
         try:
             secret = path.read_bytes().rstrip(b"\r\n")
         except OSError as error:
-            raise ConfigurationError(f"secret_file {path}: {error.strerror}; name a file that can be read") from error
+            raise ConfigurationError(
+                f"secret_file {path}: {error.strerror}; give the path of a readable file"
+            ) from error
         if not secret:
             raise ConfigurationError(f"secret_file {path} is empty; write the shared secret into it")
         return secret
@@ -246,7 +248,7 @@ def _converted(key: str, value: Any, where: str, *, strict: bool) -> Any:
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{where}={value!r}: {error}".replace(" - at `$`", "")) from None
     if isinstance(converted, float) and not math.isfinite(converted):
-        raise ConfigurationError(f"{where}={value!r}: a finite number is due")
+        raise ConfigurationError(f"{where}={value!r}: give a finite number")
     return converted
 
 

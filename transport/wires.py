@@ -77,8 +77,8 @@ def _without_shared_memory(transports: str) -> str:
     kept = [name for name in names if name.split(":")[0].lstrip("\\") not in _SHARED_MEMORY]
     if not kept:
         raise WireNotAllowedError(
-            f"UCX_TLS={transports} allows shared memory only, and the ring's processes belong to another user of this "
-            "host, or cannot be seen from here: add tcp"
+            f"UCX_TLS={transports} allows shared memory only, but the ring's processes belong to another user of this "
+            "host, or run in another container: add tcp"
         )
     return "^sm" if "all" in kept else ",".join(kept)
 
@@ -98,7 +98,7 @@ def settings_for(wires: frozenset[Wire] | None = None, *, shared_memory: bool = 
     if wires is not None:
         remote = [wire for wire in WIRES if wire in wires and wire != "mapped"]
         if not remote:
-            raise WireNotAllowedError("only the wire 'mapped' is allowed, and that one does not lead through UCX")
+            raise WireNotAllowedError("wire={'mapped'} allows no UCX transport: allow shm, tcp, rdma or cuda as well")
         chosen["TLS"] = ",".join(dict.fromkeys(name for wire in remote for name in _TRANSPORTS[wire]))
         if "rdma" in wires:
             chosen.update(_RDMA)
@@ -112,8 +112,8 @@ def _settings_apart(wires: frozenset[Wire] | None) -> dict[str, str]:
         left = wires - {"shm"}
         if not left - {"mapped"}:
             raise WireNotAllowedError(
-                f"wire={sorted(wires)} allows shared memory only, and the ring's processes belong to another user of "
-                "this host, or cannot be seen from here: allow tcp"
+                f"wire={sorted(wires)} allows shared memory only, but the ring's processes belong to another user of "
+                "this host, or run in another container: allow tcp"
             )
         wires = left
     settings = settings_for(wires)

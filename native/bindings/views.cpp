@@ -198,16 +198,16 @@ PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer
 }  // namespace
 
 void bind_views(nb::module_& module) {
-  nb::class_<Hold>(module, "Hold", nb::is_final(), "What is done when a view's last array is gone.")
-      .def("acknowledge", &Hold::acknowledge, "Consume now; the memory stays. False: it had been consumed.")
-      .def("deliver", &Hold::deliver, "Letting go is an acknowledgement from now on.")
-      .def("abandon", &Hold::abandon, "Letting go is no acknowledgement.");
+  nb::class_<Hold>(module, "Hold", nb::is_final(), "The action to take when the last array over a view is released.")
+      .def("acknowledge", &Hold::acknowledge, "Consume now; the memory stays pinned. False: already consumed.")
+      .def("deliver", &Hold::deliver, "From now on, releasing the view acknowledges the payload.")
+      .def("abandon", &Hold::abandon, "From now on, releasing the view does not acknowledge the payload.");
 
   nb::class_<PayloadView>(module, "PayloadView", nb::is_final(), nb::is_weak_referenceable(),
                           nb::type_slots(view_slots), "A payload's bytes in its slot, read-only and pinned.")
       .def_prop_ro("hold", &PayloadView::hold);
 
-  nb::class_<Views>(module, "Views", nb::is_final(), "The views of one attachment that are out.")
+  nb::class_<Views>(module, "Views", nb::is_final(), "The views of one attachment that are in use.")
       .def(nb::init<nb::handle_t<Ring>, std::size_t>(), "ring"_a, "most"_a)
       .def("read", &Views::read, "owner"_a, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a, "consume"_a)
       .def("close", &Views::close)

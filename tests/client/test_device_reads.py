@@ -381,6 +381,6 @@ async def test_the_engine_refuses_memory_that_it_would_have_to_touch(cupy: Any) 
             assert link is not None
             for size, checksum in ((100, None), (300_000, 7)):
                 keeper = Keeper(np.zeros(size, np.uint8))
-                with pytest.raises(ValueError, match="for large payloads, verified elsewhere"):
+                with pytest.raises(ValueError, match="above inline_limit and no checksum here"):
                     link.read([Want(tickets[size], 0, keeper.place(), checksum)], [])
             client._links.checkin(link)

@@ -195,9 +195,9 @@ def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
 
 def test_a_name_is_used_once_and_a_rank_is_its_own(place: Place) -> None:
     leader, _ = place.group()
-    with pytest.raises(ConfigurationError, match="has begun before"):
+    with pytest.raises(ConfigurationError, match="was used before"):
         place.group()
-    with pytest.raises(RankError, match="this is the group's rank 0"):
+    with pytest.raises(RankError, match="the queue of rank 0"):
         leader.claim(1, rank=1, consumer="a")
     with pytest.raises(RankError, match="rank 2 of a group of 2"):
         GroupQueue(place.queue, place.store, "c", 2, 2)

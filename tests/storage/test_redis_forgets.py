@@ -33,7 +33,9 @@ def test_a_server_without_an_append_only_file_is_refused_with_what_to_set(
     snapshots: tuple[str, ...], opened: Callable[[str], Any], refusal: type[Exception]
 ) -> None:
     with redis_server(*FORGETFUL, *snapshots) as server:
-        with pytest.raises(refusal, match=r"forgets .* when it is killed.*CONFIG SET appendonly yes.*may_forget=yes"):
+        with pytest.raises(
+            refusal, match=r"killed, it loses acknowledgements.*CONFIG SET appendonly yes.*may_forget=yes"
+        ):
             opened(server.place())
         with opened(server.place() + "&may_forget=yes"):
             pass
@@ -61,7 +63,7 @@ def test_a_server_that_does_not_say_is_admitted_with_a_warning(
     )
     with redis_server() as server, caplog.at_level(logging.WARNING), open_queue(server.place()):
         pass
-    assert "does not say whether it keeps an append-only file" in caplog.text
+    assert "does not report whether its append-only file is enabled" in caplog.text
 
 
 @pytest.mark.parametrize("said", ["", "1", "no", "yes&may_forget=yes"])

@@ -315,7 +315,7 @@ class StoreConformance:
                 store.put("a", b"", lease_s=lease_s)
             with pytest.raises(UsageError, match="lease_s"):
                 store.renew({}, lease_s)
-        with pytest.raises(UsageError, match="stands twice"):
+        with pytest.raises(UsageError, match="occurs twice"):
             store.put_many([Change("a", b"1"), Change("a", b"2")])
         assert store.scan("") == {}
 

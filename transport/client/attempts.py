@@ -116,7 +116,7 @@ class RemoteReads:
     def _check_wires(self, ticket: Ticket) -> None:
         if self._wires is not None and not self._wires - {"mapped"}:
             raise WireNotAllowedError(
-                f"payload {ticket.name} cannot be mapped from here, and wire={sorted(self._wires)} allows no other"
+                f"payload {ticket.name} cannot be mapped here, and wire={sorted(self._wires)} allows no other wire"
             )
 
     async def _anywhere(
@@ -165,7 +165,7 @@ class RemoteReads:
                 case GiveUp(error):
                     if refused and links.routes.all_wrong(ticket.ring, ports):
                         raise PayloadLostError(
-                            f"payload {ticket.name}: no listener serves its ring {ticket.ring[:8]} any more"
+                            f"payload {ticket.name} is lost: no listener serves its ring {ticket.ring[:8]}"
                         ) from error
                     raise error
                 case Try(number):
@@ -205,8 +205,8 @@ class RemoteReads:
         if type(wants[0].destination) is tuple and wants[0].ticket.size <= link.inline_limit:
             self._links.checkin(link)
             raise BufferUnsuitableError(
-                f"payload {wants[0].ticket.name} is joined to its answer, since its listener's inline_limit is "
-                f"{link.inline_limit} bytes: it comes through host memory"
+                f"payload {wants[0].ticket.name} is within its listener's inline_limit of {link.inline_limit} bytes: "
+                "it is sent inside the answer and received through host memory"
             )
         limit_s = self._settings.read_timeout(size)
         left_s = deadline.at - now
@@ -358,7 +358,9 @@ def _late(link: Link, limit_s: float, left_s: float) -> TransportError:
 def _raise_if_given_up(link: Link, error: BaseException) -> None:
     """GivenUpError, where what failed is a link that was closed from this side."""
     if link.given_up and isinstance(error, LinkError | ClosedError):
-        raise GivenUpError(f"{link.port[0]}:{link.port[1]}: connections are made anew after a peer's death") from error
+        raise GivenUpError(
+            f"{link.port[0]}:{link.port[1]}: connection closed because another peer failed; retrying"
+        ) from error
 
 
 def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:

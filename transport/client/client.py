@@ -283,7 +283,9 @@ class UCXXClient:
         # Its deadline is judged where the payload is: this host's clock may be another one.
         if self._links.ledger.contains(ticket.identity, rank):
             self._counts["stale"] += 1
-            raise StaleSlotError(f"payload {ticket.name} was consumed here; its acknowledgement is on the way")
+            raise StaleSlotError(
+                f"payload {ticket.name} was already consumed by this client; its acknowledgement is being sent"
+            )
 
     def _allows(self, wire: Wire) -> bool:
         return self._wires is None or wire in self._wires

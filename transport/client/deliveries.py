@@ -116,7 +116,7 @@ class Deliveries:
         """
         if self._ack == "on_arrival":
             if self.closed:
-                raise ClosedError(f"payload {payload.ticket.name} came too late: its client is closed")
+                raise ClosedError(f"payload {payload.ticket.name} arrived after its client was closed")
             payload._handed_over()
         return payload
 

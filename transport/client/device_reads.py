@@ -213,7 +213,7 @@ class Landing:
     def from_host(self, data: Any) -> Target:
         """A small payload that has arrived on the host, in new device memory. The host's is free on return."""
         if self._home is None:
-            raise InternalError("this client has no device of its own")
+            raise InternalError("this client was made without a device")
         target = self._new(len(data), *self._home)
         if len(data):
             copy_to_device(target.address, address_of(data), len(data), target.device, target.stream)

@@ -53,11 +53,11 @@ class MappedRings:
             return None
         if _readers(ring) > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
             ring.close()  # not native.close(): everybody else may have left meanwhile
-            self._refuse(ticket, "its other owner places are kept for its writer and listeners")
+            self._refuse(ticket, "its remaining owner numbers are reserved for its writer and listeners")
             return None
         if ring.ring_id != ticket.ring:
             ring.close()
-            self._refuse(ticket, "its segment belongs to another ring now")
+            self._refuse(ticket, "its segment now belongs to another ring")
             return None
         views = Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
         # At the end of the process, before the ring's own: a segment whose last reader ends with views in hand must
@@ -69,7 +69,7 @@ class MappedRings:
 
     def _refuse(self, ticket: Ticket, why: str) -> None:
         self._refused[ticket.ring] = time.monotonic() + _TRY_AGAIN_S
-        log.info("ring %s cannot be mapped (%s); reading it through the network", ticket.ring[:8], why)
+        log.info("ring %s cannot be mapped (%s); reading it over the network", ticket.ring[:8], why)
 
     def read(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, *, consume: bool) -> PayloadView | None:
         """The payload's bytes as a read-only view that holds the pin, or None when too many views are out already.

@@ -108,8 +108,8 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
         if self._schema is None:
             raise SchemaError(
-                f"payload {self.ticket.name} is of schema {self.ticket.schema_fingerprint}, which this client does not "
-                "have; pass it: UCXXClient(schemas=[schema])"
+                f"payload {self.ticket.name} has schema {self.ticket.schema_fingerprint}, which this client does not "
+                "know; pass it: UCXXClient(schemas=[schema])"
             )
         return self.ticket.layout(self._schema)
 

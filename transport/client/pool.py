@@ -84,7 +84,7 @@ class EndpointPool(Generic[C]):
     def begin_open(self, port: PortKey) -> None:
         """Take a place, so that concurrent users do not open more connections than there are places."""
         if not self.may_open(port):
-            raise InternalError(f"a connection to {port} is opened without a place in {self!r}")
+            raise InternalError(f"a connection to {port} exceeds the limit of {self!r}")
         self._opening[port] = self._opening.get(port, 0) + 1
 
     def opened(self, port: PortKey, connection: C) -> None:
@@ -130,7 +130,7 @@ class EndpointPool(Generic[C]):
         """
         port = self._in_use.pop(connection, None)
         if port is None:
-            raise InternalError(f"{connection!r} is checked in but not in use in {self!r}")
+            raise InternalError(f"{connection!r} was checked in, but is not in use in {self!r}")
         if self._drained:
             return [connection]
         self._idle[connection] = (port, now)

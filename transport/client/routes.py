@@ -65,7 +65,7 @@ class Routes:
         # what a listener said last is fresher than the ticket
         numbers = tuple(dict.fromkeys((*(route.ports if route else ()), *ticket.ports)))
         if not hosts or not numbers:
-            raise UnreachableError(f"ticket {ticket.name} names no address and port; is its ring being served?")
+            raise UnreachableError(f"ticket {ticket.name} names no address and port; start a UCXXServer for its ring")
         pairs = [(host, number) for host in hosts for number in numbers]
         if route is not None and route.pairs == pairs:
             route.hosts_named, route.ports_named = ticket.addresses, ticket.ports

@@ -63,7 +63,7 @@ def kind_of(value: object) -> Literal["host", "cuda"]:
     try:
         device_type = int(locate()[0])
     except (ValueError, TypeError, RuntimeError, BufferError) as error:
-        raise BufferUnsuitableError(f"a {type(value).__name__} without memory that can be reached: {error}") from error
+        raise BufferUnsuitableError(f"the memory of this {type(value).__name__} is not accessible: {error}") from error
     if device_type in _HOST:
         return "host"
     if device_type in _CUDA:

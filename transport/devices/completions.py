@@ -87,7 +87,7 @@ class Completions:
             try:
                 mark.wait()
             except Exception as error:  # as in _passed
-                log.error("a copy has failed with its device: %s", error)
+                log.error("a device copy failed: %s", error)
             _do(action)
 
 
@@ -96,7 +96,7 @@ def _do(action: Callable[[], object]) -> None:
     try:
         action()
     except Exception:
-        log.exception("what was to be done after a copy has failed; going on")
+        log.exception("the action after a device copy failed; continuing")
 
 
 def _passed(mark: Passing) -> bool:
@@ -104,5 +104,5 @@ def _passed(mark: Passing) -> bool:
     try:
         return mark.passed
     except Exception as error:  # CUDA's classes belong to CuPy, which is not imported here
-        log.error("a copy has failed with its device: %s", error)
+        log.error("a device copy failed: %s", error)
         return True

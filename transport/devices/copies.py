@@ -89,7 +89,7 @@ class _Step:
                 cupy.RawKernel(_GATHER, "gather")((len(table),), (_THREADS,), (parts, gathered))
             return gathered
         except Exception as error:  # no compiler for kernels, no memory: copies of their own do the same
-            log.debug("%d small tensors are copied one by one: %s", len(self.parts), error)
+            log.debug("batched copy not available, copying %d small tensors one by one: %s", len(self.parts), error)
             return None
 
 

@@ -121,7 +121,7 @@ class Torch:
         tensor = value.detach().resolve_conj().resolve_neg()
         dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
         if dtype is None:
-            raise TypeError(f"payloads have no {tensor.dtype}")
+            raise TypeError(f"payloads cannot have dtype {tensor.dtype}")
         return DeviceTensor(
             tensor, dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.is_contiguous(), tensor.device.index
         )

@@ -220,7 +220,9 @@ class RegisteredPages:
                     cupy.cuda.runtime.hostRegister(address, len(piece), self._flags)
             except cupy.cuda.runtime.CUDARuntimeError as error:
                 self._refused = True
-                log.warning("CUDA does not register shared memory (%s); copies take a detour inside the driver", error)
+                log.warning(
+                    "CUDA cannot register shared memory (%s); the driver copies it through a buffer of its own", error
+                )
                 return False
             self._pieces[key] = address
             return True

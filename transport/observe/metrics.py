@@ -200,7 +200,7 @@ class Collector:
             try:
                 found += list(source())
             except (TransportError, RuntimeError) as error:  # closed, or its loop is ending, between two scrapes
-                log.debug("a source of metrics cannot be looked at: %s", error)
+                log.debug("collecting one source of metrics failed: %s", error)
         return found
 
     def collect(self) -> Iterator[Metric]:
@@ -280,8 +280,8 @@ def _serve(prometheus: Any, registry: Any, port: int, bind: str) -> tuple[Any, t
             server, thread = prometheus.start_http_server(tried, bind, registry)
             return server, thread
     raise BusyPortError(
-        f"metrics on {bind}:{port}: it and the {_PORTS_TRIED - 1} ports after it are in use, or {bind} is no address "
-        "of this host; set metrics_port=0 for any"
+        f"metrics on {bind}:{port}: this port and the next {_PORTS_TRIED - 1} are in use, or {bind} is not an address "
+        "of this host; set metrics_port=0 for any free port"
     )
 
 

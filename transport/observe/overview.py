@@ -82,9 +82,7 @@ def named(names: Sequence[str]) -> list[str]:
     found = [f"/{name.lstrip('/')}" for name in names]
     for name in found:
         if not (_SHARED_MEMORY / name.lstrip("/")).exists():
-            raise RingNotFoundError(
-                f"there is no segment {name} on this host; transport top --once lists those there are"
-            )
+            raise RingNotFoundError(f"no ring segment {name} on this host; `transport top --once` lists the segments")
     return found
 
 

@@ -97,7 +97,7 @@ class GroupQueue(TicketQueue):
         self._patience_s = lease_or_configured(patience_s)
         self._step = 0
         if rank == LEADER and store.compare_and_set(self._key("began"), b"", ABSENT) is None:
-            raise ConfigurationError(f"a group named {group!r} has begun before: give each start a name of its own")
+            raise ConfigurationError(f"group name {group!r} was used before: give each start of a group a new name")
 
     def __repr__(self) -> str:
         return f"<GroupQueue {self._prefix} rank {self._rank} of {self._ranks} over {self._queue!r}>"
@@ -119,7 +119,9 @@ class GroupQueue(TicketQueue):
         ``rank`` is that of this member. An empty list when the time is over; the ranks' calls need not be as many.
         """
         if rank != self._rank:
-            raise RankError(f"rank {rank}; this is the group's rank {self._rank}")
+            raise RankError(
+                f"rank {rank} claims through the queue of rank {self._rank}; use one GroupQueue for each rank"
+            )
         key = self._key("claims", self._step)
         if self.leads:
             claims = self._queue.claim(n, timeout_s, rank=0, consumer=consumer, oldest_version=oldest_version)
@@ -129,7 +131,7 @@ class GroupQueue(TicketQueue):
                 self._store.put(key, msgspec.msgpack.encode(claims), lease_s=_KEEP_S)
             except StoreError:
                 for claim in claims:  # nobody will see them
-                    self._queue.retry(claim, reason="the group could not be told")
+                    self._queue.retry(claim, reason="the store did not take the group's claim")
                 raise
         else:
             entry = self._store.watch(key, ABSENT, timeout_s)
@@ -211,8 +213,8 @@ class GroupQueue(TicketQueue):
             self._store.put_many(changes)
         except StoreError as error:
             raise GroupBrokenError(
-                f"the queue has been told of {len(outcomes)} claims, and the ranks of {self._prefix} have not: "
-                "start the group again, under another name"
+                f"the queue recorded {len(outcomes)} claims of {self._prefix}, but the store did not take the decision "
+                "for the other ranks: restart the group under another name"
             ) from error
 
     def _give_up(self, claim: Claim, decision: _Vote) -> bool:
@@ -228,8 +230,8 @@ class GroupQueue(TicketQueue):
             entry = self._store.watch(key, ABSENT, max(0.0, give_up_at - time.monotonic()))
             if entry is None:
                 raise GroupBrokenError(
-                    f"the leader of {self._prefix} has not decided on {claim.ticket_id} within "
-                    f"{2 * self._patience_s:g} s: start the group again, under another name"
+                    f"the leader of {self._prefix} did not decide on {claim.ticket_id} within "
+                    f"{2 * self._patience_s:g} s: restart the group under another name"
                 )
             if entry.value == b"yes":
                 accepted.append(claim)

@@ -204,7 +204,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
         arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
         if n < 1:
-            raise UsageError(f"n={n}; at least one delivery is claimed")
+            raise UsageError(f"n={n}: give at least 1")
         if not 0 <= rank < MAX_READERS:
             raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
 

@@ -72,7 +72,7 @@ class Attachment:
         except _ring.RingFault as fault:
             raise named(fault) from None
         if changed:
-            log.warning("ring %s: took back %d slots of dead processes", self.ring_id[:8], changed)
+            log.warning("ring %s: reclaimed %d slots of dead processes", self.ring_id[:8], changed)
         return changed
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ def create(name: str, slots: int, slot_bytes: int, fingerprint: bytes) -> _ring.
     except _ring.RingFault as fault:
         raise named(fault) from None
     if native.taken_over:
-        log.warning("took over ring %s of a dead writer, %d payloads unread", name, native.state_counts()[2])
+        log.warning("took over ring %s from a dead writer, %d payloads unread", name, native.state_counts()[2])
     return native
 
 

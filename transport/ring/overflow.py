@@ -48,8 +48,8 @@ class Overflowing:
             free, writing, ready, reading = native.state_counts()
             raise RingFullError(
                 f"no slot of {free + writing + ready + reading} became free: {writing} being written, {ready} unread, "
-                f"{reading} being read; the readers are slower than the writer, or gone (a larger ring, or "
-                "overflow='overwrite')"
+                f"{reading} being read; the readers are slower than the writer, or have ended; make a larger "
+                "ring, or use overflow='overwrite'"
             )
         return taken
 

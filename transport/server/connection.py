@@ -214,7 +214,7 @@ class Connection:
             return
         ended = native.expire(now - settings.ack_timeout_s)
         if ended < 0:
-            log.warning("%r takes no bytes any more; closing it", self)
+            log.warning("%r: client stopped receiving; closing the connection", self)
             self.close()
         else:
             log.warning("%r: %d payloads not acknowledged in time; they are READY again", self, ended)

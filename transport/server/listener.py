@@ -161,14 +161,14 @@ class Listener:
             async with asyncio.timeout(drain_s):
                 await quiet
         except TimeoutError:
-            log.warning("%r: reads still under way after %.1f s are cut off", self, drain_s)
+            log.warning("%r: reads did not finish within %.1f s; closing their connections", self, drain_s)
 
     # --- connections --------------------------------------------------------------------------------
     def _accept(self, endpoint: Endpoint) -> None:
         connection = Connection(self, endpoint)
         begun = sum(not each.opened and each.host == connection.host for each in self._connections)
         if begun >= self.settings.handshakes_per_host:
-            log.info("%r: %d handshakes with its host are under way; it is turned away", connection, begun)
+            log.info("%r: refused: its host has %d unfinished handshakes", connection, begun)
             connection.close()
             return
         task = asyncio.get_running_loop().create_task(connection.serve(), name=f"transport {endpoint.name}")
@@ -205,7 +205,7 @@ class Listener:
         last_heard = max([self._heard_at, *(each.last_active for each in self._connections)])
         deaf = self._hearing.missed(began, time.monotonic(), last_heard)
         if deaf and self._begin_anew is not None and not self.draining:
-            self._begin_anew("nothing arrives over shared memory any more")
+            self._begin_anew("it receives nothing over shared memory")
 
     # --- once a second ------------------------------------------------------------------------------
     async def _sweep(self) -> None:
@@ -233,14 +233,14 @@ class Listener:
         if self._worker is not None:
             self._worker.kick()  # ends that native code has to tell
         if self._begin_anew is not None and (size := own_memory()) > self.settings.listener_memory_bytes:
-            self._begin_anew(f"it has grown to {size >> 20} MiB, beyond listener_memory_bytes")
+            self._begin_anew(f"its memory of {size >> 20} MiB exceeds listener_memory_bytes")
 
     def _tell_refused(self) -> None:
         refused, self._refused = self._refused, self.ring.native.own_count("late_finalises")
         if self._refused > refused and (before := self._refusals.due()) is not None:
             log.warning(
-                "%r: %d acknowledgements were refused and changed nothing: given twice, or after another reader's or a "
-                "discard (%d more such seconds since the last such line; statistics().late_finalises counts all)",
+                "%r: %d acknowledgements had no effect: sent twice, or the payload was already consumed or discarded "
+                "(%d more reports suppressed since the last line; statistics().late_finalises counts all)",
                 self,
                 self._refused - refused,
                 before,

@@ -116,7 +116,7 @@ async def _stop_when_orphaned(ring: Attachment, settings: Settings, stop: asynci
 
 def _begin_anew(reason: str) -> NoReturn:
     """End at once: the kernel gives the pins and the memory back, and the supervisor starts the next one."""
-    log.error("this listener begins anew: %s", reason)
+    log.error("the listener restarts: %s", reason)
     logging.shutdown()
     os._exit(BEGUN_ANEW)
 
@@ -163,7 +163,7 @@ def main() -> NoReturn:
     try:
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
     except msgspec.MsgspecError as error:  # the package was replaced under a running supervisor
-        message = f"this listener is of another build than its supervisor ({error}); start both from one"
+        message = f"listener and supervisor are of different builds ({error}); restart the server"
         answer(ListenerReport(error=UsageError.__name__, message=message))
         sys.exit(1)
     logging.basicConfig(level=config.log_level, handlers=[handler(config.log_format, "listener")])

@@ -253,7 +253,7 @@ class _Processes:
             tries = _STARTS_IF_KILLED if killed else _STARTS
             if report.error != _DIED or starts >= tries or self._stopping.is_set():
                 break
-            log.warning("%s while it started; starting it again", report.message)
+            log.warning("%s during its start; restarting it", report.message)
             self._stop_orphans()  # or its listeners would keep the ports that the next one is to have
         return report
 
@@ -299,7 +299,7 @@ class _Processes:
             pause_s = _RESTART_PAUSE_S if lived_s > _RESTART_MOST_S else min(2 * pause_s, _RESTART_MOST_S)
             if self._stopping.wait(pause_s):
                 return
-            log.warning("the supervisor ended with status %d; starting it again", status)
+            log.warning("the supervisor ended with status %d; restarting it", status)
             with self._spawning:
                 if self._stopping.is_set():
                     return
@@ -308,7 +308,7 @@ class _Processes:
                 except (OSError, msgspec.MsgspecError) as error:  # no process to be had now; later perhaps
                     report = SupervisorReport(error=type(error).__name__, message=str(error))
             if report.error:
-                log.error("the supervisor does not start: %s: %s", report.error, report.message)
+                log.error("the supervisor did not start: %s: %s", report.error, report.message)
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL if that does not help within the drain bound."""
@@ -321,7 +321,7 @@ class _Processes:
             try:
                 process.wait(DRAIN_S + 10.0)
             except subprocess.TimeoutExpired:
-                log.error("the supervisor does not stop; killing it")
+                log.error("the supervisor did not stop within %.0f s; killing it", DRAIN_S + 10.0)
                 process.kill()
                 process.wait()
         for thread in (self._starting, self._watcher):

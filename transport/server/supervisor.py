@@ -7,7 +7,7 @@ so one that starts anew adopts the listeners it finds:
       ▲                  └──failed: back-off; after five times on a busy port, any port──┘
 
 It stops on SIGTERM, or when the writer is gone and everything is consumed or linger_s is over (lifetime.py), or when
-another writer has taken the ring over, whose own supervisor then starts listeners with its own secret and settings.
+another writer took over the ring, whose own supervisor then starts listeners with its own secret and settings.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Place:
         self.failures += 1
         self.not_before = now + min(_BACKOFF_FIRST_S * 2 ** (self.failures - 1), _BACKOFF_MOST_S)
         if self.last_error.error == BusyPortError.__name__ and self.failures >= _TRIES_ON_A_BUSY_PORT:
-            log.warning("port %d is in use by another program; taking another", self.port)
+            log.warning("port %d is in use by another program; using a port that the system assigns", self.port)
             self.port = 0
             self.not_before = now
 
@@ -176,7 +176,7 @@ class Supervisor:
         for place in self.places:
             pid, silent_s = living.get(place.port, (0, 0.0))
             if pid and self._watchdog.stopped(silent_s):
-                log.warning("listener %d on port %d is stopped for %.0f s; killing it", pid, place.port, silent_s)
+                log.warning("listener %d on port %d: no heartbeat for %.0f s; killing it", pid, place.port, silent_s)
                 send(signal.SIGKILL, pid)
             elif not pid and place.process is None and place.starting is None and now >= place.not_before:
                 place.starting = asyncio.create_task(self._start(place))
@@ -228,7 +228,7 @@ class Supervisor:
         process = place.process
         place.killed = process is not None and process.returncode == -signal.SIGKILL
         if report.error or process is None:
-            log.warning("listener on port %d: %s: %s", place.port, report.error, report.message)
+            log.warning("listener on port %d did not start: %s: %s", place.port, report.error, report.message)
             await self._kill(place)
             place.failed(time.monotonic())
             if report.error == RingNotFoundError.__name__:
@@ -282,7 +282,7 @@ class Supervisor:
         status = await process.wait()
         place.process = None
         if not self._stop:
-            log.warning("listener on port %d ended with status %d; starting it again", place.port, status)
+            log.warning("listener on port %d ended with status %d; restarting it", place.port, status)
         self._ring.reclaim()
         self._wake.set()
 
@@ -298,7 +298,7 @@ class Supervisor:
             writer_was_there = await self._stop_listeners()
             if self._told or self._ring.native.keeper_alive or not writer_was_there:
                 break
-            log.warning("the writer that took the ring over is gone already; serving on")
+            log.warning("the writer that took over the ring has ended; continuing to serve")
             self._stop = False
             self._lifetime = Lifetime(self._config.listener.settings.linger_s)
 
@@ -310,10 +310,10 @@ class Supervisor:
             _, _, ready, reading = self._ring.native.state_counts()
             writer_alive = self._ring.native.keeper_alive
             if self._lifetime.tick(time.monotonic(), writer_alive=writer_alive, unread=ready + reading) is Phase.STOP:
-                log.info("the writer is gone and nothing is left to serve")
+                log.info("the writer ended, and all payloads are consumed or linger_s is over; stopping")
                 break
             if self._succeeded():
-                log.info("another writer has taken the ring over")
+                log.info("another writer took over the ring; stopping")
                 break
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -333,7 +333,7 @@ class Supervisor:
         give_up = time.monotonic() + DRAIN_S + 2.0
         while self._living() or any(place.process for place in self.places):
             if time.monotonic() > give_up:
-                log.warning("listeners %s do not stop; killing them", sorted(self._listener_pids()))
+                log.warning("listeners %s did not stop after SIGTERM; killing them", sorted(self._listener_pids()))
                 for pid in self._listener_pids():
                     send(signal.SIGKILL, pid)
                 give_up = time.monotonic() + 5.0

@@ -69,9 +69,7 @@ def require_redis() -> Any:
     try:
         import redis
     except ImportError as error:
-        raise MissingDependencyError(
-            f"a redis:// place needs the redis package ({error}): {install('redis')}"
-        ) from error
+        raise MissingDependencyError(f"a redis:// URL needs the redis package ({error}): {install('redis')}") from error
     return redis
 
 
@@ -105,7 +103,7 @@ class RedisLink:
 
     def __init__(self, place: RedisPlace, part: str, words: Words, *, patience_s: float = 10.0) -> None:
         if not 0 <= patience_s <= MOST_PATIENCE_S:
-            raise ConfigurationError(f"patience_s={patience_s}; 0 to {MOST_PATIENCE_S:.0f} seconds can be waited")
+            raise ConfigurationError(f"patience_s={patience_s}: give 0 to {MOST_PATIENCE_S:.0f} seconds")
         self._redis = require_redis()
         self._place = place
         self._words = words
@@ -182,7 +180,7 @@ class RedisLink:
             except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError, OSError) as error:
                 if time.monotonic() + pause_s > give_up_at:
                     raise self._words.busy(
-                        f"the {self._words.what} at {self.name} has not answered for {self._patience_s:g} s: {error}"
+                        f"the {self._words.what} at {self.name} did not answer for {self._patience_s:g} s: {error}"
                     ) from error
             except (AttributeError, ValueError):
                 if not self._closed:  # else another thread took the connection away in the middle
@@ -198,7 +196,7 @@ class RedisLink:
         try:
             yield
         except (faults.AuthenticationError, faults.NoPermissionError) as error:
-            raise self._words.unsuitable(f"{what} does not admit this user: {error}; look at user and ACL") from error
+            raise self._words.unsuitable(f"{what} denies access: {error}; check user, password and ACL") from error
         except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError):
             if self._closed:
                 self._room()
@@ -206,19 +204,19 @@ class RedisLink:
         except faults.RedisError as error:
             text = str(error)
             if isinstance(error, faults.OutOfMemoryError) or "OOM " in text or "MISCONF" in text:
-                raise self._words.full(f"{what} has no room: {error}; raise maxmemory, or free its disk") from error
+                raise self._words.full(f"{what} is full: {error}; raise maxmemory, or free disk space") from error
             raise self._words.failed(f"{what} failed: {error}") from error
 
     def _check_server(self) -> None:
         info = self._patiently(lambda client: client.info("server"))
         version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
         if version < OLDEST:
-            raise self._words.unsuitable(f"{self.name} is Redis {info['redis_version']}; at least 6.2 is needed")
+            raise self._words.unsuitable(f"{self.name} runs Redis {info['redis_version']}; use 6.2 or newer")
         memory = self._patiently(lambda client: client.info("memory"))
         policy = str(memory.get("maxmemory_policy", ""))
         if policy.startswith("allkeys") and memory.get("maxmemory"):
             raise self._words.unsuitable(
-                f"{self.name} throws records away when its memory is full (maxmemory-policy {policy}): set noeviction"
+                f"{self.name} evicts keys when its memory is full (maxmemory-policy {policy}): set noeviction"
             )
 
         if not self._place.may_forget:
@@ -229,15 +227,15 @@ class RedisLink:
         kept = self._patiently(lambda client: client.info("persistence")).get("aof_enabled")
         if kept is None:
             log.warning(
-                "%s does not say whether it keeps an append-only file: without one, payloads may be trained on twice "
-                "after it was killed",
+                "%s does not report whether its append-only file is enabled: without one, payloads may be trained on "
+                "twice after the server is killed",
                 self.name,
             )
         elif not int(kept):
             raise self._words.unsuitable(
-                f"{self.name} forgets what it has answered when it is killed, and payloads would be trained on twice: "
-                "let it keep an append-only file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or admit "
-                "that with may_forget=yes in its place"
+                f"{self.name} has no append-only file: if it is killed, it loses acknowledgements, and payloads are "
+                "trained on twice. Enable the file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or "
+                "accept the loss with may_forget=yes in the URL"
             )
 
     def remove_all(self) -> None:
@@ -330,7 +328,7 @@ class RedisLink:
                         pause_s = _BACKOFF_FIRST_S
                         self._ring(room)
             except (self._redis.exceptions.RedisError, OSError, TransportError) as error:
-                log.info("the wake-ups of %s broke off: %s", self.name, error)
+                log.info("the subscription to wake-ups of %s failed: %s; subscribing again", self.name, error)
                 self._ring(room)  # waiters look, and learn what is the matter
                 room.ended.wait(pause_s)
                 pause_s = min(2 * pause_s, _BACKOFF_MOST_S)

@@ -61,13 +61,13 @@ def _file_named(path: str | os.PathLike[str], words: Words) -> Path:
     text = os.fsdecode(path)
     if re.match(r"[a-z]+:/", text) or text.startswith("sqlite:"):
         raise words.unsuitable(
-            f"a {words.what}'s file got a place: open_{words.what}() takes places, this a plain path"
+            f"the path of the {words.what} is a URL: give a plain path, or pass the URL to open_{words.what}()"
         )
     if Path(text).name == ":memory:" or text.startswith("file:"):
         raise words.unsuitable(
-            f"{text!r} is SQLite's name of what one connection sees, and the {words.what} is for several: name a file, "
-            "for a test in a tempfile.TemporaryDirectory()"
+            f"{text!r} is a database in memory, which other processes cannot open: give the path of a file for the "
+            f"{words.what}, in a test one in a tempfile.TemporaryDirectory()"
         )
     if not text:
-        raise words.unsuitable(f"the path of the {words.what} is empty: name a file")
+        raise words.unsuitable(f"the path of the {words.what} is empty: give the path of a file")
     return Path(text)

@@ -94,9 +94,11 @@ def _translated(path: Path, words: Words) -> Iterator[None]:
                 f"no room for the {words.what} {path}: {error}; free disk space, or raise max_bytes"
             ) from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise words.busy(f"another process holds the {words.what} {path} for too long: {error}") from error
+            raise words.busy(
+                f"another process keeps the {words.what} {path} locked for longer than the time limit: {error}"
+            ) from error
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            raise words.unsuitable(f"{path} is not an intact SQLite file: {error}; name another path") from error
+            raise words.unsuitable(f"{path} is not an intact SQLite file: {error}; give another path") from error
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
             raise words.unsuitable(f"the {words.what} {path} cannot be written by this user: {error}") from error
         raise words.failed(f"the {words.what} {path} failed: {error}") from error
@@ -164,7 +166,8 @@ class Database:
         # The lock admits its own thread again; a transaction inside another would end that one's.
         if connection.in_transaction:
             raise InternalError(
-                f"the {self._words.what} {self.path} is used by a signal handler inside its own transaction"
+                f"the {self._words.what} {self.path} was used by a signal handler "
+                "that interrupted a transaction of the same thread"
             )
 
     @property
@@ -204,7 +207,7 @@ class Database:
     def _make_file(self) -> None:
         if not self.path.parent.is_dir():
             raise self._words.unsuitable(
-                f"there is no directory {self.path.parent} for the {self._words.what}; make it first"
+                f"directory {self.path.parent} does not exist; create it for the {self._words.what}"
             )
         file_system = file_system_type(self.path.parent)
         if is_network_type(file_system):
@@ -217,7 +220,7 @@ class Database:
             try:
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             except PermissionError as error:
-                raise self._words.unsuitable(f"this user may not make files in {self.path.parent}: {error}") from error
+                raise self._words.unsuitable(f"this user cannot create files in {self.path.parent}: {error}") from error
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         if self._is_new(connection):
@@ -259,22 +262,20 @@ class Database:
                 time.sleep(0.01)
                 continue
             if mode != "wal":
-                raise self._words.unsuitable(
-                    f"SQLite cannot use WAL for {self.path}, it offers {mode}; name another path"
-                )
+                raise self._words.unsuitable(f"SQLite cannot use WAL for {self.path}, only {mode}; give another path")
             return
 
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application_id = _pragma(connection, "application_id")
         if application_id != self._application_id:
             raise self._words.unsuitable(
-                f"{self.path} belongs to another program (application id {application_id:#x}); name another path"
+                f"{self.path} belongs to another program (application id {application_id:#x}); give another path"
             )
         version = _pragma(connection, "user_version")
         if version != self._version:
             raise self._words.unsuitable(
                 f"{self.path} has version {version}, this program reads {self._version}: "
-                "finish the run with the program that made it, or name another path"
+                "finish the run with the program that made the file, or give another path"
             )
 
     def _check_boot(self, connection: sqlite3.Connection) -> None:

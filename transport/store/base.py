@@ -135,7 +135,7 @@ def check_key(key: str) -> str:
 def check_value(value: bytes) -> bytes:
     """Return ``value``, or raise UsageError when it is too long."""
     if len(value) > MOST_VALUE_BYTES:
-        raise UsageError(f"a store value of {len(value)} bytes; at most {MOST_VALUE_BYTES} are taken")
+        raise UsageError(f"a store value of {len(value)} bytes; the limit is {MOST_VALUE_BYTES}")
     return value
 
 
@@ -156,7 +156,7 @@ def check_changes(changes: Sequence[Change]) -> Sequence[Change]:
     seen: set[str] = set()
     for change in changes:
         if check_key(change.key) in seen:
-            raise UsageError(f"store key {change.key!r} stands twice among the changes of one write")
+            raise UsageError(f"store key {change.key!r} occurs twice in one write")
         seen.add(change.key)
         if change.value is not None:
             check_value(change.value)

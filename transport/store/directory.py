@@ -93,7 +93,7 @@ class Directory:
         try:
             return msgspec.msgpack.decode(entry.value, type=Serving)
         except msgspec.MsgspecError as error:
-            raise StoreError(f"the directory's record of ring {ring[:8]} is not one: {error}") from error
+            raise StoreError(f"malformed directory record of ring {ring[:8]}: {error}") from error
 
     def next_epoch(self) -> int:
         """For a server that starts; greater than that of all who started before."""
@@ -155,7 +155,7 @@ class Announcement:
         while not self._ended.wait(self._directory.lease_s / 3):
             try:
                 if self._version is None:
-                    log.warning("ring %s is served by a later server; this one is not published", self._ring[:8])
+                    log.warning("a later server serves ring %s; this server is no longer published", self._ring[:8])
                     return
                 serving = self._serving()
                 if not serving.ports:  # it is being closed
@@ -164,7 +164,7 @@ class Announcement:
                     self._version = self._directory.publish(serving)
                     self._published = serving
             except TransportError as error:
-                log.warning("ring %s could not be published again: %s", self._ring[:8], error)
+                log.warning("publishing ring %s again failed: %s; trying again later", self._ring[:8], error)
 
     def close(self) -> None:
         """Stop, and withdraw the record where the store can be reached. Idempotent."""
@@ -174,7 +174,9 @@ class Announcement:
             try:
                 self._directory.withdraw(self._ring, self._version)
             except TransportError as error:
-                log.warning("ring %s stays published until its lease ends: %s", self._ring[:8], error)
+                log.warning(
+                    "withdrawing ring %s failed, it stays published until its lease ends: %s", self._ring[:8], error
+                )
             self._version = None  # last, so that an interrupted call is made good by the next one
 
     def __enter__(self) -> Self:
@@ -212,8 +214,8 @@ class Whereabouts:
             _bound(self._absent_since)
             if now - since >= self._grace_s:
                 raise PayloadLostError(
-                    f"payload {ticket.name}: its ports do not answer, and nobody has published its ring for "
-                    f"{self._grace_s:g} s; it is gone with its server"
+                    f"payload {ticket.name} is lost: its ports do not answer, and the directory has had no server of "
+                    f"its ring for {self._grace_s:g} s"
                 )
             return None
         self._absent_since.pop(ticket.ring, None)
@@ -262,5 +264,5 @@ class Finder:
         except PayloadLostError as lost:
             raise lost from error
         except (StoreError, TicketError) as unknown:
-            log.warning("the directory does not help with ring %s: %s", ticket.ring[:8], unknown)
+            log.warning("directory lookup of ring %s failed: %s", ticket.ring[:8], unknown)
             return None

@@ -213,7 +213,7 @@ class RedisStore(Store):
         """Add to a counter, which begins at 0; returns its new value. A lease that it has goes on."""
         answer = self._run(_ADD, check_key(key), str(amount))
         if not isinstance(answer, bytes):
-            raise UsageError(f"{key} is no counter, or would leave 64 bits")
+            raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
         return int(answer)
 
     def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:

@@ -161,7 +161,7 @@ class SQLiteStore(SharedFile, Store):
             before, lease_ends = (b"0", None) if row is None else (row[0], row[2])
             total = (int(before) if _COUNTER.fullmatch(before) else 1 << 64) + amount
             if not -(1 << 63) <= total < 1 << 63:
-                raise UsageError(f"{key} is no counter, or would leave 64 bits")
+                raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
             version = _next_revision(connection)
             connection.execute(_WRITE, (key, b"%d" % total, version, lease_ends))
         self._bell.ring()

@@ -69,9 +69,9 @@ def library() -> ModuleType:
         import ucxx._lib.libucxx as low
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError):
-            raise MissingDependencyError(f"ucxx is installed and cannot be loaded: {error}") from error
+            raise MissingDependencyError(f"ucxx is installed but cannot be loaded: {error}") from error
         raise MissingDependencyError(
-            "ucxx is not installed, so payloads can be read on their own host only (wire 'mapped'); "
+            "ucxx is not installed, so payloads can only be read on the host of their ring (wire 'mapped'); "
             f"install it with: {install('cu12')} (CUDA 13: {install('cu13')}; neither needs a GPU)"
         ) from error
     # ucxx's own choices must not reach child processes as if the user had made them.
@@ -261,7 +261,7 @@ class Worker:
                 else:
                     token.set_result(outcome)
             except Exception:  # of one of them; the others have nobody else to tell them
-                log.exception("handing on an outcome failed; going on")
+                log.exception("delivering a UCX result failed; continuing with the next one")
 
     def settle(self) -> None:
         """Hand out what has come to an end, now."""
@@ -375,7 +375,7 @@ class Endpoint:
         if not self.native.open:
             raise ClosedError(f"{doing} on an endpoint that this side has closed")
         if not self.native.alive:
-            raise ConnectionLostError(f"{doing} {self.name}: the peer is gone")
+            raise ConnectionLostError(f"{doing} {self.name}: the peer disconnected")
         self.worker.kick()
         return self.worker.loop.create_future()
 
