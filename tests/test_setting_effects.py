@@ -37,7 +37,7 @@ from transport.queue import SQLiteQueue
 from transport.queue.group import GroupQueue
 from transport.server import listener
 from transport.server.lifetime import Lifetime, Phase, Watchdog
-from transport.storage.urls import SQLitePlace
+from transport.storage.urls import SQLiteURL
 from transport.store.memory import MemoryStore
 
 Configuration = config.Configuration
@@ -260,7 +260,7 @@ def renewed_anew_by_memory(found: Configuration) -> list[str]:
     reasons: list[str] = []
     with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring, pytest.MonkeyPatch.context() as patch:
         patch.setattr(listener, "own_memory", lambda: 50 << 20)
-        listener.Listener(ring, settings=found.settings, begin_anew=reasons.append).sweep(0.0)
+        listener.Listener(ring, settings=found.settings, restart=reasons.append).sweep(0.0)
     return reasons
 
 
@@ -501,7 +501,7 @@ def test_a_setting_does_what_its_meaning_says(key: str, tmp_path: Path, monkeypa
     (tmp_path / "secret").write_bytes(b"between us\n")
     from transport.store import open_store
 
-    store = SQLitePlace(tmp_path / "store.db").text
+    store = SQLiteURL(tmp_path / "store.db").text
     open_store(store).close()
     monkeypatch.chdir(tmp_path)
     for other, value in others.items():

@@ -197,7 +197,7 @@ class RingFullError(RingError):
 
 
 class NoOwnerError(RingError):
-    """All owner places of the ring are taken by live processes."""
+    """Live processes hold all 16 owner numbers of the ring."""
 
     retryable = True
 
@@ -250,7 +250,7 @@ class GroupBrokenError(QueueError):
 
 
 class QueueUnsuitableError(QueueError, UsageError):
-    """The place cannot hold this queue: a network file system, another program's file, an unknown version."""
+    """This file or server cannot hold this queue: a network file system, another program's file, an unknown version."""
 
 
 # --- the store of shared records ----------------------------------------------------------------
@@ -271,7 +271,7 @@ class StoreFullError(StoreError):
 
 
 class StoreUnsuitableError(StoreError, UsageError):
-    """The place cannot hold this store: a network file system, another program's file, an unknown version."""
+    """This file or server cannot hold this store: a network file system, another program's file, an unknown version."""
 
 
 # --- the run's life ----------------------------------------------------------------------------

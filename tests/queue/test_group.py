@@ -18,7 +18,7 @@ from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import DeliveryState, QueueDepth, RedisQueue, SQLiteQueue, TicketQueue, open_queue
 from transport.queue.group import GroupQueue, _Vote, decide
-from transport.storage.urls import parse_place
+from transport.storage.urls import parse_url
 from transport.store import SQLiteStore, Store, open_store
 
 
@@ -57,7 +57,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         else:
             server = request.getfixturevalue("server")
             server.flush()
-            queue = RedisQueue(parse_place(server.place()), lease_s=LEASE_S, clock=lambda: times[0])
+            queue = RedisQueue(parse_url(server.place()), lease_s=LEASE_S, clock=lambda: times[0])
             store = open_store(server.place())
         stack.enter_context(queue)
         stack.enter_context(store)

@@ -24,7 +24,7 @@ from transport.errors import (
     StoreUnavailableError,
     StoreUnsuitableError,
 )
-from transport.storage.urls import RedisPlace, parse_place
+from transport.storage.urls import RedisURL, parse_url
 from transport.store import ABSENT, Change, Entry, RedisStore, open_store
 
 pytestmark = needs_redis
@@ -42,9 +42,9 @@ def server(running: RedisServer) -> RedisServer:
     return running
 
 
-def place(server: RedisServer, run: str = "test") -> RedisPlace:
-    found = parse_place(server.place(run))
-    assert isinstance(found, RedisPlace)
+def place(server: RedisServer, run: str = "test") -> RedisURL:
+    found = parse_url(server.place(run))
+    assert isinstance(found, RedisURL)
     return found
 
 

@@ -22,7 +22,7 @@ from transport.settings import DEFAULTS, Settings
 MOST_ACKS = 65_536
 
 Identity: TypeAlias = tuple[str, int, int]  # (ring, slot, generation)
-_Place: TypeAlias = tuple[str, int, int, int]  # an Ack without its key, which is a function of the rest
+_Delivery: TypeAlias = tuple[str, int, int, int]  # an Ack without its key, which is a function of the rest
 
 
 @hiding("key")
@@ -73,9 +73,9 @@ class AckLedger:
         self._next_order = 0
         self._dropped = 0
         # Invariant: len() <= most, in the order of adding.
-        self._entries: dict[_Place, _Entry] = {}
+        self._entries: dict[_Delivery, _Entry] = {}
         # Invariant: the entries without a connection, by ring, in the order of adding; no ring without any.
-        self._pending: dict[str, dict[_Place, _Entry]] = {}
+        self._pending: dict[str, dict[_Delivery, _Entry]] = {}
         self._pending_count = 0
         # Invariant: every entry with a connection stands in one message of it, message numbers rising. An entry that
         # was settled meanwhile still stands there: a message is confirmed, or lost, as a whole.
@@ -111,16 +111,16 @@ class AckLedger:
 
         Any port may be told, but only the one that sent the payload can give the slot free at once.
         """
-        place = ack[:4]
+        delivery = ack[:4]
         entries = self._entries
-        if place in entries:
+        if delivery in entries:
             return
-        entry = entries[place] = _Entry(ack, self._next_order, now, via)
+        entry = entries[delivery] = _Entry(ack, self._next_order, now, via)
         self._next_order += 1
         pending = self._pending.get(ack[0])
         if pending is None:
             pending = self._pending[ack[0]] = {}
-        pending[place] = entry
+        pending[delivery] = entry
         self._pending_count += 1
         if len(entries) > self._most:
             self._forget(next(iter(entries)))
@@ -191,13 +191,13 @@ class AckLedger:
         Also for a connection that was closed in good order but without a last answer.
         """
         returned = 0
-        by_ring: dict[str, dict[_Place, _Entry]] = {}
+        by_ring: dict[str, dict[_Delivery, _Entry]] = {}
         for _, carried in self._sent.pop(connection, ()):
             for entry in carried:
-                place = entry.ack[:4]
-                if self._entries.get(place) is entry:
+                delivery = entry.ack[:4]
+                if self._entries.get(delivery) is entry:
                     entry.connection = entry.via = None
-                    by_ring.setdefault(place[0], {})[place] = entry
+                    by_ring.setdefault(delivery[0], {})[delivery] = entry
                     returned += 1
         for ring, entries in by_ring.items():
             merged = [*entries.items(), *self._pending.get(ring, {}).items()]
@@ -216,17 +216,17 @@ class AckLedger:
 
     def settled(self, identity: Identity, rank: int) -> bool:
         """The ring showed by other means that it knows: StaleSlotError for this payload. False if it is not here."""
-        place = (*identity, rank)
-        if place not in self._entries:
+        delivery = (*identity, rank)
+        if delivery not in self._entries:
             return False
-        self._forget(place)
+        self._forget(delivery)
         return True
 
     def forget_ring(self, ring: str) -> int:
         """The ring is gone, its slots with it: nothing there needs an acknowledgement. How many there were."""
-        gone = [place for place in self._entries if place[0] == ring]
-        for place in gone:
-            self._forget(place)
+        gone = [delivery for delivery in self._entries if delivery[0] == ring]
+        for delivery in gone:
+            self._forget(delivery)
         return len(gone)
 
     # --- decisions -----------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class AckLedger:
 
     def rings(self) -> set[str]:
         """Rings with anything that is not confirmed."""
-        return {place[0] for place in self._entries}
+        return {delivery[0] for delivery in self._entries}
 
     def due(self, now: float) -> list[str]:
         """Rings whose oldest pending acknowledgement has waited ``ack_delay_s`` for a request to ride with."""
@@ -252,18 +252,18 @@ class AckLedger:
         return max(oldest.added_at + self._delay_s, patience.until if patience else float("-inf"))
 
     # --- keeping the collections in step -----------------------------------------------------------
-    def _forget(self, place: _Place) -> None:
-        if self._entries.pop(place).connection is None:
-            self._no_longer_pending(place)
-        if self._patience and place[0] not in self._pending:
-            self._patience.pop(place[0], None)
+    def _forget(self, delivery: _Delivery) -> None:
+        if self._entries.pop(delivery).connection is None:
+            self._no_longer_pending(delivery)
+        if self._patience and delivery[0] not in self._pending:
+            self._patience.pop(delivery[0], None)
 
-    def _no_longer_pending(self, place: _Place) -> None:
-        pending = self._pending[place[0]]
-        del pending[place]
+    def _no_longer_pending(self, delivery: _Delivery) -> None:
+        pending = self._pending[delivery[0]]
+        del pending[delivery]
         self._pending_count -= 1
         if not pending:
-            del self._pending[place[0]]
+            del self._pending[delivery[0]]
 
     def validate(self) -> None:
         """Assert every invariant."""
@@ -274,7 +274,7 @@ class AckLedger:
             orders = [entry.order for entry in pending.values()]
             assert orders, f"{ring} has no pending entry"
             assert orders == sorted(orders), f"pending entries of {ring} are out of order"
-            assert all(place[0] == ring and entry.connection is None for place, entry in pending.items())
+            assert all(delivery[0] == ring and entry.connection is None for delivery, entry in pending.items())
         carried = {}
         for connection, messages in self._sent.items():
             numbers = [number for number, _ in messages]
@@ -286,6 +286,8 @@ class AckLedger:
             assert all(entry.connection == connection for entry in living)
             carried[connection] = [entry.ack[:4] for entry in living]
         assert self._pending_count == sum(map(len, self._pending.values())), "pending entries are miscounted"
-        places = [place for group in (*self._pending.values(), *carried.values()) for place in group]
-        assert sorted(places) == sorted(self._entries), "an entry is in no collection, or in two"
-        assert self._patience.keys() <= {place[0] for place in self._entries}, "patience with a ring without entries"
+        deliveries = [delivery for group in (*self._pending.values(), *carried.values()) for delivery in group]
+        assert sorted(deliveries) == sorted(self._entries), "an entry is in no collection, or in two"
+        assert self._patience.keys() <= {delivery[0] for delivery in self._entries}, (
+            "patience with a ring without entries"
+        )

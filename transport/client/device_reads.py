@@ -152,7 +152,7 @@ class Arriving:
         return self._checksum(self._target, self._array)
 
 
-class Landing:
+class DeviceReads:
     """The device side of one client. Belongs to its loop; no memory of a device is taken before its first payload.
 
     Args:
@@ -169,7 +169,7 @@ class Landing:
         self._staging = StagingPool(staging_bytes)
 
     def __repr__(self) -> str:
-        return f"<Landing {self._staging!r} {self._completions!r}>"
+        return f"<DeviceReads {self._staging!r} {self._completions!r}>"
 
     @property
     def always(self) -> bool:

@@ -25,7 +25,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
     """One payload in this process's memory; a mapping from tensor names to read-only arrays.
 
     The arrays own their memory: a pooled buffer goes back, and a mapped slot is unpinned, when the last of them is
-    gone. `release` only drops this object's own references. A payload in device memory is a `landing.DevicePayload`.
+    gone. `release` only drops this object's own references. A payload in device memory is a `DevicePayload`.
 
     Attributes:
         ticket: what was asked for; its metadata are the writer's small values.

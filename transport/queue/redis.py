@@ -57,9 +57,9 @@ from transport.queue.redis_scripts import (
 )
 from transport.runtime.arguments import expect, seconds
 from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisLink, Script
+from transport.storage.redis_connection import RedisConnection, Script
 from transport.storage.sqlite_file import Words
-from transport.storage.urls import RedisPlace
+from transport.storage.urls import RedisURL
 
 MAX_READERS = 16
 RECHECK_S = 1.0  # a wake-up may be lost with a connection, and nobody wakes for the end of a lease
@@ -72,7 +72,7 @@ class RedisQueue(TicketQueue):
     """The queue of one run on a server.
 
     Args:
-        place: server and run, see `parse_place`.
+        url: server and run, see `parse_url`.
         lease_s: how long a claim is its claimant's without renewal; None: what the operator configured
             (``claim_lease_s``).
         max_deliveries: claims in vain after which a delivery is dead.
@@ -84,7 +84,7 @@ class RedisQueue(TicketQueue):
 
     def __init__(
         self,
-        place: RedisPlace,
+        url: RedisURL,
         *,
         lease_s: float | None = None,
         max_deliveries: int = MAX_DELIVERIES,
@@ -94,30 +94,33 @@ class RedisQueue(TicketQueue):
         clock: Callable[[], float] | None = None,
     ) -> None:
         expect(
-            place, RedisPlace, "RedisQueue()", "a place, or use open_queue(), which takes redis://host:port/db?run=name"
+            url,
+            RedisURL,
+            "RedisQueue()",
+            "a URL that was parsed, or use open_queue(), which takes redis://host:port/db?run=name",
         )
         self.lease_s = lease_or_configured(lease_s)
         self._max_deliveries = max_deliveries
         self._max_tickets = max_tickets
         self._keep_finished = keep_finished
         self._clock = clock
-        self._link = RedisLink(place, "queue", _WORDS, patience_s=patience_s)
+        self._connection = RedisConnection(url, "queue", _WORDS, patience_s=patience_s)
 
     def __repr__(self) -> str:
-        return f"<RedisQueue {self._link.name} {'closed' if self._link.closed else 'open'}>"
+        return f"<RedisQueue {self._connection.name} {'closed' if self._connection.closed else 'open'}>"
 
     def close(self) -> None:
         """Close the connections and end waits in other threads with ClosedError. The tickets stay."""
-        self._link.close()
+        self._connection.close()
 
     def remove(self) -> None:
         """Delete the queue with all its tickets from the server. Not for one that somebody still uses."""
-        self._link.remove_all()
+        self._connection.remove_all()
 
     def _run(self, script: Script, *arguments: str | bytes | int, repeatable: bool = False) -> list[bytes | int]:
         now_ms = None if self._clock is None else round(self._clock() * 1000)
-        common = (self._link.channel, self._max_deliveries, self._keep_finished)
-        answer = self._link.run(script, KEYS, (*common, *arguments), now_ms, repeatable=repeatable)
+        common = (self._connection.channel, self._max_deliveries, self._keep_finished)
+        answer = self._connection.run(script, KEYS, (*common, *arguments), now_ms, repeatable=repeatable)
         return answer if isinstance(answer, list) else [answer]
 
     # --- publishing ----------------------------------------------------------------------------
@@ -138,8 +141,8 @@ class RedisQueue(TicketQueue):
         new = int(self._run(PUBLISH, readers, version, bound, *words)[0])
         if new < 0:
             raise QueueFullError(
-                f"the queue at {self._link.name} has {self._max_tickets} unfinished tickets: trainers are slower than "
-                "rollouts, or have ended; try again later"
+                f"the queue at {self._connection.name} has {self._max_tickets} unfinished tickets: trainers are slower "
+                "than rollouts, or have ended; try again later"
             )
         return new
 
@@ -171,7 +174,10 @@ class RedisQueue(TicketQueue):
 
         return (
             wait_for(
-                self._link, lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s, recheck_s
+                self._connection,
+                lambda: self._try_claim(n, rank, consumer, oldest_version) or None,
+                timeout_s,
+                recheck_s,
             )
             or []
         )
@@ -262,7 +268,7 @@ class RedisQueue(TicketQueue):
                 return None
             return Notice(topic, int(version), payload)
 
-        return wait_for(self._link, look, timeout_s, lambda: RECHECK_S)
+        return wait_for(self._connection, look, timeout_s, lambda: RECHECK_S)
 
 
 def _tokens(claims: Sequence[Claim]) -> list[str | int]:

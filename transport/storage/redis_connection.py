@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from transport.errors import ClosedError, ConfigurationError, MissingDependencyError, TransportError
 from transport.runtime.installing import install
 from transport.storage.sqlite_file import Words
-from transport.storage.urls import RedisPlace
+from transport.storage.urls import RedisURL
 
 if TYPE_CHECKING:
     import redis
@@ -92,7 +92,7 @@ class _Room:
         self.ended = threading.Event()
 
 
-class RedisLink:
+class RedisConnection:
     """A server, for one store or queue of one run.
 
     Args:
@@ -101,14 +101,14 @@ class RedisLink:
             take a command's time limit longer, which is the patience too, at most 5 s.
     """
 
-    def __init__(self, place: RedisPlace, part: str, words: Words, *, patience_s: float = 10.0) -> None:
+    def __init__(self, url: RedisURL, part: str, words: Words, *, patience_s: float = 10.0) -> None:
         if not 0 <= patience_s <= MOST_PATIENCE_S:
             raise ConfigurationError(f"patience_s={patience_s}: give 0 to {MOST_PATIENCE_S:.0f} seconds")
         self._redis = require_redis()
-        self._place = place
+        self._url = url
         self._words = words
         self._patience_s = patience_s
-        self._prefix = f"transport:{{{place.run}}}:{part}:"
+        self._prefix = f"transport:{{{url.run}}}:{part}:"
         self._closed = False
         # By process id: a lock that another thread held at the fork would be held for ever in the child.
         self._rooms: dict[int, _Room] = {}
@@ -127,8 +127,8 @@ class RedisLink:
     @property
     def name(self) -> str:
         """Server and run, without a password."""
-        host = self._place.url.rpartition("@")[2].rpartition("//")[2]
-        return f"{host} run {self._place.run}"
+        host = self._url.url.rpartition("@")[2].rpartition("//")[2]
+        return f"{host} run {self._url.run}"
 
     def key(self, name: str) -> str:
         """The server's name of a key."""
@@ -219,7 +219,7 @@ class RedisLink:
                 f"{self.name} evicts keys when its memory is full (maxmemory-policy {policy}): set noeviction"
             )
 
-        if not self._place.may_forget:
+        if not self._url.may_forget:
             self._check_memory_of_kills()
 
     def _check_memory_of_kills(self) -> None:
@@ -263,7 +263,7 @@ class RedisLink:
 
         timeout_s = max(_LEAST_COMMAND_TIMEOUT_S, min(self._patience_s, _COMMAND_TIMEOUT_S))
         client: redis.Redis = self._redis.Redis.from_url(
-            self._place.url,
+            self._url.url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_keepalive=True,

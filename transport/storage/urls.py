@@ -16,19 +16,19 @@ FORMS = "sqlite:file, relative, or sqlite:///path/of/file, or redis://host:port/
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-class SQLitePlace(NamedTuple):
+class SQLiteURL(NamedTuple):
     """A file of this host."""
 
     path: Path
 
     @property
     def text(self) -> str:
-        """What `parse_place` makes this of."""
+        """What `parse_url` makes this of."""
         return "sqlite://" + quote(str(self.path.absolute()))
 
 
 @hiding("url")
-class RedisPlace(NamedTuple):
+class RedisURL(NamedTuple):
     """A server, and the name that keeps its runs apart."""
 
     url: str  # as the redis package takes it
@@ -36,7 +36,7 @@ class RedisPlace(NamedTuple):
     may_forget: bool = False  # whether a server is admitted that loses what it answered when it is killed
 
 
-def parse_place(text: str) -> SQLitePlace | RedisPlace:
+def parse_url(text: str) -> SQLiteURL | RedisURL:
     """``text`` taken apart. ConfigurationError says what is wrong with it, and never shows its password.
 
     ``sqlite:file`` names a file relative to the working directory; ``rediss`` is Redis over TLS.
@@ -49,14 +49,14 @@ def parse_place(text: str) -> SQLitePlace | RedisPlace:
         raise ConfigurationError(f"invalid URL ({error}): give {FORMS}") from None
     if parts.scheme == "sqlite":
         if parts.netloc:  # two slashes; a third one before the name would lead to the root folder
-            relative = SQLitePlace(Path(unquote(parts.netloc + parts.path)))
+            relative = SQLiteURL(Path(unquote(parts.netloc + parts.path)))
             raise ConfigurationError(
                 f"{text!r} names a host instead of a file: give sqlite:{quote(str(relative.path))} for the file in "
                 f"the working directory, which is {relative.text}"
             )
         if parts.query or parts.fragment or not parts.path.strip("/"):
             raise ConfigurationError(f"{text!r} names no file: give {FORMS}")
-        return SQLitePlace(Path(unquote(parts.path)))
+        return SQLiteURL(Path(unquote(parts.path)))
     if parts.scheme not in ("redis", "rediss"):
         raise ConfigurationError(f"unknown URL scheme {parts.scheme!r}: give {FORMS}")
     if not parts.hostname:
@@ -75,4 +75,4 @@ def parse_place(text: str) -> SQLitePlace | RedisPlace:
         raise ConfigurationError(f"unknown option {unknown} in a Redis URL: give run=name, may_forget=yes")
     if len(runs) != 1 or not _RUN.fullmatch(runs[0]):
         raise ConfigurationError("a Redis URL needs run=name, the name of the run: 1 to 64 letters, digits, . _ -")
-    return RedisPlace(urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), runs[0], bool(forget))
+    return RedisURL(urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), runs[0], bool(forget))
