@@ -1,4 +1,4 @@
-"""The queue that a line of text names."""
+"""Opens the queue that a URL names."""
 
 from __future__ import annotations
 

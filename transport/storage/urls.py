@@ -1,4 +1,4 @@
-"""Where a queue or a store is, as one line of text: ``sqlite:///path/of/file`` or ``redis://host:port/db?run=name``."""
+"""URLs of queues and stores: ``sqlite:///path/of/file`` or ``redis://host:port/db?run=name``."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class SQLiteURL(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What `parse_url` makes this of."""
+        """The URL as text, for `parse_url`."""
         return "sqlite://" + quote(str(self.path.absolute()))
 
 
 @hiding("url")
 class RedisURL(NamedTuple):
-    """A server, and the name that keeps its runs apart."""
+    """A server, and the name of a run on it."""
 
     url: str  # as the redis package takes it
     run: str
-    may_forget: bool = False  # whether a server is admitted that loses what it answered when it is killed
+    may_forget: bool = False  # accept a server without append-only file, which loses acknowledgements when it is killed
 
 
 def parse_url(text: str) -> SQLiteURL | RedisURL:
-    """``text`` taken apart. ConfigurationError says what is wrong with it, and never shows its password.
+    """Parse ``text``. ConfigurationError says what is wrong with it, and never shows its password.
 
     ``sqlite:file`` names a file relative to the working directory; ``rediss`` is Redis over TLS.
     """

@@ -1,4 +1,4 @@
-"""The store that a line of text names."""
+"""Opens the store that a URL names."""
 
 from __future__ import annotations
 
