@@ -119,7 +119,7 @@ def test_empty_tensors_have_a_place_and_no_bytes() -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ((3,), "2 ragged tensors need"),
+        ((3,), "expected 2 lengths, one for each ragged tensor"),
         ((3, 501), r"action: expected a length of 0\.\.500, got 501"),
         ((-1, 3), "obs: "),
     ],

@@ -458,7 +458,7 @@ EFFECTS: dict[str, tuple[Seen, dict[str, Any], dict[str, str]]] = {
     "handshakes_per_host": (handshakes_admitted, {"2": 2, "4": 4}, {}),
     "listener_memory_bytes": (
         renewed_anew_by_memory,
-        {str(40 << 20): ["it has grown to 50 MiB, beyond listener_memory_bytes"], str(60 << 20): []}, {},
+        {str(40 << 20): ["its memory of 50 MiB exceeds listener_memory_bytes"], str(60 << 20): []}, {},
     ),
     "listener_idle_eviction_s": (idle_connection_is_closed, {"900": True, "1100": False}, {}),
     "ack_delay_s": (delay_of_an_ack, {"0.01": 0.01, "0.02": 0.02}, {}),

@@ -290,10 +290,10 @@ def test_another_kind_of_failure_is_a_store_error(server: RedisServer) -> None:
         ("redis://host/name?run=a", "database in a Redis URL must be a number"),
         ("redis:///0?run=a", "without a host"),
         ("redis://host:port/0?run=a", "invalid URL"),
-        ("sqlite://host/file", "names no file"),
+        ("sqlite://host/file", "names a host instead of a file"),
         ("sqlite:///", "names no file"),
-        ("etcd://host", "kind 'etcd' is not known"),
-        ("", "kind '' is not known"),
+        ("etcd://host", "unknown URL scheme 'etcd'"),
+        ("", "unknown URL scheme ''"),
     ],
 )
 def test_text_that_names_no_place_is_refused(text: str, message: str) -> None:

@@ -169,12 +169,12 @@ async def test_a_handshake_that_is_handed_on_unchanged_succeeds(ring: SharedRing
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        (lowered, AuthenticationError, "knows wire version 2 and was made to choose 1"),
+        (lowered, AuthenticationError, "supports wire version 2 but chose 1"),
         (lowered_and_covered_up, AuthenticationError, "received a modified HELLO"),
         (unmarked, AuthenticationError, "received a modified HELLO"),
         (raised, AuthenticationError, "received a modified HELLO"),
         (challenge_lowered, AuthenticationError, "received a modified HELLO"),
-        (welcome_lowered, ProtocolError, "chose version 1 after it had proven 2"),
+        (welcome_lowered, ProtocolError, "version mismatch: CHALLENGE 2, WELCOME 1"),
     ],
 )
 @asynchronous
