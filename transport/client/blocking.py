@@ -21,10 +21,10 @@ class BlockingClient:
         self._thread = LoopThread("transport blocking client")
         try:
             self._client = self._thread.run(_make(arguments))
-        except BaseException:  # an interrupt, too: nobody has this object to close its thread
+        except BaseException:  # also an interrupt: the caller has no object yet with which to close the thread
             self._thread.close()
             raise
-        self._at_exit = AtExit(self.close)  # runs before that of the thread, which was registered before
+        self._at_exit = AtExit(self.close)  # exit handlers run in reverse order: this one before that of the thread
 
     def __repr__(self) -> str:
         return f"<BlockingClient {self._client!r}>"
@@ -32,7 +32,7 @@ class BlockingClient:
     def read(
         self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
     ) -> ReceivedPayload:
-        """See `UCXXClient.read`. For `out` in device memory the stream counts that is current in this thread."""
+        """See `UCXXClient.read`. For `out` in device memory the current stream of this thread is used."""
         ticket = Ticket.of(ticket)
         target = None if out is None else target_of(out, ticket.size, elsewhere=True)
         payload = self._thread.run(self._client._fetch(ticket, out if target is None else target, rank, timeout))
