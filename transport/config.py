@@ -98,7 +98,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "pool_endpoints_idle": "idle connections of a client",
     "connections_per_listener": "connections that a listener admits",
     "handshakes_per_host": "handshakes under way with one host",
-    "listener_memory_bytes": "memory of its own at which a listener process begins anew",
+    "listener_memory_bytes": "private memory of a listener process above which it restarts",
     "listener_idle_eviction_s": "idle time after which a listener closes a connection",
     "ack_delay_s": "how long an acknowledgement waits for a request to ride with",
     "ack_timeout_s": "how long a listener keeps a slot for an acknowledgement; longest pause before one is sent again",

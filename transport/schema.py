@@ -1,4 +1,4 @@
-"""Named tensors, and where each of them stands in a slot.
+"""Schemas: named tensors, and the offset of each in a slot.
 
     schema = Schema.of(obs=("float32", UpTo(500), 4), action=("int64", UpTo(500)), reward=("float32",))
     schema.max_bytes                 # what a slot must hold
@@ -110,7 +110,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where one tensor of one payload stands. `offset` and `nbytes` are bytes; `shape` is the actual one."""
+    """Offset and size in bytes, and actual shape, of one tensor of one payload."""
 
     name: str
     dtype: np.dtype[Any]
@@ -120,7 +120,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where every tensor of one payload stands, in order. `total` is the payload's size in bytes.
+    """The placements of all tensors of one payload, in order. `total` is the payload's size in bytes.
 
     `total` is the end of the last tensor: nothing is padded behind it.
     """
@@ -189,7 +189,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @cached_property
     def ragged(self) -> tuple[TensorSpec, ...]:
-        """The ragged tensors, in the order in which their lengths travel."""
+        """The ragged tensors, in the order of their lengths in tickets."""
         return tuple(spec for spec in self.tensors if spec.ragged)
 
     @cached_property
@@ -308,7 +308,7 @@ def _check_size(document: str | bytes) -> None:
 
 
 def _short(value: object) -> str:
-    """For messages: what came may be huge and of any type."""
+    """The value as text for messages, shortened: it may be of any size and type."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints

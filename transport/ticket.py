@@ -1,11 +1,11 @@
-"""The ticket: what travels through the queue instead of the payload, and is enough to fetch it.
+"""The ticket: sent through the queue in place of the payload, and sufficient to fetch it.
 
     data = ticket.encode()          # MessagePack, a few hundred bytes, for queues and for the slot's note
     text = ticket.to_text()         # the same as one word, for command lines and logs of one's own
     Ticket.parse(data_or_text)      # takes all of them, JSON too
 
 An encoded ticket is `b"TK"`, one byte of version, and a MessagePack array with the fields of `_Row`. Its key admits to
-the payload, so whoever holds the ticket may read: neither `repr` nor `name` show the key.
+the payload, so the holder of the ticket may read: neither `repr` nor `name` show the key.
 """
 
 from __future__ import annotations
@@ -110,11 +110,13 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         for what in ("addresses", "ports", "lengths"):
-            if not isinstance(getattr(self, what), tuple):  # a single address would pass as a row of letters
+            if not isinstance(
+                getattr(self, what), tuple
+            ):  # a single address as text would pass as a sequence of letters
                 raise TicketError(f"{what}: expected a tuple, got {getattr(self, what)!r:.80}")
         try:
             _check_place(self.ring, self.segment, self.host, self.addresses)
-        except TypeError:  # something that cannot be remembered, and is no string
+        except TypeError:  # an unhashable value, hence no string
             _check_place.__wrapped__(self.ring, self.segment, self.host, self.addresses)
         if len(self.addresses) > MAX_ADDRESSES or len(self.ports) > _ring.MAX_PORTS:
             raise TicketError(f"{len(self.addresses)} addresses and {len(self.ports)} ports exceed a ticket's limits")
@@ -145,7 +147,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # --- naming --------------------------------------------------------------------------------
     @property
     def identity(self) -> tuple[str, int, int]:
-        """Which payload: (ring, slot, generation). Never used twice."""
+        """Identifies the payload: (ring, slot, generation). Never used twice."""
         return self.ring, self.slot, self.generation
 
     @property
@@ -172,7 +174,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def layout(self, schema: Schema | None = None) -> Layout:
-        """Where the payload's tensors stand, by the inline schema or else by `schema`, the reader's own.
+        """The layout of the payload, by the inline schema or else by `schema`, the reader's own.
 
         SchemaError when there is neither, `schema` has another fingerprint, or lengths or size do not fit it.
         """
@@ -283,7 +285,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @cache
 def host_identity() -> str:
-    """What all processes of this running host have in common and no other host has: the kernel's boot id.
+    """Identifies this host until its next boot: the kernel's boot id.
 
     Where /proc does not have it, the host's name, marked as such.
     """
@@ -322,7 +324,7 @@ def _hexadecimal(what: str, value: str) -> None:
 
 @lru_cache(maxsize=256)
 def _check_place(ring: str, segment: str, host: str, addresses: tuple[str, ...]) -> None:
-    """All tickets of a ring have the same, so that they are looked at once."""
+    """Cached, because all tickets of a ring have the same values."""
     _hexadecimal("ring", ring)
     _words("segment, host and addresses", (segment, host, *addresses))
 

@@ -1,7 +1,7 @@
-"""The wires, one vocabulary everywhere, and the UCX settings for each.
+"""The wires, and the UCX settings for each.
 
-UCX settings such as the rendezvous threshold belong to a context, so they are chosen for the set of wires a context
-may use.
+UCX settings such as the rendezvous threshold belong to a context, so they are chosen for the set of wires that the
+context may use.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ WIRES: tuple[Wire, ...] = get_args(Wire)
 _CHOSEN = {
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "512k",
-    # A connection whose peer goes away during the call is freed by UCX, which would use it afterwards; so the call does
-    # not wait.
+    # With blocking connects UCX frees a connection whose peer disconnects during the call and then uses it (a crash).
     "TCP_CONN_NB": "y",
-    "TCP_CM_REUSEADDR": "y",  # a killed listener is back on its port at once, not after a minute
-    "MM_ERROR_HANDLING": "y",  # shared memory stays possible although error handling is on
-    "RNDV_THRESH": "1m",  # receives are posted before they are asked for: eager saves a round trip
+    "TCP_CM_REUSEADDR": "y",  # a restarted listener gets its port at once, not after a minute
+    "MM_ERROR_HANDLING": "y",  # allows shared memory together with error handling
+    "RNDV_THRESH": "1m",  # receives are posted before the request is sent, so eager saves a round trip
     "MEMTYPE_CACHE": "n",
 }
 _RDMA = {"RNDV_THRESH": "8192"}
-# While it is loaded, UCX writes hooks into libc's mmap, munmap and others, to learn which memory is unmapped. It waits
-# 50 ms for each, in which other threads that call the function spin, and it waits by the wall clock: a process that
-# starts while that is set back by a day hangs for a day. Only registered memory needs the hooks; TCP and shared memory
-# register none.
+# When UCX is loaded it patches hooks into libc's mmap, munmap and others, to detect unmapped memory. It waits 50 ms for
+# each, while other threads that call the function spin, and it measures the wait with the wall clock: a process that
+# starts while the clock is set back by a day hangs for a day. Only registered memory needs the hooks; TCP and shared
+# memory register none.
 _TO_LOAD = {"MEM_MMAP_HOOK_MODE": "none"}
 _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
-    "shm": ("sm", "tcp"),  # tcp makes the connection, the bytes go through shared memory
+    "shm": ("sm", "tcp"),  # tcp makes the connection, shared memory carries the bytes
     "tcp": ("tcp", "self"),
     "rdma": ("rc", "dc", "ud", "tcp"),
     "cuda": ("cuda", "tcp"),
@@ -44,7 +43,7 @@ _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
 
 
 def named_wires(wanted: Iterable[Wire]) -> frozenset[Wire]:
-    """The wires that a caller names. Raises UsageError for a name that is none, and for no name."""
+    """The wires that a caller names. Raises UsageError for an unknown name, and for no name."""
     names = {str(wanted)} if isinstance(wanted, str) else set(wanted)
     if not names or not names <= set(WIRES):
         raise UsageError(f"wire={sorted(names)}; choose 'auto' or some of {', '.join(WIRES)}")
@@ -58,7 +57,7 @@ def user_settings() -> frozenset[str]:
 
 
 def settings_to_load() -> dict[str, str]:
-    """UCX settings (names without UCX_) that hold for a process, from the library's load on."""
+    """UCX settings (names without UCX_) of the process, read when the library is loaded."""
     return {} if _has_infiniband() else dict(_TO_LOAD)
 
 
@@ -70,7 +69,7 @@ _SHARED_MEMORY = ("sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem")  #
 
 
 def _without_shared_memory(transports: str) -> str:
-    """A value of UCX_TLS, less what goes through shared memory. Raises WireNotAllowedError where nothing is left."""
+    """A value of UCX_TLS without shared-memory transports. Raises WireNotAllowedError if none is left."""
     names = [name.strip() for name in transports.split(",")]
     if names[0].startswith("^"):
         return ",".join([*names, *_SHARED_MEMORY[:1]])
@@ -86,11 +85,11 @@ def _without_shared_memory(transports: str) -> str:
 def settings_for(wires: frozenset[Wire] | None = None, *, shared_memory: bool = True) -> dict[str, str]:
     """UCX settings (names without UCX_) for a context that may use ``wires``; None: whatever UCX finds best.
 
-    The user's UCX_ variables win over the project's choices: UCX reads them itself, and they are left out here. On
+    The user's UCX_ variables take precedence: UCX reads them itself, and they are left out here. On
     InfiniBand the rendezvous threshold stays low.
 
     Args:
-        shared_memory: False for peers whose memory cannot be mapped; it is then left out, whoever asks for it.
+        shared_memory: False for peers whose memory cannot be mapped: shared memory is excluded in any case.
     """
     if not shared_memory:
         return _settings_apart(wires)

@@ -153,7 +153,7 @@ std::uint64_t own_count(const Ring& ring, const std::string& name) { return ring
 
 nb::tuple ports(const Ring& ring) { return nb::tuple(nb::cast(ring.ports())); }
 
-// Whatever stands in shared memory by now is text.
+// Shared memory may contain any bytes; they are shown as text.
 nb::str addresses(const Ring& ring) {
   const std::string bytes = ring.addresses();
   return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));

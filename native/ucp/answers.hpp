@@ -1,5 +1,5 @@
-// A STATUS message as the client reads it: what a listener answers to one CONTROL message. Nothing of it is believed
-// before all of it was looked at, and no look leaves its bytes.
+// A STATUS message as the client reads it: what a listener answers to one CONTROL message. The whole message
+// is checked before any of it is used, and no check reads beyond it.
 #pragma once
 
 #include <cstddef>

@@ -45,7 +45,7 @@ class MappedRings:
             return None
         if time.monotonic() < self._refused.get(ticket.ring, 0.0):
             return None
-        self.detach_finished()  # frees the memory of rings whose writers have ended, which stays allocated while it is mapped
+        self.detach_finished()  # rings of ended writers: their memory stays allocated while it is mapped
         try:
             ring = SharedRingBuffer.attach(ticket.segment, role="reader")
         except TransportError as error:

@@ -9,9 +9,9 @@ ranks of the group, and published as one delivery (``setup_ucxx(..., grouped=Tru
     leader     all voted yes ──► acks at the queue        ──► decided yes: every rank's ack returned True
                one voted no, or is silent ──► gives back  ──► decided no: nobody trains on it
 
-A decision is made once and stands in the store, so ranks never differ in what they train on. What a group that died had
-claimed is claimed by another when the leader's lease ends. A rank that does not learn of a decision raises
-GroupBrokenError: the group has to be started again, under another name.
+A decision is made once and stored, so ranks never differ in what they train on. The claims of a group that died are
+claimed by another group when the leader's lease ends. A rank that cannot read a decision raises GroupBrokenError: the
+group must be restarted under another name.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Change, Store, check_key
 
 LEADER = 0
-_KEEP_S = 3600.0  # records of a group; a rank that is further behind is not coming any more
+_KEEP_S = 3600.0  # records of a group; a rank that is further behind is taken for dead
 
 Phase = Literal["ack", "arrive", "finish"]
 
 
 class _Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank says of one claim."""
+    """The vote of one rank on one claim."""
 
     yes: bool
-    final: bool = False  # of a no: nobody can read it, so that it is discarded
+    final: bool = False  # of a no: no rank can read the payload, so it is discarded
     reason: str = ""
     delay_s: float = 0.0
 
@@ -55,7 +55,7 @@ ready(Claim, _Vote)
 
 
 def decide(votes: Sequence[_Vote | None]) -> _Vote:
-    """The group's decision by the votes of its ranks; None: a rank that was silent. A final no comes before others."""
+    """The group's decision from the votes of its ranks; None: no vote in time. A final no takes precedence."""
     noes = [
         _Vote(False, reason=f"rank {rank} of the group was silent") if vote is None else vote
         for rank, vote in enumerate(votes)
@@ -107,7 +107,7 @@ class GroupQueue(TicketQueue):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank claims for the others."""
+        """Whether this rank is the leader, which claims for all ranks."""
         return self._rank == LEADER
 
     # --- claiming ------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class GroupQueue(TicketQueue):
             try:
                 self._store.put(key, msgspec.msgpack.encode(claims), lease_s=_KEEP_S)
             except StoreError:
-                for claim in claims:  # nobody will see them
+                for claim in claims:  # the other ranks will not get them
                     self._queue.retry(claim, reason="the store did not take the group's claim")
                 raise
         else:
@@ -294,4 +294,4 @@ class GroupQueue(TicketQueue):
         return self._queue.latest(topic, newer_than, timeout_s)
 
     def close(self) -> None:
-        """Nothing: queue and store belong to whoever made them, and their `close` ends the waits."""
+        """Does nothing: the owner of queue and store closes them, which ends the waits."""
