@@ -1,4 +1,4 @@
-"""Ticket queue on a Redis server, for the processes of a cluster. See base.py for what a queue promises.
+"""Ticket queue on a Redis server, for the processes of a cluster. See base.py for the contract of a queue.
 
 Tickets stand in a stream, and each rank is a consumer group of it: what a rank has not been given yet is where its
 group stands, so publishing costs the same for one reader and for sixteen, and ``XINFO`` and ``XPENDING`` show who has
@@ -62,7 +62,7 @@ from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 
 MAX_READERS = 16
-RECHECK_S = 1.0  # a wake-up may be lost with a connection, and nobody wakes for the end of a lease
+RECHECK_S = 1.0  # a wake-up may be lost with a connection, and the end of a lease causes no wake-up
 _IDS_PER_QUERY = 1000
 
 _WORDS = Words("queue", QueueError, QueueFullError, QueueUnavailableError, QueueUnsuitableError)
@@ -114,7 +114,7 @@ class RedisQueue(TicketQueue):
         self._connection.close()
 
     def remove(self) -> None:
-        """Delete the queue with all its tickets from the server. Not for one that somebody still uses."""
+        """Delete the queue with all its tickets from the server. It must not be in use."""
         self._connection.remove_all()
 
     def _run(self, script: Script, *arguments: str | bytes | int, repeatable: bool = False) -> list[bytes | int]:
@@ -131,7 +131,7 @@ class RedisQueue(TicketQueue):
         readers: int = 1,
         policy_version: int | None = None,
     ) -> int:
-        """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
+        """Store tickets for ranks 0..readers-1, all or none. Known ids are skipped; returns how many were new."""
         batch = arguments.published(tickets, readers, policy_version)
         if not 1 <= readers <= MAX_READERS:
             raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
@@ -193,28 +193,28 @@ class RedisQueue(TicketQueue):
         ]
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Begin the lease anew; returns the claims that are still the caller's, whether claimed or arrived."""
+        """Restart the lease; returns the claims that the caller still owns, claimed or arrived."""
         claims = arguments.held(claims, "renew")
         return self._accepted(claims, self._run(RENEW, round(self.lease_s * 1000), *_tokens(claims)))
 
     # --- finishing -----------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        """Consume; returns the claims that were still the caller's. Only what is returned may be trained on."""
+        """Consume; returns the claims that the caller still owned. Train only on the returned ones."""
         claims = arguments.held(claims, "ack")
         return self._move(claims, "claimed", "done" if trained else "arrived")
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Arrived deliveries were trained on; returns those that were still the caller's, not lost."""
+        """Record that arrived deliveries were trained on; returns those that the caller still owned (not lost)."""
         claims = arguments.held(claims, "finish")
         return self._move(claims, "arrived", "done")
 
     def discard(self, claim: Claim, reason: str) -> bool:
-        """Nobody can or should read this delivery (its payload is gone). False if not owned."""
+        """Discard the delivery: its payload cannot or should not be read. False if not owned."""
         arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._move([claim], "claimed", "discarded", reason))
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        """Return a claim, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
         arguments.given_back(claim, delay_s, reason, "retry")
         return bool(self._move([claim], "claimed", "ready", reason, delay_s))
 

@@ -24,7 +24,7 @@ from transport.runtime.decoders import hiding
 
 MOST_KEY_BYTES = 512
 MOST_VALUE_BYTES = 16 << 20
-RECHECK_S = 1.0  # how often a watcher looks without having been woken
+RECHECK_S = 1.0  # how often a watcher reads without a wake-up
 
 ABSENT = 0  # the version of a record that does not exist
 
@@ -100,7 +100,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        """Begin leases anew, versions unchanged; ``leases`` maps keys to versions.
+        """Restart leases, versions unchanged; ``leases`` maps keys to versions.
 
         Returns the keys that still had that version and a lease; the others were lost or replaced.
         """

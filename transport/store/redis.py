@@ -1,4 +1,4 @@
-"""Store on a Redis server, for the members of a cluster. See base.py for what a store promises.
+"""Store on a Redis server, for the members of a cluster. See base.py for the contract of a store.
 
 Every operation is one Lua script, which the server runs in one step; each first removes the records whose lease has
 ended by the server's clock (its wall clock: a step of it moves leases). While the server is away nobody can renew:
@@ -211,14 +211,14 @@ class RedisStore(Store):
         return [int(version) for version in answer] if isinstance(answer, list) else None
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter, which begins at 0; returns its new value. A lease that it has goes on."""
+        """Add to a counter, which begins at 0; returns its new value. Its lease, if any, continues."""
         answer = self._run(_ADD, check_key(key), str(amount))
         if not isinstance(answer, bytes):
             raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
         return int(answer)
 
     def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        """Begin leases anew, versions unchanged; returns the keys that still had their version and a lease."""
+        """Restart leases, versions unchanged; returns the keys that still had their version and a lease."""
         check_lease(lease_s)
         arguments: list[str | int] = []
         for key, version in leases.items():
@@ -229,7 +229,7 @@ class RedisStore(Store):
 
     # --- waiting -------------------------------------------------------------------------------
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        """Wait until the record has another version than ``version``; returns what is there, at the latest then."""
+        """Wait until the record has another version than ``version``; returns the record then, or after the timeout."""
         check_key(key)
         entry: Entry | None = None
         ends_s: float | None = None
@@ -239,7 +239,7 @@ class RedisStore(Store):
             entry, ends_s = self._look(key)
             return (entry.version if entry else ABSENT) != version or None
 
-        def recheck_s() -> float:  # nobody wakes for the end of a lease
+        def recheck_s() -> float:  # the end of a lease causes no wake-up
             return RECHECK_S if ends_s is None else min(RECHECK_S, ends_s)
 
         wait_for(self._connection, look, timeout_s, recheck_s)
