@@ -62,7 +62,7 @@ def test_an_empty_variable_unsets_what_may_be_unset(tmp_path: Path) -> None:
         ("", {"TRANSPORT_LINGERS": "3"}, "TRANSPORT_LINGERS is not a setting; did you mean TRANSPORT_LINGER_S?"),
         ("linger_s = '3'", {}, "linger_s='3': Expected `float`, got `str`"),
         ("", {"TRANSPORT_LINGER_S": "soon"}, "TRANSPORT_LINGER_S='soon': Expected `float`, got `str`"),
-        ("linger_s = nan", {}, "a finite number is due"),
+        ("linger_s = nan", {}, "give a finite number"),
         ("linger_s = -1.0", {}, "every setting > 0 must hold"),
         ("heartbeat_s = 9.0", {}, "heartbeat_s * 3 <= watchdog_s must hold"),
         ("metrics_port = 70000", {}, "metrics_port=70000: Expected `int` <= 65535"),

@@ -119,7 +119,7 @@ def test_empty_tensors_have_a_place_and_no_bytes() -> None:
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ((3,), "2 ragged tensors need"),
+        ((3,), "expected 2 lengths, one for each ragged tensor"),
         ((3, 501), r"action: expected a length of 0\.\.500, got 501"),
         ((-1, 3), "obs: "),
     ],
@@ -207,7 +207,7 @@ def test_json_is_what_a_person_would_write() -> None:
         ('{"tensors": [{"name": "a", "dtype": "object", "shape": []}]}', "dtype 'object' is not one of"),
         ('{"tensors": [{"name": "a", "dtype": "int8", "shape": [], "ragged": true}]}', "leading dimension"),
         ('{"tensors": ' + "[" * 100_000, "not a schema"),
-        ('{"tensors": "' + " " * (1 << 20) + '"}', "longer than any"),
+        ('{"tensors": "' + " " * (1 << 20) + '"}', "the limit is"),
         ('{"tensors": [{"name": "\ud800", "dtype": "int8", "shape": []}]}', "not a schema"),
     ],
 )
@@ -217,7 +217,7 @@ def test_json_that_is_no_schema_is_refused(text: str, message: str) -> None:
 
 
 def test_unknown_version_is_refused_by_name() -> None:
-    with pytest.raises(SchemaError, match="schema version 9 is not known here"):
+    with pytest.raises(SchemaError, match="unsupported schema version 9"):
         Schema.decode(msgspec.msgpack.encode((9, {"anything": 1})))
 
 
@@ -269,7 +269,7 @@ def test_tensor_out_of_range_is_refused(spec: tuple[object, ...]) -> None:
 
 
 def test_name_used_twice_is_refused() -> None:
-    with pytest.raises(SchemaError, match="a: the name is used twice"):
+    with pytest.raises(SchemaError, match="a: two tensors have this name"):
         Schema((TensorSpec("a", "int8", ()), TensorSpec("a", "int16", ())))
 
 

@@ -38,7 +38,7 @@ from transport.queue.group import GroupQueue
 from transport.runtime.logs import set_up_logging
 from transport.server import listener
 from transport.server.lifetime import Lifetime, Phase, Watchdog
-from transport.storage.urls import SQLitePlace
+from transport.storage.urls import SQLiteURL
 from transport.store.memory import MemoryStore
 
 Configuration = config.Configuration
@@ -261,7 +261,7 @@ def renewed_anew_by_memory(found: Configuration) -> list[str]:
     reasons: list[str] = []
     with SharedRingBuffer.create(slots=1, slot_bytes=8) as ring, pytest.MonkeyPatch.context() as patch:
         patch.setattr(listener, "own_memory", lambda: 50 << 20)
-        listener.Listener(ring, settings=found.settings, begin_anew=reasons.append).sweep(0.0)
+        listener.Listener(ring, settings=found.settings, restart=reasons.append).sweep(0.0)
     return reasons
 
 
@@ -459,7 +459,7 @@ EFFECTS: dict[str, tuple[Seen, dict[str, Any], dict[str, str]]] = {
     "handshakes_per_host": (handshakes_admitted, {"2": 2, "4": 4}, {}),
     "listener_memory_bytes": (
         renewed_anew_by_memory,
-        {str(40 << 20): ["it has grown to 50 MiB, beyond listener_memory_bytes"], str(60 << 20): []}, {},
+        {str(40 << 20): ["its memory of 50 MiB exceeds listener_memory_bytes"], str(60 << 20): []}, {},
     ),
     "listener_idle_eviction_s": (idle_connection_is_closed, {"900": True, "1100": False}, {}),
     "ack_delay_s": (delay_of_an_ack, {"0.01": 0.01, "0.02": 0.02}, {}),
@@ -502,7 +502,7 @@ def test_a_setting_does_what_its_meaning_says(key: str, tmp_path: Path, monkeypa
     (tmp_path / "secret").write_bytes(b"between us\n")
     from transport.store import open_store
 
-    store = SQLitePlace(tmp_path / "store.db").text
+    store = SQLiteURL(tmp_path / "store.db").text
     open_store(store).close()
     monkeypatch.chdir(tmp_path)
     for other, value in others.items():

@@ -159,7 +159,7 @@ def test_wire_row_has_the_fields_of_a_ticket_in_order() -> None:
     ],
 )
 def test_unknown_version_is_refused_by_name(source: Any) -> None:
-    with pytest.raises(TicketError, match=r"ticket version 9 is not known here; this package reads 1\.\.1: upgrade"):
+    with pytest.raises(TicketError, match=r"unsupported ticket version 9: this package reads 1\.\.1; upgrade"):
         Ticket.parse(source)
 
 
@@ -295,7 +295,7 @@ def test_decoding_altered_bytes_raises_nothing_but_ticket_error(ticket: Ticket, 
 def test_ticket_too_large_for_a_slot_says_what_is_large() -> None:
     wide = Schema.of(**{f"tensor_with_a_long_name_{i}": ("float32", 1, 2, 3) for i in range(60)})
     ticket = changed(schema=wide, schema_fingerprint=wide.fingerprint_hex, lengths=(), size=wide.max_bytes)
-    with pytest.raises(TicketError, match=r"takes \d+ bytes of at most 2048; the largest field is schema with \d+"):
+    with pytest.raises(TicketError, match=r"has \d+ bytes, the limit is 2048; the largest field is schema with \d+"):
         ticket.encode()
     assert MAX_ENCODED_BYTES == 2048
 
@@ -306,11 +306,11 @@ def test_layout_comes_from_the_inline_schema_or_the_readers_own() -> None:
 
 
 def test_layout_refuses_a_schema_that_is_not_the_tickets() -> None:
-    with pytest.raises(SchemaError, match="does not describe itself"):
+    with pytest.raises(SchemaError, match="contains no schema"):
         TICKET.layout()
     with pytest.raises(SchemaError, match="was written with schema"):
         TICKET.layout(Schema.of(x=("int8",)))
-    with pytest.raises(SchemaError, match="has 133 bytes, by its schema and lengths 132"):
+    with pytest.raises(SchemaError, match="size mismatch: ticket 133 bytes, schema and lengths 132"):
         changed(size=133).layout(EPISODE)
 
 

@@ -74,7 +74,7 @@ class SlotInfo:
 
     state: int
     generation: int
-    done: int  # bit set of ranks; ranks >= readers are born done
+    done: int  # bit set of ranks; unused ranks (>= readers) start as done
     pins: int  # bit set of owners
     readers: int
     length: int

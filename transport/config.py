@@ -72,7 +72,9 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
         try:
             secret = path.read_bytes().rstrip(b"\r\n")
         except OSError as error:
-            raise ConfigurationError(f"secret_file {path}: {error.strerror}; name a file that can be read") from error
+            raise ConfigurationError(
+                f"secret_file {path}: {error.strerror}; give the path of a readable file"
+            ) from error
         if not secret:
             raise ConfigurationError(f"secret_file {path} is empty; write the shared secret into it")
         return secret
@@ -96,7 +98,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "pool_endpoints_idle": "idle connections of a client",
     "connections_per_listener": "connections that a listener admits",
     "handshakes_per_host": "handshakes under way with one host",
-    "listener_memory_bytes": "memory of its own at which a listener process begins anew",
+    "listener_memory_bytes": "private memory of a listener process above which it restarts",
     "listener_idle_eviction_s": "idle time after which a listener closes a connection",
     "ack_delay_s": "how long an acknowledgement waits for a request to ride with",
     "ack_timeout_s": "how long a listener keeps a slot for an acknowledgement; longest pause before one is sent again",
@@ -246,7 +248,7 @@ def _converted(key: str, value: Any, where: str, *, strict: bool) -> Any:
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{where}={value!r}: {error}".replace(" - at `$`", "")) from None
     if isinstance(converted, float) and not math.isfinite(converted):
-        raise ConfigurationError(f"{where}={value!r}: a finite number is due")
+        raise ConfigurationError(f"{where}={value!r}: give a finite number")
     return converted
 
 

@@ -1,20 +1,20 @@
-"""The error tree: who is at fault, whether trying again helps, and the code it travels under.
+"""The error tree: the cause, whether a retry may help, and the status code on the wire.
 
     TransportError
-    ├── UsageError          the caller passed something wrong; nothing was lost
-    ├── RefusedError        the other side said no, and would say it again
-    ├── LinkError           the path broke; another port or another try may work (retryable)
-    ├── GivenUpError        this side broke the connection off; nobody is at fault (retryable)
-    ├── RingError           the ring cannot do it now, or is not the ring one thinks
-    ├── QueueError          the ticket queue cannot do it now, or is not the queue one thinks
-    ├── StoreError          the store of shared records cannot do it now, or is not the store one thinks
-    ├── RunError            the run's life: weights, membership, cooldown
-    └── InternalError       our own defect; please report it
+    ├── UsageError          an argument of the caller is wrong; nothing was lost
+    ├── RefusedError        the other side refused, and would refuse again
+    ├── LinkError           the connection failed; another port or another try may work (retryable)
+    ├── GivenUpError        this side closed the connection for another reason; the port is healthy (retryable)
+    ├── RingError           the ring cannot do it now, or is another ring than expected
+    ├── QueueError          the ticket queue cannot do it now, or is another queue than expected
+    ├── StoreError          the store of shared records cannot do it now, or is another store than expected
+    ├── RunError            of the run as a whole: weights, membership, cooldown
+    └── InternalError       a defect of this package; please report it
 
-``retryable`` says whether the same call may succeed when made again. ``unreadable`` says that nobody will ever read the
-payload by this ticket, so that it may be given up; what is neither is this side's own trouble (a wrong secret, a
-deadline), and another trainer may well succeed. ``status`` is the code of the error in a STATUS record of the wire (see
-wire.py); 0 means that it never travels.
+``retryable``: the same call may succeed when made again. ``unreadable``: no reader will ever read the payload with this
+ticket, so the payload may be given up. An error that is neither is a problem of this side (a wrong secret, a deadline),
+and another trainer may succeed. ``status`` is the code of the error in a STATUS record of the wire
+(transport/wire/frames.py); 0: it is never sent.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class ConfigurationError(UsageError):
     """A setting is unknown, out of range, or contradicts another."""
 
 
-# --- the other side said no --------------------------------------------------------------------
+# --- the other side refused --------------------------------------------------------------------
 class RefusedError(TransportError):
     """The other side understood the request and refused it."""
 
 
 class StaleSlotError(RefusedError):
-    """The ticket's payload is not there any more for this rank: consumed, overwritten, discarded or expired."""
+    """The ticket's payload is no longer available to this rank: consumed, overwritten, discarded or expired."""
 
     unreadable = True
     status = 1
@@ -110,7 +110,7 @@ class AuthenticationError(RefusedError):
 
 
 class LengthMismatchError(RefusedError):
-    """The slot holds another number of bytes than the ticket says: the ticket was altered."""
+    """Slot and ticket have different sizes: the ticket was altered."""
 
     unreadable = True
     status = 7
@@ -124,46 +124,46 @@ class BusyError(RefusedError):
 
 
 class ProtocolError(RefusedError):
-    """The other side sent what the protocol does not allow."""
+    """The other side violated the protocol."""
 
     status = 9
 
 
 class WireNotAllowedError(RefusedError):
-    """No wire the caller allows leads to the payload."""
+    """No wire that the caller allows reaches the payload."""
 
 
 class PayloadLostError(RefusedError):
-    """Nobody serves this ticket's ring any more; the payload is gone."""
+    """No server serves this ticket's ring; the payload is lost."""
 
     unreadable = True
 
 
-# --- the path broke ----------------------------------------------------------------------------
+# --- the connection failed ----------------------------------------------------------------------------
 class LinkError(TransportError):
-    """The connection could not be made or broke; the payload is still in its slot."""
+    """The connection could not be made or was lost; the payload is still in its slot."""
 
     retryable = True
 
 
 class UnreachableError(LinkError):
-    """Nobody answers at the address and port, or there is no route."""
+    """No listener answers at the address and port, or there is no route."""
 
 
 class ConnectionLostError(LinkError):
-    """The peer closed, reset or died while something was under way."""
+    """The peer closed, reset or died during a request."""
 
 
 class ReadTimeoutError(LinkError, TimeoutError):
-    """The peer said nothing within the time limit; it may be stopped, slow or cut off."""
+    """The peer did not answer within the time limit; it may be suspended, slow or disconnected."""
 
 
 class ChecksumError(LinkError):
-    """The bytes that arrived are not the bytes that were written."""
+    """Checksum mismatch: the received bytes differ from the written ones."""
 
 
 class GivenUpError(TransportError):
-    """This side ended a healthy connection for what had happened to another one. It says nothing about its port."""
+    """This side closed a healthy connection because another one failed. It says nothing about the port."""
 
     retryable = True
 
@@ -188,11 +188,11 @@ class ClosedError(TransportError):
 
 # --- the ring ----------------------------------------------------------------------------------
 class RingError(TransportError):
-    """The ring refused, or cannot be had."""
+    """The ring refused, or is not available."""
 
 
 class RingFullError(RingError):
-    """No slot became free in time: the readers are slower than the writer, or gone.
+    """No slot became free in time: the readers are slower than the writer, or have ended.
 
     ``written`` has the tickets of those payloads of a `write_many` that were published before.
     """
@@ -202,7 +202,7 @@ class RingFullError(RingError):
 
 
 class NoOwnerError(RingError):
-    """All owner places of the ring are taken by live processes."""
+    """Live processes hold all 16 owner numbers of the ring."""
 
     retryable = True
 
@@ -224,12 +224,12 @@ class SharedMemoryError(RingError):
 
 
 class InvalidTransition(RingError):
-    """A slot was asked for a transition that its state does not have; carries what the slot was."""
+    """The slot's state does not permit this transition; the message names the state."""
 
 
 # --- the ticket queue --------------------------------------------------------------------------
 class QueueError(TransportError):
-    """The ticket queue failed; the message has what its store said."""
+    """The ticket queue failed; the message contains the error of its file or server."""
 
 
 class QueueFullError(QueueError):
@@ -245,26 +245,26 @@ class QueueBusyError(QueueError):
 
 
 class QueueUnavailableError(QueueError):
-    """The queue's server does not answer; whether a change took place is unknown. Asking again does no harm."""
+    """The queue's server does not answer; whether a change took place is unknown. A retry is safe."""
 
     retryable = True
 
 
 class GroupBrokenError(QueueError):
-    """The ranks of a model-parallel group cannot agree any more. Start the group again, under another name."""
+    """The ranks of a model-parallel group can no longer agree. Restart the group under another name."""
 
 
 class QueueUnsuitableError(QueueError, UsageError):
-    """The place cannot hold this queue: a network file system, another program's file, an unknown version."""
+    """This file or server cannot hold this queue: a network file system, another program's file, an unknown version."""
 
 
 # --- the store of shared records ----------------------------------------------------------------
 class StoreError(TransportError):
-    """The store failed; the message has what it said."""
+    """The store failed; the message contains the error of its file or server."""
 
 
 class StoreUnavailableError(StoreError):
-    """The store cannot be reached or is busy; whether a write took place is unknown. Look before writing again."""
+    """The store cannot be reached or is busy; whether a write took place is unknown. Read before writing again."""
 
     retryable = True
 
@@ -276,12 +276,12 @@ class StoreFullError(StoreError):
 
 
 class StoreUnsuitableError(StoreError, UsageError):
-    """The place cannot hold this store: a network file system, another program's file, an unknown version."""
+    """This file or server cannot hold this store: a network file system, another program's file, an unknown version."""
 
 
-# --- the run's life ----------------------------------------------------------------------------
+# --- the run ----------------------------------------------------------------------------
 class RunError(TransportError):
-    """What concerns the whole run failed; weights, membership and cooldown have kinds of their own."""
+    """A failure of the whole run; weights, membership and cooldown have classes of their own."""
 
 
 class JoinTimeoutError(RunError, TimeoutError):
@@ -293,7 +293,7 @@ class StaleRoundError(RunError):
 
 
 class RunLostError(RunError):
-    """The run's end cannot be learned any more: its store stays away, or has forgotten the run."""
+    """The run's end is unknown: its store is unavailable, or has lost the run."""
 
 
 class DestinationError(RunError):

@@ -1,4 +1,4 @@
-"""Named tensors, and where each of them stands in a slot.
+"""Schemas: named tensors, and the offset of each in a slot.
 
     schema = Schema.of(obs=("float32", UpTo(500), 4), action=("int64", UpTo(500)), reward=("float32",))
     schema.max_bytes                 # what a slot must hold
@@ -84,8 +84,8 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or len(self.name) > MAX_NAME_LENGTH or not _NAME.fullmatch(self.name):
             raise SchemaError(
-                f"tensor name {_short(self.name)} is not made of letters, digits and _ . / -, "
-                f"starting with a letter or _, at most {MAX_NAME_LENGTH} long"
+                f"invalid tensor name {_short(self.name)}: give at most {MAX_NAME_LENGTH} letters, digits and "
+                "_ . / -, starting with a letter or _"
             )
         if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise SchemaError(f"{self.name}: dtype {_short(self.dtype)} is not one of {', '.join(DTYPES)}")
@@ -100,7 +100,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if math.prod(max(1, size) for size in self.shape) * DTYPES[self.dtype].itemsize > MAX_BYTES:
             raise SchemaError(f"{self.name}: {self.dtype} {_short(self.shape)} is more than {MAX_BYTES} bytes")
         if not isinstance(self.ragged, bool):
-            raise SchemaError(f"{self.name}: ragged is {_short(self.ragged)}, not true or false")
+            raise SchemaError(f"{self.name}: ragged is {_short(self.ragged)}; give true or false")
         if self.ragged and not self.shape:
             raise SchemaError(f"{self.name}: a ragged tensor needs a leading dimension, its maximum length")
 
@@ -110,7 +110,7 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where one tensor of one payload stands. `offset` and `nbytes` are bytes; `shape` is the actual one."""
+    """Offset and size in bytes, and actual shape, of one tensor of one payload."""
 
     name: str
     dtype: np.dtype[Any]
@@ -120,7 +120,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Where every tensor of one payload stands, in order. `total` is the payload's size in bytes.
+    """The placements of all tensors of one payload, in order. `total` is the payload's size in bytes.
 
     `total` is the end of the last tensor: nothing is padded behind it.
     """
@@ -145,7 +145,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         seen: set[str] = set()
         for spec in self.tensors:
             if spec.name in seen:
-                raise SchemaError(f"{spec.name}: the name is used twice")
+                raise SchemaError(f"{spec.name}: two tensors have this name")
             seen.add(spec.name)
         if self.max_bytes > MAX_BYTES:
             raise SchemaError(f"the tensors take {self.max_bytes} bytes together, more than {MAX_BYTES}")
@@ -189,7 +189,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @cached_property
     def ragged(self) -> tuple[TensorSpec, ...]:
-        """The ragged tensors, in the order in which their lengths travel."""
+        """The ragged tensors, in the order of their lengths in tickets."""
         return tuple(spec for spec in self.tensors if spec.ragged)
 
     @cached_property
@@ -220,7 +220,7 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         if not lengths and not self.ragged:
             return self._fixed_layout
         if len(lengths) != len(self.ragged):
-            raise SchemaError(f"{len(self.ragged)} ragged tensors need as many lengths, not {len(lengths)}")
+            raise SchemaError(f"expected {len(self.ragged)} lengths, one for each ragged tensor, got {len(lengths)}")
         for spec, length in zip(self.ragged, lengths, strict=True):
             if not 0 <= length <= spec.shape[0]:
                 raise SchemaError(f"{spec.name}: expected a length of 0..{spec.shape[0]}, got {length}")
@@ -290,7 +290,7 @@ def _decoded(data: bytes) -> Schema:
     try:
         version, body = _decode_frame(data)
         if version != _VERSION:
-            raise SchemaError(f"schema version {version} is not known here; this package reads {_VERSION}")
+            raise SchemaError(f"unsupported schema version {version}: this package reads version {_VERSION}")
         rows = _decode_rows(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise SchemaError(f"these bytes are not a schema: {error}") from error
@@ -304,11 +304,11 @@ _decode_json = msgspec.json.Decoder(Schema).decode
 
 def _check_size(document: str | bytes) -> None:
     if len(document) > MAX_DOCUMENT_BYTES:
-        raise SchemaError(f"a schema of {len(document)} bytes is longer than any: the limit is {MAX_DOCUMENT_BYTES}")
+        raise SchemaError(f"the schema document has {len(document)} bytes; the limit is {MAX_DOCUMENT_BYTES}")
 
 
 def _short(value: object) -> str:
-    """For messages: what came may be huge and of any type."""
+    """The value as text for messages, shortened: it may be of any size and type."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints

@@ -1,11 +1,11 @@
-"""The ticket: what travels through the queue instead of the payload, and is enough to fetch it.
+"""The ticket: sent through the queue in place of the payload, and sufficient to fetch it.
 
     data = ticket.encode()          # MessagePack, a few hundred bytes, for queues and for the slot's note
     text = ticket.to_text()         # the same as one word, for command lines and logs of one's own
     Ticket.parse(data_or_text)      # takes all of them, JSON too
 
 An encoded ticket is `b"TK"`, one byte of version, and a MessagePack array with the fields of `_Row`. Its key admits to
-the payload, so whoever holds the ticket may read: neither `repr` nor `name` show the key.
+the payload, so the holder of the ticket may read: neither `repr` nor `name` show the key.
 """
 
 from __future__ import annotations
@@ -110,14 +110,16 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         for what in ("addresses", "ports", "lengths"):
-            if not isinstance(getattr(self, what), tuple):  # a single address would pass as a row of letters
+            if not isinstance(
+                getattr(self, what), tuple
+            ):  # a single address as text would pass as a sequence of letters
                 raise TicketError(f"{what}: expected a tuple, got {getattr(self, what)!r:.80}")
         try:
             _check_place(self.ring, self.segment, self.host, self.addresses)
-        except TypeError:  # something that cannot be remembered, and is no string
+        except TypeError:  # an unhashable value, hence no string
             _check_place.__wrapped__(self.ring, self.segment, self.host, self.addresses)
         if len(self.addresses) > MAX_ADDRESSES or len(self.ports) > _ring.MAX_PORTS:
-            raise TicketError(f"{len(self.addresses)} addresses and {len(self.ports)} ports are more than a ticket has")
+            raise TicketError(f"{len(self.addresses)} addresses and {len(self.ports)} ports exceed a ticket's limits")
         for port in self.ports:
             _within("port", port, 1, 1 << 16)
         _within("slot", self.slot, 0, _SLOT_LIMIT)
@@ -128,9 +130,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.checksum is not None:
             _within("checksum", self.checksum, 0, _U64_LIMIT)
         if not (math.isfinite(self.created) and math.isfinite(self.deadline or 0.0)):
-            raise TicketError(f"created {self.created} and deadline {self.deadline} are not both finite")
+            raise TicketError(f"created={self.created} and deadline={self.deadline} must both be finite")
         if len(self.lengths) > MAX_TENSORS:
-            raise TicketError(f"{len(self.lengths)} lengths are more than a schema has tensors")
+            raise TicketError(f"{len(self.lengths)} lengths; a schema has at most {MAX_TENSORS} tensors")
         for length in self.lengths:
             _within("length", length, 0, MAX_BYTES + 1)
         _hexadecimal("schema_fingerprint", self.schema_fingerprint)
@@ -145,7 +147,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # --- naming --------------------------------------------------------------------------------
     @property
     def identity(self) -> tuple[str, int, int]:
-        """Which payload: (ring, slot, generation). Never used twice."""
+        """Identifies the payload: (ring, slot, generation). Never used twice."""
         return self.ring, self.slot, self.generation
 
     @property
@@ -172,25 +174,29 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def layout(self, schema: Schema | None = None) -> Layout:
-        """Where the payload's tensors stand, by the inline schema or else by `schema`, the reader's own.
+        """The layout of the payload, by the inline schema or else by `schema`, the reader's own.
 
         SchemaError when there is neither, `schema` has another fingerprint, or lengths or size do not fit it.
         """
         if self.schema is not None:
             return self.schema.layout(self.lengths)  # which agreed when the ticket was made
         if schema is None:
-            raise SchemaError(f"payload {self.name} does not describe itself; pass the schema it was written with")
+            raise SchemaError(
+                f"the ticket of payload {self.name} contains no schema; pass the schema it was written with"
+            )
         return self._layout_by(schema)
 
     def _layout_by(self, chosen: Schema) -> Layout:
         if chosen.fingerprint_hex != self.schema_fingerprint:
             raise SchemaError(
-                f"payload {self.name} was written with schema {self.schema_fingerprint}, "
-                f"this one is {chosen.fingerprint_hex}"
+                f"schema mismatch: payload {self.name} was written with schema {self.schema_fingerprint}, "
+                f"got {chosen.fingerprint_hex}"
             )
         layout = chosen.layout(self.lengths)
         if layout.total != self.size:
-            raise SchemaError(f"payload {self.name} has {self.size} bytes, by its schema and lengths {layout.total}")
+            raise SchemaError(
+                f"payload {self.name}: size mismatch: ticket {self.size} bytes, schema and lengths {layout.total}"
+            )
         return layout
 
     # --- encodings -----------------------------------------------------------------------------
@@ -204,7 +210,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             fields = dict(zip(_Row.__struct_fields__, row, strict=True))
             largest = max(fields, key=lambda name: len(_encode(fields[name])))
             raise TicketError(
-                f"the ticket takes {len(data)} bytes of at most {MAX_ENCODED_BYTES}; "
+                f"the encoded ticket has {len(data)} bytes, the limit is {MAX_ENCODED_BYTES}; "
                 f"the largest field is {largest} with {len(_encode(fields[largest]))}"
             )
         return data
@@ -247,7 +253,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if not isinstance(text, str | bytes):
             raise TicketError(f"a {type(text).__name__} is not a ticket; give the text of to_json()")
         if len(text) > MAX_JSON_BYTES:
-            raise TicketError(f"{len(text)} characters of JSON are more than a ticket has")
+            raise TicketError(f"{len(text)} characters of JSON are too many for a ticket")
         try:
             fields = _decode_object(text)
             _check_version(fields.pop("version", None))
@@ -286,7 +292,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 @cache
 def host_identity() -> str:
-    """What all processes of this running host have in common and no other host has: the kernel's boot id.
+    """Identifies this host until its next boot: the kernel's boot id.
 
     Where /proc does not have it, the host's name, marked as such.
     """
@@ -307,15 +313,15 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 def _check_version(version: object) -> None:
     if version != VERSION:
         raise TicketError(
-            f"ticket version {version!r:.20} is not known here; this package reads 1..{VERSION}: "
-            "upgrade payload-transport, or have the writer's side use the same version"
+            f"unsupported ticket version {version!r:.20}: this package reads 1..{VERSION}; "
+            "upgrade payload-transport, or write the ticket with the same version"
         )
 
 
 def _within(what: str, value: int, first: int, limit: int, *, secret: bool = False) -> None:
     if type(value) is not int or not first <= value < limit:
         shown = "what came" if secret else f"{value!r:.40}"
-        raise TicketError(f"{what}: expected an integer of {first}..{limit - 1}, {shown} is not")
+        raise TicketError(f"{what}: expected an integer of {first}..{limit - 1}, got {shown}")
 
 
 def _hexadecimal(what: str, value: str) -> None:
@@ -325,7 +331,7 @@ def _hexadecimal(what: str, value: str) -> None:
 
 @lru_cache(maxsize=256)
 def _check_place(ring: str, segment: str, host: str, addresses: tuple[str, ...]) -> None:
-    """All tickets of a ring have the same, so that they are looked at once."""
+    """Cached, because all tickets of a ring have the same values."""
     _hexadecimal("ring", ring)
     _words("segment, host and addresses", (segment, host, *addresses))
 
@@ -333,7 +339,7 @@ def _check_place(ring: str, segment: str, host: str, addresses: tuple[str, ...])
 def _words(what: str, values: tuple[str, ...]) -> None:
     for value in values:
         if not isinstance(value, str) or len(value) > 255 or not value.isprintable() or " " in value:
-            raise TicketError(f"{what} are printable words of at most 255 characters, {value!r:.80} is not")
+            raise TicketError(f"{what}: expected printable words of at most 255 characters, got {value!r:.80}")
 
 
 def _plain(metadata: Mapping[str, Any]) -> Metadata:
@@ -349,7 +355,9 @@ def _plain(metadata: Mapping[str, Any]) -> Metadata:
     except (TypeError, ValueError, OverflowError) as error:  # an int above 64 bits, half a surrogate pair
         raise TicketError(f"the metadata cannot be encoded: {error}") from error
     if size > MAX_METADATA_BYTES or not all(isinstance(name, str) for name in plain):
-        raise TicketError(f"metadata takes names of type str and {MAX_METADATA_BYTES} bytes encoded; these are {size}")
+        raise TicketError(
+            f"metadata: expected str names and at most {MAX_METADATA_BYTES} encoded bytes, got {size} bytes"
+        )
     return plain
 
 

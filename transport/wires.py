@@ -1,7 +1,7 @@
-"""The wires, one vocabulary everywhere, and the UCX settings for each.
+"""The wires, and the UCX settings for each.
 
-UCX settings such as the rendezvous threshold belong to a context, so they are chosen for the set of wires a context
-may use.
+UCX settings such as the rendezvous threshold belong to a context, so they are chosen for the set of wires that the
+context may use.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ WIRES: tuple[Wire, ...] = get_args(Wire)
 _CHOSEN = {
     "TCP_TX_SEG_SIZE": "256k",
     "TCP_RX_SEG_SIZE": "512k",
-    # A connection whose peer goes away during the call is freed by UCX, which would use it afterwards; so the call does
-    # not wait.
+    # With blocking connects UCX frees a connection whose peer disconnects during the call and then uses it (a crash).
     "TCP_CONN_NB": "y",
-    "TCP_CM_REUSEADDR": "y",  # a killed listener is back on its port at once, not after a minute
-    "MM_ERROR_HANDLING": "y",  # shared memory stays possible although error handling is on
-    "RNDV_THRESH": "1m",  # receives are posted before they are asked for: eager saves a round trip
+    "TCP_CM_REUSEADDR": "y",  # a restarted listener gets its port at once, not after a minute
+    "MM_ERROR_HANDLING": "y",  # allows shared memory together with error handling
+    "RNDV_THRESH": "1m",  # receives are posted before the request is sent, so eager saves a round trip
     "MEMTYPE_CACHE": "n",
 }
 _RDMA = {"RNDV_THRESH": "8192"}
@@ -36,7 +35,7 @@ _RDMA = {"RNDV_THRESH": "8192"}
 # registration cache, and crashes when a transfer with a rendezvous is given up (seen in 1.21, ucp_memh_invalidate).
 _TO_LOAD = {"MEM_BISTRO_GRACE_DURATION": "0"}
 _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
-    "shm": ("sm", "tcp"),  # tcp makes the connection, the bytes go through shared memory
+    "shm": ("sm", "tcp"),  # tcp makes the connection, shared memory carries the bytes
     "tcp": ("tcp", "self"),
     "rdma": ("rc", "dc", "ud", "tcp"),
     "cuda": ("cuda", "tcp"),
@@ -44,7 +43,7 @@ _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
 
 
 def named_wires(wanted: Iterable[Wire]) -> frozenset[Wire]:
-    """The wires that a caller names. Raises UsageError for a name that is none, and for no name."""
+    """The wires that a caller names. Raises UsageError for an unknown name, and for no name."""
     try:
         names = {str(wanted)} if isinstance(wanted, str) else set(wanted)
     except TypeError as error:
@@ -62,7 +61,7 @@ def user_settings() -> frozenset[str]:
 
 
 def settings_to_load() -> dict[str, str]:
-    """UCX settings (names without UCX_) that hold for a process, from the library's load on."""
+    """UCX settings (names without UCX_) of the process, read when the library is loaded."""
     return dict(_TO_LOAD)
 
 
@@ -70,15 +69,15 @@ _SHARED_MEMORY = ("sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem")  #
 
 
 def _without_shared_memory(transports: str) -> str:
-    """A value of UCX_TLS, less what goes through shared memory. Raises WireNotAllowedError where nothing is left."""
+    """A value of UCX_TLS without shared-memory transports. Raises WireNotAllowedError if none is left."""
     names = [name.strip() for name in transports.split(",")]
     if names[0].startswith("^"):
         return ",".join([*names, *_SHARED_MEMORY[:1]])
     kept = [name for name in names if name.split(":")[0].lstrip("\\") not in _SHARED_MEMORY]
     if not kept:
         raise WireNotAllowedError(
-            f"UCX_TLS={transports} allows shared memory only, and the ring's processes belong to another user of this "
-            "host, or cannot be seen from here: add tcp"
+            f"UCX_TLS={transports} allows shared memory only, but the ring's processes belong to another user of this "
+            "host, or run in another container: add tcp"
         )
     return "^sm" if "all" in kept else ",".join(kept)
 
@@ -86,11 +85,11 @@ def _without_shared_memory(transports: str) -> str:
 def settings_for(wires: frozenset[Wire] | None = None, *, shared_memory: bool = True) -> dict[str, str]:
     """UCX settings (names without UCX_) for a context that may use ``wires``; None: whatever UCX finds best.
 
-    The user's UCX_ variables win over the project's choices: UCX reads them itself, and they are left out here. On
+    The user's UCX_ variables take precedence: UCX reads them itself, and they are left out here. On
     InfiniBand the rendezvous threshold stays low.
 
     Args:
-        shared_memory: False for peers whose memory cannot be mapped; it is then left out, whoever asks for it.
+        shared_memory: False for peers whose memory cannot be mapped: shared memory is excluded in any case.
     """
     if not shared_memory:
         return _settings_apart(wires)
@@ -98,7 +97,7 @@ def settings_for(wires: frozenset[Wire] | None = None, *, shared_memory: bool = 
     if wires is not None:
         remote = [wire for wire in WIRES if wire in wires and wire != "mapped"]
         if not remote:
-            raise WireNotAllowedError("only the wire 'mapped' is allowed, and that one does not lead through UCX")
+            raise WireNotAllowedError("wire={'mapped'} allows no UCX transport: allow shm, tcp, rdma or cuda as well")
         chosen["TLS"] = ",".join(dict.fromkeys(name for wire in remote for name in _TRANSPORTS[wire]))
         if "rdma" in wires:
             chosen.update(_RDMA)
@@ -112,8 +111,8 @@ def _settings_apart(wires: frozenset[Wire] | None) -> dict[str, str]:
         left = wires - {"shm"}
         if not left - {"mapped"}:
             raise WireNotAllowedError(
-                f"wire={sorted(wires)} allows shared memory only, and the ring's processes belong to another user of "
-                "this host, or cannot be seen from here: allow tcp"
+                f"wire={sorted(wires)} allows shared memory only, but the ring's processes belong to another user of "
+                "this host, or run in another container: allow tcp"
             )
         wires = left
     settings = settings_for(wires)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from transport.errors import MissingDependencyError
-from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
+from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
 Question = tuple[int, str]  # rank, token of the claim
 _HELD = ("claimed", "arrived")  # by the claim, until its lease ends: what was asked for may still be on its way
@@ -26,19 +26,19 @@ class Row(msgspec.Struct):
 
 def fates(queue: str, questions: Iterable[Question]) -> dict[Question, bool]:
     """Whether the queue has accepted each claim, as far as that is decided; empty while the queue is away."""
-    place = parse_place(queue)
-    ask = _of_sqlite if isinstance(place, SQLitePlace) else _of_redis
+    url = parse_url(queue)
+    ask = _of_sqlite if isinstance(url, SQLiteURL) else _of_redis
     decided: dict[Question, bool] = {}
-    for question, row in ask(place, list(questions)).items():  # type: ignore[arg-type]
+    for question, row in ask(url, list(questions)).items():  # type: ignore[arg-type]
         mine = row is not None and row.token == question[1]
         if row is None or not (mine and row.state in _HELD):
             decided[question] = mine and row is not None and row.state == "done"
     return decided
 
 
-def _of_sqlite(place: SQLitePlace, questions: list[Question]) -> dict[Question, Row | None]:
+def _of_sqlite(url: SQLiteURL, questions: list[Question]) -> dict[Question, Row | None]:
     found: dict[Question, Row | None] = {}
-    connection = sqlite3.connect(f"file:{Path(place.path)}?mode=ro", uri=True, timeout=30.0, isolation_level=None)
+    connection = sqlite3.connect(f"file:{Path(url.path)}?mode=ro", uri=True, timeout=30.0, isolation_level=None)
     try:
         for rank, token in questions:
             seq = int(token.partition(":")[0])
@@ -51,15 +51,15 @@ def _of_sqlite(place: SQLitePlace, questions: list[Question]) -> dict[Question, 
     return found
 
 
-def _of_redis(place: RedisPlace, questions: list[Question]) -> dict[Question, Row | None]:
+def _of_redis(url: RedisURL, questions: list[Question]) -> dict[Question, Row | None]:
     try:
         import redis
     except ImportError as error:
         raise MissingDependencyError(str(error)) from error
-    client = redis.Redis.from_url(place.url, socket_timeout=_PATIENCE_S, socket_connect_timeout=_PATIENCE_S)
+    client = redis.Redis.from_url(url.url, socket_timeout=_PATIENCE_S, socket_connect_timeout=_PATIENCE_S)
     try:
         fields = [f"{token.partition(':')[0]}/{rank}" for rank, token in questions]
-        rows: Any = client.hmget(f"transport:{{{place.run}}}:queue:rows", fields)
+        rows: Any = client.hmget(f"transport:{{{url.run}}}:queue:rows", fields)
     except (redis.exceptions.RedisError, OSError):
         return {}
     finally:

@@ -25,7 +25,7 @@ from plan import SETTINGS, Plan, TrainerPlan, WriterPlan
 
 from transport import SharedRingBuffer
 from transport.errors import TransportError
-from transport.storage.urls import SQLitePlace
+from transport.storage.urls import SQLiteURL
 
 WRITERS, TRAINERS = 3, 2
 SHM = Path("/dev/shm")
@@ -47,7 +47,7 @@ class Run:
         self._stopped: dict[int, float] = {}
         self._plan = Plan(
             folder=str(folder),
-            queue=SQLitePlace(folder / "queue.sqlite3").text,
+            queue=SQLiteURL(folder / "queue.sqlite3").text,
             deadlines=False,
             run=self.name,
             seed=seed,

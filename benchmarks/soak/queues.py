@@ -18,7 +18,7 @@ from plan import MAX_DELIVERIES, Plan
 from transport.errors import QueueError
 from transport.queue import RedisQueue, SQLiteQueue
 from transport.queue.base import TicketQueue
-from transport.storage.urls import SQLitePlace, parse_place
+from transport.storage.urls import SQLiteURL, parse_url
 
 _FIRST_PORT = 6379  # below what the kernel gives away: nobody has it while the server is down
 _PAUSE_S = 0.2  # between two starts of a server that does not stay, as on a full disk
@@ -30,10 +30,10 @@ _libc = ctypes.CDLL(None)
 def open_queue(plan: Plan, patience_s: float = 10.0) -> TicketQueue:
     """The queue of the plan. QueueError if it cannot be had within ``patience_s``."""
     lease_s = plan.settings.claim_lease_s
-    place = parse_place(plan.queue)
-    if isinstance(place, SQLitePlace):
-        return SQLiteQueue(place.path, lease_s=lease_s, max_deliveries=MAX_DELIVERIES, busy_timeout_s=patience_s)
-    return RedisQueue(place, lease_s=lease_s, max_deliveries=MAX_DELIVERIES, patience_s=patience_s)
+    parsed = parse_url(plan.queue)
+    if isinstance(parsed, SQLiteURL):
+        return SQLiteQueue(parsed.path, lease_s=lease_s, max_deliveries=MAX_DELIVERIES, busy_timeout_s=patience_s)
+    return RedisQueue(parsed, lease_s=lease_s, max_deliveries=MAX_DELIVERIES, patience_s=patience_s)
 
 
 def opened_in_time(plan: Plan, said: Callable[[str], object]) -> TicketQueue:

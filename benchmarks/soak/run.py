@@ -31,7 +31,7 @@ from report import End, allowed, reason_of, report
 from transport import SharedRingBuffer
 from transport.errors import QueueError, TransportError
 from transport.queue.base import QueueDepth
-from transport.storage.urls import SQLitePlace
+from transport.storage.urls import SQLiteURL
 
 READERS = (1, 2)  # by writer
 RANKS = (0, 0, 1)  # by trainer
@@ -88,7 +88,7 @@ class Soak:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", str(disk)], check=True)
         self._server = RedisServer(disk, folder / "redis.log") if options.queue == "redis" else None
         run = secrets.token_hex(4)
-        place = SQLitePlace(disk / "queue.sqlite3").text
+        place = SQLiteURL(disk / "queue.sqlite3").text
         if self._server is not None:
             place = f"redis://127.0.0.1:{self._server.port}/0?run={run}"
         self._plan = Plan(folder=str(folder), queue=place, ack=options.ack, run=run, seed=options.seed)

@@ -56,7 +56,7 @@ std::size_t class_of(std::size_t size) {
 
 void bind_blocks(nb::module_& module) {
   nb::class_<Block>(module, "Block", nb::is_final(), nb::is_weak_referenceable(), nb::type_slots(block_slots),
-                    "Writable bytes, back in their pool when nothing refers to them any more.")
+                    "Writable bytes, returned to their pool with the last reference.")
       .def_prop_ro("address", [](const Block& block) { return reinterpret_cast<std::uintptr_t>(block.data()); })
       .def("read_only",
            [](nb::handle_t<Block> self) {

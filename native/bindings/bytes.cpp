@@ -115,7 +115,7 @@ void bind_bytes(nb::module_& module) {
   nb::class_<PyChecksum>(module, "Checksum", nb::is_final(), "XXH3 over several pieces.")
       .def(nb::init<>())
       .def("update", &PyChecksum::update, "data"_a)
-      .def("copy", &PyChecksum::copy, "destination"_a, "source"_a, "Moves and hashes in one pass over memory.")
+      .def("copy", &PyChecksum::copy, "destination"_a, "source"_a, "Copy and hash in one pass over memory.")
       .def("digest", &PyChecksum::digest);
 
   nb::class_<PyEvent>(module, "Event", nb::is_final(), "A futex counter in the first 4 bytes of a file, mapped shared.")

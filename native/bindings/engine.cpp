@@ -206,12 +206,12 @@ void bind_engine(nb::module_& module) {
         return sum;
       })
       .def_prop_ro("closed", &Engine::closed)
-      .def_prop_ro("dropped", &Engine::dropped, "Messages that nobody had asked for.")
-      .def_prop_ro("turned_away", &Engine::turned_away, "Clients beyond a listener's limit.")
+      .def_prop_ro("dropped", &Engine::dropped, "Messages that matched no posted receive.")
+      .def_prop_ro("turned_away", &Engine::turned_away, "Clients refused because a listener had reached its limit.")
       .def(
           "drop_unexpected",
           [](PyEngine& engine) { engine.sort_unexpected = [](auto...) { return false; }; },
-          "From now on drop what no receive stands for.")
+          "From now on drop messages that match no posted receive.")
       .def("drive", drive, "spin_s"_a)
       .def("collect", collect)
       .def("close", close);
@@ -248,7 +248,7 @@ void bind_engine(nb::module_& module) {
             endpoint->receive_stream(place.data, place.size, waiter(endpoint, token), std::move(place.keep));
           },
           "token"_a, "memory"_a)
-      .def("abort", abort_endpoint, "Close at once; on return UCX is out of all memory of its requests.")
+      .def("abort", abort_endpoint, "Close at once; on return UCX no longer uses the memory of its requests.")
       .def("transports", &Endpoint::transports);
 
   nb::class_<PyListener>(module, "Listener", nb::is_final(), "A listening port.")

@@ -21,7 +21,7 @@ Number number_at(const nb::tuple& row, std::size_t at) {
 // (ticket, rank, destination, checksum or None), as link.Want
 Want want_of(nb::handle object) {
   const auto row = nb::cast<nb::tuple>(object);
-  if (row.size() != 4) throw nb::value_error("a want has four fields");
+  if (row.size() != 4) throw nb::value_error("a wanted payload has four fields");
   const nb::handle ticket = row[0];
   Want want{};
   want.slot = nb::cast<std::uint32_t>(ticket.attr("slot"));
@@ -85,7 +85,7 @@ std::uint32_t read(Link& link, nb::handle token, const nb::list& rows, const nb:
   const Records before(acks);
   if (rows.size() == 0 || rows.size() + before.view().size() > kMostRecords)
     throw nb::value_error("a message has 1 to 63 records");
-  if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
+  if (link.next_number() >= kMessageNumbers) throw nb::value_error("the connection has no message numbers left");
   if (rows.size() == 1) {
     Want want = want_of(rows[0]);
     return begun(token, [&](void* owned) { return link.read(owned, {&want, 1}, before.view()); });
@@ -112,7 +112,7 @@ void bind_reading(nb::module_& module) {
   module.attr("WRONG_CHECKSUM") = kWrongChecksum;
   module.attr("WRONG_LENGTH") = kWrongLength;
   module.attr("PROTOCOL") = kProtocol;
-  nb::class_<Link>(module, "Link", nb::is_final(), "The client's side of a connection after its handshake.")
+  nb::class_<Link>(module, "Link", nb::is_final(), "The client's side of a connection after the handshake.")
       .def(nb::new_([](const std::shared_ptr<Endpoint>& endpoint, std::uint32_t tag_base, std::uint32_t their_base,
                        std::uint64_t inline_limit, std::uint8_t version) {
              return std::make_shared<Link>(endpoint, tag_base, their_base, inline_limit, version);

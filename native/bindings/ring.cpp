@@ -153,7 +153,7 @@ std::uint64_t own_count(const Ring& ring, const std::string& name) { return ring
 
 nb::tuple ports(const Ring& ring) { return nb::tuple(nb::cast(ring.ports())); }
 
-// Whatever stands in shared memory by now is text.
+// Shared memory may contain any bytes; they are shown as text.
 nb::str addresses(const Ring& ring) {
   const std::string bytes = ring.addresses();
   return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
@@ -206,7 +206,7 @@ void bind_ring(nb::module_& module) {
       .def(nb::init<nb::handle_t<Ring>, std::uint64_t, std::uint64_t>(), "ring"_a, "slot"_a, "generation"_a)
       .def("end", &Loan::end);
 
-  nb::class_<SlotInfo>(module, "SlotInfo", nb::is_final(), "One consistent look at a slot.")
+  nb::class_<SlotInfo>(module, "SlotInfo", nb::is_final(), "A consistent snapshot of one slot.")
       .def_prop_ro("state", [](const SlotInfo& slot) { return static_cast<int>(slot.state); })
       .def_ro("generation", &SlotInfo::generation)
       .def_ro("done", &SlotInfo::done)
@@ -234,7 +234,7 @@ void bind_ring(nb::module_& module) {
   bind_claims(ring);
   ring.def_static("create", create, "name"_a, "slot_count"_a, "slot_capacity"_a, "fingerprint"_a)
       .def_static("attach", attach, "name"_a, "role"_a, nb::kw_only(), "writable_payload"_a = false)
-      .def("close", &Ring::close, "Give up pins, owner place and locks, but for what is lent. Idempotent.")
+      .def("close", &Ring::close, "Release pins, owner number and locks, except those of lent memory. Idempotent.")
       .def("leave", &Ring::leave, nb::kw_only(), "give_up_unread"_a, "only_empty"_a)
       .def_prop_ro("lent", &Ring::lent)
       .def("unlink_if_last", &Ring::unlink_if_last, nb::kw_only(), "readers_may_stay"_a = false)

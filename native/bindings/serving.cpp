@@ -52,7 +52,7 @@ void bind_codes(nb::module_& module) {
 void bind_serving(nb::module_& module) {
   bind_codes(module);
 
-  nb::class_<Service>(module, "Service", nb::is_final(), "What the connections of a listener share.")
+  nb::class_<Service>(module, "Service", nb::is_final(), "State shared by the connections of one listener.")
       .def(nb::new_([](Engine& engine, Ring& ring, std::uint64_t inline_limit, double slowest_rate,
                        std::size_t most_attempts, std::size_t most_unsent, std::uint32_t numbers) {
              return std::make_shared<Service>(engine, ring,
@@ -60,11 +60,11 @@ void bind_serving(nb::module_& module) {
            }),
            "engine"_a, "ring"_a, nb::kw_only(), "inline_limit"_a, "slowest_rate"_a, "most_attempts"_a, "most_unsent"_a,
            "numbers"_a, nb::keep_alive<0, kSecond>())
-      .def_rw("draining", &Service::draining, "While it is set, reads are told that the listener is busy.")
+      .def_rw("draining", &Service::draining, "While set, reads are refused: the listener is busy.")
       .def_prop_ro("attempts", &Service::attempts)
       .def(
           "when_quiet", [](Service& service, nb::handle future) { service.when_quiet(own(future)); }, "future"_a,
-          "Resolve the future as soon as there is no attempt.");
+          "Resolve the future as soon as no attempt is active.");
 
   nb::class_<Connection>(module, "Connection", nb::is_final(), "A client's connection after WELCOME.")
       .def(nb::new_(&open), "service"_a, "endpoint"_a, "tag_base"_a, "client_base"_a, "version"_a,

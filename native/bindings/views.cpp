@@ -3,7 +3,7 @@
 //   PayloadView ──► Hold ──► Views ──► Ring
 //        what exports the slot's memory · what is done at its end · the views of one attachment · the attachment
 //
-// Whoever wants to speak about a payload later keeps its Hold, which does not keep the memory.
+// Code that acknowledges a payload later keeps its Hold, which does not keep the memory.
 //
 // Everything here runs with the GIL, which is what guards the list of a Views. The end of a view may come on any
 // thread, in the middle of anything, and in a forked child, whose Ring is closed and holds nothing.
@@ -30,9 +30,9 @@ class Hold {
 
   // Consumes now; the memory stays pinned. False: it had been consumed.
   bool acknowledge();
-  // Letting go is an acknowledgement from now on: somebody has been handed the payload.
+  // From now on releasing the view acknowledges the payload: the caller has it.
   void deliver() { consume_ = true; }
-  // Letting go is no acknowledgement: the payload stays for another attempt.
+  // Releasing the view does not acknowledge: the payload stays for another attempt.
   void abandon() { consume_ = false; }
   // Acknowledges what letting go would acknowledge.
   void settle() {
@@ -77,7 +77,7 @@ class Views {
     for (Hold* hold = first_; hold != nullptr && !ring_->closed(); hold = hold->next_) hold->settle();
     return out_ == 0;
   }
-  // As if every view were gone. For the end of the process, where nobody looks any more.
+  // Releases every pin. For the end of the process, when no view is used.
   void let_go() {
     while (first_ != nullptr) first_->let_go();
   }
@@ -122,7 +122,7 @@ bool Hold::let_go() noexcept {
   if (!views_->remove(*this)) return false;
   Ring& ring = views_->ring();
   try {  // a closed ring gives the pin back with its last loan; a forked child has none
-    // Refused: somebody was faster, but the pin is still ours to give back.
+    // Refused: another owner was faster, but this one must still release the pin.
     if (!ring.closed() && (!consume_ || !ring.mark_consumed(wanted_.slot, wanted_.generation, wanted_.rank)))
       ring.unpin(wanted_.slot, wanted_.generation);
   } catch (const RingFault&) {  // closed since we looked
@@ -150,7 +150,7 @@ class PayloadView {
 
  private:
   void close_owner() const noexcept {
-    PyObject *type, *value, *traceback;  // whoever lets go of a view may be handling an exception
+    PyObject *type, *value, *traceback;  // a view may be released while an exception is handled
     PyErr_Fetch(&type, &value, &traceback);
     PyObject* const result = PyObject_CallMethod(owner_.ptr(), "close", nullptr);
     if (result == nullptr) PyErr_WriteUnraisable(owner_.ptr());
@@ -198,16 +198,16 @@ PyType_Slot view_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer
 }  // namespace
 
 void bind_views(nb::module_& module) {
-  nb::class_<Hold>(module, "Hold", nb::is_final(), "What is done when a view's last array is gone.")
-      .def("acknowledge", &Hold::acknowledge, "Consume now; the memory stays. False: it had been consumed.")
-      .def("deliver", &Hold::deliver, "Letting go is an acknowledgement from now on.")
-      .def("abandon", &Hold::abandon, "Letting go is no acknowledgement.");
+  nb::class_<Hold>(module, "Hold", nb::is_final(), "The action to take when the last array over a view is released.")
+      .def("acknowledge", &Hold::acknowledge, "Consume now; the memory stays pinned. False: already consumed.")
+      .def("deliver", &Hold::deliver, "From now on, releasing the view acknowledges the payload.")
+      .def("abandon", &Hold::abandon, "From now on, releasing the view does not acknowledge the payload.");
 
   nb::class_<PayloadView>(module, "PayloadView", nb::is_final(), nb::is_weak_referenceable(),
                           nb::type_slots(view_slots), "A payload's bytes in its slot, read-only and pinned.")
       .def_prop_ro("hold", &PayloadView::hold);
 
-  nb::class_<Views>(module, "Views", nb::is_final(), "The views of one attachment that are out.")
+  nb::class_<Views>(module, "Views", nb::is_final(), "The views of one attachment that are in use.")
       .def(nb::init<nb::handle_t<Ring>, std::size_t>(), "ring"_a, "most"_a)
       .def("read", &Views::read, "owner"_a, "slot"_a, "generation"_a, "key"_a, "length"_a, "rank"_a, "consume"_a)
       .def("close", &Views::close)

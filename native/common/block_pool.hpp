@@ -1,5 +1,5 @@
-// Memory for payloads that are received again and again: by size class, and warm, which is to say that
-// what comes back is lent again before anything new is asked of the system.
+// Pooled memory for received payloads, by size class. A returned block is lent again before the system is asked for
+// new memory, so its pages are already mapped.
 //
 // Blocks may be taken and given back on any thread, with or without the GIL. Nothing here runs Python,
 // allocates or returns memory while it holds the lock, so the lock is held for a few instructions only.
@@ -57,7 +57,7 @@ class BlockPool {
   std::byte* take(std::size_t size);
   // What `take` gave for a size of this class. Nobody looks at it any more.
   void give_back(std::byte* memory, unsigned class_index) noexcept;
-  // Lets go of everything idle.
+  // Frees all idle blocks.
   void clear() noexcept;
 
   std::size_t idle_bytes() const { return idle_bytes_.load(std::memory_order_relaxed); }

@@ -13,7 +13,7 @@ enum class Fault : int {
   not_found,   // attach: no such segment
   layout,      // magic, version, sizes or fingerprint differ
   not_ready,   // the creator died in creation, or is at it
-  no_owner,    // all owner places are held by live processes
+  no_owner,    // live processes hold all owner numbers
   no_memory,   // the segment does not fit into /dev/shm
   denied,      // permission, or another user's segment
   system,      // any other errno

@@ -23,7 +23,7 @@ class EventFile {
     if (fd < 0) fail_errno(errno, "open", path);
     struct stat status {};
     int error = fstat(fd, &status) == 0 ? 0 : errno;
-    // Never shrinks, and so never disturbs whoever has mapped it already.
+    // Never shrinks, so processes that have mapped it are not affected.
     if (error == 0 && status.st_size < static_cast<off_t>(sizeof(EventWord)))
       error = posix_fallocate(fd, 0, sizeof(EventWord));
     void* memory = MAP_FAILED;

@@ -1,5 +1,5 @@
 // Places where a test may kill the process: FAULT_POINT("take.taken") stands between two steps whose
-// order matters to whoever survives. Compiled away unless TRANSPORT_FAULT_POINTS is defined.
+// order matters to surviving processes. Compiled away unless TRANSPORT_FAULT_POINTS is defined.
 #pragma once
 
 #include <algorithm>
@@ -25,14 +25,14 @@ inline constexpr std::array<std::string_view, 45> kPoints{
     "create.header",         // header, not initialised
     "create.initialised",    // complete, no owner
     "create.found",          // a file of this name is open, not yet locked
-    "attach.found",          // mapped, no owner place
+    "attach.found",          // mapped, no owner number
     "attach.locked",         // owner byte locked, leftovers of the previous owner still there
-    "attach.claimed",        // owner place taken
+    "attach.claimed",        // owner number taken
     "take.hinted",           // hint removed, word still FREE
     "take.taken",            // word WRITING
     "overwrite.taken",       // word WRITING
     "publish.written",       // fields written, word still WRITING
-    "publish.published",     // word READY, nobody told
+    "publish.published",     // word READY, waiters not woken
     "abort.freed",           // word FREE
     "pin.pinned",            // word READING
     "unpin.unpinned",        // word READY, READING or FREE
@@ -52,8 +52,8 @@ inline constexpr std::array<std::string_view, 45> kPoints{
     "return.unhinted",       // to be claimed again, its ready hint perhaps not set
     "return.unannounced",    // hint set, nobody told
     "failure.counted",       // an entry of the log is begun
-    "reclaim.vacated",       // its place vacated, its byte still locked
-    "close.released",        // own bits cleared, place still occupied
+    "reclaim.vacated",       // its owner number free, its byte still locked
+    "close.released",        // own bits cleared, owner number still taken
     "board.locked",          // about to write ports or addresses
     "board.written",         // written beside, not yet shown
     "serve.asked",           // a message is here, nothing of it is done
@@ -63,7 +63,7 @@ inline constexpr std::array<std::string_view, 45> kPoints{
     "serve.acknowledging",   // an acknowledgement is here, the ring does not know
     "read.asked",            // the request is UCX's
     "read.answered",         // the answer is here, perhaps not all payloads
-    "read.arrived",          // everything is here, unverified, nobody told
+    "read.arrived",          // everything is here, unverified, not reported
 };
 
 consteval std::size_t index_of(std::string_view name) {

@@ -64,7 +64,7 @@ class SipHash24 {
 };
 
 // The key of one payload: of slot and generation, little-endian, under the ring's secret. Publishing needs
-// no random bytes, and whoever holds one ticket learns nothing about the next.
+// no random bytes, and one ticket reveals nothing about the next.
 inline std::uint64_t slot_key(const std::array<std::uint8_t, 16>& secret, std::uint32_t slot,
                               std::uint32_t generation) {
   return SipHash24(secret).of(std::uint64_t{generation} << 32 | slot);

@@ -17,7 +17,7 @@ void Ring::require_open() const {
 }
 void Ring::require_owner() const {
   require_open();
-  if (me_ < 0) fail(Fault::argument, "an observer holds no owner place, and neither writes nor pins");
+  if (me_ < 0) fail(Fault::argument, "an observer has no owner number: it can neither write nor pin");
 }
 void Ring::require_slot(std::uint64_t slot) const {
   require_open();

@@ -32,7 +32,7 @@ std::unique_ptr<Ring> Ring::attach_again(Role role) const {
   require_open();
   Segment segment = Segment::attach(segment_.name, segment_.mapping->writable(), segment_.mapping);
   if (segment.identity.ring_id != segment_.identity.ring_id)
-    fail(Fault::not_found, segment_.name + " is another ring now");
+    fail(Fault::not_found, segment_.name + " now belongs to another ring");
   return std::unique_ptr<Ring>(new Ring(std::move(segment), role));
 }
 

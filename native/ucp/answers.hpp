@@ -1,5 +1,5 @@
-// A STATUS message as the client reads it: what a listener answers to one CONTROL message. Nothing of it is believed
-// before all of it was looked at, and no look leaves its bytes.
+// A STATUS message as the client reads it: what a listener answers to one CONTROL message. The whole message
+// is checked before any of it is used, and no check reads beyond it.
 #pragma once
 
 #include <cstddef>
@@ -21,10 +21,10 @@ inline const char* status_fault(const std::byte* message, std::size_t length, st
   const auto header = load<Header>(message);
   if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::status))
     return "not a status message of the connection's version";
-  if (header.count != asked) return "a status message of more or fewer answers than were asked for";
-  if (header.number != due) return "a status message of another number than was due";
+  if (header.count != asked) return "a status message with the wrong number of answers";
+  if (header.number != due) return "a status message with the wrong message number";
   for (std::size_t at = 0; at < asked; ++at)
-    if (answer_at(message, at).position != before + at) return "an answer to something else";
+    if (answer_at(message, at).position != before + at) return "an answer for the wrong record";
   return nullptr;
 }
 
@@ -42,15 +42,15 @@ const char* joined_fault(const std::byte* message, std::size_t length, std::size
     const std::uint64_t size = size_of(at);
     const bool small = size <= inline_limit;
     if ((answer.flags & kJoined) != 0) {
-      if (answer.code != 0 || !small) return "a payload that cannot stand behind the answers";
+      if (answer.code != 0 || !small) return "a joined payload that was refused or is too large to be joined";
       joined += size;
     } else if (small) {
       apart = true;
     }
   }
   if (joined != header.joined_bytes || length != sizeof(Header) + header.count * sizeof(Answer) + joined)
-    return "more or fewer bytes behind the answers than they say";
-  if (joined != 0 && apart) return "some small payloads behind the answers, and some not";  // pieces would lie elsewhere
+    return "size mismatch of the joined payloads";
+  if (joined != 0 && apart) return "only some of the small payloads are joined";  // pieces would lie elsewhere
   return nullptr;
 }
 

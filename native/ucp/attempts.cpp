@@ -45,7 +45,7 @@ Code Service::begin(Connection& connection, const Record& record, Attempt*& atte
   if (record.rank >= kMaxReaders) return Code::rank;
   if (free_ == nullptr) free_ = &made_.emplace_back();  // before there is a pin that a lack of memory would leave
   const PinAnswer pinned = ring_.pin(record.slot, record.generation, record.rank);
-  if (pinned != PinAnswer::ok)  // ranks that the payload has no reader for are born done
+  if (pinned != PinAnswer::ok)  // unused ranks start as done
     return pinned == PinAnswer::done && record.rank >= ring_.info(record.slot).readers ? Code::rank : Code::stale;
   const SlotInfo info = ring_.info(record.slot);
   const bool expired = info.deadline_ns != 0 && info.deadline_ns <= realtime_ns();

@@ -144,7 +144,7 @@ std::vector<std::pair<std::string, std::string>> Endpoint::transports() const {
   attributes.transports.entries = lanes.data();
   attributes.transports.num_entries = static_cast<unsigned>(lanes.size());
   attributes.transports.entry_size = sizeof(ucp_transport_entry_t);
-  check(ucp_ep_query(handle_, &attributes), "asking which transports an endpoint uses");
+  check(ucp_ep_query(handle_, &attributes), "querying the transports of an endpoint");
   for (unsigned lane = 0; lane < attributes.transports.num_entries; ++lane)
     found.emplace_back(lanes[lane].transport_name ? lanes[lane].transport_name : "",
                        lanes[lane].device_name ? lanes[lane].device_name : "");

@@ -28,7 +28,7 @@ void relax() {
 bool Engine::foreign() const { return getpid() != pid_; }
 
 Engine::Engine(ucp_worker_h worker) : worker_(worker), pid_(getpid()) {
-  check(ucp_worker_get_efd(worker, &descriptor_), "asking for the worker's descriptor");
+  check(ucp_worker_get_efd(worker, &descriptor_), "getting the worker's descriptor");
   active_ns_ = now_ns();
 }
 

@@ -53,7 +53,7 @@ inline void check(ucs_status_t status, const char* doing) {
   if (status != UCS_OK) throw UcxFault(status, doing);
 }
 
-// What has come to an end is told in here. Whoever waits keeps `self` alive until then.
+// Reports the end of a request. The waiter keeps `self` alive until then.
 struct Request {
   using Done = void (*)(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
 
@@ -170,7 +170,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
 class Listener {
  public:
   // `address` "" is all of IPv4; `port` 0 is assigned. Each new endpoint becomes an event with `token`. While the engine
-  // has `most` endpoints, whoever comes is turned away.
+  // has `most` endpoints, further clients are refused.
   Listener(Engine& engine, const std::string& address, std::uint16_t port, std::size_t most, void* token);
   ~Listener();
   Listener(const Listener&) = delete;

@@ -90,7 +90,7 @@ inline const char* control_fault(const std::byte* message, std::size_t length, s
     if (kind < static_cast<std::uint8_t>(Kind::read) || kind > static_cast<std::uint8_t>(Kind::bye))
       return "a record of unknown kind";
   }
-  if (header.number != due) return "a control message of another number than was due";
+  if (header.number != due) return "a control message with the wrong message number";
   return nullptr;
 }
 

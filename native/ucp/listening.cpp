@@ -25,7 +25,7 @@ Listener::Listener(Engine& engine, const std::string& address, std::uint16_t por
   const ucs_status_t status = ucp_listener_query(door_->handle, &attributes);
   if (status != UCS_OK) {
     close();
-    throw UcxFault(status, "asking for the port");
+    throw UcxFault(status, "querying the listening port");
   }
   const auto& found = reinterpret_cast<const sockaddr_in&>(attributes.sockaddr);
   door_->gate = std::make_unique<Gate>(found);

@@ -221,7 +221,7 @@ Link::~Link() = default;
 std::shared_ptr<Operation> Link::begin(void* token, std::span<const Record> before, std::size_t asked) {
   if (before.size() + asked > kMostRecords || before.size() + asked == 0)
     throw std::invalid_argument("a message has 1 to 63 records");
-  if (next_number_ >= kMessageNumbers) throw std::invalid_argument("the link's message numbers are used up");
+  if (next_number_ >= kMessageNumbers) throw std::invalid_argument("the connection has no message numbers left");
   std::shared_ptr<Operation> operation;
   if (idle_.empty()) {
     operation = std::make_shared<Operation>(endpoint_->engine());
@@ -237,7 +237,7 @@ std::shared_ptr<Operation> Link::begin(void* token, std::span<const Record> befo
 std::uint32_t Link::read(void* token, std::span<Want> wants, std::span<const Record> acks) {
   for (const Want& want : wants)
     if (want.memory != UCS_MEMORY_TYPE_HOST && (small(want.size) || want.verify))
-      throw std::invalid_argument("memory that the host may not touch is for large payloads, verified elsewhere");
+      throw std::invalid_argument("device memory needs a payload above inline_limit and no checksum here");
   const std::uint32_t number = next_number_;
   const auto operation = begin(token, acks, wants.size());
   for (Want& want : wants) operation->add(std::move(want));

@@ -69,12 +69,12 @@ bool Connection::keep(std::uint64_t place, std::size_t length, ucp_tag_message_h
   const std::size_t charge = length + kChargedToEach;
   const char* fault = nullptr;
   if (place != tag_of(0, posted_ + static_cast<std::uint32_t>(ahead_.size())))
-    fault = "a control message of another number than was due";
+    fault = "a control message with the wrong message number";
   else if (length > kControlBytes)
     fault = "a control message is too long";
   else if (ahead_bytes_ + charge > service_->limits_.most_ahead ||
            service_->ahead_bytes_ + charge > service_->limits_.most_ahead_of_all)
-    fault = "it asks too far ahead of its answers";
+    fault = "too many requests ahead of their answers";
   if (fault != nullptr) {
     end(End::garbage, fault);
     return false;
@@ -94,7 +94,7 @@ Connection::Ahead Connection::take_ahead() {
 }
 
 void Connection::received_stream(void* self, std::uint32_t, ucs_status_t status, std::size_t) {
-  if (status == UCS_OK) static_cast<Connection*>(self)->end(End::garbage, "it goes on after the handshake");
+  if (status == UCS_OK) static_cast<Connection*>(self)->end(End::garbage, "stream data after the handshake");
 }
 
 // It may come from inside of `receive`: what a message asks for is done later, however many have arrived.
@@ -121,7 +121,7 @@ void Connection::run() {
   const std::uint32_t place = due_ % kReceives;
   const Arrival arrival = arrivals_[place];
   if (arrival.status == UCS_ERR_MESSAGE_TRUNCATED) return end(End::garbage, "a control message is too long");
-  if (arrival.status != UCS_OK) return end(End::gone, "the peer is gone");
+  if (arrival.status != UCS_OK) return end(End::gone, "the peer disconnected");
   last_active_ = now_s();
   const std::byte* const message = inbox_->messages[place].data();
   if (const char* const fault = control_fault(message, arrival.length, due_, version_)) return end(End::garbage, fault);
@@ -131,7 +131,7 @@ void Connection::run() {
     ++due_;
     post();
   } catch (const std::exception&) {  // the ring was closed under us, or there is no memory: serve nobody any more
-    return end(End::internal, "the ring cannot be served any more");
+    return end(End::internal, "the ring can no longer be served");
   }
   if (!over_ && has_work()) service_->engine().defer(*this);
 }
@@ -240,7 +240,7 @@ void Connection::sent(ucs_status_t status) {
   if (over_) return;
   if (status != UCS_OK && endpoint_->alive()) {
     // A client that aborted is often seen by its sends first, a moment before UCX says that it is gone.
-    if (is_of_the_peer(status)) return end(End::gone, "the peer is gone");
+    if (is_of_the_peer(status)) return end(End::gone, "the peer disconnected");
     return end(End::internal, "UCX refused to send");
   }
   if (has_work()) service_->engine().defer(*this);  // it may have been held up

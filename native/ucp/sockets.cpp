@@ -99,7 +99,7 @@ void Gate::for_each(std::int64_t now_ns, Do act) {
     if (seen.kind == Kind::stranger && has_admitted(descriptor)) seen.kind = Kind::admitted;
     act(descriptor, seen);
   }
-  admitted_.clear();  // whoever is still there has been seen
+  admitted_.clear();  // the remaining connections have been seen
   std::erase_if(seen_, [&](const auto& each) { return each.second.round != round_; });
 }
 

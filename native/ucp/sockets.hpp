@@ -1,8 +1,8 @@
 // The kernel's side of a listening port: what UCX has of it stands in no interface of its own.
 //
-// UCX's own thread accepts whoever connects, and waits for ever for a connection request. Of somebody who says more than
-// one can have, it asks for no byte any more, is told again and again that there are some, and keeps a core busy. So
-// whoever has sent no valid request within a time and a size is ended here.
+// UCX's own thread accepts every connection and waits without limit for a connection request. If a peer sends more bytes
+// than a request has, UCX stops reading, is notified again and again of readable bytes, and keeps a core busy. So this
+// closes connections that sent no valid request within a time and a size.
 #pragma once
 
 #include <dirent.h>
@@ -33,7 +33,7 @@ class Gate {
   // descriptor that waits for the same has then nothing to tell any more. So this is called now and then.
   bool end_strangers(std::int64_t now_ns, std::int64_t patience_ns);
 
-  // Have the kernel ignore whoever wants to connect. Who has already been connected still comes in.
+  // Make the kernel ignore new connections. Connections that are already established are still accepted.
   void ignore_newcomers();
 
   // End all connections, as if their clients had. True once there are none, and none that the kernel has ready to be

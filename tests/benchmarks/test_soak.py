@@ -15,7 +15,7 @@ from redis_server import needs_redis, redis_server
 
 from transport.queue import RedisQueue, SQLiteQueue
 from transport.queue.base import DeliveryState, Failure, QueuedTicket, TicketQueue
-from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
+from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
 ROOT = Path(__file__).resolve().parents[2]
 SOAK = ROOT / "benchmarks" / "soak"
@@ -169,7 +169,7 @@ def asks(queue: TicketQueue, place: str) -> None:
 
 
 def test_the_auditor_finds_in_a_file_what_was_accepted(tmp_path: Path) -> None:
-    place = SQLitePlace(tmp_path / "queue.sqlite3")
+    place = SQLiteURL(tmp_path / "queue.sqlite3")
     with SQLiteQueue(place.path) as queue:
         asks(queue, place.text)
 
@@ -177,8 +177,8 @@ def test_the_auditor_finds_in_a_file_what_was_accepted(tmp_path: Path) -> None:
 @needs_redis
 def test_the_auditor_finds_on_a_server_what_was_accepted_and_nothing_while_it_is_away() -> None:
     with redis_server() as server:
-        place = parse_place(server.place())
-        assert isinstance(place, RedisPlace)
+        place = parse_url(server.place())
+        assert isinstance(place, RedisURL)
         with RedisQueue(place) as queue:
             asks(queue, server.place())
         server.kill()

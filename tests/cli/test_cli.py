@@ -74,7 +74,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["read"], "transport read: Missing argument 'TICKET'; see `transport read --help`"),
         (
             ["demo", "--queue", "redis://host/name"],
-            "transport demo: the database of a Redis place is a number, not 'name': give sqlite:file, relative, or "
+            "transport demo: the database in a Redis URL must be a number, got 'name': give sqlite:file, relative, or "
             "sqlite:///path/of/file, or redis://host:port/db?run=name",
         ),
         (

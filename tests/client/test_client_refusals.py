@@ -133,8 +133,8 @@ async def test_a_ticket_of_a_ring_that_nobody_serves_any_more_is_lost() -> None:
     ("servers", "clients", "reason"),
     [
         (b"s", b"s", None),
-        (b"s", b"other", "does not have the shared secret"),
-        (b"s", None, "given none"),
+        (b"s", b"other", "has another shared secret"),
+        (b"s", None, "this client has none"),
         (None, b"s", "did not prove"),
     ],
 )

@@ -100,9 +100,9 @@ async def test_a_listener_that_goes_between_two_messages_fails_the_next(wire: An
         side.endpoint.abort()
         await until(lambda: not link.usable)
         for late in (lambda: link.read([want(1)], []), lambda: link.tell([ack()])):
-            with pytest.raises(ConnectionLostError, match="gone"):
+            with pytest.raises(ConnectionLostError, match="disconnected"):
                 late()
-        with pytest.raises(ConnectionLostError, match="gone"):
+        with pytest.raises(ConnectionLostError, match="disconnected"):
             link.ask(Record(Kind.BYE), [])
         link.abort()
 

@@ -94,7 +94,7 @@ async def test_a_staging_buffer_is_lent_until_the_copy_out_of_it_has_run(wire: A
                 await client.read(ring.write({"x": noise(64 << 10, number)}), out=out)
             cupy.fake.run_all()
             assert [out.host.tobytes() for out in outs] == [noise(64 << 10, number).tobytes() for number in range(3)]
-            assert client._landing._staging.bytes == 64 << 10
+            assert client._device_reads._staging.bytes == 64 << 10
 
 
 @pytest.mark.ucx
@@ -108,7 +108,7 @@ async def test_a_failed_read_gives_its_staging_buffer_back(cupy: Any) -> None:
             with pytest.raises(Exception) as failure:  # its cause is what counts
                 await client.read(ticket, out=out)
             assert isinstance(failure.value.__cause__, ChecksumError)
-            assert (out.host == 0xEE).all() and client._landing._staging.lent == 0
+            assert (out.host == 0xEE).all() and client._device_reads._staging.lent == 0
             await client.read(ring.write({"x": noise(60_000)}), out=out)
 
 
@@ -381,6 +381,6 @@ async def test_the_engine_refuses_memory_that_it_would_have_to_touch(cupy: Any) 
             assert link is not None
             for size, checksum in ((100, None), (300_000, 7)):
                 keeper = Keeper(np.zeros(size, np.uint8))
-                with pytest.raises(ValueError, match="for large payloads, verified elsewhere"):
+                with pytest.raises(ValueError, match="above inline_limit and no checksum here"):
                     link.read([Want(tickets[size], 0, keeper.place(), checksum)], [])
             client._links.checkin(link)

@@ -66,7 +66,7 @@ def test_places_of_a_port_are_bounded_while_connections_are_being_opened() -> No
     pool.begin_open(HERE)
     assert not pool.may_open(HERE)
     assert pool.may_open(THERE)
-    with pytest.raises(InternalError, match="without a place"):
+    with pytest.raises(InternalError, match="exceeds the limit"):
         pool.begin_open(HERE)
     pool.open_failed(HERE)
     assert pool.may_open(HERE)

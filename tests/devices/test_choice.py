@@ -82,4 +82,4 @@ async def test_a_payload_goes_directly_where_that_was_asked_for_and_ucx_knows_ho
             if direct:
                 assert destination[:2] == (address_of(out.host), size)
             else:
-                assert client._landing._staging.bytes and address_of(destination) != address_of(out.host)
+                assert client._device_reads._staging.bytes and address_of(destination) != address_of(out.host)

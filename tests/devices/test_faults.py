@@ -13,7 +13,7 @@ import pytest
 from helpers import asynchronous, free, noise, over_ucx, serving, settings_with, states, until
 
 from transport import SharedRingBuffer, UCXXClient
-from transport.client.device_reads import DevicePayload, Landing, target_of
+from transport.client.device_reads import DevicePayload, DeviceReads, target_of
 from transport.client.retry import Deadline
 from transport.devices.streams import address_of
 from transport.errors import ClosedError, DeadlineExceededError
@@ -67,7 +67,7 @@ async def test_a_copy_that_fails_leaves_the_staging_buffer_to_others(wire: Any, 
                 await client.read(ticket, out=out)  # not acknowledged, so it can be had again
                 cupy.fake.run_all()
                 assert out.host.tobytes() == noise(60_000, number).tobytes()
-            await until(lambda: client._landing._staging.lent == 0)
+            await until(lambda: client._device_reads._staging.lent == 0)
 
 
 def test_a_slot_is_given_back_only_when_a_copy_without_a_mark_has_run(cupy: Any) -> None:
@@ -111,11 +111,11 @@ async def test_a_cancelled_read_gives_its_staging_buffer_to_the_next_one(cupy: A
             reads = [
                 asyncio.ensure_future(client.read(ticket, out=out)) for ticket, out in zip(tickets, outs, strict=False)
             ]
-            await until(lambda: client._landing._staging.lent)
+            await until(lambda: client._device_reads._staging.lent)
             for read in reads:  # one has the block and is under way, two wait for it
                 read.cancel()
             await asyncio.gather(*reads, return_exceptions=True)
-            assert client._landing._staging.lent == 0
+            assert client._device_reads._staging.lent == 0
             for ticket, out, number in zip(tickets, outs[3:], range(3), strict=True):
                 await client.read(ticket, out=out)
                 cupy.fake.run_all()
@@ -135,19 +135,19 @@ async def test_reads_that_wait_for_pinned_memory_end_with_their_client(cupy: Any
             asyncio.ensure_future(client.read(ring.write({"x": noise(60_000)}), out=out, timeout=10))
             for out in outs[1:]
         ]
-        await until(lambda: len(client._landing._staging._waiting) == 2)
+        await until(lambda: len(client._device_reads._staging._waiting) == 2)
         await client.close()
         for outcome in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(outcome, ClosedError)
-        assert client._landing._staging.bytes == 0
+        assert client._device_reads._staging.bytes == 0
 
 
 # --- received directly -----------------------------------------------------------------------------------
 class Direct:
-    """A landing that receives directly, and what stands for UCX: it writes where it is told to."""
+    """DeviceReads that receive directly, and what stands for UCX: it writes where it is told to."""
 
     def __init__(self, cupy: Any, size: int = 300_000) -> None:
-        self.landing = Landing(None, "direct", 64 << 20)
+        self.reads = DeviceReads(None, "direct", 64 << 20)
         self.out = cupy.empty(size, np.uint8)
         found = target_of(self.out, size)
         assert found is not None
@@ -173,9 +173,9 @@ async def test_ucx_is_let_in_once_the_callers_stream_is_done_with_the_memory(cup
         order.append("ucx")
         return await direct.write(place)
 
-    assert await direct.landing.over_wire(direct.target, True, NEVER, write) == "read"
-    assert order == ["stream", "ucx"] and direct.landing._staging.bytes == 0
-    direct.landing.close()
+    assert await direct.reads.over_wire(direct.target, True, NEVER, write) == "read"
+    assert order == ["stream", "ucx"] and direct.reads._staging.bytes == 0
+    direct.reads.close()
 
 
 @asynchronous
@@ -184,16 +184,16 @@ async def test_a_read_directly_into_a_device_waits_for_the_stream_no_longer_than
     cupy.fake.stopped = True
     cupy.fake.queue(lambda: None)
     with pytest.raises(DeadlineExceededError, match="stream"):
-        await direct.landing.over_wire(direct.target, True, Deadline(0.0), direct.write)
+        await direct.reads.over_wire(direct.target, True, Deadline(0.0), direct.write)
     assert direct.place is None, "UCX was let in"
     cupy.fake.stopped = False
-    direct.landing.close()
+    direct.reads.close()
 
 
 @asynchronous
 async def test_memory_that_is_copied_back_to_be_hashed_is_kept_until_that_is_done(cupy: Any) -> None:
     direct = Direct(cupy)
-    await direct.landing.over_wire(direct.target, True, NEVER, direct.write)
+    await direct.reads.over_wire(direct.target, True, NEVER, direct.write)
     cupy.fake.stopped = True
     hashing = asyncio.ensure_future(direct.place[2].checksum())
     await until(lambda: cupy.fake.copies)
@@ -208,8 +208,8 @@ async def test_memory_that_is_copied_back_to_be_hashed_is_kept_until_that_is_don
     assert not gone, "a copy out of it is queued"
     cupy.fake.stopped = False
     await until(lambda: gc.collect() >= 0 and gone, "the copy has run")
-    assert not direct.landing._staging.lent
-    direct.landing.close()
+    assert not direct.reads._staging.lent
+    direct.reads.close()
 
 
 # --- the rest ---------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ async def test_reads_make_no_new_events_and_no_new_pinned_memory(wire: Any, cupy
                 for number in range(times):
                     await client.read(ring.write({"x": cupy.on_device(noise(60_000, number))}), out=out)
                     cupy.fake.run_all()
-                    await until(lambda: not client._landing._staging.lent and free(ring))
+                    await until(lambda: not client._device_reads._staging.lent and free(ring))
                 return cupy.fake.events_made, len(cupy.fake.pinned_on)
 
             first = await read(3)

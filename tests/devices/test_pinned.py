@@ -242,7 +242,7 @@ async def test_what_waits_for_a_device_that_failed_is_let_go(caplog: pytest.LogC
     mark.broken = True
     with caplog.at_level(logging.ERROR):
         await until(lambda: done)
-    assert done == [1] and "failed with its device" in caplog.text
+    assert done == [1] and "a device copy failed" in caplog.text
 
 
 @asynchronous

@@ -129,7 +129,7 @@ def test_direct_means_without_a_staging_buffer(writer: Child, device: Any, verif
         out = device.zeros(ticket.size, np.uint8)
         client.read(ticket, out=out)
         assert bytes_of(out[: 8 * ticket.lengths[0]]) == host_values(3)["tokens"].tobytes()
-        staged = client._client._landing._staging.bytes
+        staged = client._client._device_reads._staging.bytes
         assert (staged > 0) == verify  # then alone to be hashed, on its way back
 
 

@@ -99,7 +99,7 @@ def test_a_port_in_use_means_the_next_one() -> None:
 
 
 def test_an_address_of_another_host_is_refused() -> None:
-    with pytest.raises(BusyPortError, match="no address"):
+    with pytest.raises(BusyPortError, match="not an address"):
         Exporter(0, "192.0.2.77")
 
 

@@ -142,7 +142,7 @@ def test_a_segment_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[s
     assert run(["top", "transport-test-that-never-was", "--once"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert "no segment /transport-test-that-never-was on this host" in said.err
+    assert "no ring segment /transport-test-that-never-was on this host" in said.err
 
 
 def test_names_stay_whole_and_many_ports_do_not_drown_the_table() -> None:

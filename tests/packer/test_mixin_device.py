@@ -125,7 +125,7 @@ def test_a_batch_whose_copy_fails_is_claimed_again_and_the_next_one_arrives(
         payloads = packer.consume(fetch(packer, 3))
         cupy.fake.run_all()
         assert sorted(int(payload["step"].host) for payload in payloads) == [1, 3, 5]
-        assert packer._packer.client._landing._staging.bytes <= 64 << 10
+        assert packer._packer.client._device_reads._staging.bytes <= 64 << 10
     finally:
         packer.cleanup_ucxx_packer()
 
@@ -141,7 +141,7 @@ def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
     fetch(packer, 4)
     client = packer._packer.client
     packer.cleanup_ucxx_packer()
-    assert (client._landing._staging.bytes, client._landing._staging.lent) == (0, 0)
+    assert (client._device_reads._staging.bytes, client._device_reads._staging.lent) == (0, 0)
     assert queue.depth().ready == 4 and worker._ucxx_ring.statistics().reading == 0
 
 
@@ -149,7 +149,7 @@ def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
 def test_the_way_into_device_memory_is_the_clients(receive: Any, queue: SQLiteQueue, cupy: Any) -> None:
     packer = packing(queue, "tcp", device_receive=receive)
     try:
-        assert packer._packer.client._landing.receive == receive
+        assert packer._packer.client._device_reads.receive == receive
         assert packer._packer.client._links._for_device_memory == (receive == "direct")
     finally:
         packer.cleanup_ucxx_packer()

@@ -18,7 +18,7 @@ from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import DeliveryState, QueueDepth, RedisQueue, SQLiteQueue, TicketQueue, open_queue
 from transport.queue.group import GroupQueue, _Vote, decide
-from transport.storage.urls import parse_place
+from transport.storage.urls import parse_url
 from transport.store import SQLiteStore, Store, open_store
 
 
@@ -57,7 +57,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         else:
             server = request.getfixturevalue("server")
             server.flush()
-            queue = RedisQueue(parse_place(server.place()), lease_s=LEASE_S, clock=lambda: times[0])
+            queue = RedisQueue(parse_url(server.place()), lease_s=LEASE_S, clock=lambda: times[0])
             store = open_store(server.place())
         stack.enter_context(queue)
         stack.enter_context(store)
@@ -195,9 +195,9 @@ def test_old_tickets_are_passed_over_for_the_whole_group(place: Place) -> None:
 
 def test_a_name_is_used_once_and_a_rank_is_its_own(place: Place) -> None:
     leader, _ = place.group()
-    with pytest.raises(ConfigurationError, match="has begun before"):
+    with pytest.raises(ConfigurationError, match="was used before"):
         place.group()
-    with pytest.raises(RankError, match="this is the group's rank 0"):
+    with pytest.raises(RankError, match="the queue of rank 0"):
         leader.claim(1, rank=1, consumer="a")
     with pytest.raises(RankError, match="rank 2 of a group of 2"):
         GroupQueue(place.queue, place.store, "c", 2, 2)

@@ -14,7 +14,7 @@ from redis_server import RedisServer, lose_answers, needs_redis, redis_server
 
 from transport.errors import QueueFullError, QueueUnavailableError
 from transport.queue import DeliveryState, QueueDepth, QueuedTicket, RedisQueue
-from transport.storage.urls import RedisPlace, parse_place
+from transport.storage.urls import RedisURL, parse_url
 
 pytestmark = needs_redis
 
@@ -31,9 +31,9 @@ def server(running: RedisServer) -> RedisServer:
     return running
 
 
-def place(server: RedisServer, run: str = "test") -> RedisPlace:
-    found = parse_place(server.place(run))
-    assert isinstance(found, RedisPlace)
+def place(server: RedisServer, run: str = "test") -> RedisURL:
+    found = parse_url(server.place(run))
+    assert isinstance(found, RedisURL)
     return found
 
 
@@ -199,7 +199,7 @@ def test_a_waiting_claim_outlives_the_servers_restart() -> None:
 def test_a_server_that_stays_away_is_told_within_the_patience() -> None:
     with redis_server() as server, RedisQueue(place(server), patience_s=0.05) as queue:
         server.kill()
-        with pytest.raises(QueueUnavailableError, match="has not answered") as told:
+        with pytest.raises(QueueUnavailableError, match="did not answer") as told:
             queue.publish(ticket(0))
         assert told.value.retryable
 
@@ -208,9 +208,9 @@ def test_a_server_that_stays_away_is_told_within_the_patience() -> None:
 def process(server: RedisServer, body: str) -> subprocess.Popen[str]:
     program = f"""
 import os, signal
-from transport.storage.urls import parse_place
+from transport.storage.urls import parse_url
 from transport.queue import QueuedTicket, RedisQueue
-queue = RedisQueue(parse_place({server.place()!r}), lease_s=0.5)
+queue = RedisQueue(parse_url({server.place()!r}), lease_s=0.5)
 {body}
 """
     return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

@@ -37,7 +37,7 @@ MEMBER = """
 import asyncio, json, sys
 from transport.errors import RunLostError
 from transport.rendezvous import Archive, Place, Reason, Rendezvous, Rules
-from transport.storage.urls import parse_place
+from transport.storage.urls import parse_url
 from transport.store import RedisStore
 from transport.store.open import open_store
 
@@ -52,7 +52,7 @@ async def told(words):
 async def main():
     words = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(words), sys.stdin)
-    with RedisStore(parse_place(url), patience_s=0.3) if url.startswith("redis") else open_store(url) as store:
+    with RedisStore(parse_url(url), patience_s=0.3) if url.startswith("redis") else open_store(url) as store:
         options = dict(archive=Archive(archive), address=name, member=name)
         async with Rendezvous(store, "run", Rules(**json.loads(rules)), **options) as rendezvous:
             say("here")

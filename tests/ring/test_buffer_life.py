@@ -208,7 +208,7 @@ def test_a_killed_writers_payloads_survive_a_take_over_and_its_half_written_slot
         with pytest.raises(RingBusyError):
             SharedRingBuffer.create(slots=4, slot_bytes=1000, name=name)
         child.kill()
-    with pytest.raises(LayoutError, match=r"not of 5 slots of 1000 bytes .* Give another name, or none"):
+    with pytest.raises(LayoutError, match=r"expected 5 slots of 1000 bytes .* Give another name, or none"):
         SharedRingBuffer.create(slots=5, slot_bytes=1000, name=name)
     with SharedRingBuffer.create(slots=4, slot_bytes=1000, name=name) as ring:
         assert ring.tickets() == tickets

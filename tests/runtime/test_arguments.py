@@ -30,14 +30,14 @@ def refused(wrong: Wrong, of: Any, give: str) -> None:
 
 # --- queues and places --------------------------------------------------------------------------------------
 OPENING: list[tuple[Wrong, str]] = [
-    (lambda _: RedisQueue("redis://host/0?run=x"), r"give a place, or use open_queue\(\)"),  # type: ignore[arg-type]
-    (lambda _: RedisStore("redis://host/0?run=x"), r"give a place, or use open_store\(\)"),  # type: ignore[arg-type]
-    (lambda _: RedisQueue(None), "got None: give a place"),  # type: ignore[arg-type]
+    (lambda _: RedisQueue("redis://host/0?run=x"), r"a URL that was parsed, or use open_queue\(\)"),  # type: ignore[arg-type]
+    (lambda _: RedisStore("redis://host/0?run=x"), r"a URL that was parsed, or use open_store\(\)"),  # type: ignore[arg-type]
+    (lambda _: RedisQueue(None), "got None: give a URL that was parsed"),  # type: ignore[arg-type]
     (lambda _: SQLiteQueue(None), "give the path of a file"),  # type: ignore[arg-type]
     (lambda _: SQLiteStore(3), "got an int: give the path of a file"),  # type: ignore[arg-type]
-    (lambda _: open_queue(None), "give a line of text"),  # type: ignore[arg-type]
-    (lambda _: open_queue(Path("q.db")), "give a line of text"),  # type: ignore[arg-type]
-    (lambda _: open_store(3), "give a line of text"),  # type: ignore[arg-type]
+    (lambda _: open_queue(None), "give text: sqlite:file"),  # type: ignore[arg-type]
+    (lambda _: open_queue(Path("q.db")), "give text: sqlite:file"),  # type: ignore[arg-type]
+    (lambda _: open_store(3), "give text: sqlite:file"),  # type: ignore[arg-type]
 ]
 
 

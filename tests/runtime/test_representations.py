@@ -19,7 +19,7 @@ from transport.client.acknowledgements import Ack
 from transport.errors import MissingDependencyError
 from transport.packer.mixin import FetchedBatch, FetchedItem
 from transport.queue import Claim, QueuedTicket
-from transport.storage.urls import RedisPlace
+from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.ticket import Ticket
 from transport.weights import ring_engine
@@ -43,7 +43,7 @@ RECORDS = [
     FetchedBatch([FetchedItem(TICKET, CLAIM)]),
     Entry(TICKET.encode(), 4),
     Change("groups/g/claims/1", TICKET.encode()),
-    RedisPlace(f"redis://user:{WORD}@host:6379/0", "run"),
+    RedisURL(f"redis://user:{WORD}@host:6379/0", "run"),
     Ack("ab" * 16, 3, 9, 0, KEY),
     frames.Record(frames.Kind.READ, 3, 9, 0, KEY, 8),
     messages.Hello(WORD, "replica"),

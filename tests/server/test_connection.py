@@ -111,7 +111,7 @@ async def test_bytes_that_go_on_after_the_handshake_end_the_connection(ring: Sha
         peer = await stage.connected()
         await peer.say(b"more")
         await peer.task
-        assert peer.native.reason == "it goes on after the handshake"
+        assert peer.native.reason == "stream data after the handshake"
 
 
 @asynchronous

@@ -1,4 +1,4 @@
-"""A listener that no longer hears its clients over shared memory is started again; one that does hear is left alone."""
+"""A listener that receives nothing over shared memory is restarted; one that receives something is not."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from helpers import asynchronous, listener_pids, until
 from supervised import LOCAL, QUICK, read_all, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.server.stall import Hearing
+from transport.server.stall import StallDetector
 from transport.wire.ucx import Worker
 from transport.wires import settings_for
 
 
-def test_three_silent_connections_in_a_row_mean_deafness() -> None:
-    hearing = Hearing()
-    assert [hearing.missed(began, began + 5.0, 0.0) for began in (10.0, 11.0, 12.0)] == [False, False, True]
+def test_three_silent_connections_in_a_row_are_a_stall() -> None:
+    detector = StallDetector()
+    assert [detector.silent(began, began + 5.0, 0.0) for began in (10.0, 11.0, 12.0)] == [False, False, True]
 
 
-def test_a_word_of_anybody_in_between_means_that_it_hears() -> None:
-    hearing = Hearing()
-    assert not hearing.missed(10.0, 15.0, 0.0)
-    assert not hearing.missed(11.0, 16.0, 0.0)
-    assert not hearing.missed(12.0, 17.0, last_heard=11.5)  # and only the third began after that
-    assert not hearing.missed(13.0, 18.0, last_heard=11.5)
-    assert hearing.missed(14.0, 19.0, last_heard=11.5)
+def test_a_message_of_any_client_in_between_is_no_stall() -> None:
+    detector = StallDetector()
+    assert not detector.silent(10.0, 15.0, 0.0)
+    assert not detector.silent(11.0, 16.0, 0.0)
+    assert not detector.silent(12.0, 17.0, last_received=11.5)  # and only the third began after that
+    assert not detector.silent(13.0, 18.0, last_received=11.5)
+    assert detector.silent(14.0, 19.0, last_received=11.5)
 
 
-def test_clients_that_went_at_once_do_not_count() -> None:
-    hearing = Hearing()
-    assert not any(hearing.missed(began, began + 0.9, 0.0) for began in range(10, 30))
+def test_clients_that_leave_at_once_do_not_count() -> None:
+    detector = StallDetector()
+    assert not any(detector.silent(began, began + 0.9, 0.0) for began in range(10, 30))
 
 
 @pytest.mark.ucx
 @asynchronous
-async def test_a_listener_that_hears_nothing_over_shared_memory_is_back_on_its_port() -> None:
+async def test_a_listener_that_receives_nothing_over_shared_memory_is_restarted_on_its_port() -> None:
     settings = msgspec.structs.replace(QUICK, handshake_timeout_s=1.1)
     with (
         SharedRingBuffer.create(slots=4, slot_bytes=50_000) as ring,
@@ -45,7 +45,7 @@ async def test_a_listener_that_hears_nothing_over_shared_memory_is_back_on_its_p
         worker = Worker(settings_for(frozenset({"shm"})))
         try:
             for _ in range(3):
-                await worker.connect("127.0.0.1", port)  # says nothing, as if what it says did not arrive
+                await worker.connect("127.0.0.1", port)  # sends nothing, as if its messages did not arrive
             await until(lambda: listener_pids(ring).get(port, before) != before, "another listener on that port")
         finally:
             worker.close()
@@ -55,7 +55,7 @@ async def test_a_listener_that_hears_nothing_over_shared_memory_is_back_on_its_p
 
 @pytest.mark.ucx
 @asynchronous
-async def test_silence_over_tcp_is_no_deafness() -> None:
+async def test_silence_over_tcp_is_no_stall() -> None:
     settings = msgspec.structs.replace(QUICK, handshake_timeout_s=1.1)
     with (
         SharedRingBuffer.create(slots=4, slot_bytes=50_000) as ring,

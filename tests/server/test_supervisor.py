@@ -90,7 +90,7 @@ def test_adopting_keeps_the_order_of_the_ports() -> None:
             config = SupervisorConfig(
                 ports=ports, listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
             )
-            assert tuple(place.port for place in Supervisor(ring, config).places) == ports
+            assert tuple(served.port for served in Supervisor(ring, config).served_ports) == ports
 
 
 def test_a_listener_that_has_moved_is_adopted_where_it_is() -> None:
@@ -100,7 +100,7 @@ def test_a_listener_that_has_moved_is_adopted_where_it_is() -> None:
             config = SupervisorConfig(
                 ports=(nobodys, here), listener=ListenerConfig(segment=ring.name, port=0, settings=QUICK), first=False
             )
-            assert [place.port for place in Supervisor(ring, config).places] == [moved, here]
+            assert [served.port for served in Supervisor(ring, config).served_ports] == [moved, here]
 
 
 @asynchronous

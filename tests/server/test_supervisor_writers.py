@@ -279,8 +279,8 @@ async def test_stopping_in_the_middle_of_a_start_ends_and_leaves_no_process(monk
         supervisor = Supervisor(ring, config)
         supervisor.fill()
         await told.wait()
-        process = supervisor.places[0].process
+        process = supervisor.served_ports[0].process
         assert process is not None
         await supervisor._stop_listeners()
-        assert supervisor.places[0].process is None
+        assert supervisor.served_ports[0].process is None
         assert process.returncode == -signal.SIGKILL

@@ -14,7 +14,7 @@ from redis_server import RedisServer, needs_redis, redis_server
 from transport import Schema, UCXXRolloutMixin
 from transport.errors import ConfigurationError, QueueUnsuitableError, StoreUnsuitableError
 from transport.queue import open_queue
-from transport.storage.urls import RedisPlace, parse_place
+from transport.storage.urls import RedisURL, parse_url
 from transport.store import open_store
 
 pytestmark = needs_redis
@@ -33,7 +33,9 @@ def test_a_server_without_an_append_only_file_is_refused_with_what_to_set(
     snapshots: tuple[str, ...], opened: Callable[[str], Any], refusal: type[Exception]
 ) -> None:
     with redis_server(*FORGETFUL, *snapshots) as server:
-        with pytest.raises(refusal, match=r"forgets .* when it is killed.*CONFIG SET appendonly yes.*may_forget=yes"):
+        with pytest.raises(
+            refusal, match=r"killed, it loses acknowledgements.*CONFIG SET appendonly yes.*may_forget=yes"
+        ):
             opened(server.place())
         with opened(server.place() + "&may_forget=yes"):
             pass
@@ -61,14 +63,14 @@ def test_a_server_that_does_not_say_is_admitted_with_a_warning(
     )
     with redis_server() as server, caplog.at_level(logging.WARNING), open_queue(server.place()):
         pass
-    assert "does not say whether it keeps an append-only file" in caplog.text
+    assert "does not report whether its append-only file is enabled" in caplog.text
 
 
 @pytest.mark.parametrize("said", ["", "1", "no", "yes&may_forget=yes"])
 def test_a_place_says_it_in_one_way(said: str) -> None:
     with pytest.raises(ConfigurationError, match="may_forget=yes"):
-        parse_place(f"redis://host/0?run=x&may_forget={said}")
-    assert parse_place("redis://host/0?run=x&may_forget=yes") == RedisPlace("redis://host/0", "x", may_forget=True)
+        parse_url(f"redis://host/0?run=x&may_forget={said}")
+    assert parse_url("redis://host/0?run=x&may_forget=yes") == RedisURL("redis://host/0", "x", may_forget=True)
 
 
 # --- what it costs ------------------------------------------------------------------------------------------

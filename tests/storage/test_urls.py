@@ -10,7 +10,7 @@ import pytest
 
 from transport.errors import ConfigurationError, QueueUnsuitableError, StoreUnsuitableError, UsageError
 from transport.queue import SQLiteQueue, open_queue
-from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
+from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 from transport.store import SQLiteStore, open_store
 
 
@@ -18,11 +18,11 @@ from transport.store import SQLiteStore, open_store
     ("text", "path"), [("sqlite:q.db", "q.db"), ("sqlite:///var/q.db", "/var/q.db"), ("sqlite:a%20b/q.db", "a b/q.db")]
 )
 def test_files_relative_and_absolute(text: str, path: str) -> None:
-    assert parse_place(text) == SQLitePlace(Path(path))
+    assert parse_url(text) == SQLiteURL(Path(path))
 
 
 def test_a_server_and_a_run() -> None:
-    assert parse_place("redis://host:1/2?run=x") == RedisPlace("redis://host:1/2", "x")
+    assert parse_url("redis://host:1/2?run=x") == RedisURL("redis://host:1/2", "x")
 
 
 @pytest.mark.parametrize(
@@ -37,19 +37,19 @@ def test_two_slashes_are_answered_with_what_leads_to_the_file_that_was_meant(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError) as caught:
-        parse_place(text)
+        parse_url(text)
     absolute = absolute.format(folder=tmp_path)
     assert f"give {relative} for the file in the working directory, which is {absolute}" in str(caught.value)
     for advised in (relative, absolute):
-        place = parse_place(advised)
-        assert isinstance(place, SQLitePlace)
+        place = parse_url(advised)
+        assert isinstance(place, SQLiteURL)
         assert place.path.absolute() == tmp_path / text.removeprefix("sqlite://")
 
 
 @pytest.mark.parametrize("text", ["sqlite:", "sqlite://", "sqlite:///", "sqlite:q.db?run=x"])
 def test_a_place_without_a_file_is_refused_with_the_forms(text: str) -> None:
     with pytest.raises(ConfigurationError, match="give sqlite:file, relative, or sqlite:///path/of/file"):
-        parse_place(text)
+        parse_url(text)
 
 
 OPENERS: list[tuple[Callable[[Any], Any], type[Exception]]] = [
@@ -67,7 +67,7 @@ def test_sqlites_own_names_make_no_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     make, refusal = OPENERS[opened]
-    with pytest.raises(refusal, match=r"is SQLite's name of .*name a file.*tempfile.TemporaryDirectory"):
+    with pytest.raises(refusal, match=r"is a database in memory.*give the path of a file.*tempfile.TemporaryDirectory"):
         make(name)
     assert list(tmp_path.iterdir()) == []
 
@@ -78,6 +78,6 @@ def test_a_place_instead_of_a_path_is_answered_with_the_function_that_takes_plac
     make: Callable[[Any], Any], opener: str, url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=rf"{opener}\(\) takes places"):
+    with pytest.raises(UsageError, match=rf"pass the URL to {opener}\(\)"):
         make(url)
     assert list(tmp_path.iterdir()) == []

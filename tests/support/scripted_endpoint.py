@@ -61,7 +61,7 @@ class ScriptedEndpoint:
         if self._aborted:
             raise ClosedError("the endpoint was closed by this side")
         if self._lost:
-            raise ConnectionLostError("the peer is gone")
+            raise ConnectionLostError("the peer disconnected")
         return asyncio.get_running_loop().create_future()
 
     def send(self, buffer: Any, tag: int) -> asyncio.Future[None]:

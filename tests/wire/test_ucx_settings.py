@@ -94,7 +94,7 @@ def test_a_ucx_that_ucxx_refuses_is_not_called_missing(tmp_path: Path) -> None:
     (package / "libucxx.py").write_text('raise ImportError("Support for UCX 1.13.1 has ended.")')
     with Child(TOO_OLD, tmp_path) as child:
         said = child.process.communicate()[0]
-    assert "FAIL  ucx: ucxx is installed and cannot be loaded: Support for UCX 1.13.1 has ended." in said
+    assert "FAIL  ucx: ucxx is installed but cannot be loaded: Support for UCX 1.13.1 has ended." in said
     assert "unset RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY" in said
     assert "not installed" not in said
 

@@ -170,12 +170,12 @@ async def test_a_handshake_that_is_handed_on_unchanged_succeeds(ring: SharedRing
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        (lowered, AuthenticationError, "knows wire version 2 and was made to choose 1"),
-        (lowered_and_covered_up, AuthenticationError, "heard another HELLO"),
-        (unmarked, AuthenticationError, "heard another HELLO"),
-        (raised, AuthenticationError, "heard another HELLO"),
-        (challenge_lowered, AuthenticationError, "heard another HELLO"),
-        (welcome_lowered, ProtocolError, "chose version 1 after it had proven 2"),
+        (lowered, AuthenticationError, "supports wire version 2 but chose 1"),
+        (lowered_and_covered_up, AuthenticationError, "received a modified HELLO"),
+        (unmarked, AuthenticationError, "received a modified HELLO"),
+        (raised, AuthenticationError, "received a modified HELLO"),
+        (challenge_lowered, AuthenticationError, "received a modified HELLO"),
+        (welcome_lowered, ProtocolError, "version mismatch: CHALLENGE 2, WELCOME 1"),
     ],
 )
 @asynchronous
@@ -244,5 +244,5 @@ def test_a_reader_that_cannot_map_another_layout_reads_through_the_listener(ring
 def test_a_listener_of_another_build_than_its_supervisor_says_so() -> None:
     report = listener_process(b'{"segment": "/transport-none", "port": 0, "settings": {}, "of_later": 1}')
     assert report.error == "UsageError"
-    assert "of another build than its supervisor" in report.message
+    assert "listener and supervisor are of different builds" in report.message
     assert "of_later" in report.message

@@ -13,7 +13,7 @@ import typer
 from transport.cli.output import JsonTarget, emit
 from transport.config import configuration
 from transport.errors import UsageError
-from transport.storage.urls import SQLitePlace, parse_place
+from transport.storage.urls import SQLiteURL, parse_url
 
 if TYPE_CHECKING:
     from transport.cooldown.epochs.records import EpochRecord
@@ -91,7 +91,7 @@ def default_store() -> str:
     if given:
         return given
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return SQLitePlace(state / "transport" / "store.sqlite3").text
+    return SQLiteURL(state / "transport" / "store.sqlite3").text
 
 
 def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:
@@ -99,8 +99,8 @@ def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:
     from transport.store.open import open_store
 
     url = url or default_store()
-    place = parse_place(url)
-    if isinstance(place, SQLitePlace) and not place.path.exists():  # looking must not make one
+    parsed = parse_url(url)
+    if isinstance(parsed, SQLiteURL) and not parsed.path.exists():  # looking must not make one
         raise UsageError(f"--store {url}: there is no such file; name the run's store")
     with open_store(url) as store:
         chosen = runs(store) if run is None else [run]

@@ -124,28 +124,28 @@ def _wires(names: str) -> tuple[Wire, ...]:
 
 def _queue_text(queue: str) -> tuple[str | None, str | None]:
     """The place of the queue, None for a temporary file; and that of a run on a server that is to be removed."""
-    from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
+    from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
     if queue == _EMBEDDED:
         return None, None
     if queue.startswith(("redis://", "rediss://")) and "?" not in queue:
         queue = f"{queue}?run=demo-{secrets.token_hex(6)}"
-        parse_place(queue)
+        parse_url(queue)
         return queue, queue
-    place = parse_place(queue) if "://" in queue else SQLitePlace(Path(queue))
-    if isinstance(place, RedisPlace):
+    parsed = parse_url(queue) if "://" in queue else SQLiteURL(Path(queue))
+    if isinstance(parsed, RedisURL):
         return queue, None
-    if place.path.exists():
+    if parsed.path.exists():
         raise UsageError(f"--queue {queue}: exists, and its tickets would be mixed with the demo's; name a new file")
-    return place.text, None
+    return parsed.text, None
 
 
 def _remove_run(text: str) -> None:
     from transport.queue import RedisQueue
-    from transport.storage.urls import RedisPlace, parse_place
+    from transport.storage.urls import RedisURL, parse_url
 
-    place = parse_place(text)
-    if isinstance(place, RedisPlace):
+    parsed = parse_url(text)
+    if isinstance(parsed, RedisURL):
         # A server that is gone keeps what it had, and the first error is the one to see.
-        with contextlib.suppress(TransportError), RedisQueue(place, patience_s=1.0) as queue:
+        with contextlib.suppress(TransportError), RedisQueue(parsed, patience_s=1.0) as queue:
             queue.remove()

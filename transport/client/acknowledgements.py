@@ -4,9 +4,9 @@
                ▲                                    │
                └──────────── lost(connection) ──────┘
 
-A listener handles the messages of a connection in order, and an acknowledgement itself has no answer: hence any answer
-to the same or a later message confirms it. One whose connection is lost may or may not have arrived; it
-is sent again, which is harmless because it is idempotent.
+A listener handles the messages of a connection in order, and an acknowledgement has no answer of its own: any answer to
+the same or a later message confirms it. After a lost connection its unconfirmed acknowledgements may or may not have
+arrived; they are sent again, which is harmless because they are idempotent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transport.settings import DEFAULTS, Settings
 MOST_ACKS = 65_536
 
 Identity: TypeAlias = tuple[str, int, int]  # (ring, slot, generation)
-_Place: TypeAlias = tuple[str, int, int, int]  # an Ack without its key, which is a function of the rest
+_Delivery: TypeAlias = tuple[str, int, int, int]  # an Ack without its key, which is a function of the rest
 
 
 @hiding("key")
@@ -41,13 +41,13 @@ class _Entry:
     ack: Ack
     order: int  # of adding
     added_at: float
-    via: Hashable | None  # the port that holds the slot for this read, and should hear of it; None: any
+    via: Hashable | None  # the port that holds the slot's pin and should get the acknowledgement; None: any
     connection: Hashable | None = None  # None: pending
 
 
 @dataclass(slots=True)
 class _Patience:
-    """How long a ring that cannot be reached is left alone."""
+    """Back-off of a ring that is unreachable."""
 
     failures: int = 0
     until: float = float("-inf")
@@ -56,12 +56,12 @@ class _Patience:
 class AckLedger:
     """Acknowledgements by ring, the oldest first.
 
-    Sending is never given up by count, because an acknowledgement that never arrives holds a slot of a living ring for
-    good. An entry ends when it is confirmed, when the ring is known to be gone (``forget_ring``), or by the bound on
-    memory: beyond ``most`` the oldest is dropped and counted. A living ring has no more payloads
-    than slots, so only rings that stay unreachable fill the ledger, and theirs are the oldest. What
-    is dropped is freed by the rollout's reconciliation with the queue or by the payload's deadline; until then
-    a ConsumedRecord, no longer ``contains``, keeps it from being consumed twice.
+    The number of tries is not limited, because a lost acknowledgement would keep a slot of a living ring occupied for
+    ever. An entry ends when it is confirmed, when the ring is known to be gone (``forget_ring``), or by the bound on
+    memory: beyond ``most`` the oldest is dropped and counted. A living ring has no more payloads than slots, so only
+    rings that stay unreachable fill the ledger, and their entries are the oldest. The slot of a dropped entry is freed
+    by the rollout's reconciliation with the queue or by the payload's deadline; until then ``ConsumedRecord`` instead
+    of ``contains`` prevents that the payload is consumed twice.
 
     Owned by one thread; between ``take`` and ``sent`` there must be no await.
     """
@@ -73,12 +73,12 @@ class AckLedger:
         self._next_order = 0
         self._dropped = 0
         # Invariant: len() <= most, in the order of adding.
-        self._entries: dict[_Place, _Entry] = {}
+        self._entries: dict[_Delivery, _Entry] = {}
         # Invariant: the entries without a connection, by ring, in the order of adding; no ring without any.
-        self._pending: dict[str, dict[_Place, _Entry]] = {}
+        self._pending: dict[str, dict[_Delivery, _Entry]] = {}
         self._pending_count = 0
         # Invariant: every entry with a connection stands in one message of it, message numbers rising. An entry that
-        # was settled meanwhile still stands there: a message is confirmed, or lost, as a whole.
+        # was settled meanwhile stays there: a message is confirmed or lost as a whole.
         self._sent: dict[Hashable, deque[tuple[int, list[_Entry]]]] = {}
         # Invariant: only rings that have entries.
         self._patience: dict[str, _Patience] = {}
@@ -102,25 +102,25 @@ class AckLedger:
         return self._dropped
 
     def contains(self, identity: Identity, rank: int) -> bool:
-        """Whether this rank consumed the payload here and its ring may not know yet: do not read it again."""
+        """Whether this rank consumed the payload here and the acknowledgement is unconfirmed: do not read it again."""
         return (*identity, rank) in self._entries
 
     # --- events --------------------------------------------------------------------------------
     def add(self, ack: Ack, now: float, via: Hashable | None = None) -> None:
         """The payload was consumed, having come through port ``via``. Adding it again changes nothing.
 
-        Any port may be told, but only the one that sent the payload can give the slot free at once.
+        Any port accepts the acknowledgement, but only the one that sent the payload can free the slot at once.
         """
-        place = ack[:4]
+        delivery = ack[:4]
         entries = self._entries
-        if place in entries:
+        if delivery in entries:
             return
-        entry = entries[place] = _Entry(ack, self._next_order, now, via)
+        entry = entries[delivery] = _Entry(ack, self._next_order, now, via)
         self._next_order += 1
         pending = self._pending.get(ack[0])
         if pending is None:
             pending = self._pending[ack[0]] = {}
-        pending[place] = entry
+        pending[delivery] = entry
         self._pending_count += 1
         if len(entries) > self._most:
             self._forget(next(iter(entries)))
@@ -129,7 +129,7 @@ class AckLedger:
     def take(self, ring: str, limit: int, via: Hashable | None = None) -> list[Ack]:
         """Up to ``limit`` pending acknowledgements for the next message to ``ring``; pending until ``sent``.
 
-        With ``via``: only those that this port should hear of, or that any port may.
+        With ``via``: only acknowledgements for this port, or for any port.
         """
         taken: list[Ack] = []
         pending = self._pending.get(ring)
@@ -143,11 +143,11 @@ class AckLedger:
         return taken
 
     def vias(self, ring: str) -> list[Hashable | None]:
-        """The ports that should hear of what is pending for ``ring``, each once; None where any may."""
+        """The ports to which the pending acknowledgements of ``ring`` go, each once; None: any port."""
         return list(dict.fromkeys(entry.via for entry in self._pending.get(ring, {}).values()))
 
     def reroute(self, ring: str, via: Hashable) -> None:
-        """The port cannot be told; any other may be."""
+        """The port is unreachable: send its acknowledgements through any other."""
         for entry in self._pending.get(ring, {}).values():
             if entry.via == via:
                 entry.via = None
@@ -186,18 +186,18 @@ class AckLedger:
         return confirmed
 
     def lost(self, connection: Hashable, now: float) -> int:
-        """The connection is gone: what it carried unconfirmed is pending again. How many.
+        """The connection is gone: its unconfirmed acknowledgements are pending again. How many.
 
-        Also for a connection that was closed in good order but without a last answer.
+        Also for a connection that was closed gracefully but without a last answer.
         """
         returned = 0
-        by_ring: dict[str, dict[_Place, _Entry]] = {}
+        by_ring: dict[str, dict[_Delivery, _Entry]] = {}
         for _, carried in self._sent.pop(connection, ()):
             for entry in carried:
-                place = entry.ack[:4]
-                if self._entries.get(place) is entry:
+                delivery = entry.ack[:4]
+                if self._entries.get(delivery) is entry:
                     entry.connection = entry.via = None
-                    by_ring.setdefault(place[0], {})[place] = entry
+                    by_ring.setdefault(delivery[0], {})[delivery] = entry
                     returned += 1
         for ring, entries in by_ring.items():
             merged = [*entries.items(), *self._pending.get(ring, {}).items()]
@@ -207,7 +207,7 @@ class AckLedger:
         return returned
 
     def unreachable(self, ring: str, now: float) -> None:
-        """Nothing could be sent to ``ring``: it is due again after a pause that doubles up to ``ack_timeout_s``."""
+        """The ring is unreachable: it is due again after a pause that doubles up to ``ack_timeout_s``."""
         if ring in self._pending:
             patience = self._patience.setdefault(ring, _Patience())
             pause_s = min(self._delay_s * 2.0 ** min(patience.failures, 60), self._patience_most_s)
@@ -215,18 +215,18 @@ class AckLedger:
             patience.until = now + pause_s
 
     def settled(self, identity: Identity, rank: int) -> bool:
-        """The ring showed by other means that it knows: StaleSlotError for this payload. False if it is not here."""
-        place = (*identity, rank)
-        if place not in self._entries:
+        """The ring has the acknowledgement: it answered StaleSlotError for this payload. False if there is no entry."""
+        delivery = (*identity, rank)
+        if delivery not in self._entries:
             return False
-        self._forget(place)
+        self._forget(delivery)
         return True
 
     def forget_ring(self, ring: str) -> int:
-        """The ring is gone, its slots with it: nothing there needs an acknowledgement. How many there were."""
-        gone = [place for place in self._entries if place[0] == ring]
-        for place in gone:
-            self._forget(place)
+        """The ring and its slots are gone: drop its acknowledgements. How many there were."""
+        gone = [delivery for delivery in self._entries if delivery[0] == ring]
+        for delivery in gone:
+            self._forget(delivery)
         return len(gone)
 
     # --- decisions -----------------------------------------------------------------------------
@@ -236,10 +236,10 @@ class AckLedger:
 
     def rings(self) -> set[str]:
         """Rings with anything that is not confirmed."""
-        return {place[0] for place in self._entries}
+        return {delivery[0] for delivery in self._entries}
 
     def due(self, now: float) -> list[str]:
-        """Rings whose oldest pending acknowledgement has waited ``ack_delay_s`` for a request to ride with."""
+        """Rings whose oldest pending acknowledgement has waited ``ack_delay_s`` for a request that could carry it."""
         return [ring for ring in self._pending if self._due_at(ring) <= now]
 
     def next_due(self, without: Container[str] = ()) -> float | None:
@@ -252,18 +252,18 @@ class AckLedger:
         return max(oldest.added_at + self._delay_s, patience.until if patience else float("-inf"))
 
     # --- keeping the collections in step -----------------------------------------------------------
-    def _forget(self, place: _Place) -> None:
-        if self._entries.pop(place).connection is None:
-            self._no_longer_pending(place)
-        if self._patience and place[0] not in self._pending:
-            self._patience.pop(place[0], None)
+    def _forget(self, delivery: _Delivery) -> None:
+        if self._entries.pop(delivery).connection is None:
+            self._no_longer_pending(delivery)
+        if self._patience and delivery[0] not in self._pending:
+            self._patience.pop(delivery[0], None)
 
-    def _no_longer_pending(self, place: _Place) -> None:
-        pending = self._pending[place[0]]
-        del pending[place]
+    def _no_longer_pending(self, delivery: _Delivery) -> None:
+        pending = self._pending[delivery[0]]
+        del pending[delivery]
         self._pending_count -= 1
         if not pending:
-            del self._pending[place[0]]
+            del self._pending[delivery[0]]
 
     def validate(self) -> None:
         """Assert every invariant."""
@@ -274,7 +274,7 @@ class AckLedger:
             orders = [entry.order for entry in pending.values()]
             assert orders, f"{ring} has no pending entry"
             assert orders == sorted(orders), f"pending entries of {ring} are out of order"
-            assert all(place[0] == ring and entry.connection is None for place, entry in pending.items())
+            assert all(delivery[0] == ring and entry.connection is None for delivery, entry in pending.items())
         carried = {}
         for connection, messages in self._sent.items():
             numbers = [number for number, _ in messages]
@@ -286,6 +286,8 @@ class AckLedger:
             assert all(entry.connection == connection for entry in living)
             carried[connection] = [entry.ack[:4] for entry in living]
         assert self._pending_count == sum(map(len, self._pending.values())), "pending entries are miscounted"
-        places = [place for group in (*self._pending.values(), *carried.values()) for place in group]
-        assert sorted(places) == sorted(self._entries), "an entry is in no collection, or in two"
-        assert self._patience.keys() <= {place[0] for place in self._entries}, "patience with a ring without entries"
+        deliveries = [delivery for group in (*self._pending.values(), *carried.values()) for delivery in group]
+        assert sorted(deliveries) == sorted(self._entries), "an entry is in no collection, or in two"
+        assert self._patience.keys() <= {delivery[0] for delivery in self._entries}, (
+            "back-off of a ring without entries"
+        )

@@ -1,7 +1,7 @@
-"""Reads over a wire: attempts over the ring's ports, one after the other, each verified (layer 1 of the retries).
+"""Reads over a wire: attempts at the ring's ports, one after the other, each verified (layer 1 of the retries).
 
-A failure of the path quarantines its port. What is not the port's fault does not: the caller's deadline, a wait for a
-free place in the pool, a refusal.
+A LinkError quarantines the port. Failures that say nothing about the port do not: the caller's deadline, a wait for a
+connection of the pool, a refusal.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BATCH_BYTES = 256 << 10  # small payloads answered by one message
-_CHECKSUM_IN_THREAD = 8 << 20  # from here on a checksum takes longer than a hop to a thread
+_CHECKSUM_IN_THREAD = 8 << 20  # from this size on a checksum takes longer than a switch to a thread
 
 
 class _Request(NamedTuple):
-    """One message under way, and how long it may take: by the settings, and by what the caller gave."""
+    """A request in progress, and its time limits: by the settings, and by the caller's deadline."""
 
     link: Link
     wants: list[Want]
@@ -58,12 +58,12 @@ class _Request(NamedTuple):
 
 
 class RemoteReads:
-    """What a client does through its links. Belongs to the client's loop.
+    """A client's reads over its connections. Belongs to the client's loop.
 
     Args:
         wires: the wires that may carry payloads; None: any.
         verify: compare checksums with the tickets'.
-        trace: is told the phases of every read.
+        trace: gets the phases of every read.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RemoteReads:
         port = links.next_port(ticket.ring, links.ports(ticket))
         failure: TransportError | None = None
         request = None if spent else self._begin(port, want, deadline)
-        if request is not None:  # a link is idle: the usual way, which needs no plan
+        if request is not None:  # the usual case: an idle connection, and no retry plan is needed
             try:
                 await self._finish(request)
             except TransportError as error:
@@ -105,7 +105,7 @@ class RemoteReads:
         )
 
     async def ask(self, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline) -> Answer:
-        """Send a record that is answered without payload, after others that have no answer."""
+        """Send a record that is answered without payload, after records without answer."""
         self._check_wires(ticket)
         port = self._links.next_port(ticket.ring, self._links.ports(ticket))
         answer, _ = await self._anywhere(
@@ -116,7 +116,7 @@ class RemoteReads:
     def _check_wires(self, ticket: Ticket) -> None:
         if self._wires is not None and not self._wires - {"mapped"}:
             raise WireNotAllowedError(
-                f"payload {ticket.name} cannot be mapped from here, and wire={sorted(self._wires)} allows no other"
+                f"payload {ticket.name} cannot be mapped here, and wire={sorted(self._wires)} allows no other wire"
             )
 
     async def _anywhere(
@@ -130,13 +130,13 @@ class RemoteReads:
     ) -> tuple[T, PortKey]:
         """Make ``attempt`` at one port after the other, beginning with ``port``, until the plan gives up.
 
-        ``failure``: the first attempt was made and failed so.
+        ``failure``: of the first attempt, if that was made already.
         """
         links = self._links
         ports = links.ports(ticket)
         attempts = max(1, attempts_of_read(self._settings, len(ports)) - spent)
         plan = Retry(attempts, deadline, self._settings, random.random)
-        refused = False  # a port said in this call that it serves another ring
+        refused = False  # a port answered in this call that it serves another ring
         number = 1
 
         def note(port: PortKey, error: TransportError) -> bool:
@@ -165,7 +165,7 @@ class RemoteReads:
                 case GiveUp(error):
                     if refused and links.routes.all_wrong(ticket.ring, ports):
                         raise PayloadLostError(
-                            f"payload {ticket.name}: no listener serves its ring {ticket.ring[:8]} any more"
+                            f"payload {ticket.name} is lost: no listener serves its ring {ticket.ring[:8]}"
                         ) from error
                     raise error
                 case Try(number):
@@ -181,7 +181,7 @@ class RemoteReads:
 
     # --- one attempt --------------------------------------------------------------------------------
     def _begin(self, port: PortKey, want: Want, deadline: Deadline) -> _Request | None:
-        """Send the request for one payload, if there is an idle link to ``port``; None: there is none."""
+        """Send the request for one payload over an idle connection to ``port``; None: there is none."""
         now = time.monotonic()
         if now >= deadline.at:
             return None
@@ -189,10 +189,10 @@ class RemoteReads:
         try:
             return None if link is None else self._send(link, [want], want.ticket.size, now, deadline)
         except TransportError:
-            return None  # the link broke just now; another one may not
+            return None  # this connection broke; another one may work
 
     async def _fetch(self, port: PortKey, want: Want, deadline: Deadline) -> Wire:
-        """One attempt. When it fails in any way, UCX is out of the buffer before it returns."""
+        """One attempt. However it ends, UCX does not use the buffer after it returns."""
         begun = time.monotonic()
         link = await self._checkout(port, want.ticket.ring, deadline)
         if self._trace is not None:
@@ -201,12 +201,12 @@ class RemoteReads:
         return link.wire
 
     def _send(self, link: Link, wants: list[Want], size: int, now: float, deadline: Deadline) -> _Request:
-        """One message for ``wants``, of ``size`` bytes together, under a limit of time."""
+        """Send one message for ``wants``, ``size`` bytes together, and start its time limit."""
         if type(wants[0].destination) is tuple and wants[0].ticket.size <= link.inline_limit:
             self._links.checkin(link)
             raise BufferUnsuitableError(
-                f"payload {wants[0].ticket.name} is joined to its answer, since its listener's inline_limit is "
-                f"{link.inline_limit} bytes: it comes through host memory"
+                f"payload {wants[0].ticket.name} is within its listener's inline_limit of {link.inline_limit} bytes: "
+                "it is sent inside the answer and received through host memory"
             )
         limit_s = self._settings.read_timeout(size)
         left_s = deadline.at - now
@@ -219,7 +219,7 @@ class RemoteReads:
         return _Request(link, wants, number, answer, now, limit_s, left_s)
 
     async def _finish(self, request: _Request) -> None:
-        """Wait for the outcome of a request for one payload, verify it, give the link back. Raises what failed."""
+        """Wait for a request for one payload, verify the payload, return the connection. Raises the failure."""
         failures = await self._outcomes(request)
         want = request.wants[0]
         if failures is None and (want.ticket.size >= _CHECKSUM_IN_THREAD or type(want.destination) is tuple):
@@ -228,7 +228,7 @@ class RemoteReads:
             raise failure
 
     async def _outcomes(self, request: _Request) -> list[TransportError | None] | None:
-        """What became of each want, None if all is good. When this fails or is cancelled, the link is broken off."""
+        """The failure of each want; None if all succeeded. If it raises or is cancelled, the connection is aborted."""
         link = request.link
         try:
             outcome = await request.answer
@@ -250,7 +250,7 @@ class RemoteReads:
         return failures
 
     def _traced(self, trace: Trace, request: _Request) -> None:
-        """One transfer for each payload of the message."""
+        """Trace one transfer for each payload of the message."""
         host, port = request.link.port
         for want in request.wants:
             trace.span(
@@ -264,7 +264,7 @@ class RemoteReads:
             )
 
     def want(self, ticket: Ticket, rank: int, destination: Any) -> Want:
-        """With the checksum that is verified as soon as the payload is here; not one that takes long to compute.
+        """The want, with its checksum unless that takes long to compute: native code verifies it on arrival.
 
         destination: host memory, or `Arriving.memory()`.
         """
@@ -272,7 +272,7 @@ class RemoteReads:
         return Want(ticket, rank, destination, ticket.checksum if verify else None)
 
     async def _verify(self, want: Want) -> ChecksumError | None:
-        """The checksum of a large payload, which takes longer than a hop to a thread, or of one in device memory."""
+        """Verify the checksum of a large payload, in a thread, or of one in device memory."""
         expected = want.ticket.checksum
         if not self._verify_checksums or expected is None:
             return None
@@ -309,7 +309,7 @@ class RemoteReads:
         return answer
 
     async def _checkout(self, port: PortKey, ring: str, deadline: Deadline) -> Link:
-        """A link; waiting for a place in the pool is bounded by the deadline only, connecting by its own limits."""
+        """A connection. The wait for the pool is bounded by the deadline only, connecting by its own limits."""
         if (idle := self._links.try_checkout(port, ring)) is not None:
             return idle
         try:
@@ -324,9 +324,9 @@ class RemoteReads:
     async def read_batch(
         self, wants: list[Want], deadline: Deadline
     ) -> tuple[Wire, PortKey, list[TransportError | None] | None]:
-        """Small payloads of one ring by one message, one attempt: wire, port, and what became of each.
+        """Read small payloads of one ring with one message, in one attempt: wire, port, and the failure of each.
 
-        None in place of a list: all of them are here.
+        None instead of a list: all succeeded.
 
         Raises a LinkError when the message itself failed.
         """
@@ -343,26 +343,28 @@ class RemoteReads:
         return link.wire, port, failures
 
     def close(self) -> None:
-        """Let go of the timer."""
+        """Cancel the timer."""
         self._watch.close()
 
 
 def _late(link: Link, limit_s: float, left_s: float) -> TransportError:
-    """The error for an attempt that took ``limit_s``, or ``left_s``, which was all that the caller gave."""
+    """The error for an attempt that exceeded ``limit_s``, or ``left_s``, the time until the caller's deadline."""
     host, port = link.port
-    if left_s < limit_s:  # the caller was in a hurry; the port may be as healthy as ever
+    if left_s < limit_s:  # a short deadline says nothing about the port
         return DeadlineExceededError(f"{host}:{port} did not answer before the deadline")
     return ReadTimeoutError(f"{host}:{port} did not answer within {limit_s:.1f} s")
 
 
 def _raise_if_given_up(link: Link, error: BaseException) -> None:
-    """GivenUpError, where what failed is a link that was closed from this side."""
+    """Raise GivenUpError if the connection was closed by this side because another peer failed."""
     if link.given_up and isinstance(error, LinkError | ClosedError):
-        raise GivenUpError(f"{link.port[0]}:{link.port[1]}: connections are made anew after a peer's death") from error
+        raise GivenUpError(
+            f"{link.port[0]}:{link.port[1]}: connection closed because another peer failed; retrying"
+        ) from error
 
 
 def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:
-    """Tickets whose payloads ride in one answer together; large ones stand alone. The order is kept within a ring."""
+    """Groups of tickets whose payloads come in one answer; large ones are alone. Keeps the order within a ring."""
     groups: list[list[Ticket]] = []
     open_groups: dict[str, tuple[list[Ticket], int]] = {}
     for ticket in tickets:
@@ -370,7 +372,7 @@ def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:
             groups.append([ticket])
             continue
         group, size = open_groups.get(ticket.ring, ([], 0))
-        # half of the records, so that acknowledgements can ride too
+        # half of the records, so that acknowledgements fit into the message
         if not group or len(group) >= settings.records_per_message // 2 or size + ticket.size > BATCH_BYTES:
             group, size = [], 0
             groups.append(group)

@@ -22,8 +22,8 @@ class BlockingClient:
         try:
             self._thread = LoopThread("transport blocking client")
             self._client = client = self._thread.run(_make(arguments))
-            self._at_exit = AtExit(self.close)  # runs before that of the thread, which was registered before
-        except BaseException:  # an interrupt, too: nobody has this object to close its thread
+            self._at_exit = AtExit(self.close)  # exit handlers run in reverse order: this one before the thread's
+        except BaseException:  # also an interrupt: the caller has no object yet with which to close the thread
             if hasattr(self, "_thread"):
                 if client is not None:
                     self._thread.run(_call(client.end))
@@ -36,7 +36,7 @@ class BlockingClient:
     def read(
         self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
     ) -> ReceivedPayload:
-        """See `UCXXClient.read`. For `out` in device memory the stream counts that is current in this thread."""
+        """See `UCXXClient.read`. For `out` in device memory the current stream of this thread is used."""
         ticket = Ticket.of(ticket)
         target = None if out is None else target_of(out, ticket.size, elsewhere=True)
         payload = self._thread.run(self._client._fetch(ticket, out if target is None else target, rank, timeout))

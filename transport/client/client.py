@@ -20,7 +20,7 @@ from transport.client.attempts import RemoteReads, grouped
 from transport.client.connection import Want
 from transport.client.connections import Links
 from transport.client.deliveries import Deliveries
-from transport.client.device_reads import DeviceReceive, Landing, Target
+from transport.client.device_reads import DeviceReads, DeviceReceive, Target
 from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
@@ -96,7 +96,7 @@ class UCXXClient:
         self._wires: frozenset[Wire] | None = None if wire == "auto" else named_wires(wire)
         self._settings = settings.validate()
         self._mapped = MappedRings()
-        self._landing = Landing(device, device_receive, settings.staging_bytes)
+        self._device_reads = DeviceReads(device, device_receive, settings.staging_bytes)
         self._links = Links(
             self._settings, self._wires, secret, self._mapped.detach_finished, device_memory=device_receive == "direct"
         )
@@ -188,8 +188,8 @@ class UCXXClient:
         """`_read` by the ticket's own addresses and ports. Not ``last``: the ring may be found elsewhere."""
         self._check(ticket, rank)
         target = destination = None
-        if out is not None or self._landing.always:
-            target = self._landing.target(out, ticket.size)
+        if out is not None or self._device_reads.always:
+            target = self._device_reads.target(out, ticket.size)
             destination = check_destination(out, ticket.size) if target is None else None
         try:
             if target is not None:
@@ -295,7 +295,9 @@ class UCXXClient:
         # Its deadline is judged where the payload is: this host's clock may be another one.
         if self._links.ledger.contains(ticket.identity, rank):
             self._counts["stale"] += 1
-            raise StaleSlotError(f"payload {ticket.name} was consumed here; its acknowledgement is on the way")
+            raise StaleSlotError(
+                f"payload {ticket.name} was already consumed by this client; its acknowledgement is being sent"
+            )
 
     def _allows(self, wire: Wire) -> bool:
         return self._wires is None or wire in self._wires
@@ -306,15 +308,15 @@ class UCXXClient:
     ) -> ReceivedPayload:
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
         if ring is None:
-            direct = self._landing.receive == "direct" and self._links.device_memory()
-            wire, port = await self._landing.over_wire(
+            direct = self._device_reads.receive == "direct" and self._links.device_memory()
+            wire, port = await self._device_reads.over_wire(
                 target,
                 direct,
                 deadline,
                 lambda buffer: self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent),
             )
             return self._deliveries.received(ticket, rank, wire, port, target)
-        self._landing.from_ring(ring, ticket, rank, target)
+        self._device_reads.from_ring(ring, ticket, rank, target)
         return self._deliveries.copied_to_device(ring, ticket, rank, target)
 
     # --- over a wire --------------------------------------------------------------------------------
@@ -342,7 +344,7 @@ class UCXXClient:
             return outcomes, []
         wire, port, failures = await self._remote.read_batch(wants, deadline)
         if failures is None:
-            if not self._landing.always:
+            if not self._device_reads.always:
                 received = self._deliveries.received
                 outcomes += [
                     ReadOutcome(ticket, received(ticket, rank, wire, port, destination), None)
@@ -353,7 +355,7 @@ class UCXXClient:
         left: list[Ticket] = []
         for want, failure in zip(wants, failures, strict=True):
             if failure is None:
-                data = self._landing.from_host(want.destination) if self._landing.always else want.destination
+                data = self._device_reads.from_host(want.destination) if self._device_reads.always else want.destination
                 payload = self._deliveries.received(want.ticket, rank, wire, port, data)
                 outcomes.append(ReadOutcome(want.ticket, payload, None))
             elif failure.retryable:
@@ -455,7 +457,7 @@ class UCXXClient:
             stack.callback(self._buffers.clear)
             stack.callback(self._mapped.close)
             stack.callback(self._remote.close)
-            stack.callback(self._landing.close)
+            stack.callback(self._device_reads.close)
             stack.callback(self._links.end)
             self._status.close()
 

@@ -69,7 +69,7 @@ _EXPLAINED: dict[type[TransportError], str] = {
     errors.StaleSlotError: "it is not there any more for this rank (consumed, overwritten, discarded or expired)",
     errors.WrongKeyError: "the ticket's key is not that of its slot and generation",
     errors.RankError: "the payload was written for fewer ranks",
-    errors.LengthMismatchError: "its slot holds another number of bytes than the ticket says",
+    errors.LengthMismatchError: "size mismatch between its slot and the ticket",
     errors.BusyError: "the listener has reached a limit; acknowledge what was read",
 }
 
@@ -77,7 +77,9 @@ _EXPLAINED: dict[type[TransportError], str] = {
 def wrong_checksum(want: Want, actual: int) -> ChecksumError:
     """The error for a payload whose bytes are not those that were written."""
     expected = want.ticket.checksum or 0
-    return ChecksumError(f"payload {want.ticket.name} arrived with checksum {actual:016x}, due is {expected:016x}")
+    return ChecksumError(
+        f"payload {want.ticket.name}: checksum mismatch: received {actual:016x}, expected {expected:016x}"
+    )
 
 
 class Link:
@@ -184,7 +186,7 @@ class Link:
             return wrong_checksum(want, _ring.checksum(want.destination))
         if code == self._codes.WRONG_LENGTH:
             return LengthMismatchError(
-                f"payload {ticket.name}: its slot holds another number of bytes than {ticket.size}"
+                f"payload {ticket.name}: size mismatch: its slot does not hold the ticket's {ticket.size} bytes"
             )
         return refusal(code, f"payload {ticket.name}")
 
@@ -208,9 +210,9 @@ class Link:
         if self.native.usable:
             return
         if not self._endpoint.alive:
-            raise ConnectionLostError(f"{self._endpoint.name}: the peer is gone")
+            raise ConnectionLostError(f"{self._endpoint.name}: the peer disconnected")
         if self.native.next_number >= frames.MESSAGE_NUMBERS:
-            raise InternalError(f"{self!r} has no message numbers left and should have been retired")
+            raise InternalError(f"{self!r} has no message numbers left and should have been closed")
 
     def abort(self) -> None:
         """Close at once; on return UCX is out of every buffer. Idempotent."""
@@ -233,13 +235,15 @@ async def _shake_hands(endpoint: Endpoint, ring: str, tag_base: int, secret: byt
     if kind is Kind.CHALLENGE:
         challenge = frames.decode_handshake(frames.Challenge, body)
         if secret is None:
-            raise AuthenticationError(f"{endpoint.name} asks for a shared secret; this client was given none")
+            raise AuthenticationError(
+                f"{endpoint.name} requires a shared secret, this client has none; set the same secret"
+            )
         proof = _answered(endpoint.name, challenge, secret, nonce, said[frames.PREFIX_BYTES :])
         endpoint.send_stream(frames.encode_handshake(proof)).add_done_callback(_look_at)
         proven = challenge.version
         kind, body = await _receive(endpoint)
     elif secret is not None and kind is Kind.WELCOME and not frames.decode_handshake(frames.Welcome, body).code:
-        raise AuthenticationError(f"{endpoint.name} did not prove that it has the shared secret")
+        raise AuthenticationError(f"{endpoint.name} did not authenticate with the shared secret")
     if kind is not Kind.WELCOME:
         raise ProtocolError(f"{endpoint.name} answered the handshake with {kind.name}")
     welcome = frames.decode_handshake(frames.Welcome, body)
@@ -248,7 +252,7 @@ async def _shake_hands(endpoint: Endpoint, ring: str, tag_base: int, secret: byt
         raise kind_of_error(f"{endpoint.name}: {welcome.reason}")
     _check_offered(endpoint.name, welcome.version)
     if proven and welcome.version != proven:
-        raise ProtocolError(f"{endpoint.name} chose version {welcome.version} after it had proven {proven}")
+        raise ProtocolError(f"{endpoint.name}: version mismatch: CHALLENGE {proven}, WELCOME {welcome.version}")
     if ring and welcome.ring != ring:
         raise WrongRingError(f"{endpoint.name} serves ring {welcome.ring[:8]}, not {ring[:8]}")
     return welcome
@@ -267,12 +271,12 @@ def _answered(name: str, challenge: frames.Challenge, secret: bytes, nonce: byte
     proof = partial(authentication.proof, secret, version=challenge.version, hello=hello)
     if not authentication.same(challenge.proof, proof("listener", nonce, challenge.nonce)):
         raise AuthenticationError(
-            f"{name} does not have the shared secret of this client, or heard another HELLO than was said"
+            f"{name} has another shared secret than this client, or received a modified HELLO; set the same secret"
         )
     best = min(frames.VERSION, authentication.newest_known(challenge.nonce))
     if challenge.version < best:
         raise AuthenticationError(
-            f"{name} knows wire version {best} and was made to choose {challenge.version}: HELLO was changed on its way"
+            f"{name} supports wire version {best} but chose {challenge.version}: HELLO was modified on the network"
         )
     return frames.Proof(proof("client", nonce, challenge.nonce))
 

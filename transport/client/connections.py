@@ -301,7 +301,7 @@ class Links:
             self._worker_apart = None
         else:
             return
-        log.info("a peer over shared memory died or is silent; connections are made anew")
+        log.info("a shared-memory peer died or stopped answering; replacing all connections of its worker")
         for link in [link for link in self._tag_bases if link.worker is worker]:
             link.given_up = True
         self._break_off_all([link for link in self._pool.idle() if link.worker is worker])
@@ -323,7 +323,7 @@ class Links:
                 self._part_from_old()
                 self._tick()
             except Exception:  # whatever it was, acknowledgements must go on
-                log.exception("tending the links failed; going on")
+                log.exception("maintenance of connections failed; trying again")
                 await asyncio.sleep(_LOOK_S)
 
     async def _sleep(self) -> None:
@@ -363,7 +363,11 @@ class Links:
         for via in self.ledger.vias(ring):
             route = self.routes.find(ring)
             if route is None:  # no ticket has named a port of it
-                log.warning("%d acknowledgements for ring %s go nowhere", self.ledger.forget_ring(ring), ring[:8])
+                log.warning(
+                    "dropped %d acknowledgements for ring %s: no port of it is known",
+                    self.ledger.forget_ring(ring),
+                    ring[:8],
+                )
                 return
             await self._flush_to(ring, route.pairs, via)
 
@@ -375,7 +379,7 @@ class Links:
             async with asyncio.timeout(self._settings.read_timeout(0)):
                 link = await self.checkout(port, ring)
         except (TransportError, TimeoutError) as error:
-            log.debug("acknowledgements for ring %s wait: %s", ring[:8], error)
+            log.debug("acknowledgements for ring %s are delayed: %s", ring[:8], error)
             if isinstance(error, TransportError):
                 self.failed(ring, port, error)
             self.ledger.reroute(ring, port)
@@ -410,7 +414,7 @@ class Links:
                 link.answer(await asking)
             self.ledger.answered(link, number)
         except (TransportError, TimeoutError) as error:
-            log.debug("%r did not answer the farewell: %s", link, error)
+            log.debug("%r did not answer BYE: %s", link, error)
         finally:
             self.break_off(link)
 

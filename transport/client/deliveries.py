@@ -1,11 +1,11 @@
-"""From what has been read to a `ReceivedPayload`: counted, described, and acknowledged, or to be.
+"""Makes `ReceivedPayload` objects from read bytes: counts them, finds their schema, sends their acknowledgements.
 
     mapped             a view of the slot, or a copy out of it
     copied_to_device   the copy out of the slot is queued
     received           the bytes came over a wire and are verified
-    hand_over          somebody gets it now: with ack="on_arrival" it is acknowledged, not before
+    hand_over          the caller gets it now; with ack="on_arrival" it is acknowledged here, not before
 
-One for each client, on its loop; a payload's acknowledgement may come from any thread.
+One object for each client, on its loop; a payload may be acknowledged from any thread.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Deliveries:
     Args:
         schemas: of rings whose tickets do not describe their payloads themselves.
         ack: when a payload is acknowledged, see `UCXXClient`.
-        trace: is told of acknowledgements.
+        trace: gets the acknowledgements.
 
     Attributes:
-        closed: set by the client; nothing over a wire is acknowledged any more.
+        closed: set by the client; from then on no acknowledgement is sent over a wire.
         reads: payloads made.
-        bytes_by_wire: of them.
+        bytes_by_wire: of these payloads.
     """
 
     def __init__(
@@ -109,19 +109,19 @@ class Deliveries:
 
     # --- acknowledgements ---------------------------------------------------------------------------
     def hand_over(self, payload: ReceivedPayload) -> ReceivedPayload:
-        """The payload, for whoever asked for it; called where nothing can come between this and the asker.
+        """Return the payload to the caller; called where nothing can fail between this and the caller.
 
-        With ack="on_arrival" it is acknowledged here: what is fetched ahead and handed to nobody is not consumed.
+        With ack="on_arrival" it is acknowledged here: one that was fetched ahead and never returned is not consumed.
         Raises ClosedError when the client is closed.
         """
         if self._ack == "on_arrival":
             if self.closed:
-                raise ClosedError(f"payload {payload.ticket.name} came too late: its client is closed")
+                raise ClosedError(f"payload {payload.ticket.name} arrived after its client was closed")
             payload._handed_over()
         return payload
 
     def acknowledge(self, ticket: Ticket, rank: int, via: PortKey | None) -> bool:
-        """Have an acknowledgement sent, through port ``via`` or whichever is next.
+        """Send an acknowledgement through port ``via``, or through the next healthy port.
 
         Raises ClosedError when the client is closed.
         """
@@ -135,7 +135,7 @@ class Deliveries:
         else:  # a payload is acknowledged where it is used, which may be the trainer's thread
             try:
                 self._loop.call_soon_threadsafe(self._tell, ticket, ack, via)
-            except RuntimeError as error:  # the loop has ended since we looked
+            except RuntimeError as error:  # the loop has ended since the check above
                 raise ClosedError(f"payload {ticket.name} cannot be acknowledged: its client is closed") from error
         return True
 

@@ -1,11 +1,12 @@
-"""Payloads into device memory: what a client does with `out` on a device, or with ``device=``.
+"""Reads into device memory: for `out` on a device, or a client with ``device=``.
 
     mapped   slot (registered pages) ──copy on the caller's stream──► device; the slot stays pinned until that is done
     staged   UCX ──► pinned block, verified ──copy on the caller's stream──► device; the block is lent until then
-    direct   UCX ──► device, once the caller's stream is done with what was there
+    direct   UCX ──► device, once the caller's stream has finished its work on that memory
 
-Queued is enough: whoever uses the memory on the same stream comes after the copy, and whoever uses it on another
-stream through `ReceivedPayload` is made to. Nothing waits for a device but `direct`, whose writes no stream orders.
+A read returns when the copy is queued. Work on the same stream runs after the copy, and access through
+`ReceivedPayload` makes other streams wait for it. Only `direct` waits for the device, because no stream orders UCX's
+writes.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ T = TypeVar("T")
 
 DeviceReceive = Literal["staged", "direct"]
 
-# Smaller ones are staged either way: that is faster, and those that ride in the answer come through the host anyhow.
+# Smaller ones are always staged: that is faster, and payloads inside an answer come through the host anyway.
 _DIRECT_BYTES: Final = 256 << 10
 
 
 class Target:
-    """Where one payload goes: ``size`` bytes at ``address`` of a device, and the stream that its arrival is queued on.
+    """The destination of one payload: ``size`` bytes at ``address`` of a device, and the stream of its copy.
 
-    Made in the thread whose current stream counts.
+    Made in the thread whose current stream is to be used.
     """
 
     def __init__(self, array: Any, library: Library, size: int, stream: int, *, own: bool) -> None:
@@ -67,17 +68,17 @@ class Target:
         self.device = described.device
         self.stream = stream
         self.library = library
-        self._own = own  # made here, on a stream that the caller does not know
+        self._own = own  # allocated here, on a stream that the caller does not know
         self._mark: Mark | None = None
         self._used_on: set[int] = set()
 
     def arrives(self) -> Mark:
-        """The end of what has been queued for it."""
+        """A mark after the work that has been queued for it."""
         self._mark = Mark(self.stream, self.device)
         return self._mark
 
     def looked_at(self) -> None:
-        """Somebody uses the array now: on another stream than ``stream``, its work comes after the arrival."""
+        """The array is used now: work of another stream than ``stream`` is made to run after the arrival."""
         current = self.library.stream(self.device)
         name = current if current != PER_THREAD else -threading.get_ident()
         if current == self.stream or name in self._used_on:
@@ -90,10 +91,10 @@ class Target:
 
 
 class DevicePayload(ReceivedPayload):
-    """One payload in device memory: its arrays are those of the library whose memory it is, CuPy or torch.
+    """One payload in device memory: its arrays are CuPy's or torch's, by the library that owns the memory.
 
-    What the current stream does after a look at them comes after the payload's arrival. They can be written to: a
-    device has no read-only memory.
+    Work that the current stream does after an access to them runs after the payload's arrival. The arrays are writable,
+    because a device has no read-only memory.
     """
 
     __slots__ = ("_target",)
@@ -136,15 +137,15 @@ class DevicePayload(ReceivedPayload):
 
 
 class Arriving:
-    """Keeps device memory that UCX writes into; ``checksum`` brings it to the host to be hashed."""
+    """Keeps alive device memory that UCX writes into; ``checksum`` copies it to the host and hashes it."""
 
     def __init__(self, target: Target, checksum: Callable[[Target, Any], Awaitable[int]]) -> None:
         self._target = target
-        self._array = target.array  # a payload that is released drops the target's
+        self._array = target.array  # a released payload drops the target's reference
         self._checksum = checksum
 
     def memory(self) -> tuple[int, int, Arriving]:
-        """As the native engine takes it."""
+        """The tuple that the native engine takes."""
         return self._target.address, self._target.size, self
 
     def checksum(self) -> Awaitable[int]:
@@ -152,13 +153,13 @@ class Arriving:
         return self._checksum(self._target, self._array)
 
 
-class Landing:
-    """The device side of one client. Belongs to its loop; no memory of a device is taken before its first payload.
+class DeviceReads:
+    """The device reads of one client. Belongs to its loop; allocates no device memory before the first payload.
 
     Args:
         device: "cupy" or "torch", with ":1" for another device: reads without `out` go to new memory there. Raises
             what `parse_device` raises.
-        receive: how payloads over a wire get there.
+        receive: "staged" or "direct", for payloads over a wire.
         staging_bytes: bound of the pinned memory.
     """
 
@@ -169,16 +170,16 @@ class Landing:
         self._staging = StagingPool(staging_bytes)
 
     def __repr__(self) -> str:
-        return f"<Landing {self._staging!r} {self._completions!r}>"
+        return f"<DeviceReads {self._staging!r} {self._completions!r}>"
 
     @property
     def always(self) -> bool:
         """Whether every payload goes to a device."""
         return self._home is not None
 
-    # --- where to -------------------------------------------------------------------------------------
+    # --- destination ----------------------------------------------------------------------------------
     def target(self, out: Any, size: int) -> Target | None:
-        """Where a payload of ``size`` bytes goes on a device; None: it stays on the host.
+        """The device destination of a payload of ``size`` bytes; None: it stays on the host.
 
         Raises what `check_destination` raises, and MissingDependencyError without CuPy.
         """
@@ -192,7 +193,7 @@ class Landing:
         stream = own_stream(device)
         return Target(library.empty(size, device, stream), library, size, stream, own=True)
 
-    # --- how ------------------------------------------------------------------------------------------
+    # --- transfer -------------------------------------------------------------------------------------
     def from_ring(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> None:
         """Queue the copy out of the mapped slot. Raises what `SharedRingBuffer.read_raw` raises."""
         lease = ring.read_raw(ticket, rank)
@@ -211,9 +212,9 @@ class Landing:
         self._completions.after(mark, lease.release)
 
     def from_host(self, data: Any) -> Target:
-        """A small payload that has arrived on the host, in new device memory. The host's is free on return."""
+        """Copy a small payload from the host into new device memory. The host's memory is free on return."""
         if self._home is None:
-            raise InternalError("this client has no device of its own")
+            raise InternalError("this client was made without a device")
         target = self._new(len(data), *self._home)
         if len(data):
             copy_to_device(target.address, address_of(data), len(data), target.device, target.stream)
@@ -223,17 +224,17 @@ class Landing:
     async def over_wire(
         self, target: Target, direct: bool, deadline: Deadline, read: Callable[[Any], Awaitable[T]]
     ) -> T:
-        """Let ``read`` receive into a buffer that it is given, and see to it that the bytes get to the target.
+        """Call ``read`` with a buffer to receive into, and copy the bytes to the target.
 
-        read: when it raises or is cancelled, nobody writes into the buffer any more.
-        direct: UCX knows device memory.
+        read: after it raised or was cancelled, nothing writes into the buffer.
+        direct: UCX supports device memory.
 
-        Raises DeadlineExceededError while it still waits for pinned memory, or for the stream.
+        Raises DeadlineExceededError if the deadline passes during the wait for pinned memory, or for the stream.
         """
         if direct and target.size >= _DIRECT_BYTES:
             before = Mark(target.stream, target.device)
             await _by(deadline, self._completions.passed(before), "the caller's stream was not done with the memory")
-            with contextlib.suppress(BufferUnsuitableError):  # its listener joins it to the answer: staged, then
+            with contextlib.suppress(BufferUnsuitableError):  # the payload comes inside the answer: use staging
                 return await read(Arriving(target, partial(self._checksum, deadline)).memory())
         block = await self._block(target, deadline)
         try:
@@ -254,7 +255,7 @@ class Landing:
         return await _by(deadline, taking, f"no room in pinned memory: {self._staging!r}")
 
     async def _checksum(self, deadline: Deadline, target: Target, array: Any) -> int:
-        """XXH3 of what was received directly: it comes to the host for that, on this client's own stream."""
+        """XXH3 of directly received bytes, which are copied to the host on this client's own stream."""
         block = await self._block(target, deadline)
         stream = own_stream(target.device)
         try:
@@ -271,11 +272,11 @@ class Landing:
             self._completions.after(mark, partial(self._give_back, block, array))
 
     def _give_back(self, block: np.ndarray, _array: Any) -> None:
-        """A block, and the array that it was copied from, which has to live until then."""
+        """Return a block; the argument keeps the array alive until its copy is done."""
         self._staging.give_back(block)
 
     def close(self) -> None:
-        """Wait for the copies that are queued, then let go of slots and pinned memory."""
+        """Wait for queued copies, then release slots and pinned memory."""
         self._completions.finish()
         self._staging.close()
 
@@ -283,7 +284,7 @@ class Landing:
 def target_of(out: Any, size: int, *, elsewhere: bool = False) -> Target | None:
     """`out` as a target, with the stream that is current in this thread; None: it is in host memory.
 
-    elsewhere: copies are queued by another thread; when they are, `Target.looked_at` is called in this one.
+    elsewhere: another thread queues the copies; afterwards `Target.looked_at` is called in this one.
     """
     if kind_of(out) != "cuda":
         return None
@@ -297,7 +298,7 @@ def target_of(out: Any, size: int, *, elsewhere: bool = False) -> Target | None:
 
 
 async def _by(deadline: Deadline, waiting: Awaitable[T], late: str) -> T:
-    """The result, no later than the deadline. DeadlineExceededError says what was late."""
+    """Await the result until the deadline. DeadlineExceededError names what was late."""
     try:
         async with asyncio.timeout(max(0.0, deadline.at - time.monotonic())):
             return await waiting

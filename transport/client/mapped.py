@@ -20,7 +20,7 @@ from transport.ticket import Ticket, host_identity
 log = logging.getLogger(__name__)
 
 _TRY_AGAIN_S = 30.0  # after an attachment was refused
-_SHARE_OF_SLOTS = 0.5  # views beyond it become copies, so that a hoarding reader cannot stop the writer
+_SHARE_OF_SLOTS = 0.5  # views beyond it become copies, so that a reader with many views cannot block the writer
 
 
 class MappedRings:
@@ -29,7 +29,7 @@ class MappedRings:
     def __init__(self) -> None:
         self._rings: dict[str, SharedRingBuffer] = {}
         self._refused: dict[str, float] = {}
-        # Invariant: the same keys. What is out keeps its ring attached, also without this object.
+        # Invariant: the same keys. A view keeps its ring attached, also without this object.
         self._views: dict[str, Views] = {}
         self._warned: set[str] = set()
 
@@ -45,22 +45,22 @@ class MappedRings:
             return None
         if time.monotonic() < self._refused.get(ticket.ring, 0.0):
             return None
-        self.detach_finished()  # rings come and go with their writers; memory that one keeps mapped is not given back
+        self.detach_finished()  # rings of ended writers: their memory stays allocated while it is mapped
         try:
             ring = SharedRingBuffer.attach(ticket.segment, role="reader")
         except TransportError as error:
             self._refuse(ticket, str(error))
             return None
         if _readers(ring) > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
-            ring.close()  # not native.close(): everybody else may have left meanwhile
-            self._refuse(ticket, "its other owner places are kept for its writer and listeners")
+            ring.close()  # not native.close(): all other owners may have detached meanwhile
+            self._refuse(ticket, "its remaining owner numbers are reserved for its writer and listeners")
             return None
         if ring.ring_id != ticket.ring:
             ring.close()
-            self._refuse(ticket, "its segment belongs to another ring now")
+            self._refuse(ticket, "its segment now belongs to another ring")
             return None
         views = Views(ring.native, int(ring.slot_count * _SHARE_OF_SLOTS))
-        # At the end of the process, before the ring's own: a segment whose last reader ends with views in hand must
+        # At the end of the process, before the ring's own finalizer: a segment whose last reader exits with views must
         # not stay behind.
         weakref.finalize(ring, views.let_go)
         self._rings[ticket.ring] = ring
@@ -69,12 +69,12 @@ class MappedRings:
 
     def _refuse(self, ticket: Ticket, why: str) -> None:
         self._refused[ticket.ring] = time.monotonic() + _TRY_AGAIN_S
-        log.info("ring %s cannot be mapped (%s); reading it through the network", ticket.ring[:8], why)
+        log.info("ring %s cannot be mapped (%s); reading it over the network", ticket.ring[:8], why)
 
     def read(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, *, consume: bool) -> PayloadView | None:
-        """The payload's bytes as a read-only view that holds the pin, or None when too many views are out already.
+        """The payload's bytes as a read-only view that holds the pin, or None if too many views are in use.
 
-        ``consume``: letting go of the view is its acknowledgement, unless its hold was told otherwise by then.
+        ``consume``: releasing the view acknowledges the payload, unless its hold was changed before.
         Raises what `SharedRingBuffer.read_raw` raises.
         """
         views = self._views[ticket.ring]
@@ -98,7 +98,7 @@ class MappedRings:
         ring.native.count("bytes_mapped", ticket.size)
 
     def detach_finished(self) -> int:
-        """Let go of rings whose writer is gone and that hold nothing more; how many. Refusals that are over go, too."""
+        """Detach from empty rings whose writer has ended; how many. Also forget refusals that are over."""
         now = time.monotonic()
         self._refused = {ring_id: until for ring_id, until in self._refused.items() if now < until}
         finished = [
@@ -113,9 +113,9 @@ class MappedRings:
         return len(finished)
 
     def close(self) -> None:
-        """Detach from every ring; from those with views that are still held, when the last of them is gone.
+        """Detach from every ring; from rings with views in use when the last view is released.
 
-        What was to be acknowledged by letting go is acknowledged now: it has been delivered.
+        Views whose release would acknowledge their payload acknowledge it now: it has been delivered.
         """
         for ring_id, ring in self._rings.items():
             if self._views[ring_id].close():

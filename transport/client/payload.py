@@ -1,4 +1,4 @@
-"""A payload that has arrived: its arrays, and the two things to say about it (acknowledge, release)."""
+"""A received payload: its arrays, and how to acknowledge and release it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ AckMode = Literal["on_arrival", "on_consumed", "manual"]
 class ReceivedPayload(Mapping[str, np.ndarray]):
     """One payload in this process's memory; a mapping from tensor names to read-only arrays.
 
-    The arrays own their memory: a pooled buffer goes back, and a mapped slot is unpinned, when the last of them is
-    gone. `release` only drops this object's own references. A payload in device memory is a `landing.DevicePayload`.
+    The arrays own their memory: a pooled buffer is returned, and a mapped slot unpinned, when the last array is
+    released. `release` only drops this object's own references. A payload in device memory is a `DevicePayload`.
 
     Attributes:
-        ticket: what was asked for; its metadata are the writer's small values.
+        ticket: the ticket that was read; its metadata are the writer's small values.
         rank: the reader rank this delivery is for.
-        wire: what carried the bytes: mapped, shm, tcp, rdma or cuda.
-        data: the bytes themselves (a uint8 array), or the caller's `out`.
+        wire: the wire that carried the bytes: mapped, shm, tcp, rdma or cuda.
+        data: the bytes (a uint8 array), or the caller's `out`.
     """
 
     __slots__ = (
@@ -108,8 +108,8 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
         if self._schema is None:
             raise SchemaError(
-                f"payload {self.ticket.name} is of schema {self.ticket.schema_fingerprint}, which this client does not "
-                "have; pass it: UCXXClient(schemas=[schema])"
+                f"payload {self.ticket.name} has schema {self.ticket.schema_fingerprint}, which this client does not "
+                "know; pass it: UCXXClient(schemas=[schema])"
             )
         return self.ticket.layout(self._schema)
 
@@ -123,7 +123,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         return len(self.arrays)
 
     def ack(self) -> bool:
-        """Say that this rank has consumed the payload, so that its slot can be used again. False: said before."""
+        """Acknowledge: this rank has consumed the payload, and its slot may be reused. False: acknowledged before."""
         if self.acknowledged:
             return False
         try:
@@ -134,7 +134,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         return accepted
 
     def _handed_over(self) -> None:
-        """Acknowledge what has arrived where it was asked for; a view: when its last array is gone."""
+        """With ack="on_arrival": acknowledge now; a view when its last array is released."""
         if self._deliver is None:
             self.ack()
         elif not self.acknowledged:
@@ -157,7 +157,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
 
 
 class ReadOutcome(NamedTuple):
-    """What became of one ticket of `read_many`: exactly one of payload and error is set."""
+    """The result for one ticket of `read_many`: exactly one of payload and error is set."""
 
     ticket: Ticket
     payload: ReceivedPayload | None
@@ -165,7 +165,7 @@ class ReadOutcome(NamedTuple):
 
 
 class ClientStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the client was made, and what is open now."""
+    """Counters since the client was made, and its present connections and acknowledgements."""
 
     reads: int
     bytes_by_wire: dict[str, int]

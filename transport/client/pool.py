@@ -1,14 +1,14 @@
 """Endpoint pool: which connection to use, which to keep, which to close. Decisions only, no I/O.
 
-A connection is *idle* or *in use*; a place is also held by one that is *being opened*.
+A connection is *idle*, *in use* or *being opened*. The limit of a port counts all three.
 
     begin_open ──► being opened ──opened──► in use ──checkin──► idle ──checkout──► in use
                         └── open_failed                └───── expired, drop, drain ─────► gone
 
-The pool never closes anything: every method that lets go of connections returns them, and the caller
-closes them afterwards, shielded from cancellation. What a caller does to get a connection:
+The pool never closes anything: every method that removes connections returns them, and the caller closes them
+afterwards, shielded from cancellation. How a caller gets a connection:
 
-    close all of expired(now); checkout(port, now), or where that is None and may_open(port):
+    close all of expired(now); checkout(port, now), or if that is None and may_open(port):
     begin_open(port), connect, then opened(port, connection) or open_failed(port)
 """
 
@@ -36,14 +36,14 @@ class PoolCounts(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Places taken."""
+        """All connections that count towards the limit of a port."""
         return self.idle + self.in_use + self.opening
 
 
 class EndpointPool(Generic[C]):
     """Connections by (address, port), each handed to one user at a time, the freshest first.
 
-    Bounds: ``pool_endpoints_per_port`` places per port (idle, in use, and being opened together) and
+    Bounds: ``pool_endpoints_per_port`` connections per port (idle, in use, and being opened together) and
     ``pool_endpoints_idle`` idle connections over all ports. An idle connection is closed when its last use
     is longer ago than ``pool_endpoint_max_age_s``, which lies below the listener's idle eviction, so that
     the client closes first. Owned by one thread.
@@ -78,34 +78,34 @@ class EndpointPool(Generic[C]):
 
     # --- opening -------------------------------------------------------------------------------
     def may_open(self, port: PortKey) -> bool:
-        """Whether the port has a place for one more connection. Never after ``drain``."""
+        """Whether one more connection to the port is within the limit. Always False after ``drain``."""
         return not self._drained and self.counts(port).total < self._per_port
 
     def begin_open(self, port: PortKey) -> None:
-        """Take a place, so that concurrent users do not open more connections than there are places."""
+        """Reserve a connection of the port, so that concurrent users do not exceed the limit."""
         if not self.may_open(port):
-            raise InternalError(f"a connection to {port} is opened without a place in {self!r}")
+            raise InternalError(f"a connection to {port} exceeds the limit of {self!r}")
         self._opening[port] = self._opening.get(port, 0) + 1
 
     def opened(self, port: PortKey, connection: C) -> None:
-        """The place now belongs to ``connection``, which is in the caller's use."""
+        """The reservation becomes ``connection``, which the caller uses."""
         if connection in self._idle or connection in self._in_use:
             raise InternalError(f"{connection!r} is in {self!r} already")
-        self._free_place(port)
+        self._end_reservation(port)
         self._in_use[connection] = port
 
     def open_failed(self, port: PortKey) -> None:
-        """Give the place back."""
-        self._free_place(port)
+        """Cancel the reservation."""
+        self._end_reservation(port)
 
-    def _free_place(self, port: PortKey) -> None:
-        places = self._opening.get(port, 0)
-        if not places:
+    def _end_reservation(self, port: PortKey) -> None:
+        reserved = self._opening.get(port, 0)
+        if not reserved:
             raise InternalError(f"no connection to {port} is being opened in {self!r}")
-        if places == 1:
+        if reserved == 1:
             del self._opening[port]
         else:
-            self._opening[port] = places - 1
+            self._opening[port] = reserved - 1
 
     # --- using ---------------------------------------------------------------------------------
     def checkout(self, port: PortKey, now: float) -> C | None:
@@ -130,7 +130,7 @@ class EndpointPool(Generic[C]):
         """
         port = self._in_use.pop(connection, None)
         if port is None:
-            raise InternalError(f"{connection!r} is checked in but not in use in {self!r}")
+            raise InternalError(f"{connection!r} was checked in, but is not in use in {self!r}")
         if self._drained:
             return [connection]
         self._idle[connection] = (port, now)
@@ -203,7 +203,7 @@ class EndpointPool(Generic[C]):
         for port, connections in self._idle_of.items():
             assert list(connections) == [each for each, (owner, _) in self._idle.items() if owner == port]
         assert sum(map(len, self._idle_of.values())) == len(self._idle), "an idle connection of no port"
-        assert all(places > 0 for places in self._opening.values()), "a port holds no place"
+        assert all(count > 0 for count in self._opening.values()), "a port without reservation is listed"
         assert not (self._drained and self._idle), "idle connections after drain"
         ports = {port for port, _ in self._idle.values()} | set(self._in_use.values()) | set(self._opening)
         for port in ports:

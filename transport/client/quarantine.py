@@ -5,7 +5,7 @@
        │                    └──────────── failed: twice as long ─────────────────┘ │
        └────────────────────────────── succeeded (from any state) ────────────────┘
 
-A quarantined port is asked last, not never: when nothing healthier remains, the one that heals soonest is used.
+A quarantined port is still used as a last resort: if no healthy port remains, the one whose quarantine ends soonest.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class PortQuarantine:
     def order(self, ports: Sequence[PortKey], now: float, start: int = 0) -> list[PortKey]:
         """All of ``ports``, each once, in the order in which to try them.
 
-        Healthy ones and ones on probation come first, in the order given, beginning at ``start`` (any number; callers
-        count it up to spread load); then quarantined ones, the soonest to heal first.
+        Healthy ports and ports on probation come first, in the order given, beginning at ``start`` (any number; callers
+        increment it to spread load); then quarantined ones, the one whose quarantine ends soonest first.
         """
         distinct = list(dict.fromkeys(ports))
         if distinct:
@@ -101,7 +101,7 @@ class PortQuarantine:
         entry.until = now + entry.length_s
 
     def succeeded(self, port: PortKey) -> None:
-        """The port answered; also a refusal is an answer."""
+        """The port answered; a refusal is an answer, too."""
         self._entries.pop(port, None)
 
     def _forget_old(self, now: float) -> None:

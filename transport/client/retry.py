@@ -1,4 +1,4 @@
-"""Retry: when to try again, when to stop, and how bad it can get. Decisions only; clock and randomness are arguments.
+"""Retry: when to try again, when to stop, and the worst case. Decisions only; clock and randomness are arguments.
 
 Three layers use the same plan, one inside the other, under one deadline:
 
@@ -21,7 +21,7 @@ from transport.settings import DEFAULTS, Settings
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A moment of a monotonic clock by which the whole of an operation ends; handed down, never extended."""
+    """The time (monotonic clock) by which a whole operation ends; passed on to its parts, never extended."""
 
     at: float
 
@@ -144,7 +144,7 @@ class Retry:
         return Try(self._begun)
 
     def begin(self) -> None:
-        """The first attempt was made before there was a plan: count it."""
+        """Count the first attempt, which was made before the plan existed."""
         self._begun += 1
 
     def failed(self, error: TransportError, now: float, *, elsewhere: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""The ways to each ring: at which ports it may be served, and which of them is tried next. No I/O.
+"""Routes: the ports at which each ring may be served, and which of them to try next. No I/O.
 
-What a listener said last is fresher than a ticket; a port that serves another ring now is passed over.
+The ports that a listener last named are newer than those of a ticket. A port that now serves another ring is skipped.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Route(msgspec.Struct):
     hosts_named: tuple[str, ...]  # by the last ticket
     ports_named: tuple[int, ...]
     wrong: set[PortKey] = msgspec.field(default_factory=set)  # those that serve another ring now
-    all_wrong_since: float | None = None  # None: not all of them said so
-    used: bool = False  # again, since routes were last forgotten
+    all_wrong_since: float | None = None  # None: not all ports do
+    used: bool = False  # since routes were last forgotten
     segment: str | None = None  # of a ring of this host; None: of another one
 
 
@@ -38,8 +38,8 @@ class Routes:
     """The routes of one client, and the next port to try by their health.
 
     Args:
-        quarantine: says which ports are healthy.
-        ledger: a ring that it still has acknowledgements for, sent or not, is not forgotten.
+        quarantine: knows which ports are healthy.
+        ledger: rings with unconfirmed acknowledgements in it are not forgotten.
     """
 
     def __init__(self, quarantine: PortQuarantine, ledger: AckLedger) -> None:
@@ -62,10 +62,10 @@ class Routes:
         hosts = tuple(
             dict.fromkeys((LOOPBACK, *ticket.addresses) if ticket.host == host_identity() else ticket.addresses)
         )
-        # what a listener said last is fresher than the ticket
+        # the ports that a listener last named are newer than the ticket
         numbers = tuple(dict.fromkeys((*(route.ports if route else ()), *ticket.ports)))
         if not hosts or not numbers:
-            raise UnreachableError(f"ticket {ticket.name} names no address and port; is its ring being served?")
+            raise UnreachableError(f"ticket {ticket.name} names no address and port; start a UCXXServer for its ring")
         pairs = [(host, number) for host in hosts for number in numbers]
         if route is not None and route.pairs == pairs:
             route.hosts_named, route.ports_named = ticket.addresses, ticket.ports
@@ -79,7 +79,7 @@ class Routes:
         return pairs
 
     def _forget_some(self, ring: str) -> None:
-        """A quarter of what may be kept, but for ``ring``: those that were not used since this was last done first."""
+        """Forget a quarter of the limit, never ``ring``; first the routes that were not used since the last time."""
         kept = self._ledger.rings() | {ring}
         for used in (False, True):
             free = [each for each, route in self._of_ring.items() if each not in kept and route.used is used]
@@ -87,17 +87,17 @@ class Routes:
                 del self._of_ring[each]
         for route in self._of_ring.values():
             route.used = False
-        self._forget_at = max(_MOST_ROUTES, len(self._of_ring) + _MOST_ROUTES // 4)  # not again at the next one
+        self._forget_at = max(_MOST_ROUTES, len(self._of_ring) + _MOST_ROUTES // 4)  # not again at the next new route
 
     def next_port(self, ring: str, ports: list[PortKey]) -> PortKey:
-        """The healthiest port; the next one each time, so that load is spread. Addresses are tried in their order."""
+        """The healthiest port, rotating to spread load. Addresses are tried in their order."""
         self._rotation += 1
-        route = self._of_ring.get(ring)  # None: forgotten, for many others have been read since
+        route = self._of_ring.get(ring)  # None: forgotten, because many other rings were read since
         wrong = route.wrong if route is not None else frozenset()
         if not wrong and not self._quarantine:
             if len(ports) == 1:
                 return ports[0]
-            best = sum(port[0] == ports[0][0] for port in ports)  # they stand first
+            best = sum(port[0] == ports[0][0] for port in ports)  # ports of the best address come first
             return ports[self._rotation % best]
         now = time.monotonic()
         candidates = [port for port in ports if port not in wrong] or ports
@@ -133,7 +133,7 @@ class Routes:
     def gone(self, ring: str, after_s: float) -> bool:
         """Whether every known port has been serving other rings for ``after_s``.
 
-        Not at once: the ring may be served at ports that a later ticket, or one of its listeners, names.
+        Not at once: a later ticket, or a listener of the ring, may name other ports.
         """
         route = self._of_ring.get(ring)
         since = None if route is None else route.all_wrong_since

@@ -1,8 +1,8 @@
-"""What the clients of a host say of themselves to `transport top`: one abstract UNIX socket each.
+"""Statistics of a host's clients for `transport top`: one abstract UNIX socket for each client.
 
-An abstract socket has no file: it ends with its process, in whatever way that ends, and leaves nothing behind. Whoever
-connects is told the client's statistics as one JSON document, if it is the same user or root, and the connection ends.
-Clients in another network namespace are not seen.
+An abstract socket has no file: however its process ends, nothing is left. A process of the same user or root that
+connects receives the client's statistics as one JSON document, and the connection is closed. Clients in another network
+namespace are not visible.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _NAME: Final = "transport-client-"
 _TABLE: Final = Path("/proc/net/unix")
-_ANSWER_S: Final = 0.5  # a stopped client does not hold the others up
+_ANSWER_S: Final = 0.5  # so that a suspended client does not delay the others
 _MOST_BYTES: Final = 1 << 16
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
@@ -48,7 +48,7 @@ ready(ClientStatus)
 
 
 class StatusSocket:
-    """Answers for one client, on its loop. Where the system gives no socket, nobody sees the client; it works on."""
+    """Answers for one client, on its loop. Without a socket the client works, but `transport top` does not show it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, statistics: Callable[[], ClientStatistics]) -> None:
         self._loop = loop
@@ -71,7 +71,7 @@ class StatusSocket:
     def _answer(self) -> None:
         if self._listening is None:
             return
-        with contextlib.suppress(OSError):  # whoever asked is gone, or takes nothing: its loss
+        with contextlib.suppress(OSError):  # the asking process has disconnected or does not receive
             asking, _ = self._listening.accept()
             with asking:
                 if _user_of(asking) in (os.getuid(), 0):
@@ -82,13 +82,13 @@ class StatusSocket:
         return ClientStatus(pid=os.getpid(), program=Path(sys.argv[0] or "python").name, statistics=self._statistics())
 
     def close_in_child(self) -> None:
-        """In a forked child: the client, and the loop that would answer, are the parent's."""
+        """Close the socket in a forked child: client and loop belong to the parent."""
         listening, self._listening = self._listening, None
         if listening is not None:
-            os.close(listening.detach())  # a loop holds its sockets open, and this one's never lets go here
+            os.close(listening.detach())  # detached, because the inherited loop would keep the socket open
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop answering. Idempotent."""
         listening, self._listening = self._listening, None
         if listening is not None:
             self._loop.remove_reader(listening)

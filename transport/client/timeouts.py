@@ -1,4 +1,4 @@
-"""Futures with deadlines, under one timer of the loop: a read does not make and cancel a timer of its own."""
+"""Futures with deadlines that share one timer of the loop, because a timer for each read is slow."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class Watch:
-    """Fails futures that are late with TimeoutError. Belongs to the running loop."""
+    """Fails futures with TimeoutError at their deadlines. Belongs to the running loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._due: dict[asyncio.Future[Any], float] = {}
         self._timer: asyncio.TimerHandle | None = None
-        # Invariant: the timer goes off at or before the earliest moment in _due.
+        # Invariant: the timer fires at or before the earliest moment in _due.
         self._timer_at = float("inf")
 
     def __repr__(self) -> str:
@@ -27,7 +27,7 @@ class Watch:
             self._arm(at)
 
     def remove(self, future: asyncio.Future[Any]) -> None:
-        """It has come to an end. The timer stays: the next future mostly needs it."""
+        """Forget a future that is done. The timer stays: the next future mostly needs it."""
         self._due.pop(future, None)
 
     def _arm(self, at: float) -> None:
@@ -49,6 +49,6 @@ class Watch:
         self._arm(min(self._due.values(), default=float("inf")))
 
     def close(self) -> None:
-        """Let go of the timer and of every future."""
+        """Cancel the timer and forget every future."""
         self._due.clear()
         self._arm(float("inf"))

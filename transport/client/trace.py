@@ -1,10 +1,10 @@
-"""What a read spends its time on, for chrome://tracing and Perfetto: one span per phase, in the Chrome trace format.
+"""Traces the phases of reads for chrome://tracing and Perfetto: one span per phase, in the Chrome trace format.
 
     with Trace(path, "trainer 0") as trace:
         client = UCXXClient(trace=trace)
 
-Spans of one read share an id, so that reads under way at a time stand below each other. Times are the kernel's
-monotonic clock in microseconds, the same for every process of a host: files of several can be merged (`merge`).
+Spans of one read share an id, so that simultaneous reads are shown below each other. Times are the kernel's monotonic
+clock in microseconds, the same for every process of a host: `merge` combines the files of several processes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import msgspec
 from transport.ticket import Ticket
 
 PHASES: Final = ("read", "connect", "transfer", "verify", "back-off", "acknowledge", "map", "write")
-"""The whole; a new connection; request to last byte; checksum of a large payload; wait between attempts; the slot's
-acknowledgement; a view of the segment instead of a transfer; and what a writer does."""
+"""The read; a new connection; request to last byte; checksum of a large payload; wait between attempts; the slot's
+acknowledgement; a view of the segment instead of a transfer; the writing of a payload."""
 
 
 def key_of(ticket: Ticket) -> str:
-    """What tells the reads of a trace, and the lines of a log, apart: ring/slot/generation."""
+    """Identifies the read in traces and log lines: ring/slot/generation."""
     return "/".join(map(str, ticket.identity))
 
 

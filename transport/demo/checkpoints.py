@@ -26,7 +26,7 @@ from transport.demo.plan import EpochPlan, Plan, WorkerConfig
 from transport.demo.policy import PARAMETER_SHAPES, Policy
 from transport.demo.worker import Parent
 from transport.errors import CheckpointDamagedError, NoCheckpointError, RunError, TransportError
-from transport.storage.urls import SQLitePlace, parse_place
+from transport.storage.urls import SQLiteURL, parse_url
 from transport.store import Store
 from transport.store.open import open_store
 
@@ -120,9 +120,9 @@ class Epoch:
 @contextmanager
 def epoch_store(url: str) -> Iterator[Store]:
     """The store of the epochs; its folder is made."""
-    place = parse_place(url)
-    if isinstance(place, SQLitePlace):
-        place.path.parent.mkdir(parents=True, exist_ok=True)
+    parsed = parse_url(url)
+    if isinstance(parsed, SQLiteURL):
+        parsed.path.parent.mkdir(parents=True, exist_ok=True)
     with open_store(url) as store:
         yield store
 

@@ -23,7 +23,7 @@ from transport.errors import UsageError
 from transport.observe.metrics import Exporter
 from transport.queue import QueueDepth, TicketQueue, open_queue
 from transport.runtime import interruption
-from transport.storage.urls import SQLitePlace
+from transport.storage.urls import SQLiteURL
 
 
 class CheckpointTo(NamedTuple):
@@ -67,7 +67,7 @@ async def run_demo(
     ended: EpochRecord | None = None
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(interruption.temporary_folder("transport-demo-"))
-        text = queue_text or SQLitePlace(directory / "tickets.sqlite").text
+        text = queue_text or SQLiteURL(directory / "tickets.sqlite").text
         with open_queue(text) as queue:
             _refuse_used(queue)
             async with _unless_interrupted():

@@ -1,7 +1,7 @@
-"""Where a value's memory is, how it is described, and how it comes to the host.
+"""Where a value's memory is (host or device), its description, and its copy to the host.
 
-Neither torch nor CuPy is imported to look at a value: a value of theirs exists only where its package was imported
-already. Nothing here asks a device for anything unless the value is in its memory.
+Neither torch nor CuPy is imported to inspect a value: their values exist only after the package was imported. No
+device is accessed unless the value is in its memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transport.runtime.installing import install
 from transport.schema import DTYPES
 
 # DLPack's device types (dlpack.h, DLDeviceType). Pinned memory (3) is the host's as far as reading and writing go;
-# managed memory (13) has no fixed place, so it is treated as the device's.
+# managed memory (13) moves between host and device, so it is treated as the device's.
 _HOST = frozenset({1, 3})
 _CUDA = frozenset({2, 13})
 
@@ -31,7 +31,7 @@ class DeviceArray(Protocol):
 
 
 class DeviceTensor(NamedTuple):
-    """A tensor in device memory, described without a look into it. It keeps the memory alive."""
+    """Description of a tensor in device memory; its contents are not read. It keeps the memory alive."""
 
     value: Any  # the library's own array, of which this is the description
     dtype: np.dtype[Any]
@@ -47,7 +47,7 @@ class DeviceTensor(NamedTuple):
 
 
 def kind_of(value: object) -> Literal["host", "cuda"]:
-    """Whether the value's memory is the host's or a CUDA device's. What has no memory of its own is the host's.
+    """Whether the value's memory is the host's or a CUDA device's. Values without memory of their own count as host.
 
     BufferUnsuitableError for memory of another kind (ROCm, Metal, torch's meta tensors).
     """
@@ -63,7 +63,7 @@ def kind_of(value: object) -> Literal["host", "cuda"]:
     try:
         device_type = int(locate()[0])
     except (ValueError, TypeError, RuntimeError, BufferError) as error:
-        raise BufferUnsuitableError(f"a {type(value).__name__} without memory that can be reached: {error}") from error
+        raise BufferUnsuitableError(f"the memory of this {type(value).__name__} is not accessible: {error}") from error
     if device_type in _HOST:
         return "host"
     if device_type in _CUDA:
@@ -113,7 +113,7 @@ def writable_bytes(array: Any) -> int:
     """
     if is_torch(array):
         contiguous = array.is_contiguous()
-        readonly = array.requires_grad  # written behind autograd's back, its gradients would silently be wrong
+        readonly = array.requires_grad  # UCX writes without autograd's knowledge: gradients would silently be wrong
         nbytes = array.numel() * array.element_size()
     else:
         interface = array.__cuda_array_interface__
@@ -136,7 +136,7 @@ def _torch_to_host(tensor: Any) -> np.ndarray:
     if dtype is None or dtype.isbuiltin == 1:
         array: np.ndarray = plain.numpy()
         return array
-    # numpy has no such dtype, so torch does not hand it over: as integers of the same width it does.
+    # numpy has no such dtype, so torch exports it only as integers of the same width.
     torch = sys.modules["torch"]
     integers: np.ndarray = plain.view(torch.uint8 if dtype.itemsize == 1 else torch.int16).numpy()
     return integers.view(dtype)

@@ -1,11 +1,11 @@
-"""Pooled receive buffers: memory that is warm (its pages exist) and goes back by itself.
+"""Pooled receive buffers: memory whose pages are already mapped and that returns to its pool automatically.
 
     block = pool.take(1 << 20)              # writable bytes, exactly as many
     array = np.frombuffer(block, np.uint8)  # or memoryview(block), or whatever else takes a buffer
 
-A block returns to the pool when the last reference to it and the last view of its memory are gone, not when somebody
-says so: an array a trainer still holds can never be overwritten by the next payload. Idle memory is bounded. Any
-thread; a forked child's blocks are copies of its own.
+A block returns to the pool when the last reference to it and the last view of its memory are gone; there is no explicit
+return. So an array that a trainer still holds is never overwritten by the next payload. Idle memory is bounded. Usable
+from any thread; a forked child has its own copies of the blocks.
 
 The pool is native code (native/common/block_pool.hpp), since a block is taken for every payload that is read.
 """

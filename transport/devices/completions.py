@@ -1,4 +1,4 @@
-"""What is to be done once a stream has passed a mark: without waiting for it, and without a thread."""
+"""Actions to run after a stream has passed a mark, without blocking and without a thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 _FIRST_LOOK_S = 20e-6  # a copy of a few hundred KiB
-_LONGEST_PAUSE_S = 2e-3  # what a slot or a staging buffer may be held too long behind a busy stream
+_LONGEST_PAUSE_S = 2e-3  # so long may a slot or staging buffer stay in use after its copy is done
 
 
 class Passing(Protocol):
@@ -27,8 +27,8 @@ class Passing(Protocol):
 class Completions:
     """Actions that wait for marks. Belongs to one event loop; costs nothing while nothing waits.
 
-    CUDA cannot wake an event loop but through a thread of its driver that would need the interpreter lock, so the
-    marks are looked at: soon, then at growing intervals.
+    CUDA can wake an event loop only through a driver thread that would need the interpreter lock, so the marks are
+    polled: soon, then at growing intervals.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Completions:
             _do(action)
             return
         self._waiting.append((mark, action))
-        if self._timer is not None:  # what has waited for long has made the pauses long
+        if self._timer is not None:  # earlier marks may have increased the interval
             self._timer.cancel()
             self._timer = None
         self._pause_s = _FIRST_LOOK_S
@@ -78,7 +78,7 @@ class Completions:
         self._look_later()
 
     def finish(self) -> None:
-        """Wait for every mark in place and do what waits for it; for teardown."""
+        """Wait synchronously for every mark and run its action; for teardown."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -87,22 +87,22 @@ class Completions:
             try:
                 mark.wait()
             except Exception as error:  # as in _passed
-                log.error("a copy has failed with its device: %s", error)
+                log.error("a device copy failed: %s", error)
             _do(action)
 
 
 def _do(action: Callable[[], object]) -> None:
-    """One that fails must not keep the others' memory from being given back."""
+    """Run an action. A failure is logged, so that the other actions still release their memory."""
     try:
         action()
     except Exception:
-        log.exception("what was to be done after a copy has failed; going on")
+        log.exception("the action after a device copy failed; continuing")
 
 
 def _passed(mark: Passing) -> bool:
-    """A device that has failed copies nothing any more: what waits for it is let go."""
+    """Whether the mark has passed; also True after a device fault, because a failed device copies nothing more."""
     try:
         return mark.passed
     except Exception as error:  # CUDA's classes belong to CuPy, which is not imported here
-        log.error("a copy has failed with its device: %s", error)
+        log.error("a device copy failed: %s", error)
         return True

@@ -1,9 +1,9 @@
-"""Device tensors into a slot: queued on the caller's stream, and hashed step by step as they arrive.
+"""Copies device tensors into a slot: queued on the caller's stream, and hashed step by step as they arrive.
 
-Large tensors go straight from their memory into the slot, one step ahead of the hashing: what it reads is then still
-in the processor's cache. A run of small neighbours is gathered on the device by one kernel and copied as one,
-since a copy costs microseconds to queue, whatever its size. Only the copies themselves are waited for: no device, and
-no stream beyond them.
+Large tensors are copied directly into the slot, one step ahead of the hashing, so that the hash reads bytes that are
+still in the processor's cache. Small neighbouring tensors are gathered on the device by one kernel and copied together,
+since queueing a copy costs microseconds whatever its size. The host waits only for these copies, not for the device or
+for later work of the stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RUN = 32
 
 _GATHER = r"""
 extern "C" __global__ void gather(const unsigned long long* parts, unsigned char* out) {
-  const unsigned long long* part = parts + 3 * blockIdx.x;  // address, place in out (aligned), bytes
+  const unsigned long long* part = parts + 3 * blockIdx.x;  // address, offset in out (aligned), bytes
   const unsigned char* from = (const unsigned char*)part[0];
   unsigned char* to = out + part[1];
   const unsigned long long size = part[2];
@@ -78,7 +78,7 @@ class _Step:
             self.mark = Mark(self.stream, self.device)
 
     def _gathered(self) -> Any:
-        """The parts, and zeros between them, as one array on the device; None: not so."""
+        """The parts, with zeros between them, as one array on the device; None: gathering is not available."""
         cupy = require_cupy()
         table = np.array([(address, start - self.start, size) for start, size, address in self.parts], np.uint64)
         try:
@@ -88,13 +88,13 @@ class _Step:
                 copy_to_device(int(parts.data.ptr), table.ctypes.data, table.nbytes, self.device, self.stream)
                 cupy.RawKernel(_GATHER, "gather")((len(table),), (_THREADS,), (parts, gathered))
             return gathered
-        except Exception as error:  # no compiler for kernels, no memory: copies of their own do the same
-            log.debug("%d small tensors are copied one by one: %s", len(self.parts), error)
+        except Exception as error:  # no kernel compiler, no memory: single copies do the same
+            log.debug("batched copy not available, copying %d small tensors one by one: %s", len(self.parts), error)
             return None
 
 
 class Source(NamedTuple):
-    """``size`` bytes at ``address`` of a device that belong at ``start`` of a slot, once ``stream`` has made them."""
+    """``size`` device bytes at ``address``, made by ``stream``, to be copied to offset ``start`` of a slot."""
 
     start: int
     size: int
@@ -104,7 +104,7 @@ class Source(NamedTuple):
 
 
 def sources_of(layout: Layout, arrays: Sequence[object]) -> list[Source | None]:
-    """The device tensors of a payload, on the streams that are current in this thread; None for what is elsewhere.
+    """The device tensors of a payload, on the current streams of this thread; None for tensors in host memory.
 
     arrays: in the layout's order; the `DeviceTensor`s are contiguous and of the layout's dtypes.
     """
@@ -115,19 +115,19 @@ def sources_of(layout: Layout, arrays: Sequence[object]) -> list[Source | None]:
             found.append(None)
             continue
         library = library_of(array.value)
-        place = (library.name, array.device)
-        if place not in streams:
-            streams[place] = library.stream(array.device)
-        found.append(Source(placement.offset, placement.nbytes, array.address, array.device, streams[place]))
+        key = (library.name, array.device)
+        if key not in streams:
+            streams[key] = library.stream(array.device)
+        found.append(Source(placement.offset, placement.nbytes, array.address, array.device, streams[key]))
     return found
 
 
 class DeviceCopies:
-    """The copies of one payload into the slot at ``address``. Whatever happens, end with `finish`.
+    """The copies of one payload into the slot at ``address``. Always call `finish` at the end.
 
-    Bytes between two sources that stand side by side in the list become zeros, or are left alone.
+    Bytes between two sources that follow each other in the list become zeros, or stay unchanged.
 
-    sources: in the order of their places; None stands for what the processor packs there.
+    sources: in the order of their offsets; None stands for a tensor that the CPU packs.
     """
 
     def __init__(self, sources: Sequence[Source | None], address: int) -> None:
@@ -139,7 +139,7 @@ class DeviceCopies:
         run: _Step | None = None
         for number, source in enumerate(sources):
             if source is None:
-                run = None  # what is packed by the processor must not stand between what is copied as one
+                run = None  # a gathered copy must not cover bytes that the CPU packs
                 continue
             stream = (source.device, source.stream)
             small = source.size <= _SMALL_BYTES
@@ -174,7 +174,7 @@ class DeviceCopies:
             yield start, end
 
     def finish(self) -> None:
-        """Wait for what is queued: the slot's memory, and the tensors', are others' afterwards."""
+        """Wait for all queued copies: afterwards the memory of slot and tensors may be reused."""
         for step in self._steps[: self._queued]:
             if step.mark is not None:
                 step.mark.wait()

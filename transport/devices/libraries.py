@@ -1,7 +1,7 @@
-"""CuPy and torch: what differs between them for arrays in device memory.
+"""CuPy and torch: the operations on arrays in device memory that differ between them.
 
-An array of a third library (numba, JAX) is taken over by CuPy without a copy. A copy runs on the stream that is
-current in the calling thread for the library whose array it is, so that it comes after what made the array.
+CuPy wraps an array of another library (numba, JAX) without a copy. Copies run on the stream that is current in the
+calling thread for the array's library, so that they come after the work that made the array.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LibraryName = Literal["cupy", "torch"]
 
 
 class Library(Protocol):
-    """What is asked of an array library. Streams are CUDA's handles as integers."""
+    """The interface of an array library. Streams are CUDA's handles as integers."""
 
     name: LibraryName
 
     def describe(self, value: Any) -> DeviceTensor:
-        """The array's description. Raises what `as_host_array` catches for what is no plain array."""
+        """The array's description. Raises errors that `as_host_array` catches if it is no plain array."""
 
     def converted(self, tensor: DeviceTensor, dtype: np.dtype[Any]) -> DeviceTensor | None:
         """The same values, contiguous and of ``dtype``, made on its device; None where the library lacks the dtype."""
@@ -37,20 +37,21 @@ class Library(Protocol):
         """The stream that is current in this thread."""
 
     def empty(self, nbytes: int, device: int, stream: int) -> Any:
-        """A new uint8 array, its memory for use on ``stream`` first."""
+        """A new uint8 array; its memory is first used on ``stream``."""
 
     def keep(self, array: Any, device: int, home: int) -> None:
-        """Once ``array`` is gone, its memory waits for what the stream that is current now has queued by then.
+        """Keep the memory of ``array`` from reuse, after ``array`` is gone, until the stream that is current now has
+        done the work queued by then.
 
         home: the stream of `empty`.
         """
 
     def view(self, array: Any, placement: Placement) -> Any:
-        """One tensor of the payload that is in ``array``, in its memory. BufferUnsuitableError for a dtype it lacks."""
+        """One tensor of the payload in ``array``, without a copy. BufferUnsuitableError for a missing dtype."""
 
 
 class Cupy:
-    """CuPy's arrays, and those that CuPy takes over."""
+    """CuPy's arrays, and arrays that CuPy wraps."""
 
     name: LibraryName = "cupy"
 
@@ -82,7 +83,7 @@ class Cupy:
             return cupy.empty(nbytes, dtype=np.uint8)
 
     def keep(self, array: Any, device: int, home: int) -> None:
-        """See `Library`. CuPy's pool hands memory on to the stream it was allocated for, so that one waits."""
+        """See `Library`. CuPy's pool reuses memory on the stream it was allocated for, so that stream waits."""
         stream = require_cupy().cuda.get_current_stream(device)  # the object: the stream must live until then
         weakref.finalize(array, _wait_for, stream, device, home).atexit = False
 
@@ -99,7 +100,7 @@ class Cupy:
 
 
 def _wait_for(stream: Any, device: int, home: int) -> None:
-    if not sys.is_finalizing():  # CUDA may be gone by then, and nobody allocates any more
+    if not sys.is_finalizing():  # CUDA may be unloaded by then, and there are no further allocations
         Mark(int(stream.ptr), device).hold(home, device)
 
 
@@ -121,7 +122,7 @@ class Torch:
         tensor = value.detach().resolve_conj().resolve_neg()
         dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
         if dtype is None:
-            raise TypeError(f"payloads have no {tensor.dtype}")
+            raise TypeError(f"payloads cannot have dtype {tensor.dtype}")
         return DeviceTensor(
             tensor, dtype, tuple(tensor.shape), tensor.data_ptr(), tensor.is_contiguous(), tensor.device.index
         )
@@ -142,7 +143,7 @@ class Torch:
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
     def keep(self, array: Any, device: int, home: int) -> None:
-        """See `Library`. torch's allocator does it itself, when told."""
+        """See `Library`. torch's allocator does it after `record_stream`."""
         array.record_stream(self._torch.cuda.current_stream(device))
 
     def view(self, array: Any, placement: Placement) -> Any:
@@ -167,7 +168,7 @@ def parse_device(device: str) -> tuple[Library, int]:
     """A library and the number of a device, from "cupy", "torch", "cupy:1" or "torch:1".
 
     Raises:
-        UsageError: anything else, or a device that this host has not got.
+        UsageError: anything else, or a device that this host does not have.
         MissingDependencyError: CuPy, or the library, is not installed, or there is no device at all.
     """
     name, _, number = device.partition(":")
@@ -175,7 +176,7 @@ def parse_device(device: str) -> tuple[Library, int]:
         raise UsageError(f'device={device!r}; choose "cupy" or "torch", with ":1" for the second device')
     require_cupy()
     if name == "torch" and "torch" not in sys.modules:
-        TORCH._torch  # noqa: B018  # a torch that is missing shows here, not at the first read
+        TORCH._torch  # noqa: B018  # raises for a missing torch here instead of at the first read
     count = require_device()
     if int(number or 0) >= count:
         raise UsageError(f"device={device!r}: this process sees {count} CUDA devices, numbered from 0")

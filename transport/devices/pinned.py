@@ -1,4 +1,4 @@
-"""Pinned host memory for payloads on their way to a device: pooled, and bounded whatever happens."""
+"""Pinned host memory for payloads on their way to a device: pooled and bounded."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Allocate = Callable[[int], np.ndarray]
 
 
 class _Turn(NamedTuple):
-    """Somebody who waits; the future is set once its place is kept: to a block, or None where one is to be made."""
+    """A waiting request. Its future gets a reserved idle block, or None if a block is to be allocated."""
 
     wanted: int
     granted: asyncio.Future[np.ndarray | None]
 
 
 class StagingPool:
-    """Lends pinned blocks; who asks for more than the bound allows waits for one to come back. One loop's.
+    """Lends pinned blocks; a request beyond the bound waits until blocks are returned. Belongs to one loop.
 
-    Who came first is served first: a large payload waits until there is room, and is not passed by small ones for ever.
+    First come, first served: a large payload waits until there is room, and small ones do not overtake it.
 
     Args:
-        most_bytes: of all blocks together, lent and idle. A larger payload gets a block of its own once nothing else
-            is lent, so that it is slow and not impossible.
+        most_bytes: limit for all blocks, lent and idle. A larger payload gets a block of its own while no other block
+            is lent: slow, but possible.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -39,7 +39,7 @@ class StagingPool:
         self._idle: dict[int, list[np.ndarray]] = {}
         # Invariant: _bytes is the size of all blocks, lent and idle, those that are being allocated included.
         self._bytes = 0
-        # Invariant: blocks that are out, being allocated, or kept for somebody who has been told so.
+        # Invariant: blocks that are lent, being allocated, or reserved for a request whose future is set.
         self._lent = 0
         self._waiting: deque[_Turn] = deque()
 
@@ -53,17 +53,17 @@ class StagingPool:
 
     @property
     def lent(self) -> int:
-        """Blocks that are out."""
+        """Number of lent blocks."""
         return self._lent
 
     async def take(self, size: int, allocate: Allocate) -> np.ndarray:
         """A block of at least ``size`` bytes; give it back with `give_back`.
 
-        allocate: makes pinned memory of a size, where none is idle. What it raises is raised.
+        allocate: makes pinned memory of a size if no block is idle. Its errors are raised.
         """
         wanted = size_class(size)
         if not self._waiting and self._has_room(wanted):
-            block = self._keep_place(wanted)
+            block = self._reserve(wanted)
         else:
             block = await self._turn(wanted)
         return await self._make(wanted, allocate) if block is None else block
@@ -74,7 +74,7 @@ class StagingPool:
         try:
             return await turn.granted
         except BaseException:
-            if not turn.granted.cancelled():  # told in the same moment
+            if not turn.granted.cancelled():  # granted at the same moment
                 self._return(wanted, turn.granted.result())
             elif turn in self._waiting:
                 self._waiting.remove(turn)
@@ -82,23 +82,23 @@ class StagingPool:
             raise
 
     def give_back(self, block: np.ndarray) -> None:
-        """Nobody reads or writes the block any more."""
+        """Return a block that is no longer read or written."""
         self._return(block.nbytes, block)
         self._serve()
 
     def close(self) -> None:
-        """Let go of everything idle, and of what is lent when it comes back."""
+        """Free all idle blocks, and each lent block when it is returned."""
         self._most = 0
         self._drop_idle(0)
 
-    # --- places ---------------------------------------------------------------------------------------
+    # --- reservations ---------------------------------------------------------------------------------
     def _has_room(self, wanted: int) -> bool:
         if self._idle.get(wanted) or not self._lent:
             return True
         idle = sum(kept[0].nbytes * len(kept) for kept in self._idle.values() if kept)
         return self._bytes - idle + wanted <= self._most
 
-    def _keep_place(self, wanted: int) -> np.ndarray | None:
+    def _reserve(self, wanted: int) -> np.ndarray | None:
         """Count one more block as lent: an idle one, or (None) one that is to be made."""
         self._lent += 1
         if idle := self._idle.get(wanted):
@@ -108,7 +108,7 @@ class StagingPool:
         return None
 
     def _return(self, size: int, block: np.ndarray | None) -> None:
-        """A place is free again, with its block, or (None) without: that was never made."""
+        """End a reservation, with its block, or None if the block was never made."""
         self._lent -= 1
         if block is None or self._bytes > self._most:
             self._bytes -= size
@@ -116,11 +116,11 @@ class StagingPool:
             self._idle.setdefault(size, []).append(block)
 
     def _serve(self) -> None:
-        """Keep places for those who wait, in their order, as far as there is room."""
+        """Reserve blocks for waiting requests in their order, as far as there is room."""
         while self._waiting and self._has_room(self._waiting[0].wanted):
             wanted, granted = self._waiting.popleft()
             if not granted.done():
-                granted.set_result(self._keep_place(wanted))
+                granted.set_result(self._reserve(wanted))
 
     def _drop_idle(self, wanted: int) -> None:
         for kept in self._idle.values():
@@ -129,7 +129,7 @@ class StagingPool:
 
     # --- memory -----------------------------------------------------------------------------------------
     async def _make(self, wanted: int, allocate: Allocate) -> np.ndarray:
-        """The block of a place that is kept."""
+        """Allocate the block of a reservation."""
         if wanted < _ALLOCATED_IN_THREAD:
             try:
                 return allocate(wanted)
@@ -141,7 +141,7 @@ class StagingPool:
         try:
             return await asyncio.shield(work)
         except BaseException:
-            # A thread cannot be called off: the place stays taken until the memory is there, or known not to be.
+            # A thread cannot be cancelled: the reservation stays until the allocation has succeeded or failed.
             if work.done():
                 self._made(wanted, work)
             else:
@@ -149,7 +149,7 @@ class StagingPool:
             raise
 
     def _made(self, wanted: int, work: asyncio.Future[np.ndarray]) -> None:
-        """Nobody waits for it any more."""
+        """The allocation of a cancelled request has ended."""
         failed = work.cancelled() or work.exception() is not None
         self._return(wanted, None if failed else work.result())
         self._serve()

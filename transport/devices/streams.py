@@ -1,7 +1,7 @@
 """CUDA through CuPy: copies on streams, marks in a stream's queue, host memory registered or pinned.
 
-A stream is CUDA's handle as an integer; 0 is the default stream of the device that a call names. Nothing here waits
-for a device: a copy is queued, and whoever needs its end asks for the mark behind it.
+A stream is CUDA's handle as an integer; 0 is the default stream of the device that a call names. Copies are queued, not
+waited for: a `Mark` after a copy tells when it is done.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from transport.errors import MissingDependencyError
 
 log = logging.getLogger(__name__)
 
-PER_THREAD = 2  # cudaStreamPerThread: the default stream of whichever thread names it
+PER_THREAD = 2  # cudaStreamPerThread: the default stream of the calling thread
 
 _READ_ONLY = 8  # cudaHostRegisterReadOnly, which CuPy does not name
 _MOST_EVENTS = 64  # kept for the next marks of a device
 
 
 def require_device() -> int:
-    """How many CUDA devices there are. MissingDependencyError, with the reason, where there is none, or no CuPy."""
+    """Number of CUDA devices. MissingDependencyError, with the reason, if there is none, or no CuPy."""
     runtime = require_cupy().cuda.runtime
     try:
         count = int(runtime.getDeviceCount())
@@ -40,12 +40,12 @@ def require_device() -> int:
 
 
 def address_of(memory: Any) -> int:
-    """Where contiguous host memory begins, read-only memory included."""
+    """The address of contiguous host memory, read-only memory included."""
     return int(np.asarray(memoryview(memory)).__array_interface__["data"][0])
 
 
 def copy_to_host(copies: Iterable[tuple[int, int, int]], device: int, stream: int) -> None:
-    """Queue copies (target, source, bytes) from device memory. One into memory that is not registered is waited for."""
+    """Queue copies (target, source, bytes) from device memory. Copies into unregistered memory are synchronous."""
     cupy = require_cupy()
     runtime = cupy.cuda.runtime
     with cupy.cuda.Device(device):
@@ -62,10 +62,10 @@ def copy_to_device(target: int, source: int, nbytes: int, device: int, stream: i
 
 @contextlib.contextmanager
 def settled_on_failure(stream: int, device: int) -> Iterator[None]:
-    """Around what queues copies and then the mark behind them.
+    """Use around code that queues copies and then a mark.
 
-    When that fails half-way no mark says when the memory is free again, so what is queued by then is waited for. A
-    device that cannot even do that copies nothing any more.
+    If it fails before the mark, nothing tells when the memory is free again, so the stream is synchronised. If that
+    fails too, the device has failed and copies nothing more.
     """
     try:
         yield
@@ -77,7 +77,7 @@ def settled_on_failure(stream: int, device: int) -> Iterator[None]:
 
 
 class Mark:
-    """A place in a stream's queue: everything queued before it has been done once it has passed. Any thread."""
+    """A position in a stream's queue. When it has passed, all work queued before it is done. Any thread."""
 
     def __init__(self, stream: int, device: int) -> None:
         cupy = require_cupy()
@@ -91,30 +91,30 @@ class Mark:
             self._runtime.eventRecord(self._event.ptr, stream)
 
     def __del__(self) -> None:
-        # Recorded again it is another place; a stream that waits for this one goes on doing so.
+        # The event can be recorded again: a stream that already waits for this mark still waits for this one.
         if hasattr(self, "_event") and len(self._idle) < _MOST_EVENTS:
             self._idle.append(self._event)
 
     @property
     def passed(self) -> bool:
-        """Whether the stream is beyond it. Raises what CUDA reports of a device that has failed."""
+        """Whether the stream has reached it. Raises CUDA's error if the device has failed."""
         return bool(self._event.done)
 
     def wait(self) -> None:
-        """Wait for it, in this thread and without the interpreter lock; the device goes on with everything else."""
+        """Wait for it in this thread, without the interpreter lock; the device continues with other work."""
         self._event.synchronize()
 
     def hold(self, stream: int, device: int) -> None:
-        """What is queued on ``stream`` of ``device`` from now on comes after this mark; the host waits for nothing."""
-        with require_cupy().cuda.Device(device):  # which default stream is meant
+        """Work queued on ``stream`` of ``device`` from now on runs after this mark. The host does not wait."""
+        with require_cupy().cuda.Device(device):  # selects the device of a default stream
             self._runtime.streamWaitEvent(stream, self._event.ptr, 0)
 
 
 def handle_for_others(stream: int, device: int) -> int:
-    """A handle by which other threads can queue behind a stream that is this thread's current one.
+    """A handle with which other threads can queue work after this thread's current stream.
 
-    It is the stream's own but for the default stream of this thread, whose handle names another one elsewhere; then it
-    is that of the project's own stream, which comes after what is queued by now.
+    It is the stream's own handle. Exception: the handle of the per-thread default stream names another stream in
+    another thread; then it is the project's own stream, made to run after the work queued by now.
     """
     if stream != PER_THREAD:
         return stream
@@ -178,10 +178,10 @@ def pinned_memory(nbytes: int, device: int) -> np.ndarray:
 
 
 class RegisteredPages:
-    """Host memory that others own, registered with CUDA piece by piece, at the first use of each. Any thread.
+    """Host memory owned by other objects, registered with CUDA piece by piece at the first use. Any thread.
 
-    Copies from and to registered memory run at the speed of the bus and need no staging inside the driver. Where
-    CUDA refuses, copies go on without: slower, with one warning.
+    Copies from and to registered memory run at the speed of the bus and need no staging inside the driver. If CUDA
+    refuses to register it, copies still work but are slower; one warning is logged.
 
     Args:
         read_only: the memory is mapped so.
@@ -220,7 +220,9 @@ class RegisteredPages:
                     cupy.cuda.runtime.hostRegister(address, len(piece), self._flags)
             except cupy.cuda.runtime.CUDARuntimeError as error:
                 self._refused = True
-                log.warning("CUDA does not register shared memory (%s); copies take a detour inside the driver", error)
+                log.warning(
+                    "CUDA cannot register shared memory (%s); the driver copies it through a buffer of its own", error
+                )
                 return False
             self._pieces[key] = address
             return True

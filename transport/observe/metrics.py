@@ -36,7 +36,7 @@ Kind = Literal["counter", "gauge"]
 
 
 class Family(NamedTuple):
-    """One metric: its kind, labels and what it says."""
+    """One metric: its kind, labels and meaning."""
 
     kind: Kind
     labels: tuple[str, ...]
@@ -88,14 +88,14 @@ FAMILIES: Final[dict[str, Family]] = {
     "transport_queue_retried_total": Family("counter", _OF_QUEUE, "claims given back"),
     "transport_queue_expired_total": Family("counter", _OF_QUEUE, "leases that ended before their claim did"),
 }
-"""Every metric there is; docs/grafana.json and docs/OPERATIONS.md are compared with it."""
+"""All metrics; tests compare docs/grafana.json and docs/OPERATIONS.md with this list."""
 
 Sample = tuple[str, tuple[str, ...], float]
 """Name of a family, its labels' values, and the number."""
 
 
 def ring_samples(ring: SharedRingBuffer, now_ns: int) -> Iterator[Sample]:
-    """What a ring says of itself. Raises ClosedError."""
+    """Samples of a ring. Raises ClosedError."""
     labels = (ring.ring_id[:8], ring.name)
     seen = ring.statistics()
     for state in ("free", "writing", "ready", "reading"):
@@ -127,7 +127,7 @@ def ring_samples(ring: SharedRingBuffer, now_ns: int) -> Iterator[Sample]:
 
 
 def client_samples(name: str, seen: ClientStatistics) -> Iterator[Sample]:
-    """What a client has counted."""
+    """Samples of a client."""
     labels = (name,)
     for wire, size in seen.bytes_by_wire.items():
         yield "transport_client_read_bytes_total", (name, wire), size
@@ -150,7 +150,7 @@ def client_samples(name: str, seen: ClientStatistics) -> Iterator[Sample]:
 
 
 def packer_samples(name: str, seen: PackerStatistics) -> Iterator[Sample]:
-    """What a data packer has counted, its client included."""
+    """Samples of a data packer, its client included."""
     yield "transport_packer_batches_total", (name,), seen.batches
     outcomes = {
         "consumed": seen.consumed,
@@ -165,7 +165,7 @@ def packer_samples(name: str, seen: PackerStatistics) -> Iterator[Sample]:
 
 
 def queue_samples(name: str, depth: QueueDepth) -> Iterator[Sample]:
-    """What stands in a queue."""
+    """Samples of a queue."""
     for state in ("ready", "claimed", "arrived"):
         yield "transport_queue_deliveries", (name, state), getattr(depth, state)
     for outcome in ("done", "discarded", "dead", "lost"):
@@ -175,36 +175,39 @@ def queue_samples(name: str, depth: QueueDepth) -> Iterator[Sample]:
 
 
 class Collector:
-    """Looks at everything that was added, whenever it is scraped. Any thread."""
+    """Collects samples from all added sources at each scrape. Any thread."""
 
     def __init__(self) -> None:
         self._sources: dict[object, Callable[[], Iterator[Sample]]] = {}
         self._lock = threading.Lock()
 
     def add(self, key: object, source: Callable[[], Iterator[Sample]]) -> None:
-        """Ask ``source`` at each scrape, until `remove`."""
+        """Collect from ``source`` at each scrape, until `remove`."""
         with self._lock:
             self._sources[key] = source
 
     def remove(self, key: object) -> None:
-        """Ask it no more. Idempotent."""
+        """Stop collecting from it. Idempotent."""
         with self._lock:
             self._sources.pop(key, None)
 
     def samples(self) -> list[Sample]:
-        """All there are now."""
+        """All samples now."""
         with self._lock:
             sources = list(self._sources.values())
         found: list[Sample] = []
         for source in sources:
             try:
                 found += list(source())
-            except (TransportError, RuntimeError) as error:  # closed, or its loop is ending, between two scrapes
-                log.debug("a source of metrics cannot be looked at: %s", error)
+            except (
+                TransportError,
+                RuntimeError,
+            ) as error:  # the source was closed, or its loop ends, between two scrapes
+                log.debug("collecting one source of metrics failed: %s", error)
         return found
 
     def collect(self) -> Iterator[Metric]:
-        """As prometheus_client asks for it."""
+        """The interface of prometheus_client."""
         core = _prometheus()[1]
         families: dict[str, Any] = {}
         for name, labels, value in self.samples():
@@ -217,7 +220,7 @@ class Collector:
 
 
 class Exporter:
-    """A port that answers with the metrics of what was added to it.
+    """An HTTP port that serves the metrics of the sources added to it.
 
     Args:
         port: 0: assigned by the system. One that is in use: the next free one of the 64 from there, so that the
@@ -255,7 +258,7 @@ class Exporter:
         self.collector.add(("queue", name), lambda: queue_samples(name, depth()))
 
     def close(self) -> None:
-        """Answer no more. Idempotent."""
+        """Close the port. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -280,8 +283,8 @@ def _serve(prometheus: Any, registry: Any, port: int, bind: str) -> tuple[Any, t
             server, thread = prometheus.start_http_server(tried, bind, registry)
             return server, thread
     raise BusyPortError(
-        f"metrics on {bind}:{port}: it and the {_PORTS_TRIED - 1} ports after it are in use, or {bind} is no address "
-        "of this host; set metrics_port=0 for any"
+        f"metrics on {bind}:{port}: this port and the next {_PORTS_TRIED - 1} are in use, or {bind} is not an address "
+        "of this host; set metrics_port=0 for any free port"
     )
 
 

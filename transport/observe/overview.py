@@ -1,4 +1,4 @@
-"""What `transport top` shows: every ring of this host, what its processes do, and the clients that read from here.
+"""The data of `transport top`: every ring of this host, its processes, and the clients on this host.
 
 Looking takes no owner place and changes nothing. `look` is one moment; `rates` are differences between two.
 """
@@ -46,7 +46,7 @@ class RingView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at the host; the command's JSON.
+    """A snapshot of the host; the command's JSON.
 
     Attributes:
         taken: seconds since the epoch.
@@ -70,7 +70,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """What a ring did between two looks, per second."""
+    """Rates of a ring between two snapshots, per second."""
 
     published: float
     reads: float
@@ -82,14 +82,12 @@ def named(names: Sequence[str]) -> list[str]:
     found = [f"/{name.lstrip('/')}" for name in names]
     for name in found:
         if not (_SHARED_MEMORY / name.lstrip("/")).exists():
-            raise RingNotFoundError(
-                f"there is no segment {name} on this host; transport top --once lists those there are"
-            )
+            raise RingNotFoundError(f"no ring segment {name} on this host; `transport top --once` lists the segments")
     return found
 
 
 def look(names: list[str] | None = None) -> Snapshot:
-    """The host now. ``names``: only these rings."""
+    """A snapshot of the host. ``names``: only these rings."""
     rings = [view for name in (_native.segments() if names is None else names) if (view := _ring(name)) is not None]
     return Snapshot(
         taken=time.time(), monotonic_s=time.monotonic(), rings=tuple(rings), clients=tuple(status_socket.clients())
@@ -97,7 +95,7 @@ def look(names: list[str] | None = None) -> Snapshot:
 
 
 def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
-    """By name of the ring; a ring that is new, or was made anew, has none yet."""
+    """Rates by ring name; a ring that is new, or was made again, has none yet."""
     seconds = after.monotonic_s - before.monotonic_s
     known = {(view.name, view.ring): view for view in before.rings}
     found = {}
@@ -116,7 +114,7 @@ def rates(before: Snapshot, after: Snapshot) -> dict[str, Rates]:
 
 
 def _ring(name: str) -> RingView | None:
-    """None when it has gone meanwhile."""
+    """None if the ring is gone."""
     try:
         size = (_SHARED_MEMORY / name.lstrip("/")).stat().st_size
         ring = SharedRingBuffer.attach(name, role="observer")
@@ -127,7 +125,7 @@ def _ring(name: str) -> RingView | None:
     try:
         return _view(ring, size)
     finally:
-        ring.native.close()  # not ring.close(), which removes a segment that nobody else is attached to
+        ring.native.close()  # not ring.close(), which removes a segment without other owners
 
 
 def _view(ring: SharedRingBuffer, size: int) -> RingView:

@@ -12,9 +12,9 @@ class PackerStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     batches: int
     consumed: int
-    duplicates: int  # came a second time and were dropped
-    failed: int  # tickets whose payload could not be had
-    stale: int  # of those, because it was gone
+    duplicates: int  # received a second time and dropped
+    failed: int  # tickets whose payload could not be read
+    stale: int  # of those: the payload was no longer in its slot
     returned: int  # claims given back to the queue
     lost_claims: int  # another trainer had the claim by the time of the ack; not trained on
     client: ClientStatistics

@@ -9,12 +9,12 @@ A ticket published for n readers is n independent *deliveries*, one per rank:
                                      │ └──discard──► discarded         └──the lease ends──► lost
                                      └──retry, or the lease ends, at the last delivery──► dead
 
-* publish is idempotent per id; deliveries come out in the order of publication, those retried in their old place.
-* A claim belongs to its claimant until its lease ends; what a claim no longer owned asks for is refused and changes
-  nothing. An unfinished delivery whose lease ended is claimed again, with ``attempts`` + 1.
+* publish is idempotent per id; deliveries come out in the order of publication, a retried delivery keeps its position.
+* A claim belongs to its claimant until its lease ends; what a claim no longer owned asks for is refused and has no
+  effect. An unfinished delivery whose lease ended is claimed again, with ``attempts`` + 1.
 * ``arrived`` serves ack="on_arrival": consumed, but not trained yet; if the trainer dies then, the delivery is
   ``lost`` and counted, never claimed again.
-* A delivery that was claimed ``max_deliveries`` times in vain is ``dead``, with its reason: a ticket that kills
+* A delivery that was claimed ``max_deliveries`` times without success is ``dead``, with its reason: a ticket that kills
   its trainers must not kill them all.
 * Finished tickets are remembered (without their bytes) for the ``KEEP_FINISHED`` last of them, so that
   a rollout that reconciles learns of them and does not publish them again.
@@ -49,7 +49,7 @@ class DeliveryState(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """Whether nothing will be done with the delivery any more."""
+        """Whether the state of the delivery will not change again."""
         return self not in _UNFINISHED
 
 
@@ -66,7 +66,7 @@ class QueuedTicket(NamedTuple):
 
 @hiding("data", "token")
 class Claim(msgspec.Struct, frozen=True):
-    """One delivery in the hands of one consumer, until its lease ends."""
+    """The exclusive right of one consumer to one delivery, until its lease ends."""
 
     ticket_id: str
     data: bytes
@@ -88,7 +88,7 @@ class QueueDepth(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0
     retried: int = 0  # how often a claim was given back
     expired: int = 0  # how often a lease ended before its claim did
-    aged: int = 0  # of the discarded: those of too old a policy for who asked
+    aged: int = 0  # of the discarded: those whose policy was older than the claimant's ``oldest_version``
 
     @property
     def unfinished(self) -> int:
@@ -116,7 +116,7 @@ class Notice(msgspec.Struct, frozen=True):
 
 
 def finished(states: Sequence[DeliveryState]) -> bool:
-    """Whether a ticket with these states (from ``known``) needs its payload no more."""
+    """Whether a ticket with these states (from ``known``) no longer needs its payload."""
     return all(state.final for state in states)
 
 
@@ -141,7 +141,7 @@ class TicketQueue(abc.ABC):
         readers: int = 1,
         policy_version: int | None = None,
     ) -> int:
-        """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
+        """Store tickets for ranks 0..readers-1, all or none. Known ids are skipped; returns how many were new."""
 
     @abc.abstractmethod
     def claim(
@@ -156,7 +156,7 @@ class TicketQueue(abc.ABC):
 
     @abc.abstractmethod
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        """Consume; returns the claims that were still the caller's. Only what is returned may be trained on."""
+        """Consume; returns the claims that the caller still owned. Train only on the returned ones."""
 
     def ack(self, claim: Claim, *, trained: bool = True) -> bool:
         """Consume one delivery: True once, and only while the claim is the caller's.
@@ -167,19 +167,19 @@ class TicketQueue(abc.ABC):
 
     @abc.abstractmethod
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Arrived deliveries were trained on; returns those that were still the caller's, not lost."""
+        """Record that arrived deliveries were trained on; returns those that the caller still owned (not lost)."""
 
     @abc.abstractmethod
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        """Return a claim, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
 
     @abc.abstractmethod
     def discard(self, claim: Claim, reason: str) -> bool:
-        """Nobody can or should read this delivery (its payload is gone). False if not owned."""
+        """Discard the delivery: its payload cannot or should not be read. False if not owned."""
 
     @abc.abstractmethod
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Begin the lease anew; returns the claims that are still the caller's, whether claimed or arrived."""
+        """Restart the lease; returns the claims that the caller still owns, claimed or arrived."""
 
     @abc.abstractmethod
     def depth(self, rank: int | None = None) -> QueueDepth:

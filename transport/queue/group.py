@@ -9,9 +9,9 @@ ranks of the group, and published as one delivery (``setup_ucxx(..., grouped=Tru
     leader     all voted yes ──► acks at the queue        ──► decided yes: every rank's ack returned True
                one voted no, or is silent ──► gives back  ──► decided no: nobody trains on it
 
-A decision is made once and stands in the store, so ranks never differ in what they train on. What a group that died had
-claimed is claimed by another when the leader's lease ends. A rank that does not learn of a decision raises
-GroupBrokenError: the group has to be started again, under another name.
+A decision is made once and stored, so ranks never differ in what they train on. The claims of a group that died are
+claimed by another group when the leader's lease ends. A rank that cannot read a decision raises GroupBrokenError: the
+group must be restarted under another name.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Change, Store, check_key
 
 LEADER = 0
-_KEEP_S = 3600.0  # records of a group; a rank that is further behind is not coming any more
+_KEEP_S = 3600.0  # records of a group; a rank that is further behind is taken for dead
 
 Phase = Literal["ack", "arrive", "finish"]
 
 
 class _Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one rank says of one claim."""
+    """The vote of one rank on one claim."""
 
     yes: bool
-    final: bool = False  # of a no: nobody can read it, so that it is discarded
+    final: bool = False  # of a no: no rank can read the payload, so it is discarded
     reason: str = ""
     delay_s: float = 0.0
 
@@ -55,7 +55,7 @@ ready(Claim, _Vote)
 
 
 def decide(votes: Sequence[_Vote | None]) -> _Vote:
-    """The group's decision by the votes of its ranks; None: a rank that was silent. A final no comes before others."""
+    """The group's decision from the votes of its ranks; None: no vote in time. A final no takes precedence."""
     noes = [
         _Vote(False, reason=f"rank {rank} of the group was silent") if vote is None else vote
         for rank, vote in enumerate(votes)
@@ -97,7 +97,7 @@ class GroupQueue(TicketQueue):
         self._patience_s = lease_or_configured(patience_s)
         self._step = 0
         if rank == LEADER and store.compare_and_set(self._key("began"), b"", ABSENT) is None:
-            raise ConfigurationError(f"a group named {group!r} has begun before: give each start a name of its own")
+            raise ConfigurationError(f"group name {group!r} was used before: give each start of a group a new name")
 
     def __repr__(self) -> str:
         return f"<GroupQueue {self._prefix} rank {self._rank} of {self._ranks} over {self._queue!r}>"
@@ -107,7 +107,7 @@ class GroupQueue(TicketQueue):
 
     @property
     def leads(self) -> bool:
-        """Whether this rank claims for the others."""
+        """Whether this rank is the leader, which claims for all ranks."""
         return self._rank == LEADER
 
     # --- claiming ------------------------------------------------------------------------------
@@ -119,7 +119,9 @@ class GroupQueue(TicketQueue):
         ``rank`` is that of this member. An empty list when the time is over; the ranks' calls need not be as many.
         """
         if rank != self._rank:
-            raise RankError(f"rank {rank}; this is the group's rank {self._rank}")
+            raise RankError(
+                f"rank {rank} claims through the queue of rank {self._rank}; use one GroupQueue for each rank"
+            )
         key = self._key("claims", self._step)
         if self.leads:
             claims = self._queue.claim(n, timeout_s, rank=0, consumer=consumer, oldest_version=oldest_version)
@@ -128,8 +130,8 @@ class GroupQueue(TicketQueue):
             try:
                 self._store.put(key, msgspec.msgpack.encode(claims), lease_s=_KEEP_S)
             except StoreError:
-                for claim in claims:  # nobody will see them
-                    self._queue.retry(claim, reason="the group could not be told")
+                for claim in claims:  # the other ranks will not get them
+                    self._queue.retry(claim, reason="the store did not take the group's claim")
                 raise
         else:
             entry = self._store.watch(key, ABSENT, timeout_s)
@@ -211,8 +213,8 @@ class GroupQueue(TicketQueue):
             self._store.put_many(changes)
         except StoreError as error:
             raise GroupBrokenError(
-                f"the queue has been told of {len(outcomes)} claims, and the ranks of {self._prefix} have not: "
-                "start the group again, under another name"
+                f"the queue recorded {len(outcomes)} claims of {self._prefix}, but the store did not take the decision "
+                "for the other ranks: restart the group under another name"
             ) from error
 
     def _give_up(self, claim: Claim, decision: _Vote) -> bool:
@@ -228,8 +230,8 @@ class GroupQueue(TicketQueue):
             entry = self._store.watch(key, ABSENT, max(0.0, give_up_at - time.monotonic()))
             if entry is None:
                 raise GroupBrokenError(
-                    f"the leader of {self._prefix} has not decided on {claim.ticket_id} within "
-                    f"{2 * self._patience_s:g} s: start the group again, under another name"
+                    f"the leader of {self._prefix} did not decide on {claim.ticket_id} within "
+                    f"{2 * self._patience_s:g} s: restart the group under another name"
                 )
             if entry.value == b"yes":
                 accepted.append(claim)
@@ -292,4 +294,4 @@ class GroupQueue(TicketQueue):
         return self._queue.latest(topic, newer_than, timeout_s)
 
     def close(self) -> None:
-        """Nothing: queue and store belong to whoever made them, and their `close` ends the waits."""
+        """Does nothing: the owner of queue and store closes them, which ends the waits."""

@@ -1,21 +1,21 @@
-"""The queue that a line of text names."""
+"""Opens the queue that a URL names."""
 
 from __future__ import annotations
 
 from transport.queue.base import TicketQueue
 from transport.queue.redis import RedisQueue
 from transport.queue.sqlite import SQLiteQueue
-from transport.storage.urls import SQLitePlace, parse_place
+from transport.storage.urls import SQLiteURL, parse_url
 
 
 def open_queue(url: str) -> TicketQueue:
     """Open ``sqlite:///path/of/file`` (absolute; ``sqlite:file`` is relative) or ``redis://host:port/db?run=name``.
 
     Raises:
-        ConfigurationError: the text names no place.
-        QueueUnsuitableError: the place cannot hold a queue.
+        ConfigurationError: the text is not a URL of a queue or store.
+        QueueUnsuitableError: this file or server cannot hold a queue.
         QueueUnavailableError: the server does not answer.
         MissingDependencyError: the redis package is not installed.
     """
-    place = parse_place(url)
-    return SQLiteQueue(place.path) if isinstance(place, SQLitePlace) else RedisQueue(place)
+    parsed = parse_url(url)
+    return SQLiteQueue(parsed.path) if isinstance(parsed, SQLiteURL) else RedisQueue(parsed)

@@ -1,4 +1,4 @@
-"""Ticket queue on a Redis server, for the processes of a cluster. See base.py for what a queue promises.
+"""Ticket queue on a Redis server, for the processes of a cluster. See base.py for the contract of a queue.
 
 Tickets stand in a stream, and each rank is a consumer group of it: what a rank has not been given yet is where its
 group stands, so publishing costs the same for one reader and for sixteen, and ``XINFO`` and ``XPENDING`` show who has
@@ -56,12 +56,12 @@ from transport.queue.redis_scripts import (
 )
 from transport.runtime.arguments import at_least, expect
 from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisLink, Script
+from transport.storage.redis_connection import RedisConnection, Script
 from transport.storage.sqlite_file import Words
-from transport.storage.urls import RedisPlace
+from transport.storage.urls import RedisURL
 
 MAX_READERS = 16
-RECHECK_S = 1.0  # a wake-up may be lost with a connection, and nobody wakes for the end of a lease
+RECHECK_S = 1.0  # a wake-up may be lost with a connection, and the end of a lease causes no wake-up
 _IDS_PER_QUERY = 1000
 
 _WORDS = Words("queue", QueueError, QueueFullError, QueueUnavailableError, QueueUnsuitableError)
@@ -71,7 +71,7 @@ class RedisQueue(TicketQueue):
     """The queue of one run on a server.
 
     Args:
-        place: server and run, see `parse_place`.
+        url: server and run, see `parse_url`.
         lease_s: how long a claim is its claimant's without renewal; None: what the operator configured
             (``claim_lease_s``).
         max_deliveries: claims in vain after which a delivery is dead.
@@ -83,7 +83,7 @@ class RedisQueue(TicketQueue):
 
     def __init__(
         self,
-        place: RedisPlace,
+        url: RedisURL,
         *,
         lease_s: float | None = None,
         max_deliveries: int = MAX_DELIVERIES,
@@ -93,29 +93,32 @@ class RedisQueue(TicketQueue):
         clock: Callable[[], float] | None = None,
     ) -> None:
         expect(
-            place, RedisPlace, "RedisQueue()", "a place, or use open_queue(), which takes redis://host:port/db?run=name"
+            url,
+            RedisURL,
+            "RedisQueue()",
+            "a URL that was parsed, or use open_queue(), which takes redis://host:port/db?run=name",
         )
         self.lease_s = arguments.lease(lease_s)
         self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
         self._max_tickets = None if max_tickets is None else at_least(1, max_tickets, "max_tickets")
         self._clock = clock
-        self._link = RedisLink(place, "queue", _WORDS, patience_s=patience_s)
+        self._connection = RedisConnection(url, "queue", _WORDS, patience_s=patience_s)
 
     def __repr__(self) -> str:
-        return f"<RedisQueue {self._link.name} {'closed' if self._link.closed else 'open'}>"
+        return f"<RedisQueue {self._connection.name} {'closed' if self._connection.closed else 'open'}>"
 
     def close(self) -> None:
         """Close the connections and end waits in other threads with ClosedError. The tickets stay."""
-        self._link.close()
+        self._connection.close()
 
     def remove(self) -> None:
-        """Delete the queue with all its tickets from the server. Not for one that somebody still uses."""
-        self._link.remove_all()
+        """Delete the queue with all its tickets from the server. It must not be in use."""
+        self._connection.remove_all()
 
     def _run(self, script: Script, *arguments: str | bytes | int, repeatable: bool = False) -> list[bytes | int]:
         now_ms = None if self._clock is None else round(self._clock() * 1000)
-        common = (self._link.channel, self._max_deliveries, self._keep_finished)
-        answer = self._link.run(script, KEYS, (*common, *arguments), now_ms, repeatable=repeatable)
+        common = (self._connection.channel, self._max_deliveries, self._keep_finished)
+        answer = self._connection.run(script, KEYS, (*common, *arguments), now_ms, repeatable=repeatable)
         return answer if isinstance(answer, list) else [answer]
 
     # --- publishing ----------------------------------------------------------------------------
@@ -126,7 +129,7 @@ class RedisQueue(TicketQueue):
         readers: int = 1,
         policy_version: int | None = None,
     ) -> int:
-        """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
+        """Store tickets for ranks 0..readers-1, all or none. Known ids are skipped; returns how many were new."""
         batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
         if not 1 <= readers <= MAX_READERS:
             raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
@@ -136,8 +139,8 @@ class RedisQueue(TicketQueue):
         new = int(self._run(PUBLISH, readers, version, bound, *words)[0])
         if new < 0:
             raise QueueFullError(
-                f"the queue at {self._link.name} has {self._max_tickets} unfinished tickets: trainers are slower than "
-                "rollouts, or gone; try again later"
+                f"the queue at {self._connection.name} has {self._max_tickets} unfinished tickets: trainers are slower "
+                "than rollouts, or have ended; try again later"
             )
         return new
 
@@ -159,7 +162,7 @@ class RedisQueue(TicketQueue):
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
         n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
         if n < 1:
-            raise UsageError(f"n={n}; at least one delivery is claimed")
+            raise UsageError(f"n={n}: give at least 1")
         if not 0 <= rank < MAX_READERS:
             raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
 
@@ -169,7 +172,10 @@ class RedisQueue(TicketQueue):
 
         return (
             wait_for(
-                self._link, lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s, recheck_s
+                self._connection,
+                lambda: self._try_claim(n, rank, consumer, oldest_version) or None,
+                timeout_s,
+                recheck_s,
             )
             or []
         )
@@ -185,28 +191,28 @@ class RedisQueue(TicketQueue):
         ]
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Begin the lease anew; returns the claims that are still the caller's, whether claimed or arrived."""
+        """Restart the lease; returns the claims that the caller still owns, claimed or arrived."""
         claims = arguments.held(claims, "renew")
         return self._accepted(claims, self._run(RENEW, round(self.lease_s * 1000), *_tokens(claims)))
 
     # --- finishing -----------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        """Consume; returns the claims that were still the caller's. Only what is returned may be trained on."""
+        """Consume; returns the claims that the caller still owned. Train only on the returned ones."""
         claims = arguments.held(claims, "ack")
         return self._move(claims, "claimed", "done" if trained else "arrived")
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Arrived deliveries were trained on; returns those that were still the caller's, not lost."""
+        """Record that arrived deliveries were trained on; returns those that the caller still owned (not lost)."""
         claims = arguments.held(claims, "finish")
         return self._move(claims, "arrived", "done")
 
     def discard(self, claim: Claim, reason: str) -> bool:
-        """Nobody can or should read this delivery (its payload is gone). False if not owned."""
+        """Discard the delivery: its payload cannot or should not be read. False if not owned."""
         arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._move([claim], "claimed", "discarded", reason))
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        """Return a claim, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         return bool(self._move([claim], "claimed", "ready", reason, delay_s))
 
@@ -258,7 +264,7 @@ class RedisQueue(TicketQueue):
                 return None
             return Notice(topic, int(version), payload)
 
-        return wait_for(self._link, look, timeout_s, lambda: RECHECK_S)
+        return wait_for(self._connection, look, timeout_s, lambda: RECHECK_S)
 
 
 def _tokens(claims: Sequence[Claim]) -> list[str | int]:

@@ -29,7 +29,7 @@ local function parts(delivery)
     return seq, tonumber(rank)
 end
 
--- The sorted sets of a rank: what came back, by its place; what waits for the delay of a retry, by its time.
+-- The sorted sets of a rank: returned deliveries, by position; delayed retries, by time.
 local function back_of(rank) return back .. ':' .. rank end
 local function delayed_of(rank) return back .. ':delayed:' .. rank end
 
@@ -56,7 +56,7 @@ local function close(seq, rank)
     end
 end
 
--- The only place that changes a state after publication. Returns whether somebody may claim the delivery now.
+-- The only function that changes a state after publication. Returns whether the delivery can be claimed now.
 local function move(delivery, row, to, reason, ready_at)
     local seq, rank = parts(delivery)
     count(rank, row.state, -1)

@@ -1,4 +1,4 @@
-"""Ticket queue in one SQLite file, for the processes of one host. See base.py for what a queue promises.
+"""Ticket queue in one SQLite file, for the processes of one host. See base.py for the contract of a queue.
 
 Every operation is one transaction that first ends the leases whose time has come, so what an operation sees
 never depends on whether somebody else looked before. Survives the death of any process at any instruction; a power
@@ -35,7 +35,7 @@ SCHEMA_VERSION = 1
 MAX_READERS = 16
 _WORDS = Words("queue", QueueError, QueueFullError, QueueBusyError, QueueUnsuitableError)
 
-RECHECK_S = 1.0  # a wake-up may be lost with the process that sends it, and nobody wakes for the end of a lease
+RECHECK_S = 1.0  # a wake-up may be lost with the process that sends it, and the end of a lease causes no wake-up
 _PURGE_EVERY = 1000  # tickets published
 _IDS_PER_QUERY = 500  # below the number of parameters that any SQLite takes
 
@@ -69,7 +69,7 @@ WHEN old.state IN ('ready', 'claimed', 'arrived') AND new.state NOT IN ('ready',
 END;
 """
 
-# After a reboot every claimant is gone, and times of the old boot mean nothing.
+# After a reboot all claimants have ended, and times of the old boot are invalid.
 _ON_REBOOT = """
 UPDATE deliveries SET lease_ends = 0 WHERE lease_ends IS NOT NULL;
 UPDATE deliveries SET not_before = 0 WHERE state = 'ready' AND not_before > 0;
@@ -151,7 +151,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         readers: int = 1,
         policy_version: int | None = None,
     ) -> int:
-        """Store tickets for ranks 0..readers-1, all or none. Known ids are passed over; returns how many were new."""
+        """Store tickets for ranks 0..readers-1, all or none. Known ids are skipped; returns how many were new."""
         batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
         if not 1 <= readers <= MAX_READERS:
             raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
@@ -201,7 +201,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
         n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
         if n < 1:
-            raise UsageError(f"n={n}; at least one delivery is claimed")
+            raise UsageError(f"n={n}: give at least 1")
         if not 0 <= rank < MAX_READERS:
             raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
 
@@ -218,7 +218,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         )
 
     def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
-        # Look before taking the write lock: many waiters wake for one ticket, and all but one find nothing.
+        # Read before taking the write lock: many waiters wake for one ticket, and all but one find nothing.
         with self._database.reading() as connection:
             (due,) = connection.execute(_ANYTHING_DUE, {"rank": rank, "now": self._clock()}).fetchone()
         if not due:
@@ -244,7 +244,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         ]
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Begin the lease anew; returns the claims that are still the caller's, whether claimed or arrived."""
+        """Restart the lease; returns the claims that the caller still owns, claimed or arrived."""
         claims = arguments.held(claims, "renew")
         with self._database.transaction() as connection:
             until = self._end_leases(connection) + self.lease_s
@@ -253,7 +253,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     # --- finishing -----------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
-        """Consume; returns the claims that were still the caller's. Only what is returned may be trained on."""
+        """Consume; returns the claims that the caller still owned. Train only on the returned ones."""
         claims = arguments.held(claims, "ack")
         if trained:
             return self._move(claims, "claimed", "done")
@@ -263,17 +263,17 @@ class SQLiteQueue(SharedFile, TicketQueue):
             return [claim for claim in claims if connection.execute(change, _key(claim)).rowcount]
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Arrived deliveries were trained on; returns those that were still the caller's, not lost."""
+        """Record that arrived deliveries were trained on; returns those that the caller still owned (not lost)."""
         claims = arguments.held(claims, "finish")
         return self._move(claims, "arrived", "done")
 
     def discard(self, claim: Claim, reason: str) -> bool:
-        """Nobody can or should read this delivery (its payload is gone). False if not owned."""
+        """Discard the delivery: its payload cannot or should not be read. False if not owned."""
         arguments.given_back(claim, 0.0, reason, "discard")
         return bool(self._move([claim], "claimed", "discarded", reason))
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
-        """Give a claim back, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
+        """Return a claim, to be claimed again after ``delay_s``; dead at the last delivery. False if not owned."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         to = "ready" if claim.attempts < self._max_deliveries else "dead"
         given_back = self._move([claim], "claimed", to, reason, delay_s, count_as="retried")
@@ -300,7 +300,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         return moved
 
     def _end_leases(self, connection: sqlite3.Connection) -> float:
-        """Inside every transaction: what is past its lease is nobody's any more. Returns the time it was judged by."""
+        """Inside every transaction: end the claims whose lease is over. Returns the time used."""
         now = self._clock()
         if connection.execute(_COUNT_EXPIRED, (now,)).rowcount:
             connection.execute(_END_LEASES, (self._max_deliveries, now))

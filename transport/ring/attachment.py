@@ -1,6 +1,6 @@
-"""A process's hold of a ring, and segments by name: made, taken over, left, removed when nobody needs them.
+"""A process's attachment to a ring, and segments by name: create, take over, detach, remove when unused.
 
-What is in here is all that a listener and its supervisor have of a ring. They start without numpy, and so sooner.
+Listeners and supervisors use nothing else of a ring. This file does not import numpy, so they start faster.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BEGINNING: Final = "/transport-"
 
 
 class Attachment:
-    """One owner of a ring, or an observer of it. A context manager: the end of the ``with`` detaches.
+    """One owner of a ring, or an observer. As a context manager it detaches at the end of the ``with`` block.
 
     Attributes:
         native: the attachment itself.
@@ -61,21 +61,21 @@ class Attachment:
         )
 
     def _forget_with(self, release: Callable[[], None] | None = None, *, only_empty: bool) -> None:
-        """Detach when this object goes without `close`."""
+        """Detach when this object is garbage-collected without `close`."""
         self._forgotten = weakref.finalize(self, _forget, self.native, release, only_empty=only_empty)
 
     def reclaim(self) -> int:
-        """Take back the slots of owners that died; how many slots changed."""
+        """Reclaim the slots of owners that died; how many slots changed."""
         try:
             changed = self.native.reclaim()
         except _ring.RingFault as fault:
             raise named(fault) from None
         if changed:
-            log.warning("ring %s: took back %d slots of dead processes", self.ring_id[:8], changed)
+            log.warning("ring %s: reclaimed %d slots of dead processes", self.ring_id[:8], changed)
         return changed
 
     def close(self) -> None:
-        """Give up every hold and detach. Idempotent. The last one removes a segment without unread payloads.
+        """Release all pins and detach. Idempotent. The last owner removes a segment without unread payloads.
 
         Where it is interrupted, the next call goes on with it.
         """
@@ -123,12 +123,12 @@ def create(name: str, slots: int, slot_bytes: int, fingerprint: bytes) -> _ring.
     except _ring.RingFault as fault:
         raise named(fault) from None
     if native.taken_over:
-        log.warning("took over ring %s of a dead writer, %d payloads unread", name, native.state_counts()[2])
+        log.warning("took over ring %s from a dead writer, %d payloads unread", name, native.state_counts()[2])
     return native
 
 
 def attach(name: str, role: Role) -> _ring.Ring:
-    """One more owner of the segment, or an observer. Raises what `SharedRingBuffer.attach` raises."""
+    """Attach to the segment as an owner or observer. Raises what `SharedRingBuffer.attach` raises."""
     try:
         return _ring.Ring.attach(name, _ROLES[role], writable_payload=role == "writer")
     except _ring.RingFault as fault:
@@ -136,24 +136,24 @@ def attach(name: str, role: Role) -> _ring.Ring:
 
 
 def _forget(native: _ring.Ring, release: Callable[[], None] | None, *, only_empty: bool) -> None:
-    """For whoever ends without `close`: no segment stays behind, unless somebody lives that needs it."""
+    """Detach an attachment that was not closed, so that an unused segment does not stay behind."""
     if release is not None:
         release()
-    with contextlib.suppress(_ring.RingFault):  # a forked child's end is none of the ring's business
+    with contextlib.suppress(_ring.RingFault):  # in a forked child the attachment belongs to the parent
         if not native.closed:
             leave(native, only_empty=only_empty)
 
 
 def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False) -> None:
-    """Detach; the last one removes the segment. What is lent stays attached until its end, and removes it then.
+    """Detach; the last owner removes the segment. Lent memory stays attached until it is returned, and removes it then.
 
-    ``give_up_unread``: discard what is unread, in one step with closing, so that no thread publishes in between; a
-    reader that looks at a slot keeps its memory until it lets go.
+    ``give_up_unread``: discard unread payloads in one step with closing, so that no thread publishes in between. A
+    reader that has pinned a slot keeps the memory until it unpins.
 
-    The writer that closes a ring, unread payloads given up, removes its name beside readers, too: they keep the memory
-    until they let go, and one of them that is killed leaves nothing behind.
-    Of several that leave at once, each may still see another's place. So whoever may remove it looks again when its
-    own place is free: the last to get there finds nobody.
+    A writer that closes its ring and gives up unread payloads removes the segment's name even while readers are
+    attached: they keep the memory until they detach, and a killed one leaves no segment behind.
+    If several owners detach at once, each may still see another's owner number in use. So an owner that may remove the
+    segment checks again after its own number is free: the last one finds no other.
     """
     _, _, ready, reading = native.state_counts()
     removes = not only_empty or ready + reading == 0
@@ -168,8 +168,8 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
 def shares_memory(name: str) -> bool:
     """Whether the processes of a segment of this host and this process may map each other's memory.
 
-    The kernel lets one process into another's only where user and group are the same; UCX finds that out when it is
-    too late, and crashes. Who cannot be seen from here (another container's) counts as another user.
+    The kernel permits it only for processes of the same user and group; UCX detects a refusal too late and crashes. A
+    segment that is not visible here (another container's) counts as another user's.
     """
     try:
         owner = Path(f"/dev/shm{name}").stat()
@@ -179,7 +179,7 @@ def shares_memory(name: str) -> bool:
 
 
 def remove_if_dead(name: str) -> bool:
-    """Remove a segment that nobody lives to use, unread payloads included. False: somebody does, or it is gone."""
+    """Remove a segment without living owners, unread payloads included. False: it has some, or is already gone."""
     try:
         return _ring.Ring.unlink_if_dead(name)
     except _ring.RingFault:  # gone, or another user's
@@ -187,9 +187,9 @@ def remove_if_dead(name: str) -> bool:
 
 
 def remove_dead(prefix: str) -> bool:
-    """Remove the segments of this ``prefix`` (of `SharedRingBuffer.create`) that nobody lives to use. Blocks.
+    """Remove the segments of this ``prefix`` (of `SharedRingBuffer.create`) that have no living owners. Blocks.
 
-    False: some are in use, and still there.
+    False: some are in use and remain.
     """
     beginning = f"{_BEGINNING}{prefix}"
     for name in _ring.segments():

@@ -141,9 +141,9 @@ class SharedRingBuffer(Attachment):
             native = attachment.create(chosen, slots, slot_bytes, fingerprint)
         except LayoutError as error:
             raise LayoutError(
-                f"{error}, not of {slots} slots of {slot_bytes} bytes and fingerprint {fingerprint.hex()}. It drains "
-                "by itself, and the last process that serves it removes it. Give another name, or none, to begin a "
-                "ring beside it; `transport reclaim` removes it if nobody serves it"
+                f"{error}, expected {slots} slots of {slot_bytes} bytes and fingerprint {fingerprint.hex()}. The "
+                "last process that serves the old ring removes it when its payloads are consumed. Give another name, "
+                "or none, to make a new ring now; `transport reclaim` removes a ring that no process serves"
             ) from error
         ring = cls(native, schema, overflow)
         ring._made_here = True
@@ -168,8 +168,8 @@ class SharedRingBuffer(Attachment):
         if schema is not None and native.fingerprint != schema.fingerprint:
             native.close()
             raise SchemaError(
-                f"ring {name} was made for schema {native.fingerprint.hex()}, not for {schema.fingerprint.hex()}: "
-                "both sides must use the same tensors, dtypes and shapes"
+                f"schema mismatch: ring {name} was made for {native.fingerprint.hex()}, "
+                f"got {schema.fingerprint.hex()}: both sides must use the same tensors, dtypes and shapes"
             )
         ring = cls(native, schema, "block", writable=role == "writer")
         ring._forget_with(ring._pages.release, only_empty=True)
@@ -435,11 +435,13 @@ class SharedRingBuffer(Attachment):
         expect(ticket, Ticket, "a ring", _TICKET)
         ticket.check_rank(rank)
         if ticket.ring != self.ring_id:
-            raise WrongRingError(f"ticket {ticket.name} is of another ring than {self.ring_id[:8]}")
+            raise WrongRingError(
+                f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
+            )
         if ticket.slot >= self.slot_count:
             raise StaleSlotError(f"ticket {ticket.name}: this ring has {self.slot_count} slots")
         if ticket.key != self.key(ticket.slot, ticket.generation):
-            raise WrongKeyError(f"ticket {ticket.name}: the key is not that of this slot and generation")
+            raise WrongKeyError(f"ticket {ticket.name}: key mismatch for this slot and generation")
 
     def key(self, slot: int, generation: int) -> int:
         """The key that a ticket for this slot and generation carries."""
@@ -456,7 +458,9 @@ class SharedRingBuffer(Attachment):
             expect(ticket, Ticket, "read_raw()", _TICKET)
         ticket.check_rank(rank)
         if ticket.ring != self.ring_id:
-            raise WrongRingError(f"ticket {ticket.name} is of another ring than {self.ring_id[:8]}")
+            raise WrongRingError(
+                f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
+            )
         answer = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
         if answer != _ring.READ_OK:
             raise self.refusal(answer, ticket, rank)
@@ -470,10 +474,12 @@ class SharedRingBuffer(Attachment):
         self.check(ticket, rank)
         if answer == _ring.READ_OTHER_LENGTH:
             length = self._call(self.native.info, ticket.slot).length
-            return LengthMismatchError(f"payload {ticket.name} has {length} bytes, its ticket says {ticket.size}")
+            return LengthMismatchError(
+                f"payload {ticket.name}: size mismatch: slot {length} bytes, ticket {ticket.size}"
+            )
         if answer == _ring.READ_EXPIRED:
             return StaleSlotError(f"the deadline of payload {ticket.name} has passed")
-        what = "was consumed by this rank" if answer == _ring.READ_DONE else "is not in its slot any more"
+        what = "was consumed by this rank" if answer == _ring.READ_DONE else "is no longer in its slot"
         return StaleSlotError(f"payload {ticket.name} {what}")
 
     def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:
@@ -495,8 +501,8 @@ class SharedRingBuffer(Attachment):
     def _refused(self, what: str, ticket: Ticket) -> bool:
         if (before := self._refusals.due()) is not None:
             log.warning(
-                "%s(%s) was refused and changed nothing: somebody was faster, or it was called twice (%d more of these "
-                "were refused since the last such line; statistics().late_finalises counts all)",
+                "%s(%s) had no effect: another call consumed or released the payload before (%d more since the last "
+                "line; statistics().late_finalises counts all)",
                 what,
                 ticket.name,
                 before,
@@ -584,8 +590,8 @@ class SharedRingBuffer(Attachment):
                     found.append((info.sequence, Ticket.decode(note)))
                 except TicketError as error:
                     log.warning(
-                        "ring %s: the ticket of slot %d generation %d cannot be read (%s); only whoever has that "
-                        "ticket already can read or free the payload",
+                        "ring %s: the ticket of slot %d generation %d cannot be recovered (%s); only a process "
+                        "that already has this ticket can read or free the payload",
                         self.ring_id[:8],
                         slot,
                         info.generation,

@@ -176,7 +176,7 @@ class WriteLease:
         self._open = False
         self._end()
         if not published:
-            raise InvalidTransition(f"slot {self._slot} is not this writer's any more")
+            raise InvalidTransition(f"slot {self._slot} no longer belongs to this writer")
         self._ticket = ticket
         return ticket
 
@@ -278,4 +278,9 @@ def _dropped(lease: WriteLease | ReadLease, ring: Slots, end: str) -> None:
     if not ring.native.closed and not sys.is_finalizing():
         what = repr(lease)  # a log record that has the lease would keep it
         fields = {"ring": ring.ring_id}
-        log.warning("%s was dropped without %s: its slot is given back; use it in a `with`", what, end, extra=fields)
+        log.warning(
+            "%s was garbage-collected without %s; its slot is released. Use it in a `with` block",
+            what,
+            end,
+            extra=fields,
+        )

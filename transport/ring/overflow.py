@@ -1,10 +1,10 @@
-"""How a writer comes by a slot when the ring is full.
+"""How a writer gets a slot when the ring is full.
 
     "block"      waits for a reader to free one, within a time limit (back-pressure; the default)
     "error"      raises RingFullError at once
-    "overwrite"  takes the oldest payload that nobody has consumed or is reading; counted
+    "overwrite"  takes the slot of the oldest payload that no reader has consumed or is reading; counted
 
-Before any of these a ring that looks full is tidied: slots of dead processes and expired payloads are taken back.
+Before any of these, slots of dead processes and of expired payloads are reclaimed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transport.errors import RingFullError
 Overflow = Literal["block", "error", "overwrite"]
 
 _FOR_EVER_S: Final = 1e9
-_LOOK_S: Final = 0.05  # between looks for what wakes nobody: an unpinned payload to overwrite, an expired one
+_LOOK_S: Final = 0.05  # polling interval for changes without wake-up: an unpinned payload to overwrite, an expired one
 
 
 class Overflowing:
-    """The policy of one ring's attachment. Faults of the native core pass through; `SharedRingBuffer` names them.
+    """The overflow policy of one attachment. Faults of the native core pass through; `SharedRingBuffer` maps them.
 
     Attributes:
         policy: may be changed at any time.
-        may_expire: False as long as no payload of this writer has a deadline, so that nobody needs to look for any.
+        may_expire: False as long as no payload of this writer has a deadline, so that no search for expired ones runs.
     """
 
     def __init__(self, native: _ring.Ring, overflow: Overflow) -> None:
@@ -35,7 +35,7 @@ class Overflowing:
         self.may_expire = native.taken_over
 
     def take(self, timeout_s: float | None) -> tuple[int, int]:
-        """(slot, generation) to write. Raises RingFullError when none is to be had in time; None: no limit."""
+        """(slot, generation) to write. Raises RingFullError if none becomes free in time; None: no limit."""
         native = self._native
         taken = native.try_take()
         if taken is None and self.policy == "overwrite":
@@ -48,19 +48,19 @@ class Overflowing:
             free, writing, ready, reading = native.state_counts()
             raise RingFullError(
                 f"no slot of {free + writing + ready + reading} became free: {writing} being written, {ready} unread, "
-                f"{reading} being read; the readers are slower than the writer, or gone (a larger ring, or "
-                "overflow='overwrite')"
+                f"{reading} being read; the readers are slower than the writer, or have ended; make a larger "
+                "ring, or use overflow='overwrite'"
             )
         return taken
 
     def _tidy(self) -> bool:
-        """Take back what dead processes and expired payloads hold; True if there was something."""
-        # A wait reclaims by itself at its re-checks; the system calls of the proof are not for every full ring.
+        """Reclaim slots of dead processes and expired payloads; True if there were any."""
+        # With "block" the wait itself reclaims at its re-checks: the system calls that prove owners dead are costly.
         reclaimed = self._native.reclaim() if self.policy != "block" else 0
         return bool(reclaimed + (self.discard_expired(time.time()) if self.may_expire else 0))
 
     def _wait(self, timeout_s: float) -> tuple[int, int] | None:
-        """Wait until a slot is freed, expires, or (with "overwrite") is let go of by its readers."""
+        """Wait until a slot is freed, expires, or (with "overwrite") is unpinned by its readers."""
         give_up = time.monotonic() + timeout_s
         while True:
             left = give_up - time.monotonic()
@@ -73,7 +73,7 @@ class Overflowing:
             self.discard_expired(time.time())
 
     def _patience_s(self) -> float:
-        """How long to wait for a freed slot before looking for what wakes nobody: see `_wait`."""
+        """How long to wait for a freed slot before polling for changes without wake-up: see `_wait`."""
         if self.policy == "overwrite":
             return _LOOK_S
         if not self.may_expire:

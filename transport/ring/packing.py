@@ -54,7 +54,7 @@ def as_array(value: object, name: str) -> Array:
             f"{name}: expected an array, a buffer or a number, got {type(value).__name__}; numpy.asarray may convert it"
         )
     if array.dtype not in _NAMES and array.dtype.name not in DTYPES:  # by name as well, for the other byte order
-        raise SchemaError(f"{name}: dtype {array.dtype} is not one that a payload can have: {', '.join(DTYPES)}")
+        raise SchemaError(f"{name}: unsupported dtype {array.dtype}; use one of {', '.join(DTYPES)}")
     return array
 
 
@@ -315,7 +315,7 @@ def _flat(out: object) -> memoryview:
     else:
         view = _memoryview(out)
         if view is None:
-            raise BufferUnsuitableError(f"a {kind} has no memory that a payload can be in")
+            raise BufferUnsuitableError(f"a {kind} has no memory that a payload can be written to")
         if view.c_contiguous and view.format == "B":
             return view.cast("B")
         try:
@@ -325,7 +325,7 @@ def _flat(out: object) -> memoryview:
     if not array.flags.c_contiguous:
         raise BufferUnsuitableError(f"this {kind} is not C-contiguous: shape {array.shape}, strides {array.strides}")
     if array.dtype.hasobject:
-        raise BufferUnsuitableError(f"this {kind} holds Python objects, which bytes must not overwrite")
+        raise BufferUnsuitableError(f"this {kind} holds Python objects, which must not be overwritten with bytes")
     return array.reshape(-1).view(np.uint8).data
 
 

@@ -1,7 +1,7 @@
 """How large a ring must be: pure arithmetic from a schema and a rate, for `transport size`.
 
 A slot is in use from the first byte written until the last rank's acknowledgement. By Little's law the slots in use are
-the payloads per second times the seconds that each stays; a stall of the trainers adds what arrives meanwhile.
+the payloads per second times the seconds that each stays; a pause of the trainers adds the payloads that arrive in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_SLOTS: Final = 1 << 24
 
 
 class Sizing(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rollout host needs. Bytes are those of /dev/shm.
+    """The resources that one rollout host needs. Bytes are those of /dev/shm.
 
     Attributes:
         slot_bytes: the largest payload.
@@ -47,15 +47,15 @@ def sized(
     """The ring for payloads of at most ``slot_bytes``.
 
     Args:
-        rate: payloads per second that one ring takes.
-        held_s: seconds from publishing to the last acknowledgement when all is well.
+        rate: payloads per second that are written to one ring.
+        held_s: seconds from publishing to the last acknowledgement in normal operation.
         batch: payloads of this ring that a trainer holds at a time; twice that with prefetch.
-        stall_s: longest pause of the trainers that the writer shall not feel, such as a checkpoint.
+        stall_s: longest pause of the trainers, such as a checkpoint, during which the writer must not block.
         rings: on this host.
         mean_bytes: of a payload; 0: the largest.
 
     Raises:
-        UsageError: a number that makes no sense, or a ring larger than there can be.
+        UsageError: a number is out of range, or the ring exceeds the maximum size.
     """
     if slot_bytes < 1 or rings < 1 or batch < 0 or min(rate, held_s, stall_s) < 0:
         raise UsageError("sizes and counts are at least 1, rates and times at least 0")

@@ -1,4 +1,4 @@
-"""What is said of slots: states, counters, and the native core's faults as errors by name."""
+"""Slot states, statistics, and the mapping of the native core's faults to errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transport.errors import (
 
 
 class SlotState(enum.IntEnum):
-    """What a slot is, as in the two state bits of its word."""
+    """The state of a slot: the two state bits of its slot word."""
 
     FREE = _ring.FREE
     WRITING = _ring.WRITING
@@ -31,7 +31,7 @@ class SlotState(enum.IntEnum):
 
 
 class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a ring. Counters are sums over every process that was ever attached."""
+    """A snapshot of a ring. Counters are sums over every process that was ever attached."""
 
     slots: int
     slot_capacity_bytes: int
@@ -46,7 +46,7 @@ class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
     pins: int = 0
     unpins: int = 0
     consumes: int = 0
-    late_finalises: int = 0  # refused mark_consumed / release_reading: somebody had been faster
+    late_finalises: int = 0  # mark_consumed / release_reading without effect: another call was faster
     discards: int = 0
     reclaimed_writing: int = 0  # slots taken back from dead writers
     reclaimed_reading: int = 0  # pins taken back from dead readers
@@ -66,7 +66,7 @@ class RingStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_by_wire(self) -> dict[str, int]:
-        """Bytes read by wire; those that carried nothing included."""
+        """Bytes read by wire, wires without traffic included."""
         return {wire: getattr(self, f"bytes_{wire}") for wire in ("mapped", "shm", "tcp", "rdma", "cuda")}
 
 
@@ -102,6 +102,6 @@ _FAULTS: dict[int, type[TransportError]] = {
 
 
 def named(fault: _ring.RingFault) -> TransportError:
-    """The error by name for a fault of the native core."""
+    """The error class for a fault of the native core."""
     code, message = fault.args
     return _FAULTS.get(code, InternalError)(message)

@@ -1,4 +1,4 @@
-"""What a caller passed, looked at before anything is done with it."""
+"""Checks of arguments, made before a call does anything."""
 
 from __future__ import annotations
 

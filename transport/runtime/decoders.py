@@ -1,4 +1,4 @@
-"""Record types made ready for threads, and for logs."""
+"""Record types: prepared for use by several threads, and with secrets hidden from logs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 def ready(*kinds: type[msgspec.Struct]) -> None:
-    """Have msgspec examine record types now, for modules to call at their import, which one thread does.
+    """Make msgspec examine record types now. Modules call it at import, which one thread executes.
 
-    It examines a type at its first use, and remembers it before it has examined the types of its fields. A second
-    thread that decodes meanwhile finds it half done, and the process crashes (msgspec 0.22).
+    msgspec examines a type at its first use and stores the result before the types of the fields are examined. A
+    second thread that decodes meanwhile uses an incomplete type, and the process crashes (msgspec 0.22).
     """
     for kind in kinds:
         msgspec.json.Decoder(kind)
@@ -23,7 +23,7 @@ def ready(*kinds: type[msgspec.Struct]) -> None:
 def hiding(*names: str) -> Callable[[type[T]], type[T]]:
     """Decorate a struct or a named tuple: its representation shows ``...`` for these fields, which must not be logged.
 
-    They are what whoever reads a log could use: keys of payloads, tokens, encoded tickets, passwords.
+    Such fields would give a reader of the log access: keys of payloads, tokens, encoded tickets, passwords.
     """
 
     def fields(record: Any) -> Iterator[tuple[str, Any]]:

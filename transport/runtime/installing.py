@@ -1,7 +1,6 @@
-"""What to type where a package is missing.
+"""Commands that install a missing package, for error messages.
 
-This package is installed from a checkout: its name is on no index, so messages name the packages
-that are missing.
+This project is installed from a checkout and is on no package index, so messages name the missing packages themselves.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Ctrl-C ends a command within a bound, whatever it is doing, and leaves nothing of it behind.
+"""Ctrl-C ends a command within a time limit, whatever it is doing, and removes its processes, segments and folders.
 
-    SIGINT ──► KeyboardInterrupt, or what a command with a loop makes of it: everything unwinds in order
-    ORDER_S later: the processes below the command are killed, so that whatever waits for them goes on
-    END_S later:   its segments and temporary folders are removed, and the process ends where it is
+    SIGINT ──► KeyboardInterrupt, or the handler of a command with a loop: the program cleans up and ends
+    ORDER_S after SIGINT: the command's child processes are killed, so that waits for them return
+    END_S after SIGINT:   its segments and temporary folders are removed, and the process exits at once
 
-The unwinding alone does not bound the end: an exception that a signal raises may be lost (in a destructor, in a
-callback of a library), and a process that is waited for may itself wait. So a thread that is there from the beginning
-takes the second and third step. It needs no lock that the main thread may hold.
+Cleaning up alone has no time limit: an exception that a signal raises may be lost (in a destructor, in a callback of a
+library), and a child process may itself wait for something. So a thread that is started beforehand takes the second
+and third step. It needs no lock that the main thread may hold.
 
-Only a program that is a process of its own uses `bounded`; elsewhere the rest of this file does nothing.
+Only a program that is a process of its own uses `bounded`; elsewhere the other functions of this file do nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ END_S: Final = 1.6
 STATUS: Final = 128 + signal.SIGINT
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _STOPPING_S: Final = 0.1
-_KILLING_S: Final = 0.25  # killed processes are gone within moments; one that the kernel holds must not hold us up
+_KILLING_S: Final = (
+    0.25  # killed processes end within milliseconds; one in an uninterruptible system call must not delay the exit
+)
 _SHARED_MEMORY: Final = Path("/dev/shm")
-_OF_UCX: Final = "ucx_shm_"  # a segment has its name for the moment in which UCX makes it
+_OF_UCX: Final = "ucx_shm_"  # UCX removes a segment's name right after it made the segment
 
 _watching: Watch | None = None
-_prefixes: set[str] = set()  # how names of its segments begin; random, so that no other's begin so
+_prefixes: set[str] = set()  # prefixes of the command's segment names; random, hence unique
 _names: set[str] = set()
 _folders: set[str] = set()
 
@@ -75,9 +77,9 @@ def temporary_folder(prefix: str) -> Iterator[Path]:
 
 # --- the bound ----------------------------------------------------------------------------------------
 def began(extra_s: float = 0.0) -> None:
-    """The interrupt has come, and the bound runs. For a command that handles the signal itself.
+    """Start the time limit after an interrupt. For a command that handles the signal itself.
 
-    ``extra_s``: the command was asked to take that much time for its end. A second interrupt takes it back.
+    ``extra_s``: extra time that the user granted for ending. A second interrupt revokes it.
     """
     if _watching is not None:
         _watching.begin(extra_s)
@@ -85,9 +87,9 @@ def began(extra_s: float = 0.0) -> None:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[Watch]:
-    """While the block runs, an interrupt ends this process within the bound. For the main thread.
+    """While the block runs, an interrupt ends this process within the time limit. For the main thread.
 
-    The first one raises KeyboardInterrupt. Later ones do not: they would cut the unwinding short.
+    The first interrupt raises KeyboardInterrupt. Later ones do not: they would interrupt the clean-up.
     """
     global _watching
     watch = _watching = Watch()
@@ -109,7 +111,7 @@ def bounded() -> Iterator[Watch]:
 
 
 class Watch:
-    """The thread that keeps to the bound.
+    """The thread that enforces the time limit.
 
     Attributes:
         begun: how many interrupts have come.
@@ -120,12 +122,12 @@ class Watch:
         self._begun_at = 0.0
         self._closed = False
         self._reading, self._writing = os.pipe()
-        os.set_blocking(self._writing, False)  # a thousand signals do not stop the handler
+        os.set_blocking(self._writing, False)  # a full pipe does not block the handler
         self._thread = threading.Thread(target=self._run, name="transport interruption", daemon=True)
         self._thread.start()
 
     def begin(self, extra_s: float = 0.0) -> bool:
-        """Whether it is the first interrupt. Called by signal handlers: it takes no lock."""
+        """Note an interrupt; True for the first one. Called by signal handlers: it takes no lock."""
         self.begun += 1
         now = time.monotonic()
         self._begun_at = now + extra_s if self.begun == 1 else min(self._begun_at, now)
@@ -133,7 +135,7 @@ class Watch:
         return self.begun == 1
 
     def close(self) -> None:
-        """No interrupt has come, and none will."""
+        """Stop the thread: no interrupt has come, and none will."""
         self._closed = True
         self._wake()
         self._thread.join()
@@ -141,7 +143,7 @@ class Watch:
         os.close(self._writing)
 
     def exit(self, status: int) -> NoReturn:
-        """End the process after its orderly end: what is still there belongs to nobody."""
+        """Exit after the clean-up: remaining processes, segments and folders are removed."""
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
@@ -167,14 +169,14 @@ class Watch:
         _end(STATUS)
 
     def _wait(self, until_s: float) -> None:
-        """Until the bound's time has come, which a second interrupt may bring forward."""
+        """Wait until ``until_s`` after the interrupt; a second interrupt may shorten the wait."""
         while (left := self._begun_at + until_s - time.monotonic()) > 0:
             if select.select([self._reading], [], [], left)[0]:
                 os.read(self._reading, 1)
 
 
 def _refuse(*_: object, **__: object) -> None:
-    """In place of the start of a process: whoever has not heard of the interrupt would begin anew behind our back."""
+    """Replaces the start of processes: code that is not aware of the interrupt must not start new ones."""
     raise KeyboardInterrupt
 
 
@@ -192,14 +194,14 @@ def _end(status: int) -> NoReturn:
 
 # --- processes ----------------------------------------------------------------------------------------
 def _adopt_orphans() -> None:
-    """From now on a process below whose parent ends is ours, so that we find it."""
+    """Become the subreaper: descendants whose parent ends become children of this process, where they are found."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _kill_descendants() -> None:
-    """Until none is left: whoever waited for one of them may start another meanwhile.
+    """Kill until none is left, because a process that waited for a killed one may start another.
 
-    They are stopped first, so that nothing which they are about to make escapes the look at what they have made.
+    They are suspended first, so that they make no new segment or process after they were examined.
     """
     give_up = time.monotonic() + _KILLING_S
     seen_none = False
@@ -229,7 +231,7 @@ def _send(number: int, pids: Iterable[int]) -> None:
 
 
 def _made_by_ucx(pid: int) -> list[Path]:
-    """Its segments that still have a name; the others go with the process."""
+    """The process's UCX segments that still have a name; the kernel frees the others with the process."""
     found = []
     with contextlib.suppress(OSError):
         for entry in os.scandir(f"/proc/{pid}/fd"):

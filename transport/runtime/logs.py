@@ -1,7 +1,6 @@
-"""Log lines for people, or for machines: one JSON object per line, with what they speak of as fields.
+"""Log lines as text, or as one JSON object per line with the `FIELDS` of its subject.
 
-A call names what it speaks of with ``extra={"ticket": …, "port": …, "attempt": …}``; lines of text have it in their
-words already.
+A call passes the fields with ``extra={"ticket": …, "port": …, "attempt": …}``; the message has them as well.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
 LogFormat = Literal["text", "json"]
 
 FIELDS: Final = ("ticket", "ring", "port", "attempt", "rank", "wire")
-"""What a line may speak of: ring/slot/generation, ring id, host:port, number of the attempt, reader rank, wire."""
+"""Fields of a line: ring/slot/generation, ring id, host:port, number of the attempt, reader rank, wire."""
 
 
 class JsonLines(logging.Formatter):
-    """Time in seconds since the epoch, level, logger, process, message, and those of `FIELDS` that were given."""
+    """Formats time (seconds since the epoch), level, logger, process, message and the given `FIELDS`."""
 
     def __init__(self, who: str = "") -> None:
         super().__init__()
@@ -48,7 +47,7 @@ class JsonLines(logging.Formatter):
 
 
 def handler(form: LogFormat, who: str = "") -> logging.Handler:
-    """A handler to standard error. ``who``: what the process calls itself."""
+    """A handler to standard error. ``who``: the name of the process in the lines."""
     to_stderr = logging.StreamHandler()
     name = f"{who} " if who else ""
     to_stderr.setFormatter(
@@ -60,23 +59,23 @@ def handler(form: LogFormat, who: str = "") -> logging.Handler:
 
 
 class Seldom:
-    """Which of many equal warnings are written: the first, and then one an interval. Any thread."""
+    """Limits the rate of a repeated warning: the first is written, then one per interval. Any thread."""
 
     def __init__(self, every_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._every_s = every_s
         self._clock = clock
         self._next = -math.inf
-        self._kept_back = 0
+        self._suppressed = 0
 
     def due(self) -> int | None:
-        """How many were kept back since the last one that was written; None: keep this one back, too."""
+        """Number of warnings suppressed since the last written one; None: suppress this one as well."""
         now = self._clock()
         if now < self._next:
-            self._kept_back += 1
+            self._suppressed += 1
             return None
         self._next = now + self._every_s
-        kept_back, self._kept_back = self._kept_back, 0
-        return kept_back
+        suppressed, self._suppressed = self._suppressed, 0
+        return suppressed
 
 
 def set_up_logging(configuration: Configuration, who: str = "") -> None:

@@ -19,14 +19,13 @@ from transport.errors import ClosedError, UsageError
 
 T = TypeVar("T")
 
-_EXIT_WAIT_S = 10.0  # for a thread that somebody else is ending when the process exits
+_EXIT_WAIT_S = 10.0  # for a loop that another thread is closing when the process exits
 
 
 def gone(pid: int) -> bool:
     """Whether the threads that process ``pid`` started cannot be waited for here.
 
-    A forked child has none of them; and when the interpreter finalises, a thread that wants to run is ended or stopped
-    for ever.
+    A forked child has none of them. An interpreter that finalises ends or suspends every thread that tries to run.
     """
     return os.getpid() != pid or sys.is_finalizing()
 
@@ -34,8 +33,8 @@ def gone(pid: int) -> bool:
 class AtExit:
     """Calls a method when the process exits, while threads still run, if its object still lives by then.
 
-    A thread that comes back from native code while the interpreter finalises is torn out of it, and the process
-    aborts: whoever has such a thread ends it here. A forked child has no part in it.
+    A thread that returns from native code while the interpreter finalises is killed by the interpreter, and the process
+    aborts; so the owner of such a thread ends it here. Does nothing in a forked child.
     """
 
     def __init__(self, method: Callable[[], object]) -> None:
@@ -49,15 +48,15 @@ class AtExit:
             method()
 
     def cancel(self) -> None:
-        """What the method does has been done. Idempotent."""
+        """Do not call the method: its work is done. Idempotent."""
         atexit.unregister(self)
 
 
 class Job(Future[T]):
-    """A coroutine on the loop of a `LoopThread`. Done means that it has ended there, its clean-up included.
+    """A coroutine on the loop of a `LoopThread`. It is done when the coroutine has ended, clean-up included.
 
-    That is what `concurrent.futures` does not promise of a cancelled future, and what the memory rule needs: whoever
-    has cancelled a read and waited for its job may reuse the buffer.
+    `concurrent.futures` does not guarantee this for a cancelled future, and the memory rule needs it: after cancelling
+    a read and waiting for its job the caller may reuse the buffer.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -66,7 +65,7 @@ class Job(Future[T]):
         self._task: asyncio.Task[T] | None = None
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        """Runs on the loop."""
+        """Start the coroutine. Called on the loop."""
         self._task = self._loop.create_task(coroutine)
         self._task.add_done_callback(self._ended)
 
@@ -101,15 +100,15 @@ class Job(Future[T]):
 class LoopThread:
     """One loop, one thread, from construction until `close` or the process's exit. Any other thread may submit.
 
-    In a forked child, which has not got the thread, it is closed.
+    In a forked child, which does not have the thread, it is closed.
     """
 
     def __init__(self, name: str) -> None:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
         self._cancelling: Future[None] | None = None  # by `close`
-        self._ending = threading.RLock()  # nothing is submitted behind what ends everything
-        self._joining = threading.RLock()  # not that one, which the thread may still want
+        self._ending = threading.RLock()  # nothing is submitted after the cancellation of all tasks
+        self._joining = threading.RLock()  # a lock of its own, because the thread may still need `_ending`
         self._pid = os.getpid()
         try:
             self._loop = uvloop.new_event_loop()
@@ -130,7 +129,7 @@ class LoopThread:
 
     @property
     def closed(self) -> bool:
-        """After `close`, and where the thread does not run: in a forked child, and while the interpreter finalises."""
+        """True after `close`, in a forked child, and while the interpreter finalises: the thread does not run then."""
         return self._closed or gone(self._pid)
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
@@ -162,7 +161,7 @@ class LoopThread:
     def close(self) -> None:
         """Cancel what still runs, wait for it, end the thread. Idempotent; nothing where the thread does not run.
 
-        Where it is interrupted, the next call goes on with it.
+        After an interrupt the next call continues.
         """
         if gone(self._pid):
             return

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a wish to stop in order, for programs without an event loop."""
+"""SIGTERM and SIGINT as a graceful-shutdown request, for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from transport.runtime import interruption
 
 
 class Stopped:
-    """Whether the wish has come. A signal handler writes a byte; waiting is on the pipe, so none is missed.
+    """Whether a stop was requested. The signal handler writes a byte to a pipe and `wait` reads it: none is lost.
 
     Attributes:
-        starting: nothing has been promised yet, so SIGINT raises KeyboardInterrupt as well.
+        starting: the program has not finished its start, so SIGINT also raises KeyboardInterrupt.
         by: the first signal.
     """
 
@@ -25,18 +25,18 @@ class Stopped:
         self.by: signal.Signals | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until the wish comes; False after ``timeout_s``."""
+        """Wait for a stop request; False after ``timeout_s``."""
         return bool(select.select([self._reading], [], [], timeout_s)[0])
 
 
 @contextlib.contextmanager
 def until_stopped(drain_s: float = 0.0, *, starting: bool = False) -> Iterator[Stopped]:
-    """While the block runs, SIGTERM and SIGINT only set what it is given. For the main thread.
+    """While the block runs, SIGTERM and SIGINT only set the `Stopped` that it yields. For the main thread.
 
-    In a command, Ctrl-C bounds its end: ``drain_s`` is the time that it was given for that.
+    In a command, Ctrl-C also starts the time limit of `interruption`; ``drain_s`` is extra time for draining.
     """
     reading, writing = os.pipe()
-    os.set_blocking(writing, False)  # a thousand signals do not stop the handler
+    os.set_blocking(writing, False)  # a full pipe does not block the handler
     stopped = Stopped(reading, starting=starting)
 
     def stop(number: int, _: object) -> None:

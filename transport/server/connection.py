@@ -2,8 +2,8 @@
 
     HANDSHAKE ──WELCOME sent──► OPEN ──BYE, loss, eviction, garbage──► CLOSED
 
-Whatever ends a connection, `close` runs once: UCX lets go of the slots' memory first, then the pins are given back,
-so a payload that was not acknowledged is READY again. The connection belongs to its listener's loop.
+However a connection ends, `close` runs once. It first makes UCX stop using the slots' memory and then releases the
+pins, so a payload that was not acknowledged is READY again. The connection belongs to its listener's loop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MOST_AFTER_REFUSAL = 4  # handshake messages of the largest size
 
 
 class Admission(Protocol):
-    """What a connection asks of its listener."""
+    """The interface of a listener that its connections use."""
 
     ring: Attachment
     settings: Settings
@@ -53,12 +53,12 @@ class Admission(Protocol):
         self, endpoint: Endpoint, tag_base: int, client_base: int, version: int, ended: asyncio.Future[int]
     ) -> _ucp.Connection: ...
     def forget(self, connection: Any) -> None: ...
-    def heard(self) -> None: ...
-    def missed(self, began: float) -> None: ...
+    def received(self) -> None: ...
+    def silent(self, began: float) -> None: ...
 
 
 class Connection:
-    """A client's connection: handshake, then one CONTROL message after the other until either side ends it."""
+    """A client's connection: handshake, then CONTROL messages until either side ends it."""
 
     def __init__(self, listener: Admission, endpoint: Endpoint) -> None:
         self._listener = listener
@@ -71,11 +71,11 @@ class Connection:
         self._wire_settled = False
         self.opened = False
         self._began = time.monotonic()
-        self._heard = False
+        self._received = False
 
     @property
     def host(self) -> str:
-        """Where the client is, as UCX says."""
+        """The client's host, as reported by UCX."""
         return self._endpoint.name.rpartition(":")[0]
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class Connection:
 
     @property
     def last_active(self) -> float:
-        """When the admitted client last said something, in monotonic seconds; 0.0 before."""
+        """When the admitted client last sent something, in monotonic seconds; 0.0 before."""
         return self._native.last_active if self._native is not None else 0.0
 
     async def serve(self) -> None:
@@ -125,8 +125,8 @@ class Connection:
         """The message, and its body as it came."""
         prefix = bytearray(frames.PREFIX_BYTES)
         await self._endpoint.receive_stream(prefix)
-        self._heard = True
-        self._listener.heard()
+        self._received = True
+        self._listener.received()
         kind, length = frames.decode_prefix(prefix)
         body = bytearray(length)
         if length:
@@ -142,9 +142,9 @@ class Connection:
             await self._admit(hello, body, version)
         except RefusedError as refusal:
             await self._welcome(code=refusal.status, reason=str(refusal))
-            await self._left_by_peer()
+            await self._closed_by_client()
             raise
-        # its receives stand before the client hears of them
+        # its receives are posted before WELCOME tells the client to send
         native = self._listener.admit(self._endpoint, self._tag_base, hello.tag_base, version, self._ended)
         self._native = native
         self._count_by_wire(native)
@@ -153,15 +153,14 @@ class Connection:
         return native
 
     def _count_by_wire(self, native: _ucp.Connection) -> None:
-        """Have the ring's statistics say what carries this connection's payloads."""
-        with contextlib.suppress(TransportError):  # the peer may be gone again
+        """Count this connection's payload bytes under its wire in the ring's statistics."""
+        with contextlib.suppress(TransportError):  # the client may have disconnected
             native.count_as(f"bytes_{self._endpoint.wire()}")
 
-    async def _left_by_peer(self) -> None:
-        """Until the client has closed: if this side closed first, UCX would drop a refusal that is still on its way.
+    async def _closed_by_client(self) -> None:
+        """Wait until the client has closed: if this side closed first, UCX would drop the refusal that it still sends.
 
-        What it may still have said is of no interest. One that does not stop talking is not waited for, since UCX keeps
-        what is not received.
+        Further messages of the client are discarded, up to a limit: UCX would keep in memory what is not received.
         """
         with contextlib.suppress(TransportError):
             for _ in range(_MOST_AFTER_REFUSAL):
@@ -197,11 +196,11 @@ class Connection:
 
     # --- time, and the end --------------------------------------------------------------------------
     def sweep(self, now: float) -> None:
-        """End attempts that were acknowledged elsewhere, or not in time; close the connection if it is idle."""
+        """End attempts that were acknowledged through another listener or not in time; close an idle connection."""
         native, settings = self._native, self._listener.settings
         if native is None:  # the handshake has its own limit
             return
-        if not self._wire_settled:  # lanes join while the two sides exchange addresses, mostly before WELCOME
+        if not self._wire_settled:  # UCX adds lanes while the two sides exchange addresses, mostly before WELCOME
             self._wire_settled = True
             self._count_by_wire(native)
         native.end_consumed()
@@ -214,17 +213,17 @@ class Connection:
             return
         ended = native.expire(now - settings.ack_timeout_s)
         if ended < 0:
-            log.warning("%r takes no bytes any more; closing it", self)
+            log.warning("%r: client stopped receiving; closing the connection", self)
             self.close()
         else:
             log.warning("%r: %d payloads not acknowledged in time; they are READY again", self, ended)
 
     def close(self) -> None:
-        """End the connection now. UCX is out of the slots' memory before their pins go."""
+        """End the connection now. UCX stops using the slots' memory before their pins are released."""
         if self._closed:
             return
         self._closed = True
-        silent = not self._heard and self._in_shared_memory()
+        silent = not self._received and self._in_shared_memory()
         self._endpoint.abort()
         if self._native is not None:
             self._native.close()
@@ -232,14 +231,14 @@ class Connection:
             self._ended.set_result(0)
         self._listener.forget(self)
         if silent:
-            self._listener.missed(self._began)
+            self._listener.silent(self._began)
 
     def _in_shared_memory(self) -> bool:
-        with contextlib.suppress(TransportError):  # the peer may be gone
+        with contextlib.suppress(TransportError):  # the client may have disconnected
             return self._endpoint.wire() == "shm"
         return False
 
 
 def random_tag_base() -> int:
-    """32 random bits; collisions are the listener's to avoid."""
+    """32 random bits; the listener avoids collisions."""
     return secrets.randbits(32)

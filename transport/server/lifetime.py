@@ -1,8 +1,8 @@
-"""When the processes that serve a ring may stop, and when one counts as stopped: pure decisions.
+"""When the processes that serve a ring stop, and when a process without heartbeat is given up. Decisions only, no I/O.
 
-SERVING ──writer gone──► LINGERING ──everything consumed, or linger_s over──► STOP
-   ▲                         │
-   └──────a writer is back───┘
+SERVING ──writer ended──► LINGERING ──everything consumed, or linger_s over──► STOP
+   ▲                          │
+   └────another writer came───┘
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 
 
 class Phase(enum.Enum):
-    """What a supervisor or an orphaned listener is doing."""
+    """What a supervisor, or a listener without supervisor, is doing."""
 
     SERVING = "serving"
     LINGERING = "lingering"
@@ -19,7 +19,7 @@ class Phase(enum.Enum):
 
 
 class Lifetime:
-    """Outlives a writer that is gone for as long as it left something to read, within a bound."""
+    """Decides how long to serve a ring after its writer ended: until all payloads are read, at most ``linger_s``."""
 
     def __init__(self, linger_s: float) -> None:
         self._linger_s = linger_s
@@ -42,14 +42,14 @@ class Lifetime:
 
 
 class Watchdog:
-    """How long a process has been silent, in time that its watcher has seen itself.
+    """How long a process has sent no heartbeat, counting only time in which the watcher itself was running.
 
-    A watcher that was stopped, or had no core, cannot tell a peer that is stopped from one that slept as long as
-    itself: whoever wakes first would kill the other. So silence counts from its waking on.
+    A watcher that was suspended cannot distinguish a stopped process from one that was suspended together with it, as
+    when the whole host was: the first to resume would kill the other. So the silence counts from the watcher's resume.
 
     Args:
-        limit_s: silence from which on a process counts as stopped.
-        look_s: longest pause between two looks of a watcher that is well.
+        limit_s: a process that is silent for longer counts as stopped.
+        look_s: longest pause between two looks of a watcher that was not suspended.
     """
 
     def __init__(self, limit_s: float, look_s: float) -> None:
@@ -59,12 +59,12 @@ class Watchdog:
         self._awake_since = float("-inf")
 
     def look(self, now: float) -> None:
-        """The watcher looks at ``now`` (monotonic seconds); call it before it judges anybody."""
+        """Note that the watcher runs at ``now`` (monotonic seconds); call it before `stopped`."""
         if self._looked_at is not None and now - self._looked_at > self._look_s:
             self._awake_since = now
         self._looked_at = now
 
     def stopped(self, silent_s: float) -> bool:
-        """Whether a process whose last sign of life is ``silent_s`` old, at the last look, is to be given up."""
+        """Whether to give up a process whose last heartbeat was ``silent_s`` old at the last look."""
         assert self._looked_at is not None
         return min(silent_s, self._looked_at - self._awake_since) > self._limit_s

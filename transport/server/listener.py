@@ -1,7 +1,7 @@
 """A listener: serves one ring on one port from one event loop.
 
-It holds what its connections share (the native service, the limit on connections) and sweeps once a second:
-heartbeat, idle eviction, attempts that nobody acknowledged. Run as a process of its own by `listen_main`.
+It holds what its connections share (the native service, the limit on connections). Once a second it sends a heartbeat,
+closes idle connections and ends attempts that were not acknowledged. `process` runs it as a process of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transport.errors import ClosedError
 from transport.ring.attachment import Attachment
 from transport.runtime.logs import Seldom
 from transport.server.connection import Connection, random_tag_base
-from transport.server.stall import Hearing
+from transport.server.stall import StallDetector
 from transport.settings import DEFAULTS, Settings
 from transport.wire import frames
 from transport.wire.ucx import Endpoint, Listening, Worker, engine
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MOST_ATTEMPTS = 4096  # per connection: a client that never acknowledges does not grow the listener
-_MOST_UNSENT = 1024  # per connection: answers and payloads that its client has not taken yet
-_MOST_REFUSED = 64  # beyond the limit on connections: so many at once are told so, more are turned away by UCX
-_ALERT_S = 10.0  # after a stranger was seen, whoever is the next one is looked for this often:
+_MOST_ATTEMPTS = 4096  # per connection: bounds the listener's memory if a client never acknowledges
+_MOST_UNSENT = 1024  # per connection: answers and payloads that its client has not received yet
+_MOST_REFUSED = 64  # beyond the limit on connections: this many at once get a BUSY answer, UCX rejects the rest
+_ALERT_S = 10.0  # for this long after a connection without UCX handshake, look for the next one at this interval:
 _LOOK_S = 0.1
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
 def own_memory() -> int:
-    """Bytes of memory of this process that are in no file and in no segment."""
+    """Bytes of private memory of this process: without files and shared segments."""
     _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
     return (int(resident) - int(shared)) * _PAGE_BYTES
 
@@ -52,9 +52,9 @@ class Listener:
         secret: shared secret that clients must prove to have; None: none is asked.
         wires: the wires UCX may use; None: whatever is best.
         bind: local IPv4 address to listen on; "": all of them.
-        begin_anew: called with the reason when nothing helps but to end and be started again, for a listener that has a
-            process of its own: it has grown beyond ``listener_memory_bytes``, since UCX keeps what peers send in more
-            ways than can be counted here, or has gone deaf (hearing.py).
+        restart: called with the reason when the listener can only be repaired by a new process; only for a listener
+            that has a process of its own. Reasons: its memory exceeds ``listener_memory_bytes``, because UCX keeps
+            what peers send in more ways than can be counted here; or it is stalled (stall.py).
     """
 
     def __init__(
@@ -65,23 +65,23 @@ class Listener:
         secret: bytes | None = None,
         wires: frozenset[Wire] | None = None,
         bind: str = "",
-        begin_anew: Callable[[str], object] | None = None,
+        restart: Callable[[str], object] | None = None,
     ) -> None:
         self.ring = ring
         self.settings = settings
         self.secret = secret
         self._wires = wires
         self._bind = bind
-        self._begin_anew = begin_anew
-        self._hearing = Hearing()
-        self._heard_at = 0.0  # when a client that was not yet admitted last said something
+        self._restart = restart
+        self._stall = StallDetector()
+        self._received_at = 0.0  # when a client that is not yet admitted last sent something
         self._stranger_at = -math.inf
         self._worker: Worker | None = None
         self._listening: Listening | None = None
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._tag_bases: set[int] = set()
         self._service: _ucp.Service | None = None  # what its connections share, once it has been started
-        self.draining = False  # set by stop(): what is under way is finished, nothing is begun
+        self.draining = False  # set by stop(): reads in progress finish, no new ones begin
         self._sweeper: asyncio.Task[None] | None = None
         self._refused = ring.native.own_count("late_finalises")  # when it was last looked at
         self._refusals = Seldom()
@@ -131,9 +131,9 @@ class Listener:
         return self._listening.port
 
     async def stop(self, drain_s: float = 0.0, *, exiting: bool = False) -> None:
-        """Accept no more, let reads under way be acknowledged for up to ``drain_s``, then close everything.
+        """Accept no new connections, wait up to ``drain_s`` for acknowledgements of reads in progress, then close all.
 
-        ``exiting``: the process ends now, and the kernel ends the worker and its port quicker than UCX does.
+        ``exiting``: the process ends now, and the kernel frees the worker and its port faster than UCX does.
         """
         self.draining = True
         if self._listening is not None:
@@ -161,14 +161,14 @@ class Listener:
             async with asyncio.timeout(drain_s):
                 await quiet
         except TimeoutError:
-            log.warning("%r: reads still under way after %.1f s are cut off", self, drain_s)
+            log.warning("%r: reads did not finish within %.1f s; closing their connections", self, drain_s)
 
     # --- connections --------------------------------------------------------------------------------
     def _accept(self, endpoint: Endpoint) -> None:
         connection = Connection(self, endpoint)
         begun = sum(not each.opened and each.host == connection.host for each in self._connections)
         if begun >= self.settings.handshakes_per_host:
-            log.info("%r: %d handshakes with its host are under way; it is turned away", connection, begun)
+            log.info("%r: refused: its host has %d unfinished handshakes", connection, begun)
             connection.close()
             return
         task = asyncio.get_running_loop().create_task(connection.serve(), name=f"transport {endpoint.name}")
@@ -177,7 +177,7 @@ class Listener:
     def admit(
         self, endpoint: Endpoint, tag_base: int, client_base: int, version: int, ended: asyncio.Future[int]
     ) -> _ucp.Connection:
-        """Serve a client that has been admitted, by frames of ``version``; ``ended`` resolves when it is gone."""
+        """Serve an admitted client with frames of ``version``; ``ended`` resolves when the client is gone."""
         connection: _ucp.Connection = engine().Connection(
             self._service, endpoint.native, tag_base, client_base, version, ended
         )
@@ -185,7 +185,7 @@ class Listener:
         return connection
 
     def new_tag_base(self) -> int:
-        """A tag base that no connection of this listener has."""
+        """A tag base that no connection of this listener uses."""
         while (base := random_tag_base()) in self._tag_bases:
             pass
         self._tag_bases.add(base)
@@ -196,16 +196,16 @@ class Listener:
         self._connections.pop(connection, None)
         self._tag_bases.discard(connection.tag_base)
 
-    def heard(self) -> None:
-        """A client that is not yet admitted has said something."""
-        self._heard_at = time.monotonic()
+    def received(self) -> None:
+        """A client that is not yet admitted has sent something."""
+        self._received_at = time.monotonic()
 
-    def missed(self, began: float) -> None:
-        """A connection over shared memory ended before anything was heard on it."""
-        last_heard = max([self._heard_at, *(each.last_active for each in self._connections)])
-        deaf = self._hearing.missed(began, time.monotonic(), last_heard)
-        if deaf and self._begin_anew is not None and not self.draining:
-            self._begin_anew("nothing arrives over shared memory any more")
+    def silent(self, began: float) -> None:
+        """A connection over shared memory ended before anything was received on it."""
+        last_received = max([self._received_at, *(each.last_active for each in self._connections)])
+        stalled = self._stall.silent(began, time.monotonic(), last_received)
+        if stalled and self._restart is not None and not self.draining:
+            self._restart("it receives nothing over shared memory")
 
     # --- once a second ------------------------------------------------------------------------------
     async def _sweep(self) -> None:
@@ -219,7 +219,7 @@ class Listener:
             await asyncio.sleep(max(due - now, 0.0))
 
     def _on_alert(self, now: float) -> bool:
-        """End who is connected and speaks no UCX; whether there are some, or were lately."""
+        """Close connections without a UCX handshake in time; True while there are any, and for ``_ALERT_S`` after."""
         if self._listening is not None and self._listening.end_strangers(self.settings.handshake_timeout_s):
             self._stranger_at = now
         return now - self._stranger_at < _ALERT_S
@@ -231,16 +231,16 @@ class Listener:
             connection.sweep(now)
         self._tell_refused()
         if self._worker is not None:
-            self._worker.kick()  # ends that native code has to tell
-        if self._begin_anew is not None and (size := own_memory()) > self.settings.listener_memory_bytes:
-            self._begin_anew(f"it has grown to {size >> 20} MiB, beyond listener_memory_bytes")
+            self._worker.kick()  # delivers ends that native code has to report
+        if self._restart is not None and (size := own_memory()) > self.settings.listener_memory_bytes:
+            self._restart(f"its memory of {size >> 20} MiB exceeds listener_memory_bytes")
 
     def _tell_refused(self) -> None:
         refused, self._refused = self._refused, self.ring.native.own_count("late_finalises")
         if self._refused > refused and (before := self._refusals.due()) is not None:
             log.warning(
-                "%r: %d acknowledgements were refused and changed nothing: given twice, or after another reader's or a "
-                "discard (%d more such seconds since the last such line; statistics().late_finalises counts all)",
+                "%r: %d acknowledgements had no effect: sent twice, or the payload was already consumed or discarded "
+                "(%d more reports suppressed since the last line; statistics().late_finalises counts all)",
                 self,
                 self._refused - refused,
                 before,

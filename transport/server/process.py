@@ -1,7 +1,7 @@
 """A listener as a process of its own: ``python -m transport.server.process``, started by the supervisor.
 
-Its configuration comes as JSON on standard input (a secret must not stand on a command line); it reports once, one
-JSON line on standard output: its port, or why it could not start. SIGTERM drains within a bound.
+It reads its configuration as JSON from standard input, because a command line must not contain the secret. It writes
+one report, a line of JSON on standard output: its port, or why it could not start. SIGTERM drains within `DRAIN_S`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 
-BEGUN_ANEW = 3  # exit status
-_MODULE = b"transport.server.process"  # as it stands on the command line
+RESTART = 3  # exit status
+_MODULE = b"transport.server.process"  # as on the command line
 
 _answers = 1  # descriptor
-_left_open: list[Listener] = []  # nothing of UCX is destroyed before the process ends
+_left_open: list[Listener] = []  # keeps UCX's objects until the process ends
 DRAIN_S = 5.0  # longest wait for acknowledgements after SIGTERM
 
 
 class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a listener process is told."""
+    """Configuration of a listener process."""
 
     segment: str
     port: int
@@ -51,7 +51,7 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     log_format: LogFormat = "text"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """For repr: everything but the secret, which must not reach a log."""
+        """For repr: every field except the secret, which must not appear in a log."""
         hidden = {"secret"} if self.secret is not None else set()
         return [(name, "..." if name in hidden else getattr(self, name)) for name in self.__struct_fields__]
 
@@ -61,7 +61,7 @@ class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a listener process answers, once."""
+    """The one report of a listener process."""
 
     port: int = 0
     error: str = ""
@@ -69,7 +69,7 @@ class ListenerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def is_listener(pid: int) -> bool:
-    """Whether a process of this user is a listener. Pids stand in shared memory, which may hold anything by now."""
+    """Whether a process of this user is a listener. The segment's process ids may be any value."""
     process = Path(f"/proc/{pid}")
     try:
         ours = process.stat().st_uid == os.geteuid()
@@ -79,14 +79,14 @@ def is_listener(pid: int) -> bool:
 
 
 def send(number: int, pid: int) -> None:
-    """A signal to a listener that the segment names; to nobody else, and not to one that is gone."""
+    """Send a signal to a listener that the segment names; nothing if the process is no listener or has ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if is_listener(pid):
             os.kill(pid, number)
 
 
 def answer(report: msgspec.Struct) -> None:
-    """One JSON line to whoever started this process. The first one counts: nothing is written after it."""
+    """Write one JSON line to the process that started this one. Only the first call writes."""
     global _answers
     descriptor, _answers = _answers, -1
     if descriptor < 0:
@@ -96,14 +96,14 @@ def answer(report: msgspec.Struct) -> None:
 
 
 def keep_stdout_for_the_answer() -> None:
-    """UCX logs to standard output; from here on that is standard error, and only `answer` goes the old way."""
+    """Redirect standard output to standard error, because UCX logs to it; only `answer` writes to the original."""
     global _answers
     _answers = os.dup(1)
     os.dup2(2, 1)
 
 
 async def _stop_when_orphaned(ring: Attachment, settings: Settings, stop: asyncio.Event) -> None:
-    """Without writer and supervisor nobody else ends this process or removes the segment."""
+    """Stop the listener when writer and supervisor have ended: no other process would end it or remove the segment."""
     lifetime = Lifetime(settings.linger_s)
     while True:
         alive = ring.native.keeper_alive or supervised(ring.name)
@@ -114,11 +114,11 @@ async def _stop_when_orphaned(ring: Attachment, settings: Settings, stop: asynci
         await asyncio.sleep(settings.heartbeat_s)
 
 
-def _begin_anew(reason: str) -> NoReturn:
-    """End at once: the kernel gives the pins and the memory back, and the supervisor starts the next one."""
-    log.error("this listener begins anew: %s", reason)
+def _restart(reason: str) -> NoReturn:
+    """End at once: the kernel releases pins and memory, and the supervisor starts a new listener."""
+    log.error("the listener restarts: %s", reason)
     logging.shutdown()
-    os._exit(BEGUN_ANEW)
+    os._exit(RESTART)
 
 
 async def _serve(config: ListenerConfig) -> int:
@@ -138,7 +138,7 @@ async def _serve(config: ListenerConfig) -> int:
             secret=config.secret,
             wires=config.wires,
             bind=config.bind,
-            begin_anew=_begin_anew,
+            restart=_restart,
         )
         try:
             port = listener.start(config.port)
@@ -151,25 +151,25 @@ async def _serve(config: ListenerConfig) -> int:
             _left_open.append(listener)
             await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)), exiting=True)
         finally:
-            orphaned.cancel()  # does nothing to one that has come to its end
+            orphaned.cancel()  # no effect if it has finished
         if orphaned.done() and not orphaned.cancelled() and not supervised(ring.name):
-            ring.native.unlink_if_last()  # its lingering is over: what is still unread has had its time
+            ring.native.unlink_if_last()  # linger_s is over: unread payloads are given up
     return 0
 
 
 def main() -> NoReturn:
-    """Entry point. Exit status 0 after an orderly stop, 1 when it could not start."""
+    """Entry point. Exit status 0 after a graceful stop, 1 when it could not start."""
     keep_stdout_for_the_answer()
     try:
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
     except msgspec.MsgspecError as error:  # the package was replaced under a running supervisor
-        message = f"this listener is of another build than its supervisor ({error}); start both from one"
+        message = f"listener and supervisor are of different builds ({error}); restart the server"
         answer(ListenerReport(error=UsageError.__name__, message=message))
         sys.exit(1)
     logging.basicConfig(level=config.log_level, handlers=[handler(config.log_format, "listener")])
     status = uvloop.run(_serve(config))
     logging.shutdown()
-    os._exit(status)  # the kernel ends UCX: see Listener.stop
+    os._exit(status)  # the kernel frees UCX's resources: see Listener.stop
 
 
 if __name__ == "__main__":

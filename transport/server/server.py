@@ -1,7 +1,7 @@
 """UCXXServer: what a rollout worker starts so that its ring can be read from other hosts.
 
-Two modes. "process" (default): a supervisor process with one listener process per port; the rollout worker's GIL and
-crashes do not touch them, and what it had published stays readable after its death for ``linger_s``.
+Two modes. "process" (default): a supervisor process with one listener process per port. The rollout worker's GIL and
+crashes do not affect them, and its published payloads stay readable for ``linger_s`` after it ended.
 "thread": one listener per port on one loop in a thread of this process, for tests and small uses.
 """
 
@@ -40,12 +40,12 @@ from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 
-MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner places, the writer one
+MAX_PORTS = MAX_READERS - 1  # each listener takes one of the ring's 16 owner numbers, the writer another
 
 _START_TIMEOUT_S = 60.0
-_STARTS = 3  # of a supervisor that ends before it has reported
-_STARTS_IF_KILLED = 10  # from outside, by SIGKILL: nothing is wrong with itself
-_DIED = "died"  # in place of an error's name
+_STARTS = 3  # of a supervisor that ends before it reported
+_STARTS_IF_KILLED = 10  # by SIGKILL from outside, which says nothing about the supervisor
+_DIED = "died"  # stands for an error's name
 _RESTART_PAUSE_S = 0.1  # doubled at each failure in a row
 _RESTART_MOST_S = 10.0
 
@@ -56,11 +56,12 @@ class UCXXServer:
     Args:
         ring: the writer's ring.
         ports: one listener each; 0 is assigned by the system. `ports` reports the actual ones after `start`.
-        addresses: what tickets advertise, best first; default: an RDMA interface if there is one, else the way out.
+        addresses: what tickets advertise, best first; default: that of an RDMA interface if there is
+            one, else that of the default route.
         bind: local IPv4 address the listeners listen on, and which tickets then advertise unless ``addresses`` says
             otherwise; "": all addresses of this host.
         secret: shared secret that clients must prove to have.
-        wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: whatever is best.
+        wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: UCX chooses.
         mode: "process" or "thread", see above.
         linger_s: how long listeners outlive a killed writer that left unread payloads; default from settings.
         log_level, log_format: of what supervisor and listeners write to standard error.
@@ -143,7 +144,7 @@ class UCXXServer:
         """
         if self._run is not None:
             raise UsageError("this server has been started already")
-        library()  # a missing ucxx is this process's error, not a line in a child's log
+        library()  # raises for a missing ucxx here instead of in a child's log
         self._ring.native.addresses = ",".join(self._addresses)
         run: _Processes | _Thread | None = None
         try:
@@ -155,18 +156,18 @@ class UCXXServer:
             self._run, self._closing = run, False
             self._ring.native.set_ports(ports)
             return self
-        except BaseException:  # Ctrl-C, too: nobody has what would stop its processes
+        except BaseException:  # also for Ctrl-C: the caller has no object yet with which to stop the processes
             self._run = None
             if run is not None:
                 run.stop()
             raise
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Stop listening. Idempotent; where it is interrupted, it waits for readers no longer, or is called again.
+        """Stop listening. Idempotent. An interrupt ends the wait for readers; call again to finish an interrupted stop.
 
         Args:
-            drain_s: wait this long for unread payloads to be consumed first. What is still unread afterwards
-                stays in the ring, but nobody serves it any more.
+            drain_s: wait this long for unread payloads to be consumed first. Payloads that are still unread afterwards
+                stay in the ring, but no listener serves them.
         """
         run = self._run
         if run is None:
@@ -183,7 +184,7 @@ class UCXXServer:
     def _stop(self, run: _Processes | _Thread) -> None:
         try:
             run.stop()
-        except Exception:  # it will not stop better a second time; an interrupt leaves that to the next `close`
+        except Exception:  # a second try would fail as well; after an interrupt the next `close` tries again
             self._run = None
             raise
         self._run = None
@@ -206,7 +207,7 @@ class UCXXServer:
 
 
 def _raise_reported(name: str, message: str) -> None:
-    """Raise the error a child process reported, by its own class."""
+    """Raise an error that a child process reported, with its class."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, TransportError):
         raise kind(message)
@@ -214,19 +215,19 @@ def _raise_reported(name: str, message: str) -> None:
 
 
 class _Processes:
-    """The supervisor process, and a thread that starts it again should it die."""
+    """The supervisor process, and a thread that restarts it when it dies."""
 
     def __init__(self, ring: SharedRingBuffer, config: ListenerConfig, ports: tuple[int, ...]) -> None:
         self._ring = ring
         self._config = SupervisorConfig(ports=ports, listener=config)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
-        self._spawning = threading.RLock()  # Invariant: nobody spawns after stop() has begun
+        self._spawning = threading.RLock()  # Invariant: no process is spawned after stop() has begun
         self._watcher: threading.Thread | None = None
         self._starting: threading.Thread | None = None
 
     def start(self, _: tuple[int, ...]) -> tuple[int, ...]:
-        # In a thread, where Ctrl-C is not raised: between the process and the note of it, nobody would stop it.
+        # In a thread, where Ctrl-C is not raised: an interrupt between spawning and storing the process would leak it.
         reported: Future[SupervisorReport] = Future()
         self._starting = threading.Thread(
             target=self._report_to, args=(reported,), name="transport supervisor start", daemon=True
@@ -236,7 +237,7 @@ class _Processes:
         self._starting.join()
         if report.error:
             _raise_reported(report.error, report.message)
-        # a supervisor that is started again adopts the listeners on these ports
+        # a restarted supervisor adopts the listeners on these ports
         self._config = msgspec.structs.replace(self._config, ports=report.ports, first=False)
         self._watcher = threading.Thread(target=self._watch, name="transport supervisor watch", daemon=True)
         self._watcher.start()
@@ -255,8 +256,8 @@ class _Processes:
             tries = _STARTS_IF_KILLED if killed else _STARTS
             if report.error != _DIED or starts >= tries or self._stopping.is_set():
                 break
-            log.warning("%s while it started; starting it again", report.message)
-            self._stop_orphans()  # or its listeners would keep the ports that the next one is to have
+            log.warning("%s during its start; restarting it", report.message)
+            self._stop_orphans()  # else its listeners would keep the ports of the next supervisor
         return report
 
     def _spawn(self) -> SupervisorReport:
@@ -264,11 +265,11 @@ class _Processes:
             if self._stopping.is_set():
                 return SupervisorReport(error=_DIED, message="the server was stopped while it started")
             process = subprocess.Popen(
-                # without the current directory (-P): it may hold anything, and the supervisor is told the secret
+                # -P: not from the current directory, where any module could read the supervisor's secret
                 [sys.executable, "-P", "-m", "transport.server.supervisor"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the writer, which stops its listeners in order
+                start_new_session=True,  # Ctrl-C goes to the writer only, which stops its listeners gracefully
             )
             self._process = process
         if process.stdin is None or process.stdout is None:
@@ -301,19 +302,19 @@ class _Processes:
             pause_s = _RESTART_PAUSE_S if lived_s > _RESTART_MOST_S else min(2 * pause_s, _RESTART_MOST_S)
             if self._stopping.wait(pause_s):
                 return
-            log.warning("the supervisor ended with status %d; starting it again", status)
+            log.warning("the supervisor ended with status %d; restarting it", status)
             with self._spawning:
                 if self._stopping.is_set():
                     return
                 try:
                     report = self._spawn()
-                except (OSError, msgspec.MsgspecError) as error:  # no process to be had now; later perhaps
+                except (OSError, msgspec.MsgspecError) as error:  # cannot start a process now; tried again
                     report = SupervisorReport(error=type(error).__name__, message=str(error))
             if report.error:
-                log.error("the supervisor does not start: %s: %s", report.error, report.message)
+                log.error("the supervisor did not start: %s: %s", report.error, report.message)
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that does not help within the drain bound."""
+        """SIGTERM; SIGKILL if the supervisor has not ended within the drain bound."""
         with self._spawning:
             self._stopping.set()
             process = self._process
@@ -323,7 +324,7 @@ class _Processes:
             try:
                 process.wait(DRAIN_S + 10.0)
             except subprocess.TimeoutExpired:
-                log.error("the supervisor does not stop; killing it")
+                log.error("the supervisor did not stop within %.0f s; killing it", DRAIN_S + 10.0)
                 process.kill()
                 process.wait()
         for thread in (self._starting, self._watcher):
@@ -332,17 +333,17 @@ class _Processes:
         self._stop_orphans()
 
     def _stop_orphans(self) -> None:
-        """End the listeners of a supervisor that was killed just before `stop`, so that no other has adopted them."""
+        """End listeners whose supervisor was killed just before `stop`, so that no new one adopted them."""
         give_up = time.monotonic() + DRAIN_S + 2.0
-        told: set[int] = set()
+        signalled: set[int] = set()
         while not self._ring.native.closed:
             orphans = {owner.pid for owner in self._ring.native.owners() if owner.alive and is_listener(owner.pid)}
             if not orphans:
                 return
             late = time.monotonic() > give_up
-            for pid in orphans if late else orphans - told:
+            for pid in orphans if late else orphans - signalled:
                 send(signal.SIGKILL if late else signal.SIGTERM, pid)
-            told |= orphans
+            signalled |= orphans
             time.sleep(0.02)
 
 
@@ -353,7 +354,7 @@ class _Thread:
         self._ring = ring
         self._config = config
         self._listeners: list[Listener] = []
-        self._stopping = threading.Lock()  # Invariant: whoever has got it has seen the thread end, or ends it
+        self._stopping = threading.Lock()  # Invariant: its holder has seen the thread end, or ends it
         self._stopped = False  # on the loop, which has nothing more to do
         self._pid = os.getpid()
         self._at_exit: AtExit | None = None
@@ -388,9 +389,9 @@ class _Thread:
         return ()
 
     def stop(self) -> None:
-        """Close the listeners on their own loop, then end the thread. Idempotent; the process's exit does it, too.
+        """Close the listeners on their own loop, then end the thread. Idempotent; also called at the process's exit.
 
-        Raises ClosedError in a forked child: the listeners are its parent's, which goes on serving.
+        Raises ClosedError in a forked child: the listeners belong to the parent, which continues to serve.
         """
         if os.getpid() != self._pid:
             raise ClosedError("this server belongs to the process that forked this one")

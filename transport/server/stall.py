@@ -1,31 +1,33 @@
-"""Whether a listener still hears its clients over shared memory. No I/O.
+"""Detects a listener that is stalled: it receives nothing over shared memory although clients connect. No I/O.
 
-All of a host's clients write into one queue of the listener's. One that is killed between taking a place in it and
-filling it leaves a place that UCX waits for, and nothing that anybody says afterwards arrives, though connections are
-still made, through TCP. Nothing of this shows in UCX's interface; what shows is silence.
+All clients of a host write into one shared-memory queue of the listener. A client that is killed after it reserved an
+entry and before it filled it leaves an entry that UCX waits for. Nothing that any client sends afterwards arrives,
+although new connections are still made, through TCP. UCX's interface does not report this state; the only sign is that
+connections stay silent.
 """
 
 from __future__ import annotations
 
 _LIMIT = 3  # connections in a row
-LONG_ENOUGH_S = 1.0  # a client that goes sooner has perhaps had nothing to say
+LONG_ENOUGH_S = 1.0  # a client that leaves sooner may have had nothing to send
 
 
-class Hearing:
-    """What the connections of one listener have come to."""
+class StallDetector:
+    """Decides from the silent connections of one listener whether it is stalled."""
 
     def __init__(self) -> None:
-        self._missed: list[float] = []  # when connections began that nothing was heard on, since something was heard
+        self._silent: list[float] = []  # start times of connections without a message, since the last received message
 
-    def missed(self, began: float, ended: float, last_heard: float) -> bool:
-        """Nothing was heard on a connection from ``began`` to ``ended``; True where the listener is deaf.
+    def silent(self, began: float, ended: float, last_received: float) -> bool:
+        """Report a connection on which nothing was received; True if the listener is stalled.
 
         Args:
-            last_heard: when any client said anything. All three in seconds of one clock.
+            began, ended: of the connection. All three times are in seconds of one clock.
+            last_received: when the listener last received anything from any client.
         """
         if ended - began < LONG_ENOUGH_S:
             return False
-        self._missed = [each for each in self._missed if each > last_heard]
-        if began > last_heard:
-            self._missed.append(began)
-        return len(self._missed) >= _LIMIT
+        self._silent = [each for each in self._silent if each > last_received]
+        if began > last_received:
+            self._silent.append(began)
+        return len(self._silent) >= _LIMIT

@@ -1,13 +1,13 @@
 """Keeps one listener process per port alive: ``python -m transport.server.supervisor``, started by `UCXXServer`.
 
-A place is one port's listener. What a supervisor knows stands in the segment (port table, owner table, kernel locks),
-so one that starts anew adopts the listeners it finds:
+All state of a supervisor is in the segment (port table, owner table, kernel locks), so a restarted supervisor adopts
+the listeners that it finds. The states of one `ServedPort`:
 
     EMPTY ──spawn──► STARTING ──reported its port──► SERVING ──exit, or watchdog──► EMPTY
       ▲                  └──failed: back-off; after five times on a busy port, any port──┘
 
-It stops on SIGTERM, or when the writer is gone and everything is consumed or linger_s is over (lifetime.py), or when
-another writer has taken the ring over, whose own supervisor then starts listeners with its own secret and settings.
+It stops on SIGTERM, or when the writer has ended and everything is consumed or linger_s is over (lifetime.py), or when
+another writer took over the ring. The supervisor of that writer starts listeners with its own secret and settings.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ _START_TIMEOUT_S = 30.0
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 5.0
 _TRIES_ON_A_BUSY_PORT = 5
-_TRIES_OF_A_START = 3  # of a listener that dies, or is silent, before it has said anything
-_TRIES_IF_KILLED = 10  # from outside, by SIGKILL: nothing is wrong with itself
-_SILENT = "no report"  # of such a one, in place of an error's name
-_PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of a writer that was before
+_TRIES_OF_A_START = 3  # of a listener that ends, or does not report in time
+_TRIES_IF_KILLED = 10  # by SIGKILL from outside, which says nothing about the listener
+_SILENT = "no report"  # stands for an error's name when a listener did not report
+_PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of the previous writer
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a supervisor is told: the ports (0: assigned) and what each listener gets.
+    """Configuration of a supervisor: the ports (0: assigned) and the configuration of each listener.
 
-    At the first start a port that cannot be had is an error; a supervisor that is started again makes do without, since
-    the listeners it adopts must not suffer for it.
+    At the first start a port that is not available is an error. A restarted supervisor (``first=False``) continues
+    without it, because an error would also end the listeners that it adopts.
     """
 
     ports: tuple[int, ...]
@@ -65,19 +65,19 @@ class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a supervisor answers, once: every port, or the first reason why not."""
+    """The one report of a supervisor: all ports, or the first error."""
 
     ports: tuple[int, ...] = ()
     error: str = ""
     message: str = ""
 
 
-class Place:
-    """One port and whoever serves it.
+class ServedPort:
+    """One port and the listener process that serves it.
 
     Args:
-        port: where its listener is to be; 0: assigned.
-        any_port: the port is only that of a dead writer's listener, and nobody has asked for it.
+        port: the port to listen on; 0: assigned.
+        any_port: the port was taken over from a dead writer's listener; the user did not ask for it.
     """
 
     def __init__(self, port: int, *, any_port: bool = False) -> None:
@@ -91,62 +91,62 @@ class Place:
         self.killed = False  # its listener, from outside and before it had reported
 
     def __repr__(self) -> str:
-        return f"<Place port {self.port} {'own' if self.process else 'none or adopted'} failures {self.failures}>"
+        return f"<ServedPort {self.port} {'own' if self.process else 'none or adopted'} failures {self.failures}>"
 
     @property
     def refused(self) -> bool:
-        """Whether its listener itself said why it cannot serve, and another start would end the same way."""
+        """Whether the listener reported an error that another start would repeat."""
         if self.any_port and self.last_error.error == BusyPortError.__name__:
             return False
         return self.last_error.error != _SILENT
 
     def failed(self, now: float) -> None:
-        """Back off before the next start; leave a port that somebody else keeps."""
+        """Back off before the next start; give up a port that another program keeps."""
         self.failures += 1
         self.not_before = now + min(_BACKOFF_FIRST_S * 2 ** (self.failures - 1), _BACKOFF_MOST_S)
         if self.last_error.error == BusyPortError.__name__ and self.failures >= _TRIES_ON_A_BUSY_PORT:
-            log.warning("port %d is in use by another program; taking another", self.port)
+            log.warning("port %d is in use by another program; using a port that the system assigns", self.port)
             self.port = 0
             self.not_before = now
 
 
 class Supervisor:
-    """The places of one ring. Owned by the supervisor process's loop."""
+    """Starts, watches and stops the listeners of one ring. Belongs to the loop of the supervisor process."""
 
     def __init__(self, ring: Attachment, config: SupervisorConfig, writers: set[tuple[int, int]] | None = None) -> None:
         self._ring = ring
         self._config = config
         self._wake = asyncio.Event()
-        self._told = False  # to stop, by a signal
+        self._signalled = False  # to stop
         self._stop = False
         self._lifetime = Lifetime(config.listener.settings.linger_s)
         self._watchdog = Watchdog(config.listener.settings.watchdog_s, 2 * _TICK_S)
         self._watchers: set[asyncio.Task[None]] = set()
         self._writers = _living_writers(ring) if writers is None else writers
-        # A ring that was taken over is served on its old ports, which are in the tickets of its unread payloads.
+        # A ring that was taken over keeps its old ports, because the tickets of its unread payloads name them.
         known = [*ring.native.ports(), *config.ports[len(ring.native.ports()) :]]
-        # what stands in shared memory may be anything by now
+        # shared memory may contain any value
         known = [port if port <= 65535 else 0 for port in known]
-        self.places = [
-            Place(port or before, any_port=not port) for port, before in zip(config.ports, known, strict=False)
+        self.served_ports = [
+            ServedPort(port or before, any_port=not port) for port, before in zip(config.ports, known, strict=False)
         ]
         if not config.first:
             self._adopt()
 
     def _adopt(self) -> None:
-        """Give listeners that are there a place on the port they have, which may have moved since the first start.
+        """Adopt the running listeners on their ports, which may differ from those of the first start.
 
-        The others keep theirs: the order of the port table is what clients and `UCXXServer.ports` see.
+        Other ports keep their index: clients and `UCXXServer.ports` see the order of the port table.
         """
         living = self._living().keys()
-        moved = sorted(living - {place.port for place in self.places})
-        for place in self.places:
-            if moved and place.port not in living:
-                place.port = moved.pop(0)
+        moved = sorted(living - {served.port for served in self.served_ports})
+        for served in self.served_ports:
+            if moved and served.port not in living:
+                served.port = moved.pop(0)
 
     def request_stop(self) -> None:
-        """Stop at the next look (signal handler)."""
-        self._told = self._stop = True
+        """Stop at the next iteration (signal handler)."""
+        self._signalled = self._stop = True
         self._wake.set()
 
     # --- the listeners ------------------------------------------------------------------------------
@@ -160,156 +160,156 @@ class Supervisor:
         }
 
     def _succeeded(self) -> bool:
-        """Whether the ring is kept again, and all its writers are others than those this supervisor was started for."""
+        """Whether other writers have taken over the ring: it has a keeper, and none of the original writers is left."""
         writers = _living_writers(self._ring)
         return self._ring.native.keeper_alive and bool(writers) and not self._writers & writers
 
     def fill(self) -> None:
-        """Begin to start a listener in every place that has none; a stopped one is killed first."""
+        """Start a listener for every port that has none; kill listeners without a heartbeat."""
         living = self._living()
         now = time.monotonic()
         self._watchdog.look(now)
-        for place in self.places:
-            pid, silent_s = living.get(place.port, (0, 0.0))
+        for served in self.served_ports:
+            pid, silent_s = living.get(served.port, (0, 0.0))
             if pid and self._watchdog.stopped(silent_s):
-                log.warning("listener %d on port %d is stopped for %.0f s; killing it", pid, place.port, silent_s)
+                log.warning("listener %d on port %d: no heartbeat for %.0f s; killing it", pid, served.port, silent_s)
                 send(signal.SIGKILL, pid)
-            elif not pid and place.process is None and place.starting is None and now >= place.not_before:
-                place.starting = asyncio.create_task(self._start(place))
-        self.tell_ports()
+            elif not pid and served.process is None and served.starting is None and now >= served.not_before:
+                served.starting = asyncio.create_task(self._start(served))
+        self.publish_ports()
 
     async def filled(self) -> None:
-        """Until no start is under way."""
-        await asyncio.gather(*(place.starting for place in self.places if place.starting is not None))
-        self.tell_ports()
+        """Wait until no start is in progress."""
+        await asyncio.gather(*(served.starting for served in self.served_ports if served.starting is not None))
+        self.publish_ports()
 
-    def unserved(self) -> list[Place]:
-        """Places whose listener did not start, and whose port nobody else serves for this ring.
+    def unserved(self) -> list[ServedPort]:
+        """Ports whose listener did not start and that no other listener of this ring serves.
 
-        A supervisor that was killed meanwhile may have left a listener that started after all.
+        A listener that a killed supervisor had started may serve the port.
         """
         living = self._living()
-        return [place for place in self.places if place.last_error.error and place.port not in living]
+        return [served for served in self.served_ports if served.last_error.error and served.port not in living]
 
     async def filled_at_first(self) -> None:
-        """Until every place has a listener or the reason why it can have none; one that just died is tried again."""
+        """Wait until every port has a listener or a final error; a listener that died is started again."""
         for tries in itertools.count(1):
             await self.filled()
-            again = [place for place in self.unserved() if not place.refused]
-            most = _TRIES_IF_KILLED if all(place.killed for place in again) else _TRIES_OF_A_START
+            again = [served for served in self.unserved() if not served.refused]
+            most = _TRIES_IF_KILLED if all(served.killed for served in again) else _TRIES_OF_A_START
             if not again or self._stop or tries > most:
                 return
-            for place in again:
-                place.not_before = 0.0
-                if place.last_error.error == BusyPortError.__name__:
-                    place.port = 0
+            for served in again:
+                served.not_before = 0.0
+                if served.last_error.error == BusyPortError.__name__:
+                    served.port = 0
             self.fill()
 
-    def tell_ports(self) -> None:
-        """Put the places' ports into the ring's table, which new tickets take them from."""
-        ports = tuple(place.port for place in self.places if place.port)
+    def publish_ports(self) -> None:
+        """Write the ports to the ring's port table, from which new tickets take them."""
+        ports = tuple(served.port for served in self.served_ports if served.port)
         if ports != self._ring.native.ports():
             self._ring.native.set_ports(ports)
 
-    async def _start(self, place: Place) -> None:
+    async def _start(self, served: ServedPort) -> None:
         try:
-            report = await self._started(place)
-        except asyncio.CancelledError:  # stopped before it reported: nobody watches it, so it must not stay
-            await self._kill(place)
+            report = await self._started(served)
+        except asyncio.CancelledError:  # stopped before the listener reported: no task watches it, so it must not stay
+            await self._kill(served)
             raise
         finally:
-            place.starting = None
+            served.starting = None
             self._wake.set()
-        place.last_error = report
-        process = place.process
-        place.killed = process is not None and process.returncode == -signal.SIGKILL
+        served.last_error = report
+        process = served.process
+        served.killed = process is not None and process.returncode == -signal.SIGKILL
         if report.error or process is None:
-            log.warning("listener on port %d: %s: %s", place.port, report.error, report.message)
-            await self._kill(place)
-            place.failed(time.monotonic())
+            log.warning("listener on port %d did not start: %s: %s", served.port, report.error, report.message)
+            await self._kill(served)
+            served.failed(time.monotonic())
             if report.error == RingNotFoundError.__name__:
-                self.request_stop()  # somebody removed the segment: there is nothing left to serve
+                self.request_stop()  # the segment was removed: there is nothing left to serve
             return
-        place.port = report.port
-        place.failures = 0
-        watcher = asyncio.create_task(self._watch(place, process))
+        served.port = report.port
+        served.failures = 0
+        watcher = asyncio.create_task(self._watch(served, process))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
-    async def _kill(self, place: Place) -> None:
-        if place.process is not None:
+    async def _kill(self, served: ServedPort) -> None:
+        if served.process is not None:
             with contextlib.suppress(ProcessLookupError):
-                place.process.kill()
-            await place.process.wait()
-            place.process = None
+                served.process.kill()
+            await served.process.wait()
+            served.process = None
 
-    async def _started(self, place: Place) -> ListenerReport:
-        """Start the place's listener; its report, or why there is none."""
+    async def _started(self, served: ServedPort) -> ListenerReport:
+        """Start the listener of the port; its report, or the reason why there is none."""
         try:
-            place.process = await asyncio.create_subprocess_exec(
+            served.process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                "-P",  # without the current directory: it may hold anything, and the listener is told the secret
+                "-P",  # not from the current directory, where any module could read the listener's secret
                 "-m",
                 "transport.server.process",
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
             )
             async with asyncio.timeout(_START_TIMEOUT_S):
-                config = msgspec.structs.replace(self._config.listener, port=place.port)
-                report = await self._exchange(place.process, config)
-                return report if report is not None else await self._last_words(place.process)
+                config = msgspec.structs.replace(self._config.listener, port=served.port)
+                report = await self._exchange(served.process, config)
+                return report if report is not None else await self._last_words(served.process)
         except (TimeoutError, OSError, msgspec.MsgspecError) as error:
             return ListenerReport(error=_SILENT, message=f"the listener did not report ({error!r})")
 
     async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> ListenerReport | None:
         if process.stdin is None or process.stdout is None:
             raise OSError("the listener has no pipes")
-        with contextlib.suppress(RuntimeError):  # uvloop's, where the process has ended by now
+        with contextlib.suppress(RuntimeError):  # uvloop raises it when the process has ended
             process.stdin.write(msgspec.json.encode(config))
             process.stdin.close()
         line = await process.stdout.readline()
         return msgspec.json.decode(line, type=ListenerReport) if line.endswith(b"\n") else None
 
     async def _last_words(self, process: asyncio.subprocess.Process) -> ListenerReport:
-        """Of a listener that has ended, or is about to, without a report."""
+        """The report for a listener that ends without one."""
         return ListenerReport(error=_SILENT, message=f"the listener ended with status {await process.wait()}")
 
-    async def _watch(self, place: Place, process: asyncio.subprocess.Process) -> None:
+    async def _watch(self, served: ServedPort, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
-        place.process = None
+        served.process = None
         if not self._stop:
-            log.warning("listener on port %d ended with status %d; starting it again", place.port, status)
+            log.warning("listener on port %d ended with status %d; restarting it", served.port, status)
         self._ring.reclaim()
         self._wake.set()
 
     # --- the run ------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Keep the places filled until told to stop, until nobody needs them, or until another writer has the ring.
+        """Keep every port served until a signal, until there is nothing left to serve, or another writer has the ring.
 
-        Stopping takes seconds, in which a writer may come and be killed. Whoever comes then has listeners stopped that
-        it did not start, and its own supervisor may not be there yet: so the ring is served on.
+        Stopping takes seconds. A writer that takes over the ring in that time and is killed may not have started its
+        own supervisor yet, so this one continues to serve.
         """
         while True:
             await self._serve()
             writer_was_there = await self._stop_listeners()
-            if self._told or self._ring.native.keeper_alive or not writer_was_there:
+            if self._signalled or self._ring.native.keeper_alive or not writer_was_there:
                 break
-            log.warning("the writer that took the ring over is gone already; serving on")
+            log.warning("the writer that took over the ring has ended; continuing to serve")
             self._stop = False
             self._lifetime = Lifetime(self._config.listener.settings.linger_s)
 
     async def _serve(self) -> None:
         while not self._stop:
             self.fill()
-            if not all(place.process for place in self.places):
-                self._ring.reclaim()  # adopted listeners have no watcher
+            if not all(served.process for served in self.served_ports):
+                self._ring.reclaim()  # no task watches adopted listeners
             _, _, ready, reading = self._ring.native.state_counts()
             writer_alive = self._ring.native.keeper_alive
             if self._lifetime.tick(time.monotonic(), writer_alive=writer_alive, unread=ready + reading) is Phase.STOP:
-                log.info("the writer is gone and nothing is left to serve")
+                log.info("the writer ended, and all payloads are consumed or linger_s is over; stopping")
                 break
             if self._succeeded():
-                log.info("another writer has taken the ring over")
+                log.info("another writer took over the ring; stopping")
                 break
             self._wake.clear()
             with contextlib.suppress(TimeoutError):
@@ -317,19 +317,19 @@ class Supervisor:
                     await self._wake.wait()
 
     async def _stop_listeners(self) -> bool:
-        """SIGTERM to own and adopted listeners; SIGKILL to those that do not go. True: a writer was seen meanwhile."""
+        """SIGTERM to own and adopted listeners, SIGKILL to those that stay. True: a writer was alive meanwhile."""
         self._stop = True
         writer_was_there: bool = self._ring.native.keeper_alive
-        for place in self.places:
-            if place.starting is not None:
-                place.starting.cancel()
-        await asyncio.gather(*(each.starting for each in self.places if each.starting), return_exceptions=True)
+        for served in self.served_ports:
+            if served.starting is not None:
+                served.starting.cancel()
+        await asyncio.gather(*(each.starting for each in self.served_ports if each.starting), return_exceptions=True)
         for pid in self._listener_pids():
             send(signal.SIGTERM, pid)
         give_up = time.monotonic() + DRAIN_S + 2.0
-        while self._living() or any(place.process for place in self.places):
+        while self._living() or any(served.process for served in self.served_ports):
             if time.monotonic() > give_up:
-                log.warning("listeners %s do not stop; killing them", sorted(self._listener_pids()))
+                log.warning("listeners %s did not stop after SIGTERM; killing them", sorted(self._listener_pids()))
                 for pid in self._listener_pids():
                     send(signal.SIGKILL, pid)
                 give_up = time.monotonic() + 5.0
@@ -339,7 +339,7 @@ class Supervisor:
         return writer_was_there
 
     def _listener_pids(self) -> set[int]:
-        own = {place.process.pid for place in self.places if place.process is not None}
+        own = {served.process.pid for served in self.served_ports if served.process is not None}
         return own | {pid for pid, _ in self._living().values()}
 
 
@@ -377,12 +377,12 @@ async def _supervise(config: SupervisorConfig) -> int:
             return 1
         answer(SupervisorReport(ports=ring.native.ports()))
         await supervisor.run()
-        ring.native.unlink_if_last()  # lingering is over: what is still unread has had its time
+        ring.native.unlink_if_last()  # linger_s is over: unread payloads are given up
     return 0
 
 
 def main() -> int:
-    """Entry point. Exit status 0 after an orderly stop, 1 when a listener could not start."""
+    """Entry point. Exit status 0 after a graceful stop, 1 when a listener could not start."""
     keep_stdout_for_the_answer()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SupervisorConfig)
     logging.basicConfig(level=config.listener.log_level, handlers=[handler(config.listener.log_format, "supervisor")])

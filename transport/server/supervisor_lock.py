@@ -24,7 +24,7 @@ def _request(kind: int) -> bytes:
 
 @contextlib.contextmanager
 def holding(segment: str) -> Iterator[None]:
-    """Be the supervisor of ``segment``. Raises RingBusyError when another process is."""
+    """Hold the supervisor lock of ``segment``. Raises RingBusyError when another process holds it."""
     descriptor = os.open(_path(segment), os.O_RDWR | os.O_CLOEXEC)
     try:
         try:

@@ -1,4 +1,4 @@
-"""Wake-ups between processes: waiters of a shared file sleep until somebody changes it, without polling."""
+"""Wake-ups between processes: waiters sleep until another process reports a change, without polling."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHORTEST_WAIT_S = 0.001
 
 
 class Waking(Protocol):
-    """Whatever says that something has changed: a `Bell`, or the link to a server that publishes wake-ups."""
+    """A source of wake-ups: a `Bell`, or the connection to a server that publishes them."""
 
     def seen(self) -> int: ...
     def wait(self, seen: int, timeout_s: float) -> object: ...
@@ -29,7 +29,7 @@ class Waking(Protocol):
 def wait_for(
     waking: Waking, look: Callable[[], Answer | None], timeout_s: float, recheck_s: Callable[[], float]
 ) -> Answer | None:
-    """What ``look`` finds, looking again at every wake-up and after ``recheck_s``; None when the time is over."""
+    """Call ``look`` until it returns a value, at every wake-up and after ``recheck_s``; None after ``timeout_s``."""
     give_up_at = time.monotonic() + timeout_s
     while True:
         seen = waking.seen() if timeout_s > 0 else 0  # before looking: what changes in between ends the wait at once
@@ -43,34 +43,34 @@ def wait_for(
 class Bell:
     """A counter shared through a file: ``ring`` advances it and wakes the waiters of all processes.
 
-    A wake-up is lost when the process that rings is killed just before, so waiters use bounded waits. A thread may
-    close the bell while others wait: they leave with ClosedError first. A forked child opens the file for itself.
+    A wake-up is lost if the process is killed between its change and ``ring``, so waiters limit their waits. A thread
+    may close the bell while others wait: they raise ClosedError first. A forked child opens the file for itself.
     """
 
     def __init__(self, path: Path, words: Words) -> None:
         self._path = path
         self._words = words
         self._closed = False
-        # By process id: a lock that another thread held at the fork would be held for ever in the child.
+        # By process id: a lock that another thread held at the fork would stay locked in the child.
         self._rooms: dict[int, _Room] = {}
         self._room()
 
     def seen(self) -> int:
-        """The counter now; read it before looking at what the bell announces, and hand it to ``wait``."""
+        """The counter now; read it before reading the shared data, and pass it to ``wait``."""
         room = self._room()
         with room.condition:
             self._check()
             return room.event.value()
 
     def ring(self) -> None:
-        """Wake everybody, in all processes."""
+        """Wake the waiters of all processes."""
         room = self._room()
         with room.condition:
             if not self._closed:
                 room.event.advance()
 
     def wait(self, seen: int, timeout_s: float) -> bool:
-        """Until the counter differs from ``seen``; False after ``timeout_s``. Raises ClosedError after ``close``."""
+        """Wait until the counter differs from ``seen``; False after ``timeout_s``. ClosedError after ``close``."""
         room = self._room()
         with room.condition:
             self._check()
@@ -85,7 +85,7 @@ class Bell:
         return rung
 
     def close(self) -> None:
-        """End the waits of this process and let go of the file, which stays. Idempotent."""
+        """End the waits of this process and close the file, which is not removed. Idempotent."""
         room = self._room()
         with room.condition:
             if self._closed:
@@ -107,7 +107,7 @@ class Bell:
 
 
 class _Room:
-    """What the threads of one process share."""
+    """The part of a bell that the threads of one process share."""
 
     def __init__(self, path: Path, words: Words) -> None:
         try:

@@ -1,16 +1,16 @@
-"""One Redis server: connections, scripts, errors in its users' words, and wake-ups. Knows nothing of what is stored.
+"""One Redis server: connections, scripts, errors of the queue or store that uses it, and wake-ups.
 
-What it takes care of, so that nobody above has to:
+It handles for its users:
 
-* A lost connection, or a server that starts again, is waited for with back-off, at most ``patience_s``. A write whose
-  answer was lost is asked for again under the same number, and the server gives the answer that it remembers: it is
-  done once. So it is, where `run` is told to, when the caller was told that the server is away and asks for the same
-  again, within a minute: an acknowledgement that was done unheard would otherwise be refused. A renewal is another one
-  each time. The package's own repetitions would do it twice and are off.
-* Every key begins with ``transport:{run}:`` — runs share a server, and all keys of a run are in one slot of a cluster.
-* A connection must not pass through a fork: either side of one makes its own.
-* A server that throws keys away when its memory is full is refused, as is one that is too old, and one that forgets
-  what it has answered when it is killed, unless the place says that it may.
+* After a lost connection or a restart of the server it tries again with back-off, for at most ``patience_s``. A write
+  whose answer was lost is repeated under the same number, and the server returns the answer that it stored: the write
+  is done once. With ``repeatable`` this also holds if the caller got the error "did not answer" and makes the same
+  call again within a minute; otherwise an acknowledgement that the server did without being able to answer would be
+  refused. A renewal is a new write each time. The retries of the redis package would do a write twice and are off.
+* Every key begins with ``transport:{run}:``. Runs share a server, and all keys of a run are in one slot of a cluster.
+* A connection must not be used across a fork: each process makes its own.
+* It refuses a server that evicts keys when its memory is full, one that is too old, and one without append-only file
+  unless the URL has ``may_forget=yes``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from transport.errors import ClosedError, ConfigurationError, MissingDependencyError, TransportError
 from transport.runtime.installing import install
 from transport.storage.sqlite_file import Words
-from transport.storage.urls import RedisPlace
+from transport.storage.urls import RedisURL
 
 if TYPE_CHECKING:
     import redis
@@ -40,7 +40,7 @@ OLDEST = (6, 2)
 _REMEMBER_MS = 60_000  # answers to writes
 MOST_PATIENCE_S = 30.0  # well below that
 _MOST_UNANSWERED = 256  # writes whose numbers are kept, the latest ones
-_COMMAND_TIMEOUT_S = 5.0  # at most; a server that is stopped, or a cut cable
+_COMMAND_TIMEOUT_S = 5.0  # upper limit, for a suspended server or a cut cable
 _LEAST_COMMAND_TIMEOUT_S = 0.25
 _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
@@ -69,9 +69,7 @@ def require_redis() -> Any:
     try:
         import redis
     except ImportError as error:
-        raise MissingDependencyError(
-            f"a redis:// place needs the redis package ({error}): {install('redis')}"
-        ) from error
+        raise MissingDependencyError(f"a redis:// URL needs the redis package ({error}): {install('redis')}") from error
     return redis
 
 
@@ -84,7 +82,7 @@ class Script:
 
 
 class _Room:
-    """What the threads of one process share."""
+    """Connections and wake-ups that the threads of one process share."""
 
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
@@ -94,25 +92,25 @@ class _Room:
         self.ended = threading.Event()
 
 
-class RedisLink:
+class RedisConnection:
     """A server, for one store or queue of one run.
 
     Args:
         part: of the run's keys, "store" or "queue".
-        patience_s: how long to wait for a server that is away, at most ``MOST_PATIENCE_S``. One that is stopped may
-            take a command's time limit longer, which is the patience too, at most 5 s.
+        patience_s: how long to wait for a server that does not answer, at most ``MOST_PATIENCE_S``. With a suspended
+            server the wait may be longer by the time limit of a command: ``patience_s``, at most 5 s.
     """
 
-    def __init__(self, place: RedisPlace, part: str, words: Words, *, patience_s: float = 10.0) -> None:
+    def __init__(self, url: RedisURL, part: str, words: Words, *, patience_s: float = 10.0) -> None:
         if not 0 <= patience_s <= MOST_PATIENCE_S:
-            raise ConfigurationError(f"patience_s={patience_s}; 0 to {MOST_PATIENCE_S:.0f} seconds can be waited")
+            raise ConfigurationError(f"patience_s={patience_s}: give 0 to {MOST_PATIENCE_S:.0f} seconds")
         self._redis = require_redis()
-        self._place = place
+        self._url = url
         self._words = words
         self._patience_s = patience_s
-        self._prefix = f"transport:{{{place.run}}}:{part}:"
+        self._prefix = f"transport:{{{url.run}}}:{part}:"
         self._closed = False
-        # By process id: a lock that another thread held at the fork would be held for ever in the child.
+        # By process id: a lock that another thread held at the fork would stay locked in the child.
         self._rooms: dict[int, _Room] = {}
         self._unanswered: dict[tuple[Any, ...], str] = {}  # script, keys and arguments → number
         try:
@@ -128,12 +126,12 @@ class RedisLink:
 
     @property
     def name(self) -> str:
-        """Server and run, without a password."""
-        host = self._place.url.rpartition("@")[2].rpartition("//")[2]
-        return f"{host} run {self._place.run}"
+        """Server and run, without the password."""
+        host = self._url.url.rpartition("@")[2].rpartition("//")[2]
+        return f"{host} run {self._url.run}"
 
     def key(self, name: str) -> str:
-        """The server's name of a key."""
+        """The key's name on the server."""
         return self._prefix + name
 
     def run(
@@ -145,10 +143,10 @@ class RedisLink:
         *,
         repeatable: bool = False,
     ) -> Any:
-        """Run a script once. Raises the ``busy`` kind when the server stays away; it may have run then.
+        """Run a script once. Raises ``words.busy`` if the server does not answer in time; the script may have run.
 
-        ``repeatable``: asked for again with the same arguments it is still the same, and what has run gives its answer.
-        Not for what counts anew each time, as a renewal does.
+        ``repeatable``: a later call with the same arguments is the same write and returns the stored answer. Not for
+        writes that must take effect each time, as a renewal.
         """
         asked = (script.sha, *keys, *arguments)
         number = (self._unanswered.pop(asked, "") if repeatable else "") or secrets.token_hex(12)
@@ -158,7 +156,7 @@ class RedisLink:
         def attempt(client: redis.Redis) -> Any:
             try:
                 return client.evalsha(script.sha, len(every_key), *every_key, *arguments)
-            except self._redis.exceptions.NoScriptError:  # the server has been started since
+            except self._redis.exceptions.NoScriptError:  # the server was restarted
                 return client.eval(script.text, len(every_key), *every_key, *arguments)
 
         try:
@@ -182,23 +180,23 @@ class RedisLink:
             except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError, OSError) as error:
                 if time.monotonic() + pause_s > give_up_at:
                     raise self._words.busy(
-                        f"the {self._words.what} at {self.name} has not answered for {self._patience_s:g} s: {error}"
+                        f"the {self._words.what} at {self.name} did not answer for {self._patience_s:g} s: {error}"
                     ) from error
             except (AttributeError, ValueError):
-                if not self._closed:  # else another thread took the connection away in the middle
+                if not self._closed:  # else another thread closed the connection during the call
                     raise
             if room.ended.wait(pause_s * random.uniform(0.5, 1.0)):
-                continue  # to the error
+                continue  # closed: the next iteration raises ClosedError
             pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """The server's refusals as ours; what may pass by waiting is left as it is."""
+        """Map the server's refusals to the classes of ``words``; errors that a retry may cure pass unchanged."""
         what, faults = f"the {self._words.what} at {self.name}", self._redis.exceptions
         try:
             yield
         except (faults.AuthenticationError, faults.NoPermissionError) as error:
-            raise self._words.unsuitable(f"{what} does not admit this user: {error}; look at user and ACL") from error
+            raise self._words.unsuitable(f"{what} denies access: {error}; check user, password and ACL") from error
         except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError):
             if self._closed:
                 self._room()
@@ -206,43 +204,43 @@ class RedisLink:
         except faults.RedisError as error:
             text = str(error)
             if isinstance(error, faults.OutOfMemoryError) or "OOM " in text or "MISCONF" in text:
-                raise self._words.full(f"{what} has no room: {error}; raise maxmemory, or free its disk") from error
+                raise self._words.full(f"{what} is full: {error}; raise maxmemory, or free disk space") from error
             raise self._words.failed(f"{what} failed: {error}") from error
 
     def _check_server(self) -> None:
         info = self._patiently(lambda client: client.info("server"))
         version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
         if version < OLDEST:
-            raise self._words.unsuitable(f"{self.name} is Redis {info['redis_version']}; at least 6.2 is needed")
+            raise self._words.unsuitable(f"{self.name} runs Redis {info['redis_version']}; use 6.2 or newer")
         memory = self._patiently(lambda client: client.info("memory"))
         policy = str(memory.get("maxmemory_policy", ""))
         if policy.startswith("allkeys") and memory.get("maxmemory"):
             raise self._words.unsuitable(
-                f"{self.name} throws records away when its memory is full (maxmemory-policy {policy}): set noeviction"
+                f"{self.name} evicts keys when its memory is full (maxmemory-policy {policy}): set noeviction"
             )
 
-        if not self._place.may_forget:
-            self._check_memory_of_kills()
+        if not self._url.may_forget:
+            self._check_append_only_file()
 
-    def _check_memory_of_kills(self) -> None:
-        """What it has acknowledged must outlive it, else rollouts publish again what was trained on."""
+    def _check_append_only_file(self) -> None:
+        """Acknowledgements must survive a kill of the server, else rollouts republish payloads that were trained on."""
         kept = self._patiently(lambda client: client.info("persistence")).get("aof_enabled")
         if kept is None:
             log.warning(
-                "%s does not say whether it keeps an append-only file: without one, payloads may be trained on twice "
-                "after it was killed",
+                "%s does not report whether its append-only file is enabled: without one, payloads may be trained on "
+                "twice after the server is killed",
                 self.name,
             )
         elif not int(kept):
             raise self._words.unsuitable(
-                f"{self.name} forgets what it has answered when it is killed, and payloads would be trained on twice: "
-                "let it keep an append-only file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or admit "
-                "that with may_forget=yes in its place"
+                f"{self.name} has no append-only file: if it is killed, it loses acknowledgements, and payloads are "
+                "trained on twice. Enable the file (redis-cli CONFIG SET appendonly yes, then CONFIG REWRITE), or "
+                "accept the loss with may_forget=yes in the URL"
             )
 
     def remove_all(self) -> None:
-        """Delete what this store or queue holds. Not for one that somebody still uses."""
-        pattern = self._prefix + "*"  # nothing in a run's name is special in a pattern
+        """Delete all records of this store or queue. It must not be in use."""
+        pattern = self._prefix + "*"  # a run's name has no special characters of patterns
 
         def attempt(client: redis.Redis) -> None:
             for name in list(client.scan_iter(pattern, count=1000)):
@@ -265,7 +263,7 @@ class RedisLink:
 
         timeout_s = max(_LEAST_COMMAND_TIMEOUT_S, min(self._patience_s, _COMMAND_TIMEOUT_S))
         client: redis.Redis = self._redis.Redis.from_url(
-            self._place.url,
+            self._url.url,
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_keepalive=True,
@@ -289,7 +287,7 @@ class RedisLink:
                 room.client.publish(self._bell_channel(), "")  # else it looks within _BELL_LOOK_S
             listener.join(_JOIN_S)
         room.client.close()
-        self._rooms.pop(os.getpid(), None)  # last, so that an interrupted call is made good by the next one
+        self._rooms.pop(os.getpid(), None)  # last, so that after an interrupt the next call finishes
 
     # --- wake-ups ------------------------------------------------------------------------------
     def _bell_channel(self) -> str:
@@ -297,11 +295,11 @@ class RedisLink:
 
     @property
     def channel(self) -> str:
-        """What scripts publish on to wake all waiters."""
+        """The channel on which scripts publish to wake all waiters."""
         return self._bell_channel()
 
     def seen(self) -> int:
-        """The wake-ups until now; read it before looking, and hand it to ``wait``."""
+        """Number of wake-ups until now; read it before reading the data, and pass it to ``wait``."""
         room = self._room()
         with room.condition:
             if room.listener is None and not self._closed:
@@ -312,14 +310,14 @@ class RedisLink:
             return room.rings
 
     def wait(self, seen: int, timeout_s: float) -> None:
-        """Until there was another wake-up than ``seen``, or ``timeout_s``. Raises ClosedError after ``close``."""
+        """Wait for a wake-up after ``seen``, at most ``timeout_s``. Raises ClosedError after ``close``."""
         room = self._room()
         with room.condition:
             room.condition.wait_for(lambda: room.rings != seen or self._closed, timeout_s)
         self._room()
 
     def _listen(self, room: _Room) -> None:
-        """In a thread: every message, every new subscription and every loss is a wake-up."""
+        """Run in a thread: every message, every new subscription and every lost connection is a wake-up."""
         pause_s = _BACKOFF_FIRST_S
         while not room.ended.is_set():
             bell = room.client.pubsub()  # type: ignore[no-untyped-call]  # the package leaves it so
@@ -330,8 +328,8 @@ class RedisLink:
                         pause_s = _BACKOFF_FIRST_S
                         self._ring(room)
             except (self._redis.exceptions.RedisError, OSError, TransportError) as error:
-                log.info("the wake-ups of %s broke off: %s", self.name, error)
-                self._ring(room)  # waiters look, and learn what is the matter
+                log.info("the subscription to wake-ups of %s failed: %s; subscribing again", self.name, error)
+                self._ring(room)  # waiters read the data and get the error themselves
                 room.ended.wait(pause_s)
                 pause_s = min(2 * pause_s, _BACKOFF_MOST_S)
             finally:

@@ -1,4 +1,4 @@
-"""A SQLite file that processes of one host share, and the bell beside it: what embedded queue and store have alike."""
+"""Base of the embedded queue and store: a SQLite file that processes of one host share, and its wake-up file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transport.storage.sqlite_file import Database, Synchronous, Words
 
 
 class SharedFile:
-    """Base of what lives in one: `_database` for its transactions, `_bell` for those who wait for a change."""
+    """Base class: `_database` for transactions, `_bell` for waiting for a change."""
 
     def _open(
         self,
@@ -28,7 +28,7 @@ class SharedFile:
         max_bytes: int | None,
         busy_timeout_s: float,
     ) -> None:
-        """Open the file, or make it; see `Database`. Raises the kinds of ``words``."""
+        """Open or create the file; see `Database`. Raises the errors of ``words``."""
         if synchronous not in ("NORMAL", "FULL"):  # SQLite takes a word that it does not know for another one
             raise UsageError(f"synchronous={synchronous!r}; choose 'NORMAL' or 'FULL'")
         max_bytes = None if max_bytes is None else at_least(1, max_bytes, "max_bytes")
@@ -55,24 +55,24 @@ class SharedFile:
         return self._database.path
 
     def close(self) -> None:
-        """Close the file and end waits in other threads with ClosedError. The file and what is in it stay."""
+        """Close the file and end waits in other threads with ClosedError. The file and its contents stay."""
         self._bell.close()
         self._database.close()
 
 
 def _file_named(path: str | os.PathLike[str], words: Words) -> Path:
-    """The file, where ``path`` is the name of one. SQLite's own names for databases in memory would become files."""
+    """``path`` as a Path. Refuses URLs, and SQLite's names for databases in memory, which would become files."""
     expect(path, (str, os.PathLike), f"the {words.what}'s path", "the path of a file")
     text = os.fsdecode(path)
     if re.match(r"[a-z]+:/", text) or text.startswith("sqlite:"):
         raise words.unsuitable(
-            f"a {words.what}'s file got a place: open_{words.what}() takes places, this a plain path"
+            f"the path of the {words.what} is a URL: give a plain path, or pass the URL to open_{words.what}()"
         )
     if Path(text).name == ":memory:" or text.startswith("file:"):
         raise words.unsuitable(
-            f"{text!r} is SQLite's name of what one connection sees, and the {words.what} is for several: name a file, "
-            "for a test in a tempfile.TemporaryDirectory()"
+            f"{text!r} is a database in memory, which other processes cannot open: give the path of a file for the "
+            f"{words.what}, in a test one in a tempfile.TemporaryDirectory()"
         )
     if not text:
-        raise words.unsuitable(f"the path of the {words.what} is empty: name a file")
+        raise words.unsuitable(f"the path of the {words.what} is empty: give the path of a file")
     return Path(text)

@@ -1,12 +1,12 @@
-"""One SQLite file: opening it safely, transactions, and its errors in its users' words. Knows nothing of its tables.
+"""One SQLite file: opening it safely, transactions, and errors of the queue or store that uses it.
 
-What it takes care of, so that nobody above has to:
+It handles for its users:
 
 * WAL needs memory shared by all users of the file, so a file on a network file system is refused.
-* A connection must not pass through a fork: not even closing it in the child is safe, and a new one there would rely on
-  locks that only the parent holds. So fork closes it first, and either side opens its own when it next needs one.
-* Times in the file are of the host's monotonic clock: a step of the wall clock changes nothing, and
-  after a reboot (another boot id) ``on_reboot`` may void what was stored.
+* A connection must not be used across a fork: even closing it in the child is unsafe, and a new connection there would
+  rely on locks that only the parent holds. So it is closed before a fork, and each side opens its own at its next use.
+* Times in the file are from the host's monotonic clock, so changes of the wall clock have no effect. After a reboot
+  (another boot id) the statements of ``on_reboot`` may invalidate stored times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Synchronous = Literal["NORMAL", "FULL"]
 
 
 class Words(NamedTuple):
-    """What the file is to its users, and the errors that they are told."""
+    """What the file is used for ("queue", "store"), and the error classes to raise."""
 
     what: str  # "queue"
     failed: type[TransportError]
@@ -37,7 +37,7 @@ class Words(NamedTuple):
     unsuitable: type[TransportError]
 
 
-# 9p is not among them: where it cannot do what WAL needs (WSL's /mnt), SQLite says so by itself.
+# 9p is missing on purpose: where it does not support WAL (WSL's /mnt), SQLite itself reports it.
 _NETWORK_TYPES = frozenset(
     {"nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "afs", "coda", "ceph", "lustre", "gpfs", "beegfs"}
     | {"pvfs2", "orangefs", "panfs", "wekafs", "ocfs2", "gfs2"}
@@ -46,11 +46,11 @@ _NETWORK_TYPES = frozenset(
 _NETWORK_FUSE = ("sshfs", "gluster", "ceph", "s3", "gcs", "goofys", "rclone", "juicefs", "beegfs", "moose", "hdfs")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_WAL_LIMIT_BYTES = 64 << 20  # what a burst of publishing may leave behind on disk
+_WAL_LIMIT_BYTES = 64 << 20  # size to which SQLite truncates the WAL file after a burst of writes
 
 
 def boot_id() -> str:
-    """Differs after every boot of this host; "" where the kernel does not tell (some sandboxes)."""
+    """Differs after every boot of this host; "" where the kernel does not provide it (some sandboxes)."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
@@ -84,7 +84,7 @@ def is_network_type(file_system: str) -> bool:
 
 @contextlib.contextmanager
 def _translated(path: Path, words: Words) -> Iterator[None]:
-    """SQLite's errors as ours."""
+    """Map SQLite's errors to the classes of ``words``."""
     try:
         yield
     except sqlite3.Error as error:
@@ -94,18 +94,20 @@ def _translated(path: Path, words: Words) -> Iterator[None]:
                 f"no room for the {words.what} {path}: {error}; free disk space, or raise max_bytes"
             ) from error
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise words.busy(f"another process holds the {words.what} {path} for too long: {error}") from error
+            raise words.busy(
+                f"another process keeps the {words.what} {path} locked for longer than the time limit: {error}"
+            ) from error
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            raise words.unsuitable(f"{path} is not an intact SQLite file: {error}; name another path") from error
+            raise words.unsuitable(f"{path} is not an intact SQLite file: {error}; give another path") from error
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
             raise words.unsuitable(f"the {words.what} {path} cannot be written by this user: {error}") from error
         raise words.failed(f"the {words.what} {path} failed: {error}") from error
 
 
 class Database:
-    """One connection behind one lock, opened when first needed, and anew after a fork.
+    """One connection behind one lock, opened at the first use, and again after a fork.
 
-    Transactions are short and never wait for anything but the file, so one connection serves all threads.
+    Transactions are short and wait for nothing but the file, so one connection serves all threads.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection, outside a transaction: each statement sees its own moment, and none waits for writers."""
+        """The connection without a transaction: each statement has its own snapshot and waits for no writer."""
         with self._lock, _translated(self.path, self._words):
             yield self._opened()
 
@@ -161,10 +163,11 @@ class Database:
                 raise
 
     def _refuse_reentry(self, connection: sqlite3.Connection) -> None:
-        # The lock admits its own thread again; a transaction inside another would end that one's.
+        # The lock is reentrant; a nested transaction would end the outer one.
         if connection.in_transaction:
             raise InternalError(
-                f"the {self._words.what} {self.path} is used by a signal handler inside its own transaction"
+                f"the {self._words.what} {self.path} was used by a signal handler "
+                "that interrupted a transaction of the same thread"
             )
 
     @property
@@ -204,7 +207,7 @@ class Database:
     def _make_file(self) -> None:
         if not self.path.parent.is_dir():
             raise self._words.unsuitable(
-                f"there is no directory {self.path.parent} for the {self._words.what}; make it first"
+                f"directory {self.path.parent} does not exist; create it for the {self._words.what}"
             )
         file_system = file_system_type(self.path.parent)
         if is_network_type(file_system):
@@ -217,13 +220,13 @@ class Database:
             try:
                 os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
             except PermissionError as error:
-                raise self._words.unsuitable(f"this user may not make files in {self.path.parent}: {error}") from error
+                raise self._words.unsuitable(f"this user cannot create files in {self.path.parent}: {error}") from error
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         if self._is_new(connection):
             self._use_wal(connection)
             connection.execute("BEGIN IMMEDIATE")
-            if self._is_new(connection):  # nobody else was faster
+            if self._is_new(connection):  # no other process was faster
                 for statement in _statements(self._schema):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {self._application_id}")
@@ -259,22 +262,20 @@ class Database:
                 time.sleep(0.01)
                 continue
             if mode != "wal":
-                raise self._words.unsuitable(
-                    f"SQLite cannot use WAL for {self.path}, it offers {mode}; name another path"
-                )
+                raise self._words.unsuitable(f"SQLite cannot use WAL for {self.path}, only {mode}; give another path")
             return
 
     def _check_version(self, connection: sqlite3.Connection) -> None:
         application_id = _pragma(connection, "application_id")
         if application_id != self._application_id:
             raise self._words.unsuitable(
-                f"{self.path} belongs to another program (application id {application_id:#x}); name another path"
+                f"{self.path} belongs to another program (application id {application_id:#x}); give another path"
             )
         version = _pragma(connection, "user_version")
         if version != self._version:
             raise self._words.unsuitable(
                 f"{self.path} has version {version}, this program reads {self._version}: "
-                "finish the run with the program that made it, or name another path"
+                "finish the run with the program that made the file, or give another path"
             )
 
     def _check_boot(self, connection: sqlite3.Connection) -> None:
@@ -296,7 +297,7 @@ def _pragma(connection: sqlite3.Connection, name: str) -> int:
 
 
 def _statements(script: str) -> Iterator[str]:
-    """Single statements, because ``executescript`` would commit in between."""
+    """The script's single statements, because ``executescript`` would commit in between."""
     statement = ""
     for line in script.splitlines(keepends=True):
         statement += line

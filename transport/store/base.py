@@ -24,7 +24,7 @@ from transport.runtime.decoders import hiding
 
 MOST_KEY_BYTES = 512
 MOST_VALUE_BYTES = 16 << 20
-RECHECK_S = 1.0  # how often a watcher looks without having been woken
+RECHECK_S = 1.0  # how often a watcher reads without a wake-up
 
 ABSENT = 0  # the version of a record that does not exist
 
@@ -100,7 +100,7 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        """Begin leases anew, versions unchanged; ``leases`` maps keys to versions.
+        """Restart leases, versions unchanged; ``leases`` maps keys to versions.
 
         Returns the keys that still had that version and a lease; the others were lost or replaced.
         """
@@ -135,7 +135,7 @@ def check_key(key: str) -> str:
 def check_value(value: bytes) -> bytes:
     """Return ``value``, or raise UsageError when it is too long."""
     if len(value) > MOST_VALUE_BYTES:
-        raise UsageError(f"a store value of {len(value)} bytes; at most {MOST_VALUE_BYTES} are taken")
+        raise UsageError(f"a store value of {len(value)} bytes; the limit is {MOST_VALUE_BYTES}")
     return value
 
 
@@ -156,7 +156,7 @@ def check_changes(changes: Sequence[Change]) -> Sequence[Change]:
     seen: set[str] = set()
     for change in changes:
         if check_key(change.key) in seen:
-            raise UsageError(f"store key {change.key!r} stands twice among the changes of one write")
+            raise UsageError(f"store key {change.key!r} occurs twice in one write")
         seen.add(change.key)
         if change.value is not None:
             check_value(change.value)

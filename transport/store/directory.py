@@ -1,15 +1,15 @@
-"""Directory: who serves which ring, and where, through the store. For tickets older than their server.
+"""Directory: which server serves which ring, and at which addresses and ports. Its records are in the store.
 
-A ticket names addresses and ports, which is all that a reader needs while its server stays where it was. A server that
-publishes itself here is found again after it was restarted or moved, and missed when it died:
+A ticket names addresses and ports. They suffice while the server keeps them. A server that publishes itself here is
+found after it was restarted or moved, and its tickets are reported as lost after it died:
 
-    reader cannot reach a ticket's ports ──► asks the directory
-        another place is published   ──► reads there, and from then on tries that place first
-        the same place is published  ──► the error stands; trying again later is right
-        none, for ``grace_s``        ──► PayloadLostError: the payload is gone with its server
+    a reader cannot reach a ticket's ports ──► it looks up the ring in the directory
+        other addresses or ports are published ──► it reads there, and from then on tries these first
+        the same ones are published            ──► the error is raised; a later read may succeed
+        no record for ``grace_s``              ──► PayloadLostError: the payload is gone with its server
 
-So a dead server's tickets are reported as lost at the first read after ``lease_s`` + ``grace_s``. The grace is for a
-server whose record ended although it lives (the store was away): it publishes itself again at a third of the lease.
+So the tickets of a dead server are reported as lost at the first read after ``lease_s`` + ``grace_s``. The grace is for
+a server that lives but whose record expired because the store was unavailable: it republishes every third of the lease.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ log = logging.getLogger(__name__)
 LEASE_S = 30.0
 _PREFIX = "servers/"
 _EPOCHS = "servers-epoch"
-# After these a reader asks whether the ring is served elsewhere by now.
+# After these errors a reader looks up the ring in the directory.
 MAY_HAVE_MOVED = (LinkError, PayloadLostError)
 
-_MOST_RINGS = 4096  # that a reader keeps in mind
-_JOIN_S = 60.0  # longer than a store's own patience
+_MOST_RINGS = 4096  # remembered by one reader
+_JOIN_S = 60.0  # longer than a store waits for its server
 
 
 class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Where a ring is served."""
+    """The record of a ring: the addresses and ports at which it is served."""
 
     ring: str
     host: str  # as in tickets
     addresses: tuple[str, ...]
     ports: tuple[int, ...]
-    epoch: int  # grows with every start of any server of the store
+    epoch: int  # increases with every start of a server that uses this store
 
     def moved(self, ticket: Ticket) -> Ticket:
-        """The ticket as this server would write it now. TicketError where that is none."""
+        """The ticket with this server's addresses and ports. TicketError if they make no valid ticket."""
         return msgspec.structs.replace(ticket, host=self.host, addresses=self.addresses, ports=self.ports)
 
 
@@ -69,11 +69,11 @@ ready(Serving)
 
 
 class Directory:
-    """Servers by ring, in a store that all members of the run share. Thread-safe; blocks as the store does.
+    """Servers by ring, in a store that all members of the run share. Thread-safe; blocks while the store does.
 
     Args:
         store: not closed by the directory.
-        lease_s: how long a server that died is still published.
+        lease_s: how long the record of a dead server stays.
     """
 
     def __init__(self, store: Store, *, lease_s: float = LEASE_S) -> None:
@@ -86,21 +86,21 @@ class Directory:
         return f"<Directory in {self._store!r}>"
 
     def find(self, ring: str) -> Serving | None:
-        """Where the ring is served; None when nobody has published it, or its lease ended."""
+        """The record of the ring; None if no server has published it, or its lease ended."""
         entry = self._store.get(_PREFIX + ring)
         if entry is None:
             return None
         try:
             return msgspec.msgpack.decode(entry.value, type=Serving)
         except msgspec.MsgspecError as error:
-            raise StoreError(f"the directory's record of ring {ring[:8]} is not one: {error}") from error
+            raise StoreError(f"malformed directory record of ring {ring[:8]}: {error}") from error
 
     def next_epoch(self) -> int:
-        """For a server that starts; greater than that of all who started before."""
+        """The epoch for a server that starts: greater than that of all servers before."""
         return self._store.add(_EPOCHS)
 
     def publish(self, serving: Serving) -> int | None:
-        """Publish with a new lease; the record's version. None: one of a later epoch serves this ring."""
+        """Publish with a new lease; the record's version. None: a server of a later epoch serves this ring."""
         key, value = _PREFIX + serving.ring, msgspec.msgpack.encode(serving)
         while True:
             entry = self._store.get(key)
@@ -111,10 +111,10 @@ class Directory:
                 key, value, ABSENT if entry is None else entry.version, lease_s=self.lease_s
             )
             if version is not None:
-                return version  # else somebody was faster: look again
+                return version  # else another write was faster: read again
 
     def renew(self, ring: str, version: int) -> bool:
-        """Begin the lease of a record anew; False when it is not there any more."""
+        """Restart the lease of a record; False if the record is gone."""
         return bool(self._store.renew({_PREFIX + ring: version}, self.lease_s))
 
     def withdraw(self, ring: str, version: int) -> None:
@@ -123,9 +123,9 @@ class Directory:
 
 
 class Announcement:
-    """Keeps a server published from a thread of its own until `close`, which withdraws it.
+    """Keeps a server published from a thread of its own until `close`, which withdraws the record.
 
-    Raises what the store raises when the first publication fails; later failures are logged and tried again.
+    Raises the store's errors if the first publication fails; later failures are logged and tried again.
     """
 
     def __init__(self, directory: Directory, ring: SharedRingBuffer, server: UCXXServer) -> None:
@@ -155,27 +155,29 @@ class Announcement:
         while not self._ended.wait(self._directory.lease_s / 3):
             try:
                 if self._version is None:
-                    log.warning("ring %s is served by a later server; this one is not published", self._ring[:8])
+                    log.warning("a later server serves ring %s; this server is no longer published", self._ring[:8])
                     return
                 serving = self._serving()
-                if not serving.ports:  # it is being closed
+                if not serving.ports:  # the server is being closed
                     return
                 if serving != self._published or not self._directory.renew(self._ring, self._version):
                     self._version = self._directory.publish(serving)
                     self._published = serving
             except TransportError as error:
-                log.warning("ring %s could not be published again: %s", self._ring[:8], error)
+                log.warning("publishing ring %s again failed: %s; trying again later", self._ring[:8], error)
 
     def close(self) -> None:
-        """Stop, and withdraw the record where the store can be reached. Idempotent."""
+        """Stop, and withdraw the record if the store answers. Idempotent."""
         self._ended.set()
         self._thread.join(_JOIN_S)
         if self._version is not None:
             try:
                 self._directory.withdraw(self._ring, self._version)
             except TransportError as error:
-                log.warning("ring %s stays published until its lease ends: %s", self._ring[:8], error)
-            self._version = None  # last, so that an interrupted call is made good by the next one
+                log.warning(
+                    "withdrawing ring %s failed, it stays published until its lease ends: %s", self._ring[:8], error
+                )
+            self._version = None  # last, so that after an interrupt the next call finishes
 
     def __enter__(self) -> Self:
         return self
@@ -185,10 +187,10 @@ class Announcement:
 
 
 class Whereabouts:
-    """What a reader knows of servers. Decides without I/O; belongs to one loop.
+    """A reader's knowledge of servers. Decisions without I/O; belongs to one loop.
 
     Args:
-        grace_s: how long a ring must have been absent from the directory to be lost.
+        grace_s: how long a ring must be absent from the directory before its payloads count as lost.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -197,14 +199,14 @@ class Whereabouts:
         self._absent_since: dict[str, float] = {}
 
     def current(self, ticket: Ticket) -> Ticket:
-        """The ticket with the place that was last found for its ring."""
+        """The ticket with the addresses and ports that were last found for its ring."""
         serving = self._known.get(ticket.ring)
         return ticket if serving is None else serving.moved(ticket)
 
     def found(self, ticket: Ticket, serving: Serving | None, now: float) -> Ticket | None:
-        """After a failed read: the ticket to read instead; None where the failure stands.
+        """After a failed read: the ticket to read instead; None if the failure is to be raised.
 
-        Raises PayloadLostError when nobody has served the ring for the grace.
+        Raises PayloadLostError if no server has published the ring for ``grace_s``.
         """
         if serving is None:
             self._known.pop(ticket.ring, None)
@@ -212,8 +214,8 @@ class Whereabouts:
             _bound(self._absent_since)
             if now - since >= self._grace_s:
                 raise PayloadLostError(
-                    f"payload {ticket.name}: its ports do not answer, and nobody has published its ring for "
-                    f"{self._grace_s:g} s; it is gone with its server"
+                    f"payload {ticket.name} is lost: its ports do not answer, and the directory has had no server of "
+                    f"its ring for {self._grace_s:g} s"
                 )
             return None
         self._absent_since.pop(ticket.ring, None)
@@ -246,14 +248,14 @@ class Finder:
         self._whereabouts = Whereabouts(directory.lease_s * 2 / 3 if grace_s is None else grace_s)
 
     def current(self, ticket: Ticket) -> Ticket:
-        """The ticket with the place that was last found for its ring."""
+        """The ticket with the addresses and ports that were last found for its ring."""
         try:
             return self._whereabouts.current(ticket)
         except TicketError:
             return ticket
 
     async def after(self, ticket: Ticket, error: TransportError) -> Ticket | None:
-        """What to read instead after ``error``; None where it stands. Raises PayloadLostError, see above."""
+        """The ticket to read instead after ``error``; None: raise it. PayloadLostError as in `Whereabouts.found`."""
         if not isinstance(error, MAY_HAVE_MOVED):
             return None
         try:
@@ -262,5 +264,5 @@ class Finder:
         except PayloadLostError as lost:
             raise lost from error
         except (StoreError, TicketError) as unknown:
-            log.warning("the directory does not help with ring %s: %s", ticket.ring[:8], unknown)
+            log.warning("directory lookup of ring %s failed: %s", ticket.ring[:8], unknown)
             return None

@@ -98,7 +98,7 @@ class MemoryStore(Store):
             before = b"0" if record is None else record.entry.value
             value = int(before) + amount if _DECIMAL.fullmatch(before) else 1 << 63
             if not -(1 << 63) <= value < 1 << 63:
-                raise UsageError(f"store key {key} is no counter, or would leave 64 bits; count under another key")
+                raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
             self._memory.write(key, b"%d" % value, None if record is None else record.ends_at)
             self._changed.notify_all()
             return value

@@ -1,4 +1,4 @@
-"""Store on a Redis server, for the members of a cluster. See base.py for what a store promises.
+"""Store on a Redis server, for the members of a cluster. See base.py for the contract of a store.
 
 Every operation is one Lua script, which the server runs in one step; each first removes the records whose lease has
 ended by the server's clock (its wall clock: a step of it moves leases). While the server is away nobody can renew:
@@ -18,9 +18,9 @@ import msgspec
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
 from transport.runtime.arguments import expect
 from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisLink, Script
+from transport.storage.redis_connection import RedisConnection, Script
 from transport.storage.sqlite_file import Words
-from transport.storage.urls import RedisPlace
+from transport.storage.urls import RedisURL
 from transport.store.base import (
     ABSENT,
     RECHECK_S,
@@ -144,30 +144,31 @@ class RedisStore(Store):
     """A store of one run on a server.
 
     Args:
-        place: server and run, see `parse_place`.
+        url: server and run, see `parse_url`.
         patience_s: how long to wait for a server that is away before StoreUnavailableError.
         clock: seconds that leases are measured with; None: the server's own, which all members share.
     """
 
-    def __init__(
-        self, place: RedisPlace, *, patience_s: float = 10.0, clock: Callable[[], float] | None = None
-    ) -> None:
+    def __init__(self, url: RedisURL, *, patience_s: float = 10.0, clock: Callable[[], float] | None = None) -> None:
         expect(
-            place, RedisPlace, "RedisStore()", "a place, or use open_store(), which takes redis://host:port/db?run=name"
+            url,
+            RedisURL,
+            "RedisStore()",
+            "a URL that was parsed, or use open_store(), which takes redis://host:port/db?run=name",
         )
         self._clock = clock
-        self._link = RedisLink(place, "store", _WORDS, patience_s=patience_s)
+        self._connection = RedisConnection(url, "store", _WORDS, patience_s=patience_s)
 
     def __repr__(self) -> str:
-        return f"<RedisStore {self._link.name} {'closed' if self._link.closed else 'open'}>"
+        return f"<RedisStore {self._connection.name} {'closed' if self._connection.closed else 'open'}>"
 
     def close(self) -> None:
         """Close the connections and end waits in other threads with ClosedError. The records stay."""
-        self._link.close()
+        self._connection.close()
 
     def _run(self, script: Script, *arguments: str | bytes | int) -> object:
         now_ms = None if self._clock is None else round(self._clock() * 1000)
-        return self._link.run(script, _KEYS, (self._link.channel, *arguments), now_ms)
+        return self._connection.run(script, _KEYS, (self._connection.channel, *arguments), now_ms)
 
     # --- reading -------------------------------------------------------------------------------
     def get(self, key: str) -> Entry | None:
@@ -210,14 +211,14 @@ class RedisStore(Store):
         return [int(version) for version in answer] if isinstance(answer, list) else None
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter, which begins at 0; returns its new value. A lease that it has goes on."""
+        """Add to a counter, which begins at 0; returns its new value. Its lease, if any, continues."""
         answer = self._run(_ADD, check_key(key), str(amount))
         if not isinstance(answer, bytes):
-            raise UsageError(f"{key} is no counter, or would leave 64 bits")
+            raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
         return int(answer)
 
     def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        """Begin leases anew, versions unchanged; returns the keys that still had their version and a lease."""
+        """Restart leases, versions unchanged; returns the keys that still had their version and a lease."""
         check_lease(lease_s)
         arguments: list[str | int] = []
         for key, version in leases.items():
@@ -228,7 +229,7 @@ class RedisStore(Store):
 
     # --- waiting -------------------------------------------------------------------------------
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        """Wait until the record has another version than ``version``; returns what is there, at the latest then."""
+        """Wait until the record has another version than ``version``; returns the record then, or after the timeout."""
         check_key(key)
         entry: Entry | None = None
         ends_s: float | None = None
@@ -238,10 +239,10 @@ class RedisStore(Store):
             entry, ends_s = self._look(key)
             return (entry.version if entry else ABSENT) != version or None
 
-        def recheck_s() -> float:  # nobody wakes for the end of a lease
+        def recheck_s() -> float:  # the end of a lease causes no wake-up
             return RECHECK_S if ends_s is None else min(RECHECK_S, ends_s)
 
-        wait_for(self._link, look, timeout_s, recheck_s)
+        wait_for(self._connection, look, timeout_s, recheck_s)
         return entry
 
 

@@ -1,4 +1,4 @@
-"""Store in one SQLite file, for the processes of one host. See base.py for what a store promises.
+"""Store in one SQLite file, for the processes of one host. See base.py for the contract of a store.
 
 Every write is one transaction that first removes the records whose lease has ended, so that what it compares with never
 depends on whether somebody else looked before. Reads are single statements, which see one moment, and pass over ended
@@ -46,7 +46,7 @@ CREATE TABLE revision (latest INTEGER NOT NULL);
 INSERT INTO revision VALUES (0);
 """
 
-# After a reboot every member is gone, and times of the old boot mean nothing.
+# After a reboot all members have ended, and times of the old boot are invalid.
 _ON_REBOOT = "UPDATE records SET lease_ends = 0 WHERE lease_ends IS NOT NULL;"
 
 _END_LEASES = "DELETE FROM records WHERE lease_ends <= ?"
@@ -152,7 +152,7 @@ class SQLiteStore(SharedFile, Store):
         return version
 
     def add(self, key: str, amount: int = 1) -> int:
-        """Add to a counter, which begins at 0; returns its new value. A lease that it has goes on."""
+        """Add to a counter, which begins at 0; returns its new value. Its lease, if any, continues."""
         check_key(key)
         with self._database.transaction() as connection:
             now = self._clock()
@@ -161,14 +161,14 @@ class SQLiteStore(SharedFile, Store):
             before, lease_ends = (b"0", None) if row is None else (row[0], row[2])
             total = (int(before) if _COUNTER.fullmatch(before) else 1 << 64) + amount
             if not -(1 << 63) <= total < 1 << 63:
-                raise UsageError(f"{key} is no counter, or would leave 64 bits")
+                raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
             version = _next_revision(connection)
             connection.execute(_WRITE, (key, b"%d" % total, version, lease_ends))
         self._bell.ring()
         return total
 
     def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
-        """Begin leases anew, versions unchanged; returns the keys that still had their version and a lease."""
+        """Restart leases, versions unchanged; returns the keys that still had their version and a lease."""
         check_lease(lease_s)
         for key in leases:
             check_key(key)
@@ -183,7 +183,7 @@ class SQLiteStore(SharedFile, Store):
 
     # --- waiting -------------------------------------------------------------------------------
     def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
-        """Wait until the record has another version than ``version``; returns what is there, at the latest then."""
+        """Wait until the record has another version than ``version``; returns the record then, or after the timeout."""
         check_key(key)
         entry: Entry | None = None
         ends: float | None = None
@@ -193,7 +193,7 @@ class SQLiteStore(SharedFile, Store):
             entry, ends = self._look(key)
             return (entry.version if entry else ABSENT) != version or None
 
-        def recheck_s() -> float:  # nobody wakes for the end of a lease
+        def recheck_s() -> float:  # the end of a lease causes no wake-up
             return RECHECK_S if ends is None else min(RECHECK_S, ends - self._clock())
 
         wait_for(self._bell, look, timeout_s, recheck_s)

@@ -1,4 +1,4 @@
-"""Which addresses of this host to put into tickets: an RDMA interface first, then the way out, then loopback."""
+"""Which addresses of this host tickets name: of an RDMA interface first, then of the default route, then loopback."""
 
 from __future__ import annotations
 

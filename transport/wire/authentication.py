@@ -1,8 +1,8 @@
-"""Challenge and response with a shared secret; the secret itself never travels.
+"""Challenge and response with a shared secret; the secret itself is never sent.
 
-The choice of the wire's version is part of what is proven, so that nobody in between can have two sides agree on less
-than both know. Since version 2 a proof covers HELLO, which has the range on offer, and the version chosen. One of
-version 1 does not; but both cover the listener's nonce, and a listener that chooses less than it knows says so there.
+The proof (an HMAC) covers the choice of the wire version, so that an attacker in the middle cannot downgrade it. Since
+version 2 it covers HELLO, which contains the offered range, and the chosen version. A proof of version 1 does not; but
+both cover the listener's nonce, and a listener that chooses less than its newest version marks the nonce.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import secrets
 from typing import Literal
 
 NONCE_BYTES = 16
-_MARK = b"knows"  # one nonce in 2**40 ends with it by chance, and then one connection is made anew
+_MARK = b"knows"  # one nonce in 2**40 contains it by chance; that connection is refused and tried again
 _FIRST_THAT_COVERS_HELLO = 2
 
 
 def nonce() -> bytes:
-    """Fresh random bytes; one per side and handshake, so that no answer can be played back."""
+    """Fresh random bytes, one nonce per side and handshake, so that no answer can be replayed."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def listener_nonce(chosen: int, newest: int) -> bytes:
-    """The nonce of a listener that knows versions up to ``newest``. With an older one chosen, 80 bits are random."""
+    """The nonce of a listener that supports versions up to ``newest``. If it chose an older one, 80 bits are random."""
     if chosen >= newest:
         return nonce()
     marked = _MARK + bytes((min(newest, 255),))
@@ -31,7 +31,7 @@ def listener_nonce(chosen: int, newest: int) -> bytes:
 
 
 def newest_known(listener_nonce: bytes) -> int:
-    """The newest version of a listener that has chosen an older one, as its nonce says; 0: it says nothing."""
+    """The newest version of a listener that chose an older one, from its nonce; 0: the nonce has no mark."""
     return listener_nonce[-1] if listener_nonce[:-1].endswith(_MARK) else 0
 
 
@@ -44,7 +44,7 @@ def proof(
     version: int,
     hello: bytes,
 ) -> bytes:
-    """What only a holder of ``secret`` can compute. The side is part of it, so that a proof cannot be mirrored back.
+    """The HMAC that only a holder of ``secret`` can compute. It includes the side, so that it cannot be reflected.
 
     Args:
         version: the one that the listener has chosen.

@@ -1,16 +1,15 @@
-"""The only file that imports ucxx and the native engine: the worker and its progress, errors, proof of the wire.
+"""The only file that imports ucxx and the native engine: the worker and its progress, errors, the wire of an endpoint.
 
-ucxx brings the library, the context and the worker. UCXX's own awaits spin a core while anything is pending, so
-endpoints, listeners and requests are the engine's (native/ucp): the worker's descriptor stands in the event loop, the
-engine makes progress without the GIL when it is readable, and hands over what has come to an end. A bounded spin
-follows activity, since an answer mostly comes within microseconds; it adapts to how long answers take.
+ucxx provides the library, the context and the worker. UCXX's own awaits use a full core while anything is pending, so
+the engine (native/ucp) implements endpoints, listeners and requests: the event loop watches the worker's descriptor,
+and when it is readable the engine makes progress without the GIL and returns the completed requests. After activity it
+spins for a limited time, since an answer mostly comes within microseconds; the limit adapts to the answer times.
 
-Memory rule: a posted buffer is referenced from the engine until UCX has completed its request, whatever happens to
-the future that waits for it. `Endpoint.abort` ends all of an endpoint's requests; afterwards its buffers are free,
-unless `Engine.abandoned` counts some: UCX may go on with messages that it has begun to receive, until the worker is
-closed.
+Memory rule: the engine references a posted buffer until UCX has completed its request, whatever happens to the future
+that waits for it. `Endpoint.abort` ends all requests of an endpoint; afterwards its buffers are free, except those that
+`Engine.abandoned` counts: UCX may continue to receive messages that it has begun, until the worker is closed.
 
-Everything in this file belongs to the thread of the loop that made the worker.
+All of this file runs in the thread of the loop that made the worker.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SPIN_S = 200e-6  # at most, for an answer that is due; the engine spins less where answers come later (measured)
+SPIN_S = 200e-6  # upper limit; the engine spins less when answers take longer (measured)
 
 
 # --- the import ---------------------------------------------------------------------------------
@@ -61,17 +60,17 @@ def library() -> ModuleType:
     """
     user = {name for name in os.environ if name.startswith("UCX_")}
     user_settings()
-    for name, value in settings_to_load().items():  # read while the library is loaded; no context can choose them
+    for name, value in settings_to_load().items():  # read when the library is loaded; a context cannot set them
         os.environ.setdefault(f"UCX_{name}", value)
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
-    os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")  # what it would print of lost peers is raised here as errors
+    os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")  # lost peers are raised here as errors; UCXX need not print them
     try:
         import ucxx._lib.libucxx as low
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError):
-            raise MissingDependencyError(f"ucxx is installed and cannot be loaded: {error}") from error
+            raise MissingDependencyError(f"ucxx is installed but cannot be loaded: {error}") from error
         raise MissingDependencyError(
-            "ucxx is not installed, so payloads can be read on their own host only (wire 'mapped'); "
+            "ucxx is not installed, so payloads can only be read on the host of their ring (wire 'mapped'); "
             f"install it with: {install('cu12')} (CUDA 13: {install('cu13')}; neither needs a GPU)"
         ) from error
     # ucxx's own choices must not reach child processes as if the user had made them.
@@ -101,7 +100,7 @@ def version() -> str:
 
 
 def library_path() -> Path | None:
-    """The file of the libucp that is loaded, whoever chose it; None where that cannot be told."""
+    """The file of the loaded libucp; None if it cannot be determined."""
     library()
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         path = line.partition("/")[1] + line.partition("/")[2]
@@ -121,7 +120,7 @@ def transports_here(settings: Mapping[str, str]) -> list[tuple[str, str]]:
 # --- errors -------------------------------------------------------------------------------------
 @cache
 def _error_classes() -> tuple[tuple[type[BaseException], type[TransportError]], ...]:
-    """UCXX's classes for what making a context or worker can raise, and ours, most exact first."""
+    """UCXX's exceptions of making a context or worker, with our classes; the most specific first."""
     low = library()
     return (
         (low.UCXNoDeviceError, WireNotAllowedError),
@@ -167,7 +166,7 @@ def translated(doing: str) -> Iterator[None]:
         yield
     except (TransportError, asyncio.CancelledError):
         raise
-    except Exception as error:  # ucxx's classes are made in C++ and share no public base with ours
+    except Exception as error:  # ucxx's classes come from C++ and have no public base class
         ours = translate(error)
         hint = "; another program has the port, and port 0 takes a free one" if isinstance(ours, BusyPortError) else ""
         raise type(ours)(f"{doing}: {ours}{hint}") from error
@@ -181,7 +180,7 @@ _inherited = False
 def inherited() -> bool:
     """Whether UCX was open in the process that forked this one.
 
-    Its memory and threads' state are half here then: what this process opens itself works, but may hang at its end.
+    The child has the memory of UCX but not its threads: what the child opens itself works, but may hang at exit.
     """
     return _inherited
 
@@ -209,7 +208,7 @@ class Worker:
             context = low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM))
             worker = low.UCXWorker(context)
             self.engine: _ucp.Engine = native.Engine(worker.handle, (worker, context))
-        # UCXX's own answer is True for every context: it takes the number of the memory type for its bit.
+        # UCXX's own test returns True for every context, because it uses the number of the memory type as a bit mask.
         self.device_memory: bool = native.knows_cuda_memory(context.handle)  # else UCX would crash in it
         self._endpoint_type = native.Endpoint
         self._descriptor: int = self.engine.descriptor
@@ -229,13 +228,13 @@ class Worker:
 
     # Invariant: whenever control is back in the loop, either _drive is scheduled or the descriptor is armed.
     def kick(self) -> None:
-        """Something was posted: have progress made soon."""
+        """Schedule progress, because something was posted."""
         if not self._scheduled and not self._closed:
             self._scheduled = True
             self.loop.call_soon(self._drive)
 
     def _readable(self) -> None:
-        if not self._scheduled:  # else it is seen to in a moment, when whoever was told has run and perhaps posted more
+        if not self._scheduled:  # else _drive runs soon, after the callbacks of the last results, which may post more
             self._drive()
 
     def _drive(self) -> None:
@@ -245,10 +244,10 @@ class Worker:
         events = self.engine.drive(SPIN_S)
         if events is not None:
             self._tell(events)
-            self.kick()  # whoever was waiting runs first and may post more
+            self.kick()  # the callbacks of these results run first and may post more
 
     def _tell(self, events: list[tuple[Any, Any]]) -> None:
-        """Hand outcomes to whoever waits: a future, or the callback of a listening port."""
+        """Deliver results to their futures, or to the callback of a listening port."""
         for token, outcome in events:
             try:
                 if isinstance(outcome, self._endpoint_type):
@@ -257,19 +256,19 @@ class Worker:
                     pass
                 elif isinstance(outcome, tuple):
                     token.set_exception(failure(*outcome))
-                    token.exception()  # an outcome nobody awaits any more is not worth a warning
+                    token.exception()  # no warning of asyncio for a future that is no longer awaited
                 else:
                     token.set_result(outcome)
-            except Exception:  # of one of them; the others have nobody else to tell them
-                log.exception("handing on an outcome failed; going on")
+            except Exception:  # one failure must not keep the other results from their futures
+                log.exception("delivering a UCX result failed; continuing with the next one")
 
     def settle(self) -> None:
-        """Hand out what has come to an end, now."""
+        """Deliver the results of completed requests now."""
         self._tell(self.engine.collect())
         self.kick()
 
     async def connect(self, host: str, port: int) -> Endpoint:
-        """An endpoint to a listener; a dead one may show only at its first message.
+        """An endpoint to a listener; that the listener is dead may show only at the first message.
 
         Raises:
             UnreachableError: the name does not resolve, or there is no route.
@@ -290,7 +289,7 @@ class Worker:
     ) -> Listening:
         """Listen on ``port`` (0: assigned) of the local IPv4 ``address`` ("": all); ``accept`` gets each new endpoint.
 
-        While the worker has ``most`` endpoints, clients are turned away before there is one for them.
+        While the worker has ``most`` endpoints, UCX rejects further clients.
 
         Raises:
             BusyPortError: another program has the port.
@@ -301,7 +300,7 @@ class Worker:
         return Listening(self, address, port, accept, most)
 
     def close(self) -> None:
-        """Abort every endpoint, stop progress, let go. In this order, since UCX may be in the memory until then."""
+        """Abort every endpoint, stop progress, release the worker; in this order, because UCX may access the memory."""
         if self._closed:
             return
         for endpoint in list(self.endpoints):
@@ -312,7 +311,7 @@ class Worker:
 
 
 def _check_local(address: str, port: int) -> None:
-    """UsageError unless ``address`` is an IPv4 address of this host: UCX says no more than input/output error."""
+    """UsageError unless ``address`` is an IPv4 address of this host; UCX would only report an input/output error."""
     try:
         socket.inet_pton(socket.AF_INET, address)
         with socket.socket() as probe:
@@ -340,16 +339,15 @@ class Listening:
             self._accept(Endpoint(self._worker, native, native.peer))
 
     def end_strangers(self, patience_s: float) -> bool:
-        """End who has connected and sent no valid connection request within ``patience_s``, or more than one can have.
+        """Close connections that sent no valid connection request within ``patience_s``, or more bytes than one has.
 
-        True: there are some who still have time. UCX would wait for ever, and spins where more comes than it has asked
-        for.
+        True: some still have time. UCX would wait for them without limit, and would spin on unexpected bytes.
         """
         some: bool = self._native.end_strangers(patience_s)
         return some
 
     def close(self) -> None:
-        """Accept no more; endpoints that exist go on. The port itself is given up when the worker is closed."""
+        """Accept no new connections; existing endpoints stay open. The port is released when the worker is closed."""
         self._accept = None
         self._native.close()
 
@@ -368,19 +366,19 @@ class Endpoint:
 
     @property
     def alive(self) -> bool:
-        """False once UCX has seen the peer gone, or after abort."""
+        """False once UCX has detected that the peer disconnected, or after abort."""
         return self.native.alive
 
     def _future(self, doing: str) -> asyncio.Future[int]:
         if not self.native.open:
             raise ClosedError(f"{doing} on an endpoint that this side has closed")
         if not self.native.alive:
-            raise ConnectionLostError(f"{doing} {self.name}: the peer is gone")
+            raise ConnectionLostError(f"{doing} {self.name}: the peer disconnected")
         self.worker.kick()
         return self.worker.loop.create_future()
 
     def send(self, buffer: Any, tag: int) -> asyncio.Future[int]:
-        """Send ``buffer``; done means that the buffer may be reused, not that the peer has it."""
+        """Send ``buffer``. When done, the buffer may be reused; the peer need not have received it."""
         future = self._future("sending to")
         self.native.send(future, buffer, tag)
         return future
@@ -404,7 +402,7 @@ class Endpoint:
         return future
 
     def abort(self) -> None:
-        """Close at once. On return UCX touches none of this endpoint's buffers any more; waiting futures fail."""
+        """Close at once. On return UCX no longer accesses this endpoint's buffers; waiting futures fail."""
         if not self.native.open:
             return
         self.worker.endpoints.discard(self)
@@ -413,7 +411,7 @@ class Endpoint:
 
     def transports(self) -> list[tuple[str, str]]:
         """(transport, device) of every lane, as UCX reports them, e.g. ("tcp", "eth0")."""
-        with translated("asking for transports"):
+        with translated("querying transports"):
             return self.native.transports()
 
     def wire(self) -> Wire:
