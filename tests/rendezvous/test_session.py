@@ -293,7 +293,7 @@ def test_a_round_whose_roster_was_lost_is_followed_by_another(run: SimulatedRun)
     members[0].session._hosting._roster = None  # as a host that has just taken over
     run.run(3)
     assert run.round().number == 2
-    assert "lost the roster" in run.round().why
+    assert "roster is missing" in run.round().why
 
 
 class BusyGate(MemoryStore):

@@ -283,7 +283,7 @@ async def test_a_worker_is_given_arrays_that_are_there_and_what_it_serves_is_has
             if worker.spoils:
                 with pytest.raises(WeightsChecksumError, match="its load changed or lost tensors") as failure:
                     await replica.receive_weights(version)
-                assert "could not be restored" in failure.value.__notes__[0]
+                assert "was not restored" in failure.value.__notes__[0]
             else:
                 assert (await replica.receive_weights(version)).checksum == checksum_of(version)
                 assert not any(cupy.fake.queues.values()) and isinstance(worker.weights["head"], cupy.ndarray)

@@ -90,7 +90,7 @@ def test_missing_and_surplus_tensors_are_refused() -> None:
         Cursor(layout).finish()
     cursor = Cursor(layout)
     list(cursor.take("a", np.zeros(3, np.float32)))
-    with pytest.raises(SchemaError, match="no tensor any more"):
+    with pytest.raises(SchemaError, match="no more tensors"):
         list(cursor.take("b", np.zeros(3, np.float32)))
 
 

@@ -117,7 +117,7 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
         if self._rank is None and _readers(config) > 1:
             raise UsageError(
                 f"{_readers(config)} ranks of a model-parallel group read each payload: "
-                "say which one this is, register(rank=...), and write with payload_context(readers=...)"
+                "give this one's rank with register(rank=...), and write with payload_context(readers=...)"
             )
         custom = getattr(config, "custom", None) or {}
         strategy = TicketStrategy()
@@ -151,12 +151,14 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
             for text in transfer_ids:
                 left = give_up - time.monotonic()
                 if left <= 0:
-                    log.warning("payloads of discarded rollouts stay in their rings: their listeners do not answer")
+                    log.warning(
+                        "payloads of discarded rollouts remain in their rings: timeout after %.0f s", _DISCARD_S
+                    )
                     break
                 try:
                     freed += client.discard(Ticket.parse(text), left)
                 except TransportError as error:
-                    log.warning("a discarded rollout's payload stays in its ring: %s", str(error))
+                    log.warning("a discarded rollout's payload remains in its ring: %s", str(error))
         return freed
 
 
@@ -252,13 +254,13 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
                 self._released(batch, used=copied)
         except (TransportError, ValueError) as error:
             # As text: a record that a handler keeps would keep the error, its frames, and in them the payload.
-            log.warning("a payload could not be fetched: %s: %s", type(error).__name__, str(error))
+            log.warning("payload was not fetched: %s: %s", type(error).__name__, str(error))
             return None
         return found[0] if found else None
 
     def on_resolve_failed(self, rollout_output: Any, cache_key: str) -> None:
         """Say which episode is skipped; why is in the warning of the fetch."""
-        log.warning("payload %s is skipped", cache_key)
+        log.warning("payload %s was not fetched; its episode is skipped", cache_key)
 
     def _fetch(self, tickets: Sequence[Ticket]) -> FetchedBatch:
         packer = self._packer
@@ -302,7 +304,7 @@ def _text_of(reference: Any) -> str | None:
 def _ticket_of(reference: Any) -> Ticket:
     text = _text_of(reference)
     if text is None:
-        raise TicketError(f"this {type(reference).__name__} is no reference of {NAME}")
+        raise TicketError(f"this {type(reference).__name__} is not a payload reference of {NAME}")
     return Ticket.parse(text)
 
 
@@ -338,7 +340,9 @@ class TicketProducer(UCXXRolloutMixin):
     def register_layout(self, layout: Any) -> None:
         """ValueError for another one: the ring has one schema."""
         if layout != self.default_layout:
-            raise ValueError("this producer's ring has one layout; make another payload_context for another one")
+            raise ValueError(
+                "layout mismatch: this producer's ring has another layout; make a payload_context for this one"
+            )
 
     def publish(
         self, trajectory: Mapping[str, Any], *, layout: Any = None, copy_policy: str = "batched"

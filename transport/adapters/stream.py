@@ -77,7 +77,9 @@ class BatchStream:
                 if len(self._waiting) == self._batch_size:
                     self._fetch()
             except TransportError as error:  # if it lasts, the next call raises it; this batch is here
-                log.warning("the batch after this one could not be begun yet: %s", str(error))  # not its frames
+                log.warning(
+                    "prefetch of the next batch did not start, the next call retries: %s", str(error)
+                )  # not its frames
             if batch.payloads:
                 return batch
             self._packer.consume(batch)  # the queue is told why nothing came, if it could not be before

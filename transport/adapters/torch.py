@@ -77,7 +77,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         **options: Any,
     ) -> None:
         if batch_size < 1:
-            raise UsageError(f"batch_size={batch_size}; a batch has at least one payload")
+            raise UsageError(f"batch_size={batch_size}: give 1 or more payloads")
         self.policy_version: int | None = None  # that is trained now, with max_policy_age; see `TicketLoader`
         self._queue = queue
         self._batch_size = batch_size
@@ -105,13 +105,13 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             return self._in_this_process()
         if ucx.inherited():
             raise UsageError(
-                "this worker was forked from a process that has UCX open, and would hang: give the loader "
-                'multiprocessing_context="spawn", or close every client and server before'
+                "this worker was forked from a process that uses UCX, and would hang: give the loader "
+                'multiprocessing_context="spawn", or close every client and server first'
             )
         if self._options.get("device") is not None:
-            raise UsageError("device= with worker processes: the trainer's own process fetches to its device")
+            raise UsageError("device= needs num_workers=0: only the trainer's own process reads into its device memory")
         if not self._orders:
-            raise UsageError("worker processes are told by a TicketLoader what was used: use it for a DataLoader")
+            raise UsageError("a TicketDataset with worker processes needs a TicketLoader; use it instead of DataLoader")
         return _in_a_worker(self, worker.id, self._orders[worker.id])
 
     def _in_this_process(self) -> Iterator[Any]:
@@ -217,9 +217,11 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
     def __init__(self, dataset: TicketDataset, *, num_workers: int = 0, **options: Any) -> None:
         own = {"batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last"} & options.keys()
         if own:
-            raise UsageError(f"{', '.join(sorted(own))}: the TicketDataset makes the batches")
+            raise UsageError(f"{', '.join(sorted(own))}: the TicketDataset makes the batches; leave these options out")
         if options.get("persistent_workers"):
-            raise UsageError("persistent_workers=True: a worker gives back what was not used when it ends")
+            raise UsageError(
+                "persistent_workers=True is not supported: unused payloads are given back when a worker ends"
+            )
         super().__init__(dataset, num_workers=num_workers, batch_size=None, collate_fn=_as_it_is, **options)
         self._workers: list[multiprocessing.connection.Connection] = []  # of the iteration under way
         self._in_hand: _Delivery | None = None

@@ -118,7 +118,11 @@ class _Adapter:
                 try:
                     self._engine.revert()
                 except WeightsError as error:  # the first version has none before it; anything else is raised
-                    log.warning("its consumer stopped in the middle of version %d, kept: %s", held.proof.version, error)
+                    log.warning(
+                        "the consumer stopped before the end of version %d, which is kept: %s",
+                        held.proof.version,
+                        error,
+                    )
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
         """The version that is held."""
@@ -144,7 +148,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise MissingDependencyError(f'verl works on torch tensors: {install("torch")}, or tensors="numpy"') from error
+        raise MissingDependencyError(f'tensors="torch" needs torch: {install("torch")}, or tensors="numpy"') from error
     return torch
 
 

@@ -89,7 +89,7 @@ class CooldownClient:
         progress: Progress = silent,
     ) -> None:
         if keep_steps < 0:
-            raise ConfigurationError(f"keep_steps={keep_steps}: give how many local copies stay, 0 or more")
+            raise ConfigurationError(f"keep_steps={keep_steps}: give the number of local copies to keep, 0 or more")
         self.name = check_name(name, "client")
         self._ledger = Ledger(store, run)
         self._save = save
@@ -154,7 +154,8 @@ class CooldownClient:
                     changed.set_result(None)
             elif loop.time() - heard_at > self._patience_s:
                 raise CoordinatorLostError(
-                    f"epoch {epoch}: no sign of its coordinator for {self._patience_s:g} s; a new one carries on"
+                    f"epoch {epoch}: coordinator timeout, its record is unchanged for {self._patience_s:g} s; "
+                    "a new coordinator can resume the epoch"
                 )
 
     async def _until(self, watcher: asyncio.Task[None], holds: Callable[[EpochRecord], bool]) -> EpochRecord:
@@ -167,7 +168,7 @@ class CooldownClient:
     def _change(self) -> asyncio.Future[None]:
         """Done at the record's next change."""
         if self._changed is None:
-            raise InternalError("a client waits for an epoch that it does not watch")
+            raise InternalError("no epoch is being watched")
         return self._changed
 
     # --- the upload -----------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class CooldownClient:
             try:
                 sha256 = await self._attempt(record, attempt)
             except (TransportError, OSError) as error:
-                log.warning("epoch %d: the upload failed: %s", record.epoch, masked(str(error)))
+                log.warning("epoch %d: upload failed, retrying: %s", record.epoch, masked(str(error)))
                 self._part = Part.FAILED
                 await self._tell(record, ReportKind.FAILED, attempt, detail=masked(str(error)))
             else:
@@ -206,7 +207,7 @@ class CooldownClient:
         while True:
             note = self._record.notes.get(self.name) if self._record else None
             if note is not None and note.attempt == attempt and note.refusal not in (None, Refusal.UNREADABLE):
-                log.warning("the coordinator refused the upload: %s: %s", note.refusal.value, note.detail)
+                log.warning("the coordinator rejected the upload, retrying: %s: %s", note.refusal.value, note.detail)
                 return
             await asyncio.shield(self._change())
 
@@ -219,7 +220,11 @@ class CooldownClient:
         except asyncio.CancelledError:
             stop.set()
             if not await settled(call, STOP_WAIT_S):
-                log.warning("epoch %d: the upload hangs at the destination; it will write no manifest", record.epoch)
+                log.warning(
+                    "epoch %d: the cancelled upload does not stop within %.0f s; it writes no manifest",
+                    record.epoch,
+                    STOP_WAIT_S,
+                )
             elif call.exception() is None:  # too late to stop it, and nobody was told of it
                 place = upload_place(record.run, record.epoch, self.name, attempt)
                 await settled(in_thread(_remove, record.destination, place), STOP_WAIT_S)
@@ -270,7 +275,7 @@ class CooldownClient:
         for task in tasks[1:]:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 self._part = Part.FAILED
-                log.warning("the upload ended with %s: %s", type(error).__name__, masked(str(error)))
+                log.warning("upload failed: %s: %s", type(error).__name__, masked(str(error)))
 
     async def _tidy(self, record: EpochRecord) -> None:
         """Remove uploads that did not become the checkpoint, and local copies beyond ``keep_steps``.
@@ -281,12 +286,12 @@ class CooldownClient:
         for attempt in self._reported - {won}:
             place = upload_place(record.run, record.epoch, self.name, attempt)
             if not won and not self._is_refused(attempt, record):
-                log.warning("epoch %d ended before its upload was verified: %s stays", record.epoch, place)
+                log.warning("epoch %d ended before its upload was verified; %s is kept", record.epoch, place)
                 continue
             try:
                 await in_thread(_remove, record.destination, place)
             except DestinationError as error:
-                log.warning("%s stays at the destination, and counts for nothing: %s", place, error)
+                log.warning("%s, which is not the checkpoint, was not removed from the destination: %s", place, error)
         await in_thread(prune, self._scratch, self._keep_steps)
 
 

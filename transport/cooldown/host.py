@@ -68,7 +68,7 @@ class Desk:
     def __init__(self, ledger: Ledger, epoch: int, wall: Callable[[], float] = time.time) -> None:
         record, self._version = ledger.look(epoch)
         if record is None:
-            raise UsageError(f"run {ledger.run}: epoch {epoch} was not opened")
+            raise UsageError(f"run {ledger.run}: epoch {epoch} is not open; open() it first")
         self.machine = Coordinator(record)
         self._ledger = ledger
         self._epoch = epoch
@@ -112,7 +112,9 @@ class Desk:
             if version is None:
                 theirs, version = self._ledger.look(self._epoch)
                 if theirs is None:
-                    raise RunError(f"run {self._ledger.run}: the record of epoch {self._epoch} was removed")
+                    raise RunError(
+                        f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store"
+                    )
                 # A write whose answer was lost may have taken place: it is one's own then.
                 event = Written() if theirs == record else Superseded(theirs)
             self._version = version
@@ -179,7 +181,7 @@ class CooldownHost:
             if await in_thread(self._ledger.write, record, ABSENT) is not None:
                 return record
             if epoch is not None:
-                raise UsageError(f"run {self._ledger.run}: epoch {epoch} was opened before; each has one life")
+                raise UsageError(f"run {self._ledger.run}: epoch {epoch} was already opened; an epoch is opened once")
 
     async def cooldown(self, epoch: int, step: int, clients: Sequence[str]) -> EpochRecord:
         """Lead an opened epoch through its cooldown, or carry on one that has begun; returns the record of its end.
@@ -248,7 +250,7 @@ class CooldownHost:
         """The outcome beside the checkpoints, for the day when the store is lost."""
         written = in_thread(destination.put, outcome_path(record.run, record.epoch), encode(record))
         if not await settled(written, SECOND_PLACE_S):
-            log.warning("epoch %d: the outcome is in the store, and %s does not answer", record.epoch, destination.url)
+            log.warning("epoch %d: the outcome is in the store only: timeout at %s", record.epoch, destination.url)
         elif error := written.exception():
             log.warning("epoch %d: the outcome is in the store only: %s", record.epoch, error)
 

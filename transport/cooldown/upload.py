@@ -69,7 +69,7 @@ def upload(
         try:
             remove(destination, place)
         except DestinationError as left:
-            error.add_note(f"what was uploaded stays at {place}, without a manifest: {left}")
+            error.add_note(f"uploaded files remain at {place}, without a manifest: {left}")
         raise
     return Uploaded(manifest, hashlib.sha256(data).hexdigest())
 
@@ -89,9 +89,9 @@ def plain_files(folder: Path) -> list[tuple[str, Path]]:
         if stat.S_ISREG(mode):
             found.append((manifests.check_file_name(name), path))
         elif not stat.S_ISDIR(mode):
-            raise UsageError(f"{path} is neither a file nor a folder: a checkpoint holds files as they are, no links")
+            raise UsageError(f"{path} is neither a file nor a folder; a checkpoint cannot contain links")
     if not found:
-        raise UsageError(f"{folder} has no file: there is nothing to upload")
+        raise UsageError(f"{folder} contains no file to upload")
     return found
 
 

@@ -45,12 +45,12 @@ def verified(destination: Destination, record: EpochRecord, report: Report, stop
     """
     stop = stop or Stop()
     if not is_attempt(report.attempt):
-        raise Untrue(Refusal.MANIFEST_MISSING, f"{report.attempt!r} cannot be the name of an upload")
+        raise Untrue(Refusal.MANIFEST_MISSING, f"{report.attempt!r} is not the name of an upload")
     place = upload_place(record.run, record.epoch, report.client, report.attempt)
     try:
         manifest = _manifest(destination, place, report.manifest_sha256)
         if manifest.identity != (record.run, record.epoch, report.client, report.attempt):
-            raise Untrue(Refusal.MANIFEST_ALTERED, f"the manifest is that of another upload: {manifest.identity}")
+            raise Untrue(Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.identity}")
         for file in manifest.files:  # all sizes first: they cost little
             _check_size(destination, place, file)
         for file in manifest.files:
@@ -93,7 +93,7 @@ def restore(
         state = record.outcome.value if record.outcome else f"in phase {record.phase.value}"
         raise NoCheckpointError(f"run {record.run}: epoch {record.epoch} has no checkpoint; it is {state}")
     if into.exists():
-        raise FileExistsError(17, "exists already; restore into a new folder", str(into))
+        raise FileExistsError(17, "already exists; restore into a new folder", str(into))
     place = upload_place(record.run, record.epoch, checkpoint.client, checkpoint.attempt)
     beside = into.with_name(f".{into.name}.{secrets.token_hex(8)}.partial")
     try:
@@ -125,9 +125,11 @@ def restore(
 def _manifest(destination: Destination, place: str, sha256: str) -> Manifest:
     data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
     if data is None:
-        raise Untrue(Refusal.MANIFEST_MISSING, f"there is no manifest in {place}")
+        raise Untrue(Refusal.MANIFEST_MISSING, f"the manifest is missing in {place}")
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise Untrue(Refusal.MANIFEST_ALTERED, f"the manifest in {place} is not the one that was reported")
+        raise Untrue(
+            Refusal.MANIFEST_ALTERED, f"checksum mismatch: the manifest in {place} is not the one that was reported"
+        )
     try:
         return manifests.decode(data)
     except CheckpointDamagedError as error:
@@ -139,7 +141,9 @@ def _check_size(destination: Destination, place: str, file: File) -> None:
     if size is None:
         raise Untrue(Refusal.FILE_MISSING, f"{file.name} is missing")
     if size != file.size:
-        raise Untrue(Refusal.WRONG_SIZE, f"{file.name} has {size} bytes, the manifest says {file.size}")
+        raise Untrue(
+            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: found {size} bytes, the manifest says {file.size}"
+        )
 
 
 def _checked(destination: Destination, place: str, file: File) -> Iterator[bytes]:
@@ -154,6 +158,11 @@ def _checked(destination: Destination, place: str, file: File) -> Iterator[bytes
             digest.update(piece)
             yield piece
     if size != file.size:
-        raise Untrue(Refusal.WRONG_SIZE, f"{file.name} has other than the {file.size} bytes of the manifest")
+        raise Untrue(
+            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: read {size} bytes, the manifest says {file.size}"
+        )
     if digest.hexdigest() != file.sha256:
-        raise Untrue(Refusal.WRONG_CHECKSUM, f"{file.name} has other bytes than those that were uploaded")
+        raise Untrue(
+            Refusal.WRONG_CHECKSUM,
+            f"{file.name}: checksum mismatch: received {digest.hexdigest()}, the manifest says {file.sha256}",
+        )

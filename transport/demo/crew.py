@@ -140,7 +140,7 @@ class Crew:
                     raise WorkerFailedError(f"{worker.name}: {kind}: {message}")
                 case done:
                     worker.done.set_result(done)
-        raise WorkerFailedError(f"{worker.name} {_how_it_ended(await worker.process.wait())} in the middle of the run")
+        raise WorkerFailedError(f"{worker.name} {_how_it_ended(await worker.process.wait())} before its work was done")
 
     async def _relay(self, worker: Worker) -> None:
         if worker.process.stderr is not None:
@@ -161,7 +161,9 @@ class Crew:
             for relay in left:
                 relay.cancel()
             if left:
-                self._say(f"processes below {len(left)} workers do not end; see `transport reclaim`")
+                self._say(
+                    f"child processes of {len(left)} workers still run after {_TREE_GONE_S:g} s; run: transport reclaim"
+                )
         for worker in self.workers:
             with contextlib.suppress(_ring.RingFault):  # mostly: it is gone already
                 _ring.Ring.unlink_if_dead(worker.ring)
@@ -171,7 +173,7 @@ class Crew:
             async with asyncio.timeout(_STOP_S):
                 await worker.process.wait()
         except TimeoutError:
-            self._say(f"{worker.name} does not stop; killing it")
+            self._say(f"{worker.name} did not stop within {_STOP_S:g} s; killing it")
             worker.process.kill()
             await worker.process.wait()
 
@@ -179,4 +181,4 @@ class Crew:
 def _how_it_ended(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
-    return f"was ended by {signal.Signals(-status).name}"
+    return f"was killed by {signal.Signals(-status).name}"

@@ -85,11 +85,11 @@ async def run_demo(
                 ):
                     await crew.work_done()
                     if epoch is not None:
-                        display.say("cooldown: the elected upload the policy")
+                        display.say("cooldown: the elected clients upload the policy")
                         ended = await epoch.end(plan, _updates(crew))
             for failure in queue.failures():
                 display.say(
-                    f"delivery of {failure.ticket_id} to rank {failure.rank}: {failure.state}: {failure.reason}"
+                    f"delivery of {failure.ticket_id} to rank {failure.rank} failed: {failure.state}: {failure.reason}"
                 )
             depth = queue.depth()
     reports = [worker.done.result() for worker in crew.workers]
@@ -111,7 +111,7 @@ def _updates(crew: Crew) -> int:
 
 def _refuse_used(queue: TicketQueue) -> None:
     if queue.depth() != QueueDepth() or queue.latest(POLICY_TOPIC) is not None:
-        raise UsageError(f"--queue: {queue!r} was used before, and its tickets would be mixed with the demo's")
+        raise UsageError(f"--queue: {queue!r} is not empty; give a new queue, whose tickets are the demo's alone")
 
 
 @contextlib.asynccontextmanager

@@ -158,7 +158,10 @@ def check(payload: ReceivedPayload) -> None:
     said = payload.metadata
     steps = {len(payload[name]) for name in ("observations", "actions", "rewards", "log_probabilities")}
     if steps != {said["steps"]} or float(np.sum(payload["rewards"])) != said["return"]:
-        raise InternalError(f"episode {said['episode']}, payload {payload.ticket.name}, is not what was played: {said}")
+        raise InternalError(
+            f"content mismatch: episode {said['episode']}, payload {payload.ticket.name}, "
+            f"differs from its metadata {said}"
+        )
 
 
 def trainer(config: WorkerConfig, parent: Parent) -> None:

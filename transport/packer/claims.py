@@ -44,7 +44,7 @@ class ClaimBook:
         max_policy_age: int | None = None,
     ) -> None:
         if max_policy_age is not None and max_policy_age < 0:
-            raise UsageError(f"max_policy_age={max_policy_age}; give policy versions from 0")
+            raise UsageError(f"max_policy_age={max_policy_age}: give a number of policy versions, 0 or more")
         self._max_policy_age = max_policy_age
         self._queue = queue
         self._rank = rank
@@ -70,11 +70,13 @@ class ClaimBook:
         With ``max_policy_age`` the trainer says which ``policy_version`` it trains; the queue discards what is older.
         """
         if self._queue is None:
-            raise UsageError("claim_tickets() needs setup_ucxx_packer(queue=...)")
+            raise UsageError("claim_tickets() needs a queue: give setup_ucxx_packer(queue=...)")
         oldest = None
         if self._max_policy_age is not None:
             if policy_version is None:
-                raise UsageError("claim_tickets() needs policy_version=, since max_policy_age was given at setup")
+                raise UsageError(
+                    "claim_tickets() needs policy_version=, because setup_ucxx_packer() was given max_policy_age"
+                )
             oldest = policy_version - self._max_policy_age
         claims = self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest)
         self._in_hand.update((claim.token, claim) for claim in claims)
@@ -100,7 +102,9 @@ class ClaimBook:
             if item.error is not None:
                 self.counts["failed"] += 1
                 self.counts["stale"] += isinstance(item.error, StaleSlotError)
-                log.warning("payload %s: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error))
+                log.warning(
+                    "payload %s was not read: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error)
+                )
             if self._queue is None or item.claim is None or item.payload is not None:
                 continue
             self._let_go([item.claim])
@@ -159,8 +163,10 @@ class ClaimBook:
             try:
                 kept = await asyncio.to_thread(queue.renew, claims)
             except TransportError as error:
-                log.warning("the leases of %d claims could not be renewed: %s", len(claims), error)
+                log.warning("the leases of %d claims were not renewed, retrying: %s", len(claims), error)
                 continue
             lost = {claim.token for claim in claims} - {claim.token for claim in kept}
             if lost & self._in_hand.keys():
-                log.warning("%d claims are another trainer's by now", len(lost & self._in_hand.keys()))
+                log.warning(
+                    "%d claims are lost: their leases ended before they were renewed", len(lost & self._in_hand.keys())
+                )

@@ -86,10 +86,11 @@ class ConsumedRecord:
         try:
             stored = msgspec.msgpack.decode(data, type=_Stored)
         except msgspec.MsgspecError as error:
-            raise UsageError(f"these bytes are not a record of consumed payloads: {error}") from error
+            raise UsageError(f"not a record of consumed payloads: {error}") from error
         if stored.version != STORED_VERSION:
             raise UsageError(
-                f"the record of consumed payloads has version {stored.version}, this side reads {STORED_VERSION}"
+                f"record of consumed payloads: version mismatch: found {stored.version}, "
+                f"this build reads {STORED_VERSION}"
             )
         record = cls(settings)
         for ring, slots in stored.rings[-record._most_rings :]:

@@ -131,7 +131,7 @@ class UCXXDataPackerMixin:
         if consumed is not None:
             expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")
         if ack not in ("on_consumed", "on_arrival"):
-            raise UsageError(f"ack={ack!r}; choose 'on_consumed' or 'on_arrival'")
+            raise UsageError(f"ack={ack!r}: choose 'on_consumed' or 'on_arrival'")
         self.cleanup_ucxx_packer()
         operator = configuration()
         wire = operator.wire_policy if wire is None else wire
@@ -194,7 +194,7 @@ class UCXXDataPackerMixin:
         packer = self._packer
         expect(batch, FetchedBatch, "consume()", _BATCH)
         if batch.consumed:
-            raise UsageError("this batch has been consumed")
+            raise UsageError("this batch was already consumed")
         packer.claims.report(batch)
         packer.claims.report_arrivals(batch)
         trainable = packer.settle([item for item in batch.items if item.payload is not None])
@@ -252,7 +252,9 @@ class UCXXDataPackerMixin:
         fetching = packer.fetching
         concurrent.futures.wait([fetching], timeout)
         if not fetching.done():
-            raise TimeoutError(f"the batch is not there after {timeout} s; the fetch goes on")
+            raise TimeoutError(
+                f"batch not complete after {timeout} s; fetching continues, call collect_prefetch() again"
+            )
         packer.fetching = None
         following = packer.prefetch.collected()
         if following is not None:
@@ -263,7 +265,7 @@ class UCXXDataPackerMixin:
         try:
             packer.claims.report_arrivals(batch)
         except TransportError as error:  # the payloads are here; `consume` reports again
-            log.warning("the queue could not be told of arrivals yet: %s", error)
+            log.warning("arrivals were not reported to the queue, consume() retries: %s", error)
         return batch
 
     def cancel_prefetch(self) -> None:
@@ -297,7 +299,7 @@ class UCXXDataPackerMixin:
                     raise
             consumed = packer.settle([fetched])
             if not consumed:
-                raise StaleSlotError(f"payload {ticket.name} was consumed before, or is another trainer's by now")
+                raise StaleSlotError(f"payload {ticket.name} was already consumed, or another trainer has claimed it")
             payload = consumed[0]
         return self.payload_to_policy_input(payload, *arguments, **named)
 
@@ -351,7 +353,9 @@ class UCXXDataPackerMixin:
                 try:
                     await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
                 except TransportError as second:  # the first error is what the trainer must see
-                    log.warning("%d claims could not be given back: %s", len(claims), second)
+                    log.warning(
+                        "%d claims were not given back to the queue; their leases will end: %s", len(claims), second
+                    )
             raise
         for item in fetched:
             if item.duplicate:  # its slot may not know yet
@@ -361,7 +365,7 @@ class UCXXDataPackerMixin:
         try:
             await asyncio.to_thread(packer.claims.report, batch)
         except TransportError as error:  # the payloads are here; `consume` reports again
-            log.warning("the queue could not be told of a batch yet: %s", error)
+            log.warning("failures of a batch were not reported to the queue, consume() retries: %s", error)
         return batch
 
     async def _round(

@@ -46,7 +46,10 @@ class Prefetch(Generic[B]):
         """Fetch ``batch`` now. Raises UsageError while another is fetched or not collected."""
         self._open("start_prefetch")
         if self.state is not PrefetchState.IDLE:
-            raise UsageError(f"a batch is {self.state.value}: collect_prefetch() it, or defer_prefetch() this one")
+            raise UsageError(
+                f"the previous batch is {self.state.value}: "
+                "call collect_prefetch() first, or defer_prefetch() for this one"
+            )
         self.state = PrefetchState.FETCHING
         return batch
 
@@ -56,7 +59,7 @@ class Prefetch(Generic[B]):
         if self.state is PrefetchState.IDLE:
             return self.start(batch)
         if self._deferred is not None:
-            raise UsageError("a batch is deferred already: collect_prefetch() first")
+            raise UsageError("another batch is already deferred: call collect_prefetch() first")
         self._deferred = batch
         return None
 

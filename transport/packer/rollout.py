@@ -200,8 +200,8 @@ class UCXXRolloutMixin:
                 freed += ring.discard(ticket)
         if published and not ring.native.taken_over:  # a writer that was killed may not have published its last one
             log.warning(
-                "payloads published before that the queue did not know: %d; if its server has forgotten them, they may "
-                "be trained on twice",
+                "%d unread payloads were unknown to the queue and are published again; if the queue lost its records, "
+                "they may be trained on twice",
                 published,
             )
         log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)

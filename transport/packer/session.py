@@ -158,7 +158,7 @@ async def _statistics(client: UCXXClient) -> ClientStatistics:
 def check_shared(queue: object, directory: object, settings: object, secret: object) -> None:
     """What both mixins take, where it is given. UsageError for anything of another kind."""
     for value, kinds, what, give in (
-        (queue, TicketQueue, "queue", "a queue; open_queue() makes one of a place's text"),
+        (queue, TicketQueue, "queue", "a queue; open_queue(URL) opens one"),
         (directory, Directory, "directory", "a Directory"),
         (settings, Settings, "settings", "Settings"),
         (secret, bytes, "secret", "bytes"),

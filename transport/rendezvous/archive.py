@@ -32,7 +32,9 @@ class Archive:
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            raise StoreUnsuitableError(f"{self.path} holds no closing: {error}; name another file") from error
+            raise StoreUnsuitableError(
+                f"{self.path} is not an archive of a run: {error}; choose another file"
+            ) from error
 
     def write(self, closing: Closing) -> bool:
         """Write it through to the disk; False if a closing was there already. Raises OSError."""

@@ -40,10 +40,10 @@ def close_run(
     while True:  # a turn that is lost means that somebody else's change stands; a closed run changes no more
         entry = store.get(keys.round)
         if entry is None:
-            raise RunLostError(f"there is no run {keys.run} in the store")
+            raise RunLostError(f"run {keys.run} is not in the store")
         current = decode(Round, keys.round, entry)
         if member is not None and member.incarnation not in (None, current.incarnation):
-            raise RunLostError(f"the store has another run of the name {keys.run} by now")
+            raise RunLostError(f"the store now contains another run named {keys.run}")
         if current.closing is not None:
             return current.closing
         if member is not None and 0 < member.round < current.number:
@@ -59,4 +59,9 @@ def write_second_place(archive: Archive | None, closing: Closing) -> None:
         try:
             archive.write(closing)
         except OSError as error:
-            log.error("the closing (%s) stands in the store only, since %s: %s", closing.reason, archive.path, error)
+            log.error(
+                "the run's end (%s) is recorded in the store only: cannot write %s: %s",
+                closing.reason,
+                archive.path,
+                error,
+            )

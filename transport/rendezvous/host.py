@@ -93,7 +93,9 @@ def _overdue(sight: Sight, rules: Rules) -> Act | None:
     here, least = len(_current(sight)), sight.round.least
     if here >= least or sight.open_s < rules.join_timeout_s:
         return None
-    return Close(Reason.FAILURE, f"{here} of {least} members joined round {sight.round.number} in time")
+    return Close(
+        Reason.FAILURE, f"{here} of {least} members joined round {sight.round.number} within {rules.join_timeout_s:g} s"
+    )
 
 
 def _all_done(sight: Sight, rules: Rules) -> Act | None:
@@ -104,20 +106,20 @@ def _all_done(sight: Sight, rules: Rules) -> Act | None:
 
 def _broken(sight: Sight, rules: Rules) -> Act | None:
     if not sight.active:
-        return _reopen(sight, rules, "the store has lost the roster")
+        return _reopen(sight, rules, "the roster is missing in the store")
     by_slot = {seat.slot: seat for seat in sight.seats if seat.round == sight.round.number}
     for rank, peer in enumerate(sight.active):
         seat = by_slot.get(peer.slot)
         if seat is None or seat.member != peer.member:
             return _reopen(sight, rules, f"rank {rank} ({peer.member}) is gone")
         if seat.status is Status.RESTART:
-            return _reopen(sight, rules, f"rank {rank} ({peer.member}) wants a restart: {seat.message}")
+            return _reopen(sight, rules, f"rank {rank} ({peer.member}) asks for a restart: {seat.message}")
     return None
 
 
 def _reopen(sight: Sight, rules: Rules, why: str) -> Act:
     if rules.most_rounds is not None and sight.round.number >= rules.most_rounds:
-        return Close(Reason.FAILURE, f"{why}, and round {sight.round.number} was the last of {rules.most_rounds}")
+        return Close(Reason.FAILURE, f"{why}; round {sight.round.number} was the last of {rules.most_rounds} rounds")
     return OpenNext(why)
 
 

@@ -168,7 +168,7 @@ class Hosting:
                 changes = []
         if self._store.put_many([Change(self._keys.round, encode(after), version), *changes]) is None:
             return None  # somebody else's change came first; look again
-        log.info("%s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
+        log.info("host %s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
         self.next_at = now
         if isinstance(act, OpenNext) and current.number > 1:
             with contextlib.suppress(StoreError):  # only tidiness; nobody reads it any more
@@ -199,7 +199,7 @@ def _number(key: str, entry: Entry | None) -> int:
     except ValueError:
         taken = -1
     if not 0 <= taken <= _MOST_SLOTS:
-        raise StoreUnsuitableError(f"the store has no count of slots under {key!r}; choose another run name")
+        raise StoreUnsuitableError(f"the store has no valid slot counter under {key!r}; choose another run name")
     return taken
 
 

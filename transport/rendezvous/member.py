@@ -105,7 +105,7 @@ class Member:
         after = TABLE.get((self.state, event))
         self._story.append(f"{self.state} + {event} → {after}")
         if after is None:
-            raise InternalError(f"a member has no way on: {'; '.join(self._story)}")
+            raise InternalError(f"no transition for this event; the last steps: {'; '.join(self._story)}")
         self.state = after
         if event in (Event.LEAVE, Event.SEAT_LOST):
             self.slot = None

@@ -136,14 +136,14 @@ def decode(kind: type[Record], key: str, entry: Entry) -> Record:
     try:
         return msgspec.json.decode(entry.value, type=kind)
     except msgspec.MsgspecError as error:
-        what = f"the store has no {kind.__name__} under {key!r}: {error}"
+        what = f"the store has no valid {kind.__name__} under {key!r}: {error}"
         raise StoreUnsuitableError(f"{what}; choose another run name") from error
 
 
 def check_name(what: str, name: str) -> str:
     """Return ``name``, or raise UsageError when it cannot be part of a key."""
     if not 0 < len(name) <= MOST_NAME_CHARACTERS or not name.isascii() or not name.isprintable() or " " in name:
-        raise UsageError(f"{what} {name!r}: give 1 to {MOST_NAME_CHARACTERS} printable ASCII characters without blanks")
+        raise UsageError(f"{what} {name!r}: give 1 to {MOST_NAME_CHARACTERS} printable ASCII characters, no spaces")
     return name
 
 

@@ -157,7 +157,7 @@ class Rendezvous:
     # --- its thread ---------------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
         if self._thread is not None:
-            raise UsageError("this rendezvous has been entered already")
+            raise UsageError("this rendezvous was already entered; make a new one")
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
         self._thread.start()
@@ -200,9 +200,9 @@ class Rendezvous:
             try:
                 session.leave()
             except StoreError as error:
-                log.debug("%r left without a word: %s", session, error)
+                log.debug("%r left without giving up its leases, which will end: %s", session, error)
         except Exception as error:  # whoever waits must learn of a thread that ended
-            log.debug("%r ends", session, exc_info=True)
+            log.debug("%r failed", session, exc_info=True)
             self._failure = error
         finally:
             self._tell(self._publish)
@@ -230,7 +230,7 @@ class Rendezvous:
                 raise self._failure
             if view.state is State.ENDED:
                 if view.closing is None:
-                    raise view.error or RunLostError("how the run ended cannot be learned")
+                    raise view.error or RunLostError("the run's end is unknown: neither store nor archive has it")
                 return view
             if view.state is State.ACTIVE and self._session.seat_ended:
                 # The thread may be waiting for the store; others may already give this place away.
@@ -244,7 +244,7 @@ class Rendezvous:
                 rules = self._session.rules
                 if self._session.silent_s > rules.store_patience_s + rules.lease_s:
                     silent = f"{self._session.silent_s:.0f} s"
-                    raise RunLostError(f"the store was of no use for {silent}: it holds a call back") from None
+                    raise RunLostError(f"store unavailable for {silent}: a call does not return") from None
 
     async def _call(self, action: Callable[[], Result]) -> Result:
         """Run a call that blocks in a thread; cancelled, it goes on there, and `aclose` waits for it."""

@@ -69,9 +69,13 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigurationError(f"{name}={getattr(self, name)}: give seconds above 0")
         if not 0 <= self.last_call_s < self.join_timeout_s:
-            raise ConfigurationError("give 0 <= last_call_s < join_timeout_s")
+            raise ConfigurationError(
+                f"last_call_s={self.last_call_s}: give 0 <= last_call_s < join_timeout_s={self.join_timeout_s}"
+            )
         if self.host_poll_least_s > self.host_poll_most_s:
-            raise ConfigurationError("host_poll_least_s is above host_poll_most_s")
+            raise ConfigurationError(
+                f"host_poll_least_s={self.host_poll_least_s}: give at most host_poll_most_s={self.host_poll_most_s}"
+            )
         if self.most_rounds is not None and self.most_rounds < 1:
             raise ConfigurationError(f"most_rounds={self.most_rounds}: give 1 or more, or None")
         return self

@@ -158,7 +158,9 @@ class Session:
         with self._lock:
             self._give_up()
             if self._member.state is State.ACTIVE:
-                raise UsageError(f"{self.name} has a rank in a round that still runs; it cannot join another one")
+                raise UsageError(
+                    f"{self.name} still has a rank in a running round; it joins again when that round is over"
+                )
             self._member.apply(Event.JOIN)
         self.step()
 
@@ -198,7 +200,9 @@ class Session:
             if self._member.state is not State.ENDED:
                 self._settle(close_run(self._store, self.keys, reason, self.name, message, member=self._member))
             if self._member.closing is None:
-                raise self.error or RunLostError(f"how run {self.keys.run} ended cannot be learned")
+                raise self.error or RunLostError(
+                    f"the end of run {self.keys.run} is unknown: neither store nor archive has it"
+                )
             return self._member.closing
 
     def roster(self) -> Roster:
@@ -207,7 +211,7 @@ class Session:
             place = self._member.place
             entry = self._store.get(self.keys.roster(place.round)) if place is not None else None
             if entry is None:
-                raise StaleRoundError(f"{self.name} has no place in a round that runs")
+                raise StaleRoundError(f"{self.name} has no place in a running round")
             return decode(Roster, self.keys.roster(self._member.round), entry)
 
     # --- the step -------------------------------------------------------------------------------------
@@ -240,7 +244,7 @@ class Session:
             self._end(None, error)
         elif now - self._used_at >= self.rules.store_patience_s:
             silent = f"{now - self._used_at:.0f} s"
-            lost = RunLostError(f"the store of run {self.keys.run} was of no use for {silent}: {error}")
+            lost = RunLostError(f"store unavailable for {silent} (run {self.keys.run}): {error}")
             lost.__cause__ = error
             self._end(None, lost)
 
@@ -275,7 +279,7 @@ class Session:
         self._surrendered = False
 
     def _seat_lost(self) -> None:
-        log.info("%s: the lease of its seat ended; it counts as gone in round %d", self.name, self._member.round)
+        log.info("%s lost its seat in round %d: the lease ended", self.name, self._member.round)
         self._seat, self._seat_version = None, ABSENT
         self._member.apply(Event.SEAT_LOST)
 
@@ -300,7 +304,7 @@ class Session:
         if not look.hosted:
             if not self._hosting.take(look.round, look.version, now):
                 return
-            log.info("%s hosts run %s, whose host is gone", self.name, self.keys.run)
+            log.info("%s is now host of run %s: the lease of the previous host ended", self.name, self.keys.run)
         elif self.is_host and now >= self._hosting.next_at:
             closing = self._hosting.duty(now)
             if closing is not None:
@@ -371,12 +375,14 @@ class Session:
             self._seated_at = now
         elif now - self._seated_at > self.rules.join_timeout_s + 2 * self.rules.lease_s:
             what = f"round {self._member.round} of run {self.keys.run}"
-            raise JoinTimeoutError(f"{what} did not come together in {now - self._seated_at:.0f} s")
+            raise JoinTimeoutError(
+                f"{what} is not complete after {now - self._seated_at:.0f} s: too few members joined"
+            )
 
     def _settle(self, closing: Closing | None) -> None:
         """The run has ended. Both places know it before anybody is told."""
         if closing is None:
-            self._end(None, RunLostError(f"the store has forgotten run {self.keys.run}; how it ended is unknown"))
+            self._end(None, RunLostError(f"run {self.keys.run} is no longer in the store; its end is unknown"))
             with contextlib.suppress(OSError, StoreError):
                 closing = self._archive.read() if self._archive is not None else None
             if closing is not None and closing.incarnation == self._member.incarnation:

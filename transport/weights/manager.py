@@ -108,9 +108,9 @@ class WeightUpdate:
         if before is None:
             self._admissions[replica.name] = Admission()
         elif before.state is State.EXCLUDED:
-            self._admissions[replica.name] = before.after(Event.READMIT, reason="it has come back")
+            self._admissions[replica.name] = before.after(Event.READMIT, reason="it joined again")
         else:
-            raise UsageError(f"{replica.name} is a member already; exclude it first")
+            raise UsageError(f"{replica.name} is already a member; exclude it first")
         self._proven[replica.name] = None
         self._replicas[replica.name] = replica
 
@@ -141,7 +141,7 @@ class WeightUpdate:
                 `outcome` (where it takes one) is the `Outcome`. CancelledError counts as a failure like others.
         """
         if self._busy:
-            raise UsageError("an update is under way; they come one after another")
+            raise UsageError("an update is already running; wait for its end")
         names = tuple(name for name, each in self._admissions.items() if each.state is not State.EXCLUDED)
         machine = UpdateMachine(
             tuple(self._trainers), names, self._policy, self._limits, time.monotonic()

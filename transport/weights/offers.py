@@ -61,7 +61,7 @@ class Taker:
         try:
             found = _decode(notice)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise ProtocolError(f"these {len(notice)} bytes are no offer of a version: {error}") from error
+            raise ProtocolError(f"not an offer of a version ({len(notice)} bytes): {error}") from error
         with client.read(Ticket.decode(found.ticket), rank=rank, timeout=timeout) as payload:
             # the slot is for the next version; what a client with ``device=`` has read is in no slot any more
             weights = {
@@ -69,12 +69,17 @@ class Taker:
             }
         arrived = weights_checksum(weights)
         if arrived != found.checksum:
-            raise WeightsChecksumError(f"v{found.version} arrived as {arrived:016x}, not {found.checksum:016x}")
+            raise WeightsChecksumError(
+                f"v{found.version}: checksum mismatch: received {arrived:016x}, expected {found.checksum:016x}"
+            )
         try:
             self._load(weights, found.version)
             served = self.worker.served_checksum()
             if served not in (None, found.checksum):
-                raise WeightsChecksumError(f"v{found.version} was loaded, and {served or 0:016x} would be served")
+                raise WeightsChecksumError(
+                    f"v{found.version}: checksum mismatch after loading: the worker would serve {served or 0:016x}, "
+                    f"expected {found.checksum:016x}"
+                )
         except BaseException:
             if self._held:
                 self._load(self._held, self.version)

@@ -207,7 +207,10 @@ class RingEngine(WeightEngine):
         """Rank 0 of the trainers sends. See topology.py for who pulls from whom."""
         found = [msgspec.convert(each, Description) for each in metadata]
         if len(found) != actor_n + rollout_n or actor_n < 1:
-            raise UsageError(f"{len(found)} descriptions came of {actor_n} trainers and {rollout_n} replicas")
+            raise UsageError(
+                f"{len(found)} descriptions for {actor_n} trainers and {rollout_n} replicas: "
+                "give one of each member, trainers first"
+            )
         trainer, replicas = found[0], found[actor_n:]
         hops = topology.hops(replicas, trainer.shape, trainer.fanout)
         members = [*replicas, trainer]  # parent -1 is the last
@@ -249,7 +252,7 @@ class RingEngine(WeightEngine):
         """Connect to the parent, and wait for the children. The arguments are those of `build_topology`."""
         feed = self._feed
         if feed is None:
-            raise UsageError(f"{self.name}: prepare comes before init_process_group")
+            raise UsageError(f"{self.name}: call prepare() before init_process_group()")
         self._rank = int(arguments["rank"])
         wired, self._mapped = tuple(arguments["wired"] or ()), tuple(arguments["mapped"] or ())
         base = arguments["base"]
@@ -301,7 +304,7 @@ class RingEngine(WeightEngine):
     async def send_weights(self, weights: Weights, global_steps: int) -> Proof | None:
         """Send, if this is the first trainer. A delta goes out where the group has the version before."""
         if self._feed is None:
-            raise UsageError(f"{self.name}: send_weights comes after init_process_group")
+            raise UsageError(f"{self.name}: call init_process_group() before send_weights()")
         if self._rank != 0:
             await drain(weights)
             return None
@@ -319,7 +322,7 @@ class RingEngine(WeightEngine):
         """The complete version, proven; it is held from now on, and the one before until `finalize`."""
         link, upstream, feed = self._link, self._upstream, self._feed
         if link is None or upstream is None or feed is None:
-            raise UsageError(f"{self.name}: receive_weights comes after init_process_group")
+            raise UsageError(f"{self.name}: call init_process_group() before receive_weights()")
         try:
             held = await self._receive(link, upstream, feed, global_steps)
         except BaseException:
@@ -334,7 +337,7 @@ class RingEngine(WeightEngine):
         if link.mapped:
             return await map_(upstream, version, link.rank)
         if self._client is None:
-            raise InternalError("a replica that lands has a client")
+            raise InternalError("a replica that receives over a wire has no client")
         landing = Landing(
             upstream,
             self._client,
@@ -355,7 +358,7 @@ class RingEngine(WeightEngine):
         Raises WeightsError where there is none.
         """
         if self._previous is None:
-            raise WeightsError(f"{self.name} holds no version before {self.proof}")
+            raise WeightsError(f"{self.name} has no version before {self.proof}")
         held, self._held, self._previous = self._held, self._previous, None
         if held is not None:
             held.release()

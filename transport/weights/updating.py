@@ -122,7 +122,7 @@ class Run:
             try:
                 self._on_step(do.step, do.members)
             except Exception:  # who only looks on must not leave replicas paused
-                log.exception("the callback for steps failed at %s", do.step)
+                log.exception("the on_step callback failed at step %s", do.step)
             self.machine.report(await self._step(do))
             self.steps_s[do.step.value] = time.monotonic() - begun
             if do.step is Step.PROVE:
@@ -140,7 +140,7 @@ class Run:
                 try:
                     await tidy()
                 except Exception:  # the update is what it is; memory that stays is found by `transport reclaim`
-                    log.exception("the segments of %s could not be removed", member.name)
+                    log.exception("the segments of %s were not removed; run: transport reclaim", member.name)
 
     async def _step(self, do: Do) -> list[tuple[str, BaseException]]:
         """Do a step with all its members at once; who failed, causes before consequences, in the order of time."""
@@ -166,7 +166,10 @@ class Run:
         for task in late:
             task.cancel()
             failed.append(
-                (tasks[task], WeightsTimeoutError(f"{tasks[task]} was not done with {do.step} in {do.limit_s:.4g} s"))
+                (
+                    tasks[task],
+                    WeightsTimeoutError(f"timeout: {tasks[task]} did not finish {do.step} in {do.limit_s:.4g} s"),
+                )
             )
         if late:
             await asyncio.wait(late, timeout=_GRACE_S)
@@ -193,7 +196,7 @@ class Run:
         check(result, step.value)
         if step is Step.PREPARE:
             if not isinstance(result, dict):
-                raise MemberFailedError(f"{name} prepared {result!r:.80}, not a description of itself")
+                raise MemberFailedError(f"{name}: prepare returned {result!r:.80}, expected a dict")
             self._metadata[name] = result
         elif step is Step.TRANSFER:
             if isinstance(result, Proof):
@@ -202,7 +205,7 @@ class Run:
                 else:
                     self._received[name] = result
             elif name not in self._trainers:
-                raise MemberFailedError(f"{name} did not prove what it received: {result!r:.80}")
+                raise MemberFailedError(f"{name}: receive_weights returned {result!r:.80}, expected a Proof")
         elif step is Step.PROVE:
             self.proofs[name] = result if isinstance(result, Proof) else None
 

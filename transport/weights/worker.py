@@ -178,7 +178,8 @@ class Replica:
         served = None if as_given else await call(self.worker.served_checksum)
         if served is not None and served != held.proof.checksum:
             raise WeightsChecksumError(
-                f"{self.name} was given {held.proof} and would serve {served:016x}: its load changed or lost tensors"
+                f"{self.name}: checksum mismatch after loading {held.proof}: it would serve {served:016x}; its load "
+                "changed or lost tensors"
             )
         self._loaded = held.proof
 
@@ -189,7 +190,7 @@ class Replica:
             if self.engine.held is not None:
                 await settled(asyncio.ensure_future(self._load(self.engine.held)))
         except BaseException as error:
-            first.add_note(f"{self.name}: the version before could not be restored: {type(error).__name__}: {error}")
+            first.add_note(f"{self.name}: the previous version was not restored: {type(error).__name__}: {error}")
 
     async def prove(self) -> Proof | None:
         """The version that would be served, by the checksum of all its bytes. None: it cannot be told."""

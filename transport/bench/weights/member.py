@@ -86,7 +86,7 @@ def make(config: MemberConfig) -> Trainer | Replica:
     if isinstance(made, RolloutWorker):
         return Replica(engine, made)
     if not hasattr(made, "weights"):
-        raise UsageError(f"{config.made} is neither a RolloutWorker nor has it weights(version)")
+        raise UsageError(f"{config.made} is neither a RolloutWorker nor an object with weights(version)")
     return Trainer(engine, made)
 
 
@@ -112,7 +112,7 @@ class Answering:
     async def _answer(self, request: Request) -> None:
         try:
             if request.method not in _METHODS:
-                raise UsageError(f"a member has no method {request.method!r}")
+                raise UsageError(f"unknown method {request.method!r} of a member")
             result = await self._call(request.method, request.arguments)
             answer = Answer(request.id, msgspec.to_builtins(result))
         except Exception as error:

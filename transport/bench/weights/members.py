@@ -161,7 +161,7 @@ class ProcessMember:
     async def receive_weights(self, version: int) -> Proof:
         proof = _proof(await self.call("receive_weights", version))
         if proof is None:
-            raise MemberFailedError(f"{self.name} received v{version} and proved nothing")
+            raise MemberFailedError(f"{self.name} returned no proof for v{version}")
         return proof
 
     async def prove(self) -> Proof | None:

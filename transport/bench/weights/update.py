@@ -163,7 +163,7 @@ async def _update(manager: WeightUpdate, members: list[ProcessMember], version: 
     outcome = await manager.update(version, whole=whole)
     after = [await member.call("statistics") for member in members]
     if set(manager.admitted.values()) != {version} or len(manager.admitted) != len(members) - 1:
-        raise InternalError(f"v{version} is not proven by all: {manager!r}")
+        raise InternalError(f"v{version} is not proven by every replica: {manager!r}")
     if outcome.delta == whole:
         raise InternalError(f"v{version} was sent {'as a delta' if outcome.delta else 'whole'}")
 

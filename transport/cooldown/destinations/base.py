@@ -82,7 +82,7 @@ class Destination(abc.ABC):
         if size is None:
             return None
         if size > most:
-            raise DestinationError(f"{self.url}: {path} has {size} bytes, more than the {most} that are read")
+            raise DestinationError(f"{self.url}: {path} is too large: {size} bytes, at most {most} are read")
         with self.pieces(path) as pieces:
             return b"".join(pieces)
 
@@ -109,11 +109,13 @@ def check_permissions(destination: Destination) -> None:
         destination.put(probe, content)
         operation = "read"
         if destination.read(probe, len(content)) != content:
-            raise DestinationDeniedError(f"{destination.url}: cannot read back what was written: other bytes are there")
+            raise DestinationDeniedError(
+                f"{destination.url}: content mismatch: the test file does not have the bytes that were written"
+            )
         operation = "delete from"
         destination.delete(probe)
         if destination.size(probe) is not None:
-            raise DestinationDeniedError(f"{destination.url}: cannot delete from it: {probe} stays")
+            raise DestinationDeniedError(f"{destination.url}: the test file {probe} still exists after it was deleted")
     except DestinationDeniedError as error:
         raise DestinationDeniedError(_denial(destination.url, operation, error)) from error
     except DestinationError as error:
@@ -121,7 +123,7 @@ def check_permissions(destination: Destination) -> None:
 
 
 def _denial(url: str, operation: str, error: DestinationError) -> str:
-    return f"this client may not join: it cannot {operation} the destination {url} ({error})"
+    return f"this client cannot join: it cannot {operation} the destination {url} ({error})"
 
 
 def normalise(url: str) -> str:
@@ -135,7 +137,7 @@ def normalise(url: str) -> str:
     parts = urlsplit(url)
     if scheme != "file" and (parts.query or parts.fragment or "@" in parts.netloc):
         raise UsageError(
-            f"the destination {scheme}://… has credentials or options in it: give scheme, place and path only, and "
+            f"destination {scheme}://… contains credentials or options: give scheme, bucket and path only, and "
             f"credentials in the environment"
         )
     if scheme == "file":
@@ -147,13 +149,13 @@ def normalise(url: str) -> str:
             f"destination {scheme}://…: choose a folder, or one of {', '.join(f'{s}://' for s in SCHEMES)}"
         )
     if not parts.netloc:
-        raise UsageError(f"destination {url}: it names no {'repository' if scheme == 'hf' else 'bucket'}")
+        raise UsageError(f"destination {url}: the {'repository' if scheme == 'hf' else 'bucket'} is missing")
     return f"{scheme}://{rest.strip('/')}"
 
 
 def _folder_url(path: str) -> str:
     if not path:
-        raise UsageError("the destination is empty: name a folder or a URL")
+        raise UsageError("the destination is empty: give a folder or a URL")
     return Path(path).expanduser().resolve().as_uri()
 
 

@@ -123,7 +123,7 @@ class Folder(Destination):
             if error.errno in _DENIED:
                 raise DestinationDeniedError(f"{where}: {why}") from error
             if error.errno in _FULL:
-                raise DestinationError(f"{where}: it is full ({why}); make room there") from error
+                raise DestinationError(f"{where}: no space left ({why}); free some") from error
             raise DestinationError(f"{where}: {why}") from error
 
 

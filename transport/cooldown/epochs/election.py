@@ -48,10 +48,11 @@ def elect(clients: Iterable[str], *, seed: int, epoch: int, algorithm: int = ALG
     """
     if algorithm != ALGORITHM:
         raise UsageError(
-            f"election by algorithm {algorithm}; this build knows {ALGORITHM}: run the same build everywhere"
+            f"election algorithm mismatch: the record has {algorithm}, this build has {ALGORITHM}; "
+            "run one build everywhere"
         )
     if not (0 <= seed <= _MASK and 0 <= epoch <= _MASK):
-        raise UsageError(f"election with seed {seed} and epoch {epoch}; both must be 0 to 2**64 - 1")
+        raise UsageError(f"election with seed={seed}, epoch={epoch}: give 0 to 2**64 - 1")
     names = sorted(set(clients), key=lambda name: name.encode())
     draw = _drawing(_mix(seed) ^ epoch)
     elected = checkpointers(len(names))

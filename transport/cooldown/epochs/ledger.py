@@ -91,7 +91,7 @@ class Ledger:
             try:
                 report = decode(entry.value, Report)
             except StoreUnsuitableError as error:
-                log.warning("%s: %s", key, error)
+                log.warning("report %s is ignored: %s", key, error)
                 continue
             if report.client == key.removeprefix(prefix):
                 found.append(report)

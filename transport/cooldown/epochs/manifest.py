@@ -64,13 +64,15 @@ def decode(data: bytes) -> Manifest:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointDamagedError(f"the manifest cannot be decoded: {error}") from error
     if manifest.layout != LAYOUT:
-        raise CheckpointDamagedError(f"a manifest of layout {manifest.layout}; this build knows {LAYOUT}")
+        raise CheckpointDamagedError(f"manifest layout mismatch: found {manifest.layout}, this build reads {LAYOUT}")
     names = [file.name for file in manifest.files]
     if not names or len(set(names)) != len(names):
-        raise CheckpointDamagedError("the manifest names no file, or one twice")
+        raise CheckpointDamagedError("the manifest lists no file, or one file twice")
     for file in manifest.files:
         if not is_safe(file.name) or file.size < 0 or not _DIGEST.fullmatch(file.sha256):
-            raise CheckpointDamagedError(f"the manifest's entry {file.name!r} is not that of a file in its folder")
+            raise CheckpointDamagedError(
+                f"invalid entry {file.name!r} in the manifest: its name, size or checksum is not valid"
+            )
     return manifest
 
 
@@ -91,6 +93,6 @@ def check_file_name(name: str) -> str:
     """Return the name of a file to upload, or raise UsageError."""
     if not is_safe(name):
         raise UsageError(
-            f'the file {name!r} cannot be part of a checkpoint; rename it: printable, without \\ : * ? " < > |'
+            f'the file name {name!r} is not portable; rename it: printable characters, without \\ : * ? " < > |'
         )
     return name

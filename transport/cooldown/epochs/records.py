@@ -136,9 +136,9 @@ def decode(data: bytes, kind: type[R]) -> R:
     try:
         record = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StoreUnsuitableError(f"not a {kind.__name__} of a cooldown: {error}") from error
+        raise StoreUnsuitableError(f"invalid {kind.__name__} in the store: {error}") from error
     if isinstance(record, EpochRecord) and record.layout != LAYOUT:
-        raise StoreUnsuitableError(f"an epoch's record of layout {record.layout}; this build knows {LAYOUT}")
+        raise StoreUnsuitableError(f"epoch record layout mismatch: found {record.layout}, this build reads {LAYOUT}")
     return record
 
 
@@ -146,7 +146,7 @@ def decode(data: bytes, kind: type[R]) -> R:
 def check_name(name: str, what: str) -> str:
     """Return the name of a run or a client, or raise UsageError: it becomes part of keys and paths."""
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{what} {name!r}: give 1 to 100 of A-Z a-z 0-9 . _ - and begin with no dot or dash")
+        raise UsageError(f"{what} {name!r}: give 1 to 100 of A-Z a-z 0-9 . _ -, the first not a dot or dash")
     return name
 
 

@@ -26,7 +26,7 @@ class Stop:
     def check(self) -> None:
         """Raise UploadCancelledError if it was called off. Between files, and between the pieces of one."""
         if self._called_off:
-            raise UploadCancelledError("the upload was called off before it was complete")
+            raise UploadCancelledError("the upload was cancelled before it was complete")
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:

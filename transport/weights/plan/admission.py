@@ -75,7 +75,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
         """
         to = TRANSITIONS.get((self.state, event))
         if to is None:
-            raise InvalidAdmission(f"a replica that is {self} cannot see {event.value!r}")
+            raise InvalidAdmission(f"no transition for event {event.value!r} of a replica that is {self}")
         if (to is State.SERVING) != (version is not None):
             raise InvalidAdmission(f"{event.value!r} of a replica that is {self} with version {version}")
         return Admission(state=to, version=self.version if version is None else version, reason=reason)

@@ -109,10 +109,10 @@ class UpdateMachine:
         self, trainers: Sequence[str], replicas: Sequence[str], policy: Policy, limits: Limits, now: float
     ) -> None:
         if policy not in ("restore", "exclude", "fail_job"):
-            raise UsageError(f"policy={policy!r}; choose 'restore', 'exclude' or 'fail_job'")
+            raise UsageError(f"policy={policy!r}: choose 'restore', 'exclude' or 'fail_job'")
         if not trainers or not replicas or len({*trainers, *replicas}) != len(trainers) + len(replicas):
             raise UsageError(
-                f"{len(trainers)} trainers and {len(replicas)} replicas: one of each at least, names differ"
+                f"{len(trainers)} trainers, {len(replicas)} replicas: give at least one of each, with different names"
             )
         self._trainers = tuple(trainers)
         self._replicas = tuple(replicas)
@@ -153,7 +153,11 @@ class UpdateMachine:
 
     def _go_on(self, step: Step, now: float) -> bool:
         if self._forward and now >= self._deadline:
-            self.fail(step, "", WeightsTimeoutError(f"the update's {self._limits.total:g} s were over before {step}"))
+            self.fail(
+                step,
+                "",
+                WeightsTimeoutError(f"timeout: the update took longer than {self._limits.total:g} s before {step}"),
+            )
         return self._forward
 
     def _members(self, step: Step) -> tuple[str, ...]:
@@ -232,7 +236,7 @@ def verdicts(
     arrived = {name for name, proof in proofs.items() if proof is not None and proof == new}
     found = {}
     for name, proof in proofs.items():
-        reason = reasons.get(name) or reasons.get("") or "it did not get the version"
+        reason = reasons.get(name) or reasons.get("") or "it did not receive the version"
         if name in lost:
             found[name] = Verdict(Event.EXCLUDE, None, reason)
         elif policy == "fail_job" and reasons:

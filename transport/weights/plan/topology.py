@@ -59,7 +59,9 @@ def hops(
 ) -> list[Hop]:
     """One hop for each replica, in their order. Deterministic. UsageError for an unknown shape or a fan-out below 1."""
     if shape not in SHAPES or fanout < 1 or local < 1:
-        raise UsageError(f"shape={shape!r}, fanout={fanout}: choose {', '.join(SHAPES)}, and a fan-out of 1 or more")
+        raise UsageError(
+            f"shape={shape!r}, fanout={fanout}: choose a shape of {', '.join(SHAPES)}, and a fan-out of 1 or more"
+        )
     if shape == "star":
         return [Hop(parent=-1, mapped=False) for _ in replicas]
     groups: dict[str, list[list[int]]] = {}

@@ -96,7 +96,7 @@ class Feed:
                 self._children[name] = writer
                 self._joined.set()
                 while await reader.read(1024):
-                    raise ProtocolError(f"{name} says what a child does not say")
+                    raise ProtocolError(f"unexpected message from child {name}")
         finally:
             if name is None:
                 self._strangers = max(0, self._strangers - 1)
@@ -106,11 +106,13 @@ class Feed:
 
     def _admitted(self, hello: Frame) -> str:
         if not isinstance(hello, Hello) or not secrets.compare_digest(hello.token.encode(), self.token.encode()):
-            raise ProtocolError("whoever connects to a feed begins with the token of its group")
+            raise ProtocolError(
+                "authentication failed: the first message on a feed must be Hello with the group's token"
+            )
         if hello.name in self._children:
-            raise ProtocolError(f"{hello.name} is connected already")
+            raise ProtocolError(f"{hello.name} is already connected")
         if self._expected is not None and hello.name not in self._expected:
-            raise ProtocolError(f"{hello.name} is not of this group; it comes in with the next one")
+            raise ProtocolError(f"{hello.name} is not in this group; it joins with the next update")
         return hello.name
 
     async def tell(self, frame: Frame, names: Iterable[str]) -> None:
@@ -169,13 +171,13 @@ class Upstream:
         try:
             reader, writer = await asyncio.open_connection(address, port)
         except OSError as error:
-            raise ParentLostError(f"{parent} cannot be reached at {address}:{port}: {error}") from error
+            raise ParentLostError(f"{parent} is unreachable at {address}:{port}: {error}") from error
         upstream = cls(parent, reader, writer)
         try:
             writer.write(encode(Hello(token, name)))
             answer = await upstream.next()
             if not isinstance(answer, Welcome):
-                raise ProtocolError(f"{parent} answered {type(answer).__name__} to a child that joins")
+                raise ProtocolError(f"unexpected answer from {parent}: {type(answer).__name__}, expected Welcome")
         except BaseException:
             upstream.close()
             raise
@@ -186,7 +188,7 @@ class Upstream:
         try:
             frame = await _next(self._reader)
         except (OSError, EOFError) as error:
-            raise ParentLostError(f"{self._parent} ended in the middle of the update") from error
+            raise ParentLostError(f"{self._parent} disconnected during the update") from error
         if isinstance(frame, Failed):
             raise ParentLostError(f"{self._parent}: {frame.kind}: {frame.message}")
         return frame

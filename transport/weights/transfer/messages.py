@@ -87,7 +87,9 @@ def encode(frame: Frame) -> bytes:
     """The frame with its length before it. ProtocolError when it is too long."""
     body = _encode(frame)
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a {type(frame).__name__} frame of {len(body)} bytes is longer than {MAX_FRAME_BYTES}")
+        raise ProtocolError(
+            f"a {type(frame).__name__} frame has {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed"
+        )
     return _LENGTH.pack(len(body)) + body
 
 
@@ -95,7 +97,7 @@ def length_of(head: bytes) -> int:
     """Bytes that follow this head. ProtocolError for more than any frame has."""
     (length,) = _LENGTH.unpack(head)
     if length > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {length} bytes is announced; the longest has {MAX_FRAME_BYTES}")
+        raise ProtocolError(f"a frame has {length} bytes by its header; at most {MAX_FRAME_BYTES} are allowed")
     return int(length)
 
 
@@ -104,5 +106,5 @@ def decode(body: bytes) -> Frame:
     try:
         frame: Frame = _decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ProtocolError(f"these {len(body)} bytes are not a frame: {error}") from error
+        raise ProtocolError(f"not a frame ({len(body)} bytes): {error}") from error
     return frame

@@ -104,7 +104,7 @@ class Outlet:
         since = time.monotonic()
         while True:
             if not self.children:
-                raise ChildrenLostError(f"all of {', '.join(self._children)} are gone; nobody is left to send to")
+                raise ChildrenLostError(f"all children are disconnected: {', '.join(self._children)}")
             seen = ring.native.freed_event()
             with contextlib.suppress(RingFullError):
                 return ring.reserve(schema, readers=len(self._children), timeout_s=0.0)
@@ -176,7 +176,9 @@ class Outlet:
                 since = time.monotonic()
             await in_thread(ring.native.wait_freed, seen, _LOOK_S)
         if not self.children:
-            raise ChildrenLostError(f"all of {', '.join(self._children)} were gone before the version was sent")
+            raise ChildrenLostError(
+                f"all children disconnected before the version was sent: {', '.join(self._children)}"
+            )
 
     def abandon(self) -> None:
         """What is still in the ring will not be read. Idempotent; legal in any state."""
@@ -187,7 +189,7 @@ class Outlet:
 
     def _opened(self) -> SharedRingBuffer:
         if self._ring is None:
-            raise ClosedError("this outlet has no children, or is closed")
+            raise ClosedError("this sender has no children, or is closed")
         return self._ring
 
     def close(self) -> None:

@@ -49,9 +49,9 @@ def _layout_of(begin: Begin) -> VersionLayout:
 async def _begin(upstream: Upstream, version: int) -> Begin:
     frame = await upstream.next()
     if not isinstance(frame, Begin):
-        raise ProtocolError(f"a version began with {type(frame).__name__}")
+        raise ProtocolError(f"unexpected message at the start of a version: {type(frame).__name__}, expected Begin")
     if frame.version != version:
-        raise WeightsError(f"v{frame.version} comes, v{version} was asked for")
+        raise WeightsError(f"version mismatch: received v{frame.version}, expected v{version}")
     return frame
 
 
@@ -60,7 +60,7 @@ async def map_(upstream: Upstream, version: int, rank: int) -> Held:
     layout = _layout_of(await _begin(upstream, version))
     frame = await upstream.next()
     if not isinstance(frame, Landed):
-        raise ProtocolError(f"{type(frame).__name__} came where a landed version was due")
+        raise ProtocolError(f"unexpected message: {type(frame).__name__}, expected Landed")
     ticket = Ticket.decode(frame.ticket)
     work = asyncio.ensure_future(asyncio.to_thread(attach, ticket, rank, layout, version, frame.checksum))
     try:
@@ -132,7 +132,9 @@ class Landing:
             end = await self._buckets(layout, row, begin.base >= 0)
             checksum = self._hasher.digest() if begin.base < 0 else await in_thread(_ring.checksum, row.data)
             if checksum != end.checksum or (begin.base < 0 and self._hashed != layout.total):
-                raise WeightsChecksumError(f"v{version} arrived with checksum {checksum:016x}, not {end.checksum:016x}")
+                raise WeightsChecksumError(
+                    f"v{version}: checksum mismatch: received {checksum:016x}, expected {end.checksum:016x}"
+                )
             lease.checksum = checksum
             ticket = lease.publish()
         except BaseException:
@@ -160,7 +162,7 @@ class Landing:
     async def _copy_base(self, begin: Begin, layout: VersionLayout, row: Bytes) -> None:
         base = self._base
         if base is None or base.proof != Proof(begin.base, begin.base_checksum) or base.layout != layout:
-            raise SchemaError(f"changes against v{begin.base} came, and {base!r} is what this replica has")
+            raise SchemaError(f"base mismatch: received changes against v{begin.base}, this replica has {base!r}")
         await in_thread(_ring.copy, row.data, base.row)
         self._outlet.bytes_copied += len(row)
 
@@ -175,7 +177,7 @@ class Landing:
                 if isinstance(frame, End):
                     break
                 if not isinstance(frame, Bucket) or frame.index != count:
-                    raise ProtocolError(f"bucket {count} was due, {type(frame).__name__} came: one was missed")
+                    raise ProtocolError(f"unexpected message: {type(frame).__name__}, expected bucket {count}")
                 count += 1
                 ticket = Ticket.decode(frame.ticket)
                 place = np.empty(ticket.size, np.uint8) if changes else self._place(frame, ticket, layout, row)
@@ -188,7 +190,7 @@ class Landing:
         finally:
             await ended(*(task for _, _, task in reads))
         if frame.buckets != count:
-            raise ProtocolError(f"{frame.buckets} buckets were sent, {count} came")
+            raise ProtocolError(f"bucket count mismatch: received {count}, sent {frame.buckets}")
         return frame
 
     def _place(self, frame: Bucket, ticket: Ticket, layout: VersionLayout, row: Bytes) -> Bytes:
@@ -200,7 +202,7 @@ class Landing:
         try:
             payload = await read  # verified by the bucket's checksum, and read again when that fails, over a wire
             if payload.wire == "mapped" and await in_thread(_ring.checksum, place.data) != payload.ticket.checksum:
-                raise WeightsChecksumError(f"bucket {frame.index} is not what was sent, by its checksum")
+                raise WeightsChecksumError(f"bucket {frame.index}: checksum mismatch")
         except BaseException:
             await ended(read)
             raise
@@ -210,7 +212,9 @@ class Landing:
             self._outlet.bytes_copied += len(place)
         else:
             if frame.start != self._hashed:
-                raise ProtocolError(f"bucket {frame.index} starts at {frame.start}, {self._hashed} was due")
+                raise ProtocolError(
+                    f"bucket {frame.index}: offset mismatch: received {frame.start}, expected {self._hashed}"
+                )
             await in_thread(self._hasher.update, place.data)
             self._hashed += len(place)
         if self._outlet.children:

@@ -93,7 +93,7 @@ class Held:
             try:
                 mark.wait()
             except Exception as error:  # of CuPy's: a device that has failed copies nothing any more
-                log.error("weights were being copied to a device that failed: %s", error)
+                log.error("copy of weights to the device failed: %s", error)
 
     def release(self) -> None:
         """Give the slot back, once copies out of it are done. Idempotent."""
@@ -132,7 +132,7 @@ def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, check
         found = _ring.checksum(lease.view)
         if found != checksum or ticket.size != layout.total:
             lease.release()
-            raise WeightsChecksumError(f"v{version} was mapped with checksum {found:016x}, {checksum:016x} was sent")
+            raise WeightsChecksumError(f"v{version}: checksum mismatch: mapped {found:016x}, expected {checksum:016x}")
         return Held(layout, Proof(version, checksum), lease, ring)
     except BaseException:
         ring.close()

@@ -81,7 +81,7 @@ def tensor_of(value: object, name: str) -> Tensor:
     if not array.contiguous:
         plain = library_of(array.value).converted(array, array.dtype)
         if plain is None:
-            raise SchemaError(f"{name}: a strided {array.dtype.name} that its library cannot make contiguous")
+            raise SchemaError(f"{name}: a strided {array.dtype.name} tensor that its library cannot make contiguous")
         array = plain
     return OnDevice(array)
 
