@@ -173,7 +173,7 @@ def test_listeners_are_spread_over_rings() -> None:
         (["loopback", "--wire", "mapped,pigeon"], "--wire mapped,pigeon: choose some of mapped, shm, tcp, rdma"),
         (["loopback", "--checksum", "perhaps"], "--checksum perhaps: choose on, off, or on,off"),
         (["loopback", "--peers", "memcpy,owl"], "unknown peer 'owl'; choose all, or some of memcpy, ucx_perftest, "),
-        (["loopback", "--plot", "picture.jpeg"], "--plot picture.jpeg: give the name of a .png file"),
+        (["loopback", "--plot", "picture.jpeg"], "--plot picture.jpeg: give a .png file"),
         (["loopback", "--plot", "/nowhere/picture.png"], "in an existing folder"),
         (["loopback", "--readers", "15"], "--readers"),
         (["loopback", "--seconds", "0"], "--seconds"),

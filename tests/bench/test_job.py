@@ -88,7 +88,7 @@ def test_the_window_has_room_for_four_payloads_and_bounded_memory(size: int) -> 
         ),
         (["--sizes", "32B"], "--sizes 32: give more than 32 bytes"),
         (["--idle", "--writers", "2"], "--idle needs --writers 1, got 2"),
-        (["--plot", "job.pdf"], "--plot job.pdf: give the name of a .png file"),
+        (["--plot", "job.pdf"], "--plot job.pdf: give a .png file"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(

@@ -37,7 +37,7 @@ def test_json_into_a_folder_that_is_not_there_is_refused_before_anything_is_done
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*command.split(), "--json", str(tmp_path / "none" / "result.json")]) == 2
-    assert complaint(capsys).endswith("result.json: the folder does not exist")
+    assert complaint(capsys).endswith("result.json: the folder does not exist; create it first")
 
 
 @pytest.mark.parametrize(

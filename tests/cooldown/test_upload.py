@@ -183,7 +183,7 @@ def test_a_report_cannot_name_a_place_elsewhere(destination: Folder, attempt: st
         verified(destination, RECORD, report("", attempt))
 
 
-# --- called off -----------------------------------------------------------------------------------------
+# --- cancelled -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at", ["before", "within a file", "between files", "before the manifest"])
 def test_an_upload_that_was_called_off_says_so_and_leaves_nothing(model: Path, destination: Folder, at: str) -> None:
     stop = Stop()
@@ -201,7 +201,7 @@ def test_an_upload_that_was_called_off_says_so_and_leaves_nothing(model: Path, d
 
     if at == "before":
         stop.set()
-    with pytest.raises(UploadCancelledError, match="called off"):
+    with pytest.raises(UploadCancelledError, match="cancelled"):
         upload(model, destination, RECORD, "a", ATTEMPT, stop=stop, progress=progress)
     assert reached or at == "before"
     assert left(destination) == []

@@ -64,7 +64,7 @@ def test_a_destination_that_may_not_be_written_ends_the_run_at_its_start(
     with running(tmp_path, "--episodes", "16", "--checkpoint", "/proc/self/task") as demo:
         status, out, err = demo.finished()
     assert (status, out) == (1, "")
-    assert "may not join: it cannot create files in" in err.splitlines()[-1]
+    assert "cannot join: it cannot create files in" in err.splitlines()[-1]
     assert demo.left() == []
 
 

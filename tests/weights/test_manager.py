@@ -224,7 +224,7 @@ def test_a_group_build_that_hangs_ends_at_its_limit(shared: Any) -> None:
             os.kill(stopped.process.pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
 
         crew.manager._on_step = stop
-        with pytest.raises(WeightsTimeoutError, match=r"was not done with init in 0\.4 s"):
+        with pytest.raises(WeightsTimeoutError, match=r"did not finish init in 0\.4 s"):
             await crew.update()
         crew.manager._on_step = lambda step, members: None
         os.kill(stopped.process.pid, signal.SIGCONT)

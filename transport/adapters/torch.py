@@ -227,7 +227,7 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
         self._in_hand: _Delivery | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches as `collate` makes them. Asking for the next one acknowledges the previous one; one loop at a time."""
+        """Batches as `collate` makes them. Asking for the next one acknowledges the last one; one loop at a time."""
         return self._own() if self.num_workers == 0 else self._from_workers()
 
     def _own(self) -> Iterator[Any]:

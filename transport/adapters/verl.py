@@ -35,7 +35,7 @@ _END = ("", None)  # no tensor has this name
 
 
 class _Adapter:
-"""The engine that `engine_class` mixes into verl's base class. One object for each worker process.
+    """The engine that `engine_class` mixes into verl's base class. One object for each worker process.
 
     Args:
         bucket_size: bytes.
@@ -125,7 +125,7 @@ class _Adapter:
                     )
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
-"""The tensors of the version that this engine holds."""
+        """The tensors of the version that this engine holds."""
         held = self._engine.held
         for name, array in () if held is None else self._engine.arrays(held):
             yield name, self._tensor(array)

@@ -1,7 +1,7 @@
 """The claims that a trainer holds, and what it reports to the queue about them.
 
     claimed ──settle──► acknowledged: may be trained on   ──lost──► held by another trainer: may not
-       └──report──► failed: discarded if the payload can never be read, else retried; duplicate: acknowledged, not trained
+       └──report──► failed: discarded if unreadable for good, else retried; duplicate: acknowledged, not trained on
        └──give_back──► open for the next consumer
 
 Methods block on the queue; the packer calls them from the trainer's thread or a worker thread. The counters are part of

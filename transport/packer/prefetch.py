@@ -24,7 +24,7 @@ B = TypeVar("B")
 
 
 class PrefetchState(enum.Enum):
-"""State of the prefetch."""
+    """State of the prefetch."""
 
     IDLE = "idle"
     FETCHING = "fetching"

@@ -31,7 +31,7 @@ TicketLike = Ticket | Claim | bytes | str
 
 
 class PackerSession:
-"""The state of a mixin between setup and cleanup."""
+    """The state of a mixin between setup and cleanup."""
 
     def __init__(
         self,
