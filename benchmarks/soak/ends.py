@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 
 import msgspec
-from crew import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
 from plan import SETTINGS, Plan, TrainerPlan, WriterPlan
+from process_tree import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
 
 from transport import SharedRingBuffer
 from transport.errors import TransportError

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-from crew import MARK, Member, become_reaper, members, reap_orphans
 from peer import PeerPlan
+from process_tree import MARK, Member, become_reaper, members, reap_orphans
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent

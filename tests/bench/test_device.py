@@ -82,7 +82,7 @@ def test_the_load_tells_every_member_of_the_device(cupy: Any, monkeypatch: pytes
     class Stop(Exception):
         """No process is started here."""
 
-    async def start(name: str, made: dict[str, Any], _: Any) -> Any:
+    async def start(name: str, made: dict[str, Any], _: Any, *, prefix: str = "") -> Any:
         started.append(made)
         if len(started) == 2:
             raise Stop

@@ -19,8 +19,8 @@ from transport.cooldown import client as client_module
 from transport.cooldown import host as host_module
 from transport.cooldown.client import prune
 from transport.cooldown.destinations.folder import Folder
-from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_place
-from transport.cooldown.verify import Untrue
+from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_folder
+from transport.cooldown.verify import RefusedUpload
 from transport.errors import (
     ConfigurationError,
     NoCheckpointError,
@@ -115,7 +115,7 @@ async def test_an_upload_that_nobody_has_refused_stays_after_a_time_out(
     def verified(*arguments: Any) -> Any:
         begun.set()
         go_on.wait(PATIENCE_S)
-        raise Untrue(Refusal.UNREADABLE, "over")
+        raise RefusedUpload(Refusal.UNREADABLE, "over")
 
     monkeypatch.setattr(host_module, "verified", verified)
     host = cooling.host()
@@ -294,7 +294,7 @@ async def test_local_copies_are_pruned(cooling: Run) -> None:
         await asyncio.gather(host.cooldown(epoch, epoch, ("only",)), client.cooldown(epoch))
     kept = sorted(path.name for path in (cooling.path / "scratch" / "only").iterdir())
     assert kept == ["epoch-000000000002", "epoch-000000000003"]
-    assert sorted(path.stem for path in (cooling.root / outcomes_place("run")).iterdir()) == [
+    assert sorted(path.stem for path in (cooling.root / outcomes_folder("run")).iterdir()) == [
         f"{epoch:012d}" for epoch in (1, 2, 3)
     ]
     for epoch in (1, 2, 3):

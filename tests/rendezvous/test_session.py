@@ -9,7 +9,7 @@ import pytest
 from simulated_run import RULES, RUN, SimulatedMember, SimulatedRun
 
 from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreUnsuitableError
-from transport.rendezvous.member import State
+from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Phase, Reason, Role, Status
 from transport.rendezvous.rules import Rules
 from transport.store.base import Entry

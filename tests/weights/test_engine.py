@@ -14,7 +14,7 @@ from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
 from transport import _ring
-from transport.bench.weights.member import Trainer
+from transport.bench.weights.member_process import Trainer
 from transport.errors import (
     AuthenticationError,
     ChildrenLostError,

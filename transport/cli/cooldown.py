@@ -112,8 +112,8 @@ def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:
 
 
 def _from_destination(url: str, run: str | None) -> list[EpochRecord]:
+    from transport.cooldown.coordination import recorded_outcomes
     from transport.cooldown.destinations.open import open_destination
-    from transport.cooldown.host import recorded_outcomes
 
     if run is None:
         raise UsageError("--destination needs --run, the run's name")
@@ -122,7 +122,7 @@ def _from_destination(url: str, run: str | None) -> list[EpochRecord]:
 
 
 def _described(record: EpochRecord) -> Epoch:
-    from transport.cooldown.epochs.records import upload_place
+    from transport.cooldown.epochs.records import upload_folder
 
     checkpoint = record.checkpoint
     elected = set(record.elected)
@@ -143,7 +143,7 @@ def _described(record: EpochRecord) -> Epoch:
         outcome=record.outcome.value if record.outcome else "",
         step=record.step,
         destination=record.destination,
-        checkpoint=upload_place(record.run, record.epoch, checkpoint.client, checkpoint.attempt) if checkpoint else "",
+        checkpoint=upload_folder(record.run, record.epoch, checkpoint.client, checkpoint.attempt) if checkpoint else "",
         files=checkpoint.files if checkpoint else 0,
         bytes=checkpoint.bytes if checkpoint else 0,
         seconds=round(record.elapsed_s, 3),

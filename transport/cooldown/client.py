@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from transport.cooldown.blocking_calls import in_thread, retry_store, settled
 from transport.cooldown.destinations.base import check_permissions
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import Ledger
-from transport.cooldown.epochs.records import EpochRecord, Phase, Refusal, Report, ReportKind, check_name, upload_place
+from transport.cooldown.epochs.records import EpochRecord, Phase, Refusal, Report, ReportKind, check_name, upload_folder
 from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.threads import in_thread, patient, settled
 from transport.cooldown.upload import remove, upload
 from transport.errors import (
     ConfigurationError,
@@ -146,7 +146,7 @@ class CooldownClient:
         version = ABSENT
         heard_at = loop.time()
         while self._record is None or self._record.phase is not Phase.ENDED:
-            record, seen = await patient(partial(self._ledger.watch, epoch, version, POLL_S))
+            record, seen = await retry_store(partial(self._ledger.watch, epoch, version, POLL_S))
             if seen != version:
                 version, heard_at, self._record = seen, loop.time(), record
                 changed, self._changed = self._changed, loop.create_future()
@@ -226,7 +226,7 @@ class CooldownClient:
                     STOP_WAIT_S,
                 )
             elif call.exception() is None:  # too late to stop it, and nobody was told of it
-                place = upload_place(record.run, record.epoch, self.name, attempt)
+                place = upload_folder(record.run, record.epoch, self.name, attempt)
                 await settled(in_thread(_remove, record.destination, place), STOP_WAIT_S)
             report = self._report(record, ReportKind.CANCELLED, attempt)
             await settled(in_thread(self._ledger.report, report), _REPORT_S)
@@ -251,7 +251,7 @@ class CooldownClient:
     async def _tell(
         self, record: EpochRecord, kind: ReportKind, attempt: str = "", sha256: str = "", detail: str = ""
     ) -> None:
-        await patient(partial(self._ledger.report, self._report(record, kind, attempt, sha256, detail)))
+        await retry_store(partial(self._ledger.report, self._report(record, kind, attempt, sha256, detail)))
 
     def _report(
         self, record: EpochRecord, kind: ReportKind, attempt: str, sha256: str = "", detail: str = ""
@@ -284,7 +284,7 @@ class CooldownClient:
         """
         won = record.checkpoint.attempt if record.checkpoint else ""
         for attempt in self._reported - {won}:
-            place = upload_place(record.run, record.epoch, self.name, attempt)
+            place = upload_folder(record.run, record.epoch, self.name, attempt)
             if not won and not self._is_refused(attempt, record):
                 log.warning("epoch %d ended before its upload was verified; %s is kept", record.epoch, place)
                 continue

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.manifest import File, Manifest
-from transport.cooldown.epochs.records import EpochRecord, upload_place
+from transport.cooldown.epochs.records import EpochRecord, upload_folder
 from transport.cooldown.epochs.stop import Stop
 from transport.errors import DestinationError, UsageError
 from transport.runtime.progress import Progress, silent
@@ -46,7 +46,7 @@ def upload(
         UsageError: no file, a file that is not a plain one, or a name that not every system takes.
     """
     stop = stop or Stop()
-    place = upload_place(record.run, record.epoch, client, attempt)
+    place = upload_folder(record.run, record.epoch, client, attempt)
     sources = plain_files(folder)
     try:
         files = []

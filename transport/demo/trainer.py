@@ -1,4 +1,4 @@
-"""The demo's trainer: ``python -m transport.demo.trainer``, started by crew.py; one process for each rank.
+"""The demo's trainer: ``python -m transport.demo.trainer``, started by workers.py; one process for each rank.
 
 Every rank consumes and checks every episode once. Rank 0 learns from them, and hands out each new version of the
 policy through a ring of its own: the same transport in the other direction.

@@ -8,7 +8,7 @@ import msgspec
 
 from transport.errors import RunLostError, StaleRoundError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.member import Member
+from transport.rendezvous.member_states import Member
 from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode
 from transport.store.base import Store
 
@@ -53,7 +53,7 @@ def close_run(
             return last.closing
 
 
-def write_second_place(archive: Archive | None, closing: Closing) -> None:
+def write_archive(archive: Archive | None, closing: Closing) -> None:
     """Copy the closing into the archive. The store has it, so a failure is logged and not raised."""
     if archive is not None:
         try:

@@ -1,4 +1,4 @@
-"""A host and the store: win the lease, look at everybody at once, write what host.py decides.
+"""A host and the store: win the lease, look at everybody at once, write what decisions.py decides.
 
 Everything a host writes is one transaction that expects the round at the version it looked at. So of two who take
 themselves for hosts at most one is heard.
@@ -14,7 +14,7 @@ import msgspec
 
 from transport.errors import StoreError, StoreUnsuitableError
 from transport.rendezvous.closing import closed
-from transport.rendezvous.host import Act, Close, Complete, OpenNext, Sight, decide
+from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Role, Roster, Round, Seat, decode, encode
 from transport.rendezvous.rules import Rules
 from transport.store.base import ABSENT, Change, Entry, Store
@@ -97,15 +97,15 @@ class Hosting:
         if entry is None or current is None or current.host != self._me or current.phase is Phase.CLOSED:
             return None
         found = self._gate(current, entry.version, now) if current.phase is Phase.OPEN else self._everybody(current)
-        sight, version = found or (None, ABSENT)
-        members = 0 if sight is None else max(len(sight.seats), len(sight.active))
+        snapshot, version = found or (None, ABSENT)
+        members = 0 if snapshot is None else max(len(snapshot.seats), len(snapshot.active))
         self.next_at = now + self._rules.host_poll_s(members)
-        if sight is None or version != entry.version:
+        if snapshot is None or version != entry.version:
             return None
-        act = decide(sight, self._rules)
-        return None if act is None else self._do(act, sight, version, now)
+        act = decide(snapshot, self._rules)
+        return None if act is None else self._do(act, snapshot, version, now)
 
-    def _gate(self, current: Round, version: int, now: float) -> tuple[Sight, int] | None:
+    def _gate(self, current: Round, version: int, now: float) -> tuple[Snapshot, int] | None:
         """Everybody who has joined, in one snapshot; cheap while too few have."""
         if self._watched != (current.number, current.term):
             self._watched, self._since = (current.number, current.term), now
@@ -113,7 +113,7 @@ class Hosting:
         key = self._keys.slots(current.number)
         taken = _number(key, self._store.get(key))
         if taken < current.least and open_s < self._rules.join_timeout_s:
-            return Sight(current, (), open_s=open_s), version
+            return Snapshot(current, (), open_s=open_s), version
         before = self._peers(current.number - 1)
         old = [self._keys.seat(current.number - 1, peer.slot) for peer in before]
         for left in reversed(range(_LOOKS)):
@@ -129,10 +129,10 @@ class Hosting:
             returning = frozenset(
                 peer.member for peer, seat in zip(before, there, strict=True) if _sits(peer, seat, current.number - 1)
             )
-            return Sight(current, _seats(here), before, returning, open_s), first.version
+            return Snapshot(current, _seats(here), before, returning, open_s), first.version
         return None
 
-    def _everybody(self, current: Round) -> tuple[Sight, int] | None:
+    def _everybody(self, current: Round) -> tuple[Snapshot, int] | None:
         """Everybody with a rank, in one snapshot."""
         peers = self._peers(current.number)
         entries = self._store.get_many(
@@ -141,7 +141,7 @@ class Hosting:
         first = entries[0]
         if first is None:
             return None
-        return Sight(current, _seats(entries[1:]), peers), first.version
+        return Snapshot(current, _seats(entries[1:]), peers), first.version
 
     def _peers(self, number: int) -> tuple[Peer, ...]:
         if number < 1:
@@ -153,8 +153,8 @@ class Hosting:
             self._roster = roster if roster.round == number else Roster(round=number, peers=())
         return self._roster.peers
 
-    def _do(self, act: Act, sight: Sight, version: int, now: float) -> Closing | None:
-        current = sight.round
+    def _do(self, act: Act, snapshot: Snapshot, version: int, now: float) -> Closing | None:
+        current = snapshot.round
         match act:
             case Complete(placement):
                 after = msgspec.structs.replace(current, phase=Phase.RUNNING)

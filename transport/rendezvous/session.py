@@ -1,4 +1,4 @@
-"""A member and the store: one `step` looks, lets member.py decide what it means, and does what follows.
+"""A member and the store: one `step` looks, lets member_states.py decide what it means, and does what follows.
 
 Synchronous, with an injected clock, so that one thread can run thousands of members and stop any of them between two
 calls to the store. `Rendezvous` is what programs use.
@@ -21,9 +21,9 @@ import msgspec
 
 from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreError, UsageError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.closing import close_run, write_second_place
+from transport.rendezvous.closing import close_run, write_archive
 from transport.rendezvous.hosting import Hosting
-from transport.rendezvous.member import Event, Member, State
+from transport.rendezvous.member_states import Event, Member, State
 from transport.rendezvous.records import (
     Closing,
     Keys,
@@ -388,5 +388,5 @@ class Session:
             if closing is not None and closing.incarnation == self._member.incarnation:
                 self._member.closing, self.error = closing, None
             return
-        write_second_place(self._archive, closing)
+        write_archive(self._archive, closing)
         self._end(closing, None)

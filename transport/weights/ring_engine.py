@@ -24,9 +24,9 @@ from transport.weights.plan import topology
 from transport.weights.plan.engine import Metadata, WeightEngine, Weights
 from transport.weights.plan.steps import Proof
 from transport.weights.plan.topology import Description, Shape
-from transport.weights.transfer.feed import Feed, Upstream, told
+from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Failed
-from transport.weights.transfer.outlet import Outlet
 from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.receiving import Landing, map_
 from transport.weights.transfer.sending import Base, Sending, drain
@@ -132,7 +132,7 @@ class RingEngine(WeightEngine):
         self._progress = progress
         self._device = None if device is None else parse_device(device)
         self._base = Base() if delta else None
-        self._outlet = Outlet(
+        self._sender = BucketSender(
             bucket_bytes,
             in_flight,
             address=self._address,
@@ -174,8 +174,8 @@ class RingEngine(WeightEngine):
         proof = self.proof
         return EngineStatistics(
             version=-1 if proof is None else proof.version,
-            bytes_sent=self._outlet.bytes_sent,
-            bytes_copied=self._outlet.bytes_copied,
+            bytes_sent=self._sender.bytes_sent,
+            bytes_copied=self._sender.bytes_copied,
             bytes_received=carried,
         )
 
@@ -183,7 +183,7 @@ class RingEngine(WeightEngine):
     async def prepare(self) -> Metadata:
         """Listen for those that will pull from here."""
         await self.finalize()
-        self._feed = Feed(self._outlet.lost)
+        self._feed = Feed(self._sender.lost)
         await self._feed.open(self._address)
         proof = self.proof
         description = Description(
@@ -257,7 +257,7 @@ class RingEngine(WeightEngine):
         wired, self._mapped = tuple(arguments["wired"] or ()), tuple(arguments["mapped"] or ())
         base = arguments["base"]
         self._from_base = None if base is None else Proof(*base)
-        await self._outlet.begin(feed, wired)
+        await self._sender.begin(feed, wired)
         if arguments["link"] is not None:
             self._link = msgspec.convert(arguments["link"], Link)
             if self._client is None and not self._link.mapped:
@@ -281,7 +281,7 @@ class RingEngine(WeightEngine):
             if feed is not None:
                 await feed.close()
         finally:
-            self._outlet.abandon()
+            self._sender.abandon()
             if previous is not None:
                 await in_thread(previous.release)
                 await in_thread(self._copies.trim)
@@ -297,7 +297,7 @@ class RingEngine(WeightEngine):
             client, self._client = self._client, None
             if client is not None:
                 await client.close()
-            await in_thread(self._outlet.close)
+            await in_thread(self._sender.close)
             await in_thread(self._copies.close)
 
     # --- weights ---------------------------------------------------------------------------------------------
@@ -308,12 +308,12 @@ class RingEngine(WeightEngine):
         if self._rank != 0:
             await drain(weights)
             return None
-        sending = Sending(self._feed, self._outlet, self._bucket_bytes, self._specs, self._base, self._progress)
+        sending = Sending(self._feed, self._sender, self._bucket_bytes, self._specs, self._base, self._progress)
         try:
             proof, layout = await sending.run(weights, global_steps, self._from_base)
         except BaseException as error:
             kind = type(error).__name__
-            await told(self._feed, Failed(kind, str(error) or kind))
+            await announce_failure(self._feed, Failed(kind, str(error) or kind))
             raise
         self._specs = layout.specs
         return proof
@@ -345,7 +345,7 @@ class RingEngine(WeightEngine):
             self._copies,
             feed,
             self._mapped,
-            self._outlet,
+            self._sender,
             self._held,
             _READ_TIMEOUT_S,
             self._progress,

@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from transport.bench.result import aligned
-from transport.bench.weights.members import ProcessMember
+from transport.bench.weights.process_member import ProcessMember
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress

@@ -38,7 +38,7 @@ from transport.cooldown.epochs.records import (
 MOST_GAP_S: Final = 10.0
 LOOK_AGAIN_S: Final = 5.0  # after a destination that could not be read
 LONGEST: Final = 2  # times the limit: for what is being verified when it ends
-MOST_STRANGERS: Final = 16  # notes on reports of clients that were not elected
+MOST_UNELECTED: Final = 16  # notes on reports of clients that were not elected
 
 
 class State(enum.Enum):
@@ -245,7 +245,7 @@ class Coordinator:
         notes = self.record.notes
         if report.client not in self.record.elected:
             strangers = set(notes) - set(self.record.elected)
-            if report.client not in strangers and len(strangers) >= MOST_STRANGERS:
+            if report.client not in strangers and len(strangers) >= MOST_UNELECTED:
                 return []
         note = Note(kind=report.kind, attempt=report.attempt[:16], refusal=refusal, detail=detail[:500])
         if notes.get(report.client) == note:

@@ -162,11 +162,11 @@ def is_attempt(text: str) -> bool:
     return bool(_ATTEMPT.fullmatch(text))
 
 
-def upload_place(run: str, epoch: int, client: str, attempt: str) -> str:
+def upload_folder(run: str, epoch: int, client: str, attempt: str) -> str:
     """Where one upload lies at the destination: no two ever share it."""
     return f"{run}/epoch-{epoch:012d}/{client}/{attempt}"
 
 
-def outcomes_place(run: str) -> str:
+def outcomes_folder(run: str) -> str:
     """Where the outcomes are recorded a second time, at the destination."""
     return f"{run}/outcomes"

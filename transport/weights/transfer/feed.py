@@ -146,7 +146,7 @@ class Feed:
 _TELL_S = 1.0  # a child that does not take in a last word learns by its connection's end
 
 
-async def told(feed: Feed, frame: Frame) -> None:
+async def announce_failure(feed: Feed, frame: Frame) -> None:
     """Tell every child why nothing more will come, whatever cancels the caller meanwhile; not longer than a moment."""
 
     async def tell() -> None:

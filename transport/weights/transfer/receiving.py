@@ -29,9 +29,9 @@ from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
-from transport.weights.transfer.feed import Feed, Upstream, told
+from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Begin, Bucket, End, Failed, Landed
-from transport.weights.transfer.outlet import Outlet
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.versions import delta
 from transport.weights.versions.copies import Copies, Held, attach
@@ -81,7 +81,7 @@ class Landing:
     Args:
         rank: of this replica among those that pull from the parent.
         mapped: names of the children on this host, by rank from 1; they map what is landed here.
-        outlet: to the children that pull over a wire.
+        sender: to the children that pull over a wire.
         base: complete weights that changes may be put upon.
     """
 
@@ -93,7 +93,7 @@ class Landing:
         copies: Copies,
         feed: Feed,
         mapped: Sequence[str],
-        outlet: Outlet,
+        sender: BucketSender,
         base: Held | None,
         read_timeout_s: float,
         progress: Progress = silent,
@@ -104,7 +104,7 @@ class Landing:
         self._copies = copies
         self._feed = feed
         self._mapped = tuple(mapped)
-        self._outlet = outlet
+        self._sender = sender
         self._base = base
         self._read_timeout_s = read_timeout_s
         self._progress = progress
@@ -117,7 +117,7 @@ class Landing:
             return await self._run(version)
         except BaseException as error:
             kind = type(error).__name__
-            await told(self._feed, Failed(kind, str(error) or kind))
+            await announce_failure(self._feed, Failed(kind, str(error) or kind))
             raise
 
     async def _run(self, version: int) -> Held:
@@ -143,9 +143,9 @@ class Landing:
         held = self._copies.hold(ticket, layout, Proof(version, checksum))
         try:
             await self._feed.tell(Landed(ticket.encode(), checksum), self._mapped)
-            await self._feed.tell(end, self._outlet.children)
+            await self._feed.tell(end, self._sender.children)
             with contextlib.suppress(ChildrenLostError):
-                await self._outlet.drained()
+                await self._sender.drained()
         except BaseException:
             held.release()
             raise
@@ -164,7 +164,7 @@ class Landing:
         if base is None or base.proof != Proof(begin.base, begin.base_checksum) or base.layout != layout:
             raise SchemaError(f"base mismatch: received changes against v{begin.base}, this replica has {base!r}")
         await in_thread(_ring.copy, row.data, base.row)
-        self._outlet.bytes_copied += len(row)
+        self._sender.bytes_copied += len(row)
 
     # --- buckets -----------------------------------------------------------------------------------------
     async def _buckets(self, layout: VersionLayout, row: Bytes, changes: bool) -> End:
@@ -209,7 +209,7 @@ class Landing:
         payload.release()
         if frame.records:
             await in_thread(_apply, frame, place, row)
-            self._outlet.bytes_copied += len(place)
+            self._sender.bytes_copied += len(place)
         else:
             if frame.start != self._hashed:
                 raise ProtocolError(
@@ -217,14 +217,14 @@ class Landing:
                 )
             await in_thread(self._hasher.update, place.data)
             self._hashed += len(place)
-        if self._outlet.children:
+        if self._sender.children:
 
             def fill(lease: WriteLease) -> None:
                 lease.checksum = payload.ticket.checksum
                 _ring.copy(lease.memory, place.data)
 
             with contextlib.suppress(ChildrenLostError):  # a landing that loses all its children lands for its host
-                await self._outlet.send(len(place), fill, frame.start, frame.records)
+                await self._sender.send(len(place), fill, frame.start, frame.records)
         self._progress(frame.index + 1, 0, self._hashed)
 
 

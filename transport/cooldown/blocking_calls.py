@@ -59,7 +59,7 @@ async def settled(future: asyncio.Future[T], most_s: float) -> bool:
     return future.done()
 
 
-async def patient(call: Callable[[], T], most_s: float = STORE_PATIENCE_S) -> T:
+async def retry_store(call: Callable[[], T], most_s: float = STORE_PATIENCE_S) -> T:
     """The result of a call to the store, made again while it cannot be reached; StoreUnavailableError after a while."""
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + most_s

@@ -1,4 +1,4 @@
-"""The outlet: buckets into a ring, and their tickets to the children that pull them. Two buckets are in flight.
+"""The sender: buckets into a ring, and their tickets to the children that pull them. Two buckets are in flight.
 
 A slot is free again when every child has acknowledged its bucket. A child that is gone, or that keeps a slot longer
 than ``stall_s`` while others wait, is dropped: its ranks are acknowledged for it, and the others go on.
@@ -27,7 +27,7 @@ from transport.wires import Wire
 _LOOK_S = 0.2  # longest wait in a thread, so that a cancelled sender is soon out of it
 
 
-class Outlet:
+class BucketSender:
     """A ring of ``in_flight`` buckets and its listener, kept from one update to the next. Belongs to one loop."""
 
     def __init__(
