@@ -1,4 +1,4 @@
-"""Cooldown: an epoch ends with a checkpoint, uploaded by whoever of the elected clients is first. docs/COOLDOWN.md."""
+"""Cooldown: an epoch ends with a checkpoint, uploaded by the first of the elected clients. See docs/COOLDOWN.md."""
 
 from transport.cooldown.client import CooldownClient, Part, Taken
 from transport.cooldown.coordination import CooldownHost, recorded_outcomes

@@ -1,4 +1,4 @@
-"""One upload: the files of a folder to a place of their own, then the manifest, atomically. Blocks; for a thread."""
+"""One upload: the files of a folder, then the manifest, written atomically. Blocks; run it in a thread."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def upload(
 ) -> Uploaded:
     """Copy every file below ``folder``, and write the manifest last.
 
-    When it fails or is called off there is no manifest, and what was copied is removed as far as the destination lets
-    it; what the removal says is a note of the error.
+    If it fails or is cancelled there is no manifest, and the copied files are removed if the destination permits; an
+    error of the removal becomes a note of the first error.
 
     Raises:
-        UploadCancelledError: ``stop`` was set before the manifest's writing began.
+        UploadCancelledError: ``stop`` was set before the manifest was written.
         DestinationError: the destination failed, is full or is gone.
-        UsageError: no file, a file that is not a plain one, or a name that not every system takes.
+        UsageError: no file, a file that is not a regular file, or a file name that is not portable.
     """
     stop = stop or Stop()
     place = upload_folder(record.run, record.epoch, client, attempt)
@@ -75,7 +75,7 @@ def upload(
 
 
 def remove(destination: Destination, place: str) -> None:
-    """Remove an upload, its manifest first: whatever ends this, no manifest stands without its files."""
+    """Remove an upload, its manifest first, so that an interrupted removal leaves no manifest without files."""
     destination.delete(f"{place}/{manifests.NAME}")
     destination.delete(place)
 

@@ -1,4 +1,4 @@
-"""How a run ends: one compare-and-set that nobody can win after the first, and the copy that outlives the store."""
+"""The end of a run: one compare-and-set, which succeeds once, and a copy that does not depend on the store."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def closed(current: Round, reason: Reason, by: str, message: str) -> Round:
 def close_run(
     store: Store, keys: Keys, reason: Reason, by: str, message: str = "", *, member: Member | None = None
 ) -> Closing:
-    """Close a run in its store, or return how it was closed before; the first writer wins.
+    """Close a run in its store, or return how it was already closed; the first writer wins.
 
-    ``member`` is who decides, and must be of the present round; None: an operator, who may always.
+    ``member`` is the member that closes the run, and must be of the current round; None: an operator, at any time.
 
     Raises:
-        StaleRoundError: a newer round has begun than the member is of.
-        RunLostError: there is no such run in the store.
-        StoreError: the store failed. Whether the run is closed is then unknown; calling again finds out.
+        StaleRoundError: the member is of an older round.
+        RunLostError: the run is not in the store.
+        StoreError: the store failed. Whether the run is closed is unknown; call again to find out.
     """
-    while True:  # a turn that is lost means that somebody else's change stands; a closed run changes no more
+    while True:  # retry after a lost compare-and-set; a closed run never changes again
         entry = store.get(keys.round)
         if entry is None:
             raise RunLostError(f"run {keys.run} is not in the store")

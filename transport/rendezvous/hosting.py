@@ -1,7 +1,7 @@
-"""A host and the store: win the lease, look at everybody at once, write what decisions.py decides.
+"""The host's I/O: it wins the host's lease, reads a snapshot of all members, and writes what decisions.py decides.
 
-Everything a host writes is one transaction that expects the round at the version it looked at. So of two who take
-themselves for hosts at most one is heard.
+Everything a host writes is one transaction that expects the round at the version of the snapshot. If two members take
+themselves for the host, at most one of them can write.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from transport.store.base import ABSENT, Change, Entry, Store
 
 log = logging.getLogger(__name__)
 
-_LOOKS = 4  # at a gate that is being passed; who comes during the last one becomes a spare
-_MOST_SLOTS = 1 << 20  # of a round; beyond it the counter is somebody else's
+_LOOKS = 4  # attempts at a snapshot while members join; who joins during the last one becomes a spare
+_MOST_SLOTS = 1 << 20  # of a round; a larger counter is not one of this package
 _CHUNK = 1000  # keys deleted in one call
 
 
 class Hosting:
-    """What one member knows of the host's office. Owned by its session, under its lock."""
+    """A member's side of being host. Owned by its session, under its lock."""
 
     def __init__(self, store: Store, keys: Keys, member: str, rules: Rules) -> None:
-        self.version = ABSENT  # Invariant: of the host's lease while this member believes to hold it
-        self.next_at = 0.0  # of the next look at everybody
+        self.version = ABSENT  # Invariant: of the host's lease, while this member holds it as far as it knows
+        self.next_at = 0.0  # time of the next snapshot
         self._store = store
         self._keys = keys
         self._me = member
@@ -40,22 +40,22 @@ class Hosting:
         self._since = 0.0
         self._roster: Roster | None = None  # the last that was read
 
-    # --- the office -----------------------------------------------------------------------------------
+    # --- the host's lease -----------------------------------------------------------------------------
     def lease(self) -> Mapping[str, int]:
-        """What is to be renewed."""
+        """The lease to renew, by key."""
         return {self._keys.host: self.version} if self.version != ABSENT else {}
 
     def deposed(self) -> None:
-        """The lease ended; somebody else may decide by now."""
+        """The lease has ended; another member may be host now."""
         self.version = ABSENT
 
     def saw(self, current: Round | None, lease: Entry | None) -> None:
-        """Compare with what the store has: the office is held as long as round and lease name this member."""
+        """Compare with the store: this member is host while round and lease name it."""
         if lease is None or lease.version != self.version or current is None or current.host != self._me:
             self.version = ABSENT
 
     def found(self, incarnation: str, now: float) -> bool:
-        """Open the first round, unless somebody else does."""
+        """Open the first round, unless another member does."""
         rules = self._rules
         first = Round(
             incarnation=incarnation,
@@ -70,7 +70,7 @@ class Hosting:
         return self._win(Change(self._keys.round, encode(first), ABSENT), None, 1, now)
 
     def take(self, current: Round, version: int, now: float) -> bool:
-        """Become the host of a run whose host's lease has ended."""
+        """Become host of a run whose host's lease has ended."""
         term = current.term + 1
         mine = msgspec.structs.replace(current, term=term, host=self._me)
         return self._win(Change(self._keys.round, encode(mine), version), ABSENT, term, now)
@@ -84,14 +84,14 @@ class Hosting:
         return True
 
     def resign(self) -> None:
-        """Give the office up. Raises StoreError."""
+        """Give up the host's lease. Raises StoreError."""
         version, self.version = self.version, ABSENT
         if version != ABSENT:
             self._store.compare_and_set(self._keys.host, None, version)
 
-    # --- the duty -------------------------------------------------------------------------------------
+    # --- the host's work ------------------------------------------------------------------------------
     def duty(self, now: float) -> Closing | None:
-        """Look at everybody and do what is to be done; returns the closing when that was it. Raises StoreError."""
+        """Read a snapshot, decide and write; returns the closing if that closed the run. Raises StoreError."""
         entry = self._store.get(self._keys.round)
         current = None if entry is None else decode(Round, self._keys.round, entry)
         if entry is None or current is None or current.host != self._me or current.phase is Phase.CLOSED:
@@ -106,7 +106,7 @@ class Hosting:
         return None if act is None else self._do(act, snapshot, version, now)
 
     def _gate(self, current: Round, version: int, now: float) -> tuple[Snapshot, int] | None:
-        """Everybody who has joined, in one snapshot; cheap while too few have."""
+        """A snapshot of the members that joined; cheap while there are too few."""
         if self._watched != (current.number, current.term):
             self._watched, self._since = (current.number, current.term), now
         open_s = now - self._since
@@ -124,7 +124,7 @@ class Hosting:
                 return None
             here, there = entries[2 : 2 + taken], entries[2 + taken :]
             if left and (now_taken := _number(key, counter)) > taken:
-                taken = now_taken  # somebody came meanwhile, and may be looked at, too
+                taken = now_taken  # another member joined meanwhile; include it
                 continue
             returning = frozenset(
                 peer.member for peer, seat in zip(before, there, strict=True) if _sits(peer, seat, current.number - 1)
@@ -133,7 +133,7 @@ class Hosting:
         return None
 
     def _everybody(self, current: Round) -> tuple[Snapshot, int] | None:
-        """Everybody with a rank, in one snapshot."""
+        """A snapshot of the members with a rank."""
         peers = self._peers(current.number)
         entries = self._store.get_many(
             [self._keys.round, *(self._keys.seat(current.number, peer.slot) for peer in peers)]
@@ -167,11 +167,11 @@ class Hosting:
                 after = closed(current, reason, self._me, message)
                 changes = []
         if self._store.put_many([Change(self._keys.round, encode(after), version), *changes]) is None:
-            return None  # somebody else's change came first; look again
+            return None  # another change came first; read again
         log.info("host %s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
         self.next_at = now
         if isinstance(act, OpenNext) and current.number > 1:
-            with contextlib.suppress(StoreError):  # only tidiness; nobody reads it any more
+            with contextlib.suppress(StoreError):  # cleaning up only; these records are not read any more
                 self._forget(current.number - 1)
         return after.closing
 

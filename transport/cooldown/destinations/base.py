@@ -1,10 +1,10 @@
-"""Where checkpoints go: the contract of a destination, the check before a client joins, and the URL that names one.
+"""Destinations of checkpoints: their interface, the check of permissions before a client joins, and their URLs.
 
-    /path or file:///path    a folder of this host or a shared file system; nothing else is needed
+    /path or file:///path    a folder of this host or a shared file system; no extra is needed
     s3://bucket/prefix       extra "s3";  gs://bucket/prefix  extra "gs";  hf://user/repository  extra "hf"
 
-Credentials come from the environment, as each service's own tools take them; a URL that carries some is refused, so
-that none can be stored or shown.
+Credentials come from the environment, as for each service's own tools. A URL with credentials is refused, so that they
+are never stored or shown.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from urllib.parse import unquote, urlsplit
 
 from transport.errors import DestinationDeniedError, DestinationError, UsageError
 
-PIECE: Final = 4 << 20  # bytes moved between two looks at whether to stop
+PIECE: Final = 4 << 20  # bytes copied between two checks for a cancellation
 SCHEMES: Final = ("s3", "gs", "hf")
 
 
 class Writer(abc.ABC):
-    """A file that is being written. It counts once `finish` has returned; `discard` leaves nothing. One thread."""
+    """A file being written. It is complete once `finish` has returned; `discard` removes it. One thread."""
 
     @abc.abstractmethod
     def write(self, data: bytes) -> None:
@@ -33,28 +33,28 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Everything is written and will outlast a crash."""
+        """Complete the file: everything is written and survives a crash."""
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Give up what was written. Idempotent; harmless after `finish`."""
+        """Remove what was written. Idempotent; does nothing after `finish`."""
 
 
 class Destination(abc.ABC):
     """Files under relative paths with slashes. All methods are thread-safe and block; call them from threads.
 
-    All raise DestinationError, or DestinationDeniedError where it refuses, with a message free of secrets.
+    All raise DestinationError, or DestinationDeniedError for a missing permission. Messages contain no secrets.
     """
 
     url: str
 
     @abc.abstractmethod
     def names(self, path: str) -> list[str]:
-        """Names of what lies directly in a folder, sorted; none where there is no such folder. "" is the root."""
+        """Sorted names of a folder's entries; none if the folder does not exist. "" is the root."""
 
     @abc.abstractmethod
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Bytes of a file; None if it does not exist."""
 
     @abc.abstractmethod
     def pieces(self, path: str) -> AbstractContextManager[Iterator[bytes]]:
@@ -62,22 +62,22 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def writer(self, path: str, size: int) -> Writer:
-        """A new file of ``size`` bytes; folders are made."""
+        """A new file of ``size`` bytes; missing folders are created."""
 
     @abc.abstractmethod
     def put(self, path: str, data: bytes) -> None:
-        """Write a small file atomically: it is there as a whole, or as it was before."""
+        """Write a small file atomically: readers see the new content or the old one."""
 
     @abc.abstractmethod
     def delete(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it. Nothing is no error."""
+        """Remove a file, or a folder with its contents. A missing one is no error."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let connections go. Idempotent."""
+        """Close connections. Idempotent."""
 
     def read(self, path: str, most: int) -> bytes | None:
-        """A small file as a whole; None where there is none. Raises DestinationError if it is longer than ``most``."""
+        """A small file's content; None if it does not exist. DestinationError for more than ``most`` bytes."""
         size = self.size(path)
         if size is None:
             return None
@@ -96,9 +96,9 @@ class Destination(abc.ABC):
 
 
 def check_permissions(destination: Destination) -> None:
-    """Prove that this process may list, create, read and delete at the destination. Before a client joins.
+    """Prove that this process can list, create, read and delete at the destination. Called before a client joins.
 
-    Leaves nothing. Raises DestinationDeniedError naming what is refused, DestinationError when it cannot be reached.
+    Leaves nothing. Raises DestinationDeniedError naming the denied operation, DestinationError if it is unreachable.
     """
     probe = f".probe-{secrets.token_hex(8)}"
     content = secrets.token_bytes(16)
@@ -127,9 +127,9 @@ def _denial(url: str, operation: str, error: DestinationError) -> str:
 
 
 def normalise(url: str) -> str:
-    """The URL in its stored form: folders absolute, no slash at the end.
+    """The URL in its stored form: absolute folder, no slash at the end.
 
-    Raises UsageError for a scheme that is not known, or when something in it looks like a credential.
+    Raises UsageError for an unknown scheme, or if the URL seems to contain a credential.
     """
     scheme, _, rest = url.partition("://")
     if not _:

@@ -1,4 +1,4 @@
-"""The manifest of an upload: its files with their sizes and checksums. Written last; without it there is no upload."""
+"""The manifest of an upload: its files, sizes and checksums. It is written last; without it an upload is incomplete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was uploaded, and for which epoch."""
+    """The files of an upload, and its epoch."""
 
     run: str
     epoch: int
@@ -50,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.run, self.epoch, self.client, self.attempt
 
     def encode(self) -> bytes:
-        """As written: the same bytes for the same files."""
+        """The manifest as JSON: the same bytes for the same files."""
         return msgspec.json.encode(self)
 
 
@@ -58,7 +58,7 @@ ready(Manifest)
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest. Raises CheckpointDamagedError when it is none, or names files outside its folder."""
+    """The manifest. Raises CheckpointDamagedError if it is invalid or lists files outside its folder."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
