@@ -102,7 +102,7 @@ def interrupt_at_any_instant(arguments: list[str], ways: tuple[Way, ...], longes
 # --- the bound itself -------------------------------------------------------------------------------------
 _LOSES_IT = """
 import subprocess, sys, time
-from transport import interruption
+from transport.runtime import interruption
 from transport.ring.buffer import SharedRingBuffer
 
 with interruption.bounded():

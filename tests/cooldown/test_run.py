@@ -14,9 +14,8 @@ import pytest
 from cooldown_runs import CLIENTS, MODEL, Run, passing
 from helpers import PATIENCE_S, Child, asynchronous, until
 
-from transport.cooldown import Ledger, Outcome, Part, Phase, recorded_outcomes, restore
+from transport.cooldown import Ledger, Outcome, Part, Phase, coordination, recorded_outcomes, restore
 from transport.cooldown import client as client_module
-from transport.cooldown import host as host_module
 from transport.cooldown.client import prune
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_folder
@@ -84,14 +83,14 @@ async def test_an_upload_that_is_being_verified_when_the_limit_ends_is_the_check
     cooling: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    real = host_module.verified
+    real = coordination.verified
 
     def verified(*arguments: Any) -> Any:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         return real(*arguments)
 
-    monkeypatch.setattr(host_module, "verified", verified)
+    monkeypatch.setattr(coordination, "verified", verified)
     host = cooling.host()
     await host.open(7)
     leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
@@ -117,7 +116,7 @@ async def test_an_upload_that_nobody_has_refused_stays_after_a_time_out(
         go_on.wait(PATIENCE_S)
         raise RefusedUpload(Refusal.UNREADABLE, "over")
 
-    monkeypatch.setattr(host_module, "verified", verified)
+    monkeypatch.setattr(coordination, "verified", verified)
     host = cooling.host()
     await host.open(7)
     leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
@@ -133,7 +132,7 @@ async def test_an_upload_that_nobody_has_refused_stays_after_a_time_out(
     monkeypatch.undo()
     report = next(each for each in cooling.ledger.reports(7) if each.client == "c")
     assert report.attempt == attempt
-    files = host_module.verified(Folder(cooling.root), record, report).files
+    files = coordination.verified(Folder(cooling.root), record, report).files
     assert files == len(MODEL) + 1  # it is complete
 
 

@@ -238,7 +238,7 @@ def test_a_failed_check_is_exit_status_1(capfd: pytest.CaptureFixture[str]) -> N
 
 
 WHICH = """
-from transport import ucx
+from transport.wire import ucx
 print(ucx.library_path())
 """
 

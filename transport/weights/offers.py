@@ -1,10 +1,10 @@
-"""Versions on offer: for replicas that take a new one when it suits them, between two requests, without being paused.
+"""Versions on offer: replicas take a new version between two requests, without being paused.
 
-    notice = offer(ticket, weights, version)                   # whoever made the version; any queue or store carries it
-    taker = Taker(worker); taker.take(client, notice, rank=0)  # complete and proven, or the version before
+    notice = offer(ticket, weights, version)                   # in the trainer; any queue or store carries the notice
+    taker = Taker(worker); taker.take(client, notice, rank=0)  # complete and proven, or still the previous version
 
-There is no group and no manager: versions may be skipped, and who comes late takes the newest. All of a version or none
-of it holds as in an update, by the same worker interface and the same checksums.
+There is no group and no manager: replicas may skip versions and take the newest. As in an update, a replica serves all
+of a version or none of it, by the same worker interface and the same checksums.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Taker:
     """A worker that takes versions on offer. One thread.
 
     Attributes:
-        version: that the worker serves, proven when it was loaded; -1: none was taken.
+        version: the version that the worker serves, proven when it was loaded; -1: none.
     """
 
     def __init__(self, worker: RolloutWorker) -> None:
@@ -54,9 +54,9 @@ class Taker:
         """Read, prove and load the version of a notice; returns it.
 
         Raises:
-            WeightsChecksumError: what came, or what was loaded, is not that version; the one before is served.
-            ProtocolError: this is no notice.
-            TransportError: what reading raises; StaleSlotError when a newer version has replaced it.
+            WeightsChecksumError: the bytes received or loaded are not that version; the previous one is served.
+            ProtocolError: this is not a notice.
+            TransportError: an error of the read; StaleSlotError if a newer version has replaced this one.
         """
         try:
             found = _decode(notice)

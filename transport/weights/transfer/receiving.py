@@ -1,8 +1,8 @@
-"""A replica's side of the data path: the row of a version filled completely, verified, and only then told to anyone.
+"""A replica's side of the data path: a version is received and verified as a whole before it is announced.
 
-`Landing` pulls buckets over a wire into memory that its host can map, and passes them on to those that pull from it;
-`map_` waits until another replica of the host has done so. Either returns a version that is complete and proven, or
-raises and leaves nothing.
+`Landing` pulls buckets over a wire into memory that its host can map, and relays them to its children. `map_` waits
+until another replica of the host has landed the version. Either returns a complete and proven version, or raises and
+leaves nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def _begin(upstream: Upstream, version: int) -> Begin:
 
 
 async def map_(upstream: Upstream, version: int, rank: int) -> Held:
-    """The version that the parent lands, mapped and proven here."""
+    """Map the version that the parent has landed, and prove it here."""
     layout = _layout_of(await _begin(upstream, version))
     frame = await upstream.next()
     if not isinstance(frame, Landed):
@@ -76,13 +76,13 @@ def _let_go(work: asyncio.Future[Held]) -> None:
 
 
 class Landing:
-    """One version on its way in, and on to the children. Make it, `run` it once.
+    """Receives one version and relays it to the children. Create it, and `run` it once.
 
     Args:
         rank: of this replica among those that pull from the parent.
         mapped: names of the children on this host, by rank from 1; they map what is landed here.
         sender: to the children that pull over a wire.
-        base: complete weights that changes may be put upon.
+        base: complete weights that changes can be applied to.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Landing:
         self._hashed = 0
 
     async def run(self, version: int) -> Held:
-        """The complete version. Whatever fails is told to the children; no part of the version is left here."""
+        """Receive the complete version. A failure is sent to the children, and leaves no part of the version."""
         try:
             return await self._run(version)
         except BaseException as error:
@@ -168,7 +168,7 @@ class Landing:
 
     # --- buckets -----------------------------------------------------------------------------------------
     async def _buckets(self, layout: VersionLayout, row: Bytes, changes: bool) -> End:
-        """Every bucket into its place, in order; up to `_AHEAD` are read while one is hashed and passed on."""
+        """Read every bucket into its range, in order; up to `_AHEAD` are read while one is hashed and relayed."""
         reads: deque[tuple[Bucket, Bytes, asyncio.Task[Any]]] = deque()
         count = 0
         try:

@@ -35,14 +35,14 @@ class Base:
         self._row: HostBytes | None = None
 
     def row(self, layout: VersionLayout) -> HostBytes:
-        """The memory; its content counts for nothing until `complete`."""
+        """The memory; its content is undefined until `complete`."""
         if self._row is None or self.layout != layout:
             self._row = np.zeros(layout.total, np.uint8)
         self.layout, self.proof = layout, None
         return self._row
 
     def complete(self, proof: Proof) -> None:
-        """The memory is this version now."""
+        """The memory now contains this version."""
         self.proof = proof
 
 
@@ -57,13 +57,13 @@ async def iterate(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
 
 
 async def drain(weights: Weights) -> None:
-    """Take every tensor and keep none: producing them is what the other trainers wait for."""
+    """Consume the iterator: the other trainers wait until the tensors are produced."""
     async for _ in iterate(weights):
         pass
 
 
 class Sending:
-    """One version on its way. Make it, `run` it once."""
+    """Sends one version. Create it, and `run` it once."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Sending:
 
         Raises SchemaError for tensors that the layout does not have, ChildrenLostError when no child is left.
         """
-        if self._specs is None:  # nobody has said what will come: hold it until its end is known
+        if self._specs is None:  # the tensors are unknown: hold them until the iterator ends
             # a device has no room for all of them at once
             held = [(name, await in_thread(on_host, tensor_of(value, name))) async for name, value in iterate(weights)]
             self._specs = tuple(spec_of(name, array) for name, array in held)
