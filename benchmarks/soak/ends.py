@@ -167,7 +167,7 @@ class Run:
                     if time.monotonic() > give_up_at - _PATIENCE_S + 15.0:
                         self._send(each.process.pid, signal.SIGKILL)
             if time.monotonic() > give_up_at:
-                raise SystemExit(f"somebody does not end: {there}\n" + "\n".join(self.said))
+                raise SystemExit(f"timeout: processes still run: {there}\n" + "\n".join(self.said))
             time.sleep(0.02)
         self._tend(again=False)
 

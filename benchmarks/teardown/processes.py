@@ -217,7 +217,7 @@ class Cycle:
 
 
 def _give_up(*_: object) -> None:
-    raise HangError("nobody said anything")
+    raise HangError("timeout: no output from the process")
 
 
 def cycle(seed: int, run: str, folder: Path, figures: Figures) -> None:

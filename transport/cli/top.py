@@ -124,7 +124,7 @@ def _processes(view: RingView) -> str:
         parts.append("ports " + few([str(listener.port) for listener in view.listeners], ","))
     late = [str(listener.port) for listener in view.listeners if listener.heartbeat_age_s > 5]
     if late:
-        parts.append(f"silent: {','.join(late)}")
+        parts.append(f"no heartbeat: {','.join(late)}")
     if view.readers:
         parts.append(count(len(view.readers), "mapped reader"))
     return "\n".join(parts)
