@@ -128,7 +128,7 @@ async def test_an_upload_that_nobody_has_refused_stays_after_a_time_out(
     assert (await taking).part is Part.CANCELLED
     assert cooling.manifests() == ["c"]
     (attempt,) = [path.parent.name for path in cooling.root.rglob("manifest.json")]
-    assert f"run/epoch-000000000007/c/{attempt} stays" in caplog.text
+    assert f"run/epoch-000000000007/c/{attempt} is kept" in caplog.text
     monkeypatch.undo()
     report = next(each for each in cooling.ledger.reports(7) if each.client == "c")
     assert report.attempt == attempt
@@ -311,7 +311,7 @@ def test_pruning_leaves_what_it_does_not_know(tmp_path: Path) -> None:
 @asynchronous
 async def test_an_epoch_has_one_life(cooling: Run) -> None:
     await cooling.host().open(7)
-    with pytest.raises(UsageError, match="epoch 7 was opened before"):
+    with pytest.raises(UsageError, match="epoch 7 was already opened"):
         await cooling.host().open(7)
     with pytest.raises(UsageError, match="epoch 8 was not opened"):
         await cooling.host().cooldown(8, 1, CLIENTS)
