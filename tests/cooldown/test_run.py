@@ -313,7 +313,7 @@ async def test_an_epoch_has_one_life(cooling: Run) -> None:
     await cooling.host().open(7)
     with pytest.raises(UsageError, match="epoch 7 was already opened"):
         await cooling.host().open(7)
-    with pytest.raises(UsageError, match="epoch 8 was not opened"):
+    with pytest.raises(UsageError, match="epoch 8 is not open"):
         await cooling.host().cooldown(8, 1, CLIENTS)
 
 
