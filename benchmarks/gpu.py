@@ -149,7 +149,7 @@ class Bench:
         """Fail unless `out` holds the payload; then make it hold something else."""
         same = bool((self.out[:size] == self.source[:size]).all())
         if not same:
-            raise SystemExit(f"{size} bytes arrived wrong")
+            raise SystemExit(f"content mismatch: {size} bytes read differ from those written")
         self.out[:size] = 0
         self.stream.synchronize()
 
@@ -192,7 +192,7 @@ class Bench:
                     times.append(time.perf_counter() - begun)
                 with ring.read_raw(tickets[-1]) as lease:
                     if number == 0 and bytes(lease.view) != self.expected[:size].tobytes():
-                        raise SystemExit("the ring holds other bytes")
+                        raise SystemExit("content mismatch: the ring's bytes differ from those written")
                 ring.discard(tickets.pop())
             self.add(f"device → ring, {'registered' if registered else 'not registered'}", size, rate(size, times))
 
@@ -234,7 +234,7 @@ class Bench:
                     await asyncio.sleep(0.01 if wire != "mapped" else 0)  # its acknowledgement
                 carried = client.statistics().bytes_by_wire
             if set(carried) != {wire}:
-                raise SystemExit(f"{wire} was asked for, {carried} carried the bytes")
+                raise SystemExit(f"wire mismatch: requested {wire}, used {carried}")
             return times[2 * SLOTS :]
 
         with SharedRingBuffer.create(slots=SLOTS, slot_bytes=size) as ring, UCXXServer(ring, log_level="ERROR"):

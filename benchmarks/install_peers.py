@@ -30,9 +30,9 @@ def run(what: str, command: list[str], folder: Path) -> None:
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, timeout=_LONGEST_S)
     except FileNotFoundError as error:
-        raise NotInstalledError(f"{what}: {error.filename} is not on this machine") from error
+        raise NotInstalledError(f"{what}: {error.filename} is not installed") from error
     except subprocess.TimeoutExpired as error:
-        raise NotInstalledError(f"{what}: no end within {_LONGEST_S:.0f} s") from error
+        raise NotInstalledError(f"{what}: timeout, not finished within {_LONGEST_S:.0f} s") from error
     if done.returncode:
         raise NotInstalledError(f"{what} failed: {last_line(done.stderr)}")
 
@@ -59,7 +59,7 @@ def main() -> None:
     """Install the peers that are named, or all."""
     unknown = set(sys.argv[1:]) - set(_ALL)
     if unknown:
-        raise SystemExit(f"no peers: {', '.join(sorted(unknown))}; choose some of {', '.join(_ALL)}")
+        raise SystemExit(f"unknown peers: {', '.join(sorted(unknown))}; choose some of {', '.join(_ALL)}")
     ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
     chosen = {peer.environment: peer for name, peer in _ALL.items() if name in (sys.argv[1:] or _ALL)}
     for environment, peer in chosen.items():

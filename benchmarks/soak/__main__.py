@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hardship import ISOLATED, isolated
+from fault_injection import ISOLATED, isolated
 from planted import PLANTS
 from run import Options, Soak
 

@@ -124,7 +124,7 @@ class Accounts:
         elif kind == "X":
             self._wrong.append(f"{source}: rank {first} {' '.join(rest)}")
         else:
-            raise ValueError(f"{source}: a line begins with {kind!r}")
+            raise ValueError(f"{source}: unexpected line that begins with {kind!r}")
 
     def _consume(self, rank: int, writer: int, number: int) -> None:
         book = self._books[writer]

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 
 import msgspec
-from crew import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
 from plan import SETTINGS, Plan, TrainerPlan, WriterPlan
+from process_tree import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
 
 from transport import SharedRingBuffer
 from transport.errors import TransportError
@@ -165,7 +165,7 @@ class Run:
                     if child.process is not None:
                         self._send(child.process.pid, signal.SIGKILL)
             if time.monotonic() > give_up_at:
-                raise SystemExit(f"somebody does not end: {there}\n" + "\n".join(self.said))
+                raise SystemExit(f"timeout: processes still run: {there}\n" + "\n".join(self.said))
             time.sleep(0.02)
         self._tend(again=False)
 

@@ -22,7 +22,7 @@ class End(NamedTuple):
     verdict: Verdict
     depth: QueueDepth
     failures: list[str]  # of the queue, for reasons that are not allowed
-    counts: Counter[str]  # of faults, see `Hardship`
+    counts: Counter[str]  # of faults, see `FaultInjector`
     kills: int
     not_done: int  # faults of the schedule
     crashes: list[str]

@@ -19,14 +19,14 @@ import audit
 import msgspec
 from accounts import Accounts
 from clock import WallClock
-from closed import Points
-from crew import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
+from fault_injection import FaultInjector
 from faults import Fault, amounts, schedule
-from hardship import Hardship
 from journal import Reader
 from plan import Plan, TrainerPlan, WriterPlan
+from process_tree import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
 from queues import RedisServer, open_queue
 from report import End, allowed, reason_of, report
+from traps import Points
 
 from transport import SharedRingBuffer
 from transport.errors import QueueError, TransportError
@@ -94,7 +94,7 @@ class Soak:
         self._plan = Plan(folder=str(folder), queue=place, ack=options.ack, run=run, seed=options.seed)
         self._allowed = allowed(self._plan)
         self._failures: dict[tuple[int, str], str] = {}  # of the queue, and not allowed as far as is known
-        self._hardship = Hardship(disk if options.isolated else None, options.isolated, self._server)
+        self._injector = FaultInjector(disk if options.isolated else None, options.isolated, self._server)
         self._accounts = Accounts(READERS)
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         root = str(HERE.parent.parent)
@@ -148,7 +148,7 @@ class Soak:
         others = {
             kind: count
             for kind, count in amounts(self._options.kills, self._options.lapses).items()
-            if kind in self._hardship.kinds or (kind == "clock" and self._clock.steps)
+            if kind in self._injector.kinds or (kind == "clock" and self._clock.steps)
         }
         pending = schedule(self._options.seed, total, self._options.kills, others)[::-1]
         stuck = False
@@ -164,7 +164,7 @@ class Soak:
                 time.sleep(_LOOK_S)
             seconds = time.monotonic() - began
             self._points.end()
-            self._hardship.end_all()
+            self._injector.end_all()
             left = self._dismiss(force=stuck)
             depth = self._look_last()
         finally:
@@ -175,8 +175,8 @@ class Soak:
                 self._accounts.verdict(self._allowed),
                 depth,
                 [f"rank {rank} {ticket} {reason}" for (rank, ticket), reason in self._failures.items()],
-                self._hardship.counts,
-                self._hardship.kills,
+                self._injector.counts,
+                self._injector.kills,
                 len(pending),
                 [crash for child in self._children for crash in child.crashes],
                 left,
@@ -191,7 +191,7 @@ class Soak:
     def _all_consumed(self, pending: list[Fault]) -> bool:
         accounts = self._accounts
         finished = all(accounts.finished(number) for number in range(len(READERS)))
-        quiet = self._hardship.quiet and not accounts.open_questions()
+        quiet = self._injector.quiet and not accounts.open_questions()
         if not finished or pending or not quiet or self._settled() < accounts.expected():
             return False
         # The last fault may have killed everybody who keeps a ring; whoever is started again takes it away in order.
@@ -199,10 +199,10 @@ class Soak:
 
     def _tend(self) -> None:
         """What has to be looked at all the time."""
-        self._hardship.tend()
+        self._injector.tend()
         for pid, point, number in self._points.closed():
             lapse_s = self._plan.settings.claim_lease_s + 0.5 if point in LAPSES else 0.1
-            self._hardship.closed(pid, point, number, lapse_s + 5.0 * self._rng.random())
+            self._injector.closed(pid, point, number, lapse_s + 5.0 * self._rng.random())
         reap_orphans(self._own())
         for child in self._children:
             self._hear(child.name)
@@ -224,8 +224,8 @@ class Soak:
             self._seen, self._idle_s = self._settled(), 0.0
         if now - self._said_at > _SAY_EVERY_S:
             self._said_at = now
-            print(f"{self._seen} of {self._accounts.expected()}, {self._hardship.kills} kills", flush=True)
-            foreign = [each for each in self._members() if each.stopped and not self._hardship.has_stopped(each.pid)]
+            print(f"{self._seen} of {self._accounts.expected()}, {self._injector.kills} kills", flush=True)
+            foreign = [each for each in self._members() if each.stopped and not self._injector.has_stopped(each.pid)]
             if foreign:
                 print(f"stopped by somebody else: {foreign}", flush=True)
 
@@ -260,7 +260,7 @@ class Soak:
     def _look_last(self) -> QueueDepth:
         """At the queue, when nobody uses it any more; until the last leases have ended."""
         while True:
-            self._hardship.tend()
+            self._injector.tend()
             self._ask()
             with contextlib.suppress(QueueError):
                 depth = self._harvest(_QUEUE_PATIENCE_S)
@@ -271,20 +271,20 @@ class Soak:
     # --- faults -----------------------------------------------------------------------------------------
     def _do(self, fault: Fault) -> bool:
         """Carry it out; False if there is no victim just now."""
-        hardship = self._hardship
+        injector = self._injector
         if fault.kind == "kill" and self._ahead(fault):
             return True  # fault points have killed instead
         if fault.kind == "cut":
-            hardship.cut(fault)
+            injector.cut(fault)
         elif fault.kind == "clock":
             self._clock.step(int((fault.choice - 0.5) * _CLOCK_STEP_S))
-            hardship.counts["clock stepped"] += 1
+            injector.counts["clock stepped"] += 1
         elif fault.kind == "stall":
-            hardship.stall(fault.seconds)
+            injector.stall(fault.seconds)
         elif fault.kind == "disk":
-            hardship.fill_disk(fault.seconds)
+            injector.fill_disk(fault.seconds)
         elif fault.kind == "queue":
-            hardship.take_queue(fault)
+            injector.take_queue(fault)
         elif fault.kind == "lapse":
             self._points.stop_at(LAPSES[int(fault.choice * len(LAPSES))])
         elif fault.kind == "port":
@@ -297,15 +297,15 @@ class Soak:
                 return False
             victim = sorted(living)[int(fault.choice * len(living))]
             if fault.kind == "kill":
-                hardship.kill(victim)
+                injector.kill(victim)
             else:
-                hardship.stop(victim, fault.seconds)
+                injector.stop(victim, fault.seconds)
         return True
 
     def _ahead(self, fault: Fault) -> bool:
         """Whether there have been as many kills as there should be by now."""
         planned = self._options.kills * fault.at / self._total
-        return self._options.build is not None and self._hardship.kills > planned
+        return self._options.build is not None and self._injector.kills > planned
 
     def _members(self) -> list[Member]:
         roles = {child.process.pid: child.name.partition("-")[0] for child in self._children if child.process}
@@ -325,7 +325,7 @@ class Soak:
         if not victims:
             return False
         victim = victims[int(fault.choice * len(victims))]
-        self._hardship.steal_port(victim, ports[victim.pid], fault.seconds)
+        self._injector.take_port(victim, ports[victim.pid], fault.seconds)
         return True
 
     def _kill_ring(self, fault: Fault) -> bool:
@@ -339,9 +339,9 @@ class Soak:
         parents = {each.parent for each in listeners} - {os.getpid()}
         for pid in {process.pid} | parents:
             if pid in everybody:
-                self._hardship.kill(everybody[pid])
+                self._injector.kill(everybody[pid])
         for each in listeners:
-            self._hardship.kill(each)
+            self._injector.kill(each)
         return True
 
     # --- the end ----------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Soak:
         for child in self._children:
             child.dismiss()
         while time.monotonic() < patience and self._members():
-            self._hardship.tend()
+            self._injector.tend()
             reap_orphans(self._own())
             time.sleep(_LOOK_S)
         late = self._members()

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "soak"))  # `crew`
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "soak"))  # `process_tree`
 import cycles
 import memory
 import processes

@@ -129,7 +129,7 @@ def bare_connection(wire: str) -> None:
             server.progress()  # type: ignore[attr-defined]
             client.progress()  # type: ignore[attr-defined]
             if time.monotonic() > give_up:
-                raise TimeoutError("bare UCX does not come to an end")
+                raise TimeoutError("timeout: bare UCX does not end")
 
     until(lambda: accepted)
     far = listener.create_endpoint_from_conn_request(accepted[0], True)

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
-from crew import MARK, Member, become_reaper, members, reap_orphans
 from peer import PeerPlan
+from process_tree import MARK, Member, become_reaper, members, reap_orphans
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -217,7 +217,7 @@ class Cycle:
 
 
 def _give_up(*_: object) -> None:
-    raise HangError("nobody said anything")
+    raise HangError("timeout: no output from the process")
 
 
 def cycle(seed: int, run: str, folder: Path, figures: Figures) -> None:

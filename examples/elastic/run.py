@@ -39,7 +39,7 @@ class Launcher:
         for line in self.process.stdout:
             if line.startswith(first):
                 return line.split()
-        raise SystemExit(f"a launcher ended with {self.process.wait()} and never said {first!r}")
+        raise SystemExit(f"a launcher ended with {self.process.wait()} before it printed {first!r}")
 
 
 def run(folder: Path, victim: str) -> int:

@@ -240,8 +240,8 @@ def test_worker_processes_fetch_acknowledge_and_give_back(method: str, served: W
     assert found["after all"] == [32, 0]
     eventually(lambda: free(served.ring), "every slot is free again")
     if method == "fork":
-        assert "UsageError" in found["plain"] and "use it for a DataLoader" in found["plain"]
-        assert "the trainer's own process fetches to its device" in found["device"]
+        assert "UsageError" in found["plain"] and "use it instead of DataLoader" in found["plain"]
+        assert "only the trainer's own process reads into its device memory" in found["device"]
         assert 'multiprocessing_context="spawn"' in found["inherited"]
 
 

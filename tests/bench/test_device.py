@@ -27,7 +27,7 @@ COMMANDS = (["loopback"], ["ring"], ["weights"], ["fetch", "127.0.0.1:1"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_device_is_asked_for_by_its_kind(command: list[str], cupy: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", *command, "--device", "rocm"]) == 2
-    assert "--device rocm: the only kind is cuda" in capsys.readouterr().err
+    assert "--device rocm: choose cuda" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -82,7 +82,7 @@ def test_the_load_tells_every_member_of_the_device(cupy: Any, monkeypatch: pytes
     class Stop(Exception):
         """No process is started here."""
 
-    async def start(name: str, made: dict[str, Any], _: Any, *, prefix: str) -> Any:
+    async def start(name: str, made: dict[str, Any], _: Any, *, prefix: str = "") -> Any:
         started.append(made)
         if len(started) == 2:
             raise Stop

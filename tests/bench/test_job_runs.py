@@ -124,7 +124,7 @@ def test_a_payload_that_was_changed_on_the_way_fails_the_run(tmp_path: Path, mon
     case = leaky(tmp_path, monkeypatch)
     script = tmp_path / "leaky_peer.py"
     script.write_text(script.read_text().replace("batch[32:])", "batch[32:-1] + b'?')"))
-    with pytest.raises(LinkError, match="payload 0 of writer 0 is not what was written"):
+    with pytest.raises(LinkError, match="payload 0 of writer 0 differs from what was written"):
         driver.measure(case, 1e-6)
 
 

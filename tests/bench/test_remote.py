@@ -88,7 +88,7 @@ def test_nobody_there_is_said_with_what_to_type(capsys: pytest.CaptureFixture[st
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         assert run(["bench", "fetch", f"127.0.0.1:{bound.getsockname()[1]}"]) == 1
-    assert "start one there: transport bench serve --port" in capsys.readouterr().err
+    assert "start it there: transport bench serve --port" in capsys.readouterr().err
 
 
 def test_what_is_too_large_or_garbled_is_refused(port: int) -> None:

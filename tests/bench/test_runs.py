@@ -154,7 +154,7 @@ def test_rows_from_cpp_are_the_lines_that_the_program_prints(tmp_path: Path) -> 
 
 
 def test_without_sources_the_cpp_rows_say_so(tmp_path: Path) -> None:
-    with pytest.raises(MissingDependencyError, match="built from the project's sources"):
+    with pytest.raises(MissingDependencyError, match="need the project's sources"):
         ring.build(tmp_path)
 
 

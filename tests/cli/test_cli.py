@@ -37,7 +37,7 @@ def test_json_into_a_folder_that_is_not_there_is_refused_before_anything_is_done
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run([*command.split(), "--json", str(tmp_path / "none" / "result.json")]) == 2
-    assert complaint(capsys).endswith("result.json: its folder does not exist")
+    assert complaint(capsys).endswith("result.json: the folder does not exist; create it first")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_demo_refuses_a_queue_that_exists(tmp_path: Path, capsys: pytest.Cap
     path = tmp_path / "old.sqlite3"
     path.touch()
     assert run(["demo", "--queue", str(path)]) == 2
-    assert f"--queue {path}: exists" in complaint(capsys)
+    assert f"--queue {path}: the file already exists" in complaint(capsys)
 
 
 def test_the_module_is_the_command() -> None:

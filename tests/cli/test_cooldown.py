@@ -10,9 +10,9 @@ import pytest
 
 from transport.cli import run
 from transport.cooldown import Ledger, Outcome, Phase
+from transport.cooldown.coordination import outcome_path
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Note, Refusal, ReportKind, encode
-from transport.cooldown.host import outcome_path
 from transport.store.base import ABSENT
 from transport.store.sqlite import SQLiteStore
 
@@ -34,7 +34,7 @@ def store(tmp_path: Path) -> str:
             first, epoch=2, phase=Phase.ENDED, outcome=Outcome.TIMED_OUT, elapsed_s=60.0, ended_at=1.8e9 + 100,
             notes={
                 "x": Note(kind=ReportKind.UPLOADED, refusal=Refusal.NOT_ELECTED),
-                **{name: Note(kind=ReportKind.FAILED, detail="it is full") for name in CLIENTS},
+                **{name: Note(kind=ReportKind.FAILED, detail="no space left") for name in CLIENTS},
             },
         ),
         msgspec.structs.replace(first, epoch=3, step=0, clients=()),
@@ -78,7 +78,7 @@ def test_the_destination_knows_when_the_store_is_lost(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--store", "sqlite:///no/such/file"], "there is no such file"),
+        (["--store", "sqlite:///no/such/file"], "the file does not exist"),
         (["--destination", "/tmp"], "--destination needs --run"),
         (["--destination", "s3://key:secret@bucket", "--run", "r"], "credentials in the environment"),
     ],

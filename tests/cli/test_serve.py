@@ -83,7 +83,7 @@ def test_with_a_grace_budget_it_waits_until_everything_is_read_and_logs_that(
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     messages = [line["message"] for line in lines if line["logger"] == "transport.cli.serve"]
     assert f"segment {said['segment']}" in messages[0]
-    assert messages[1:] == [f"stopping; 1 payloads unread, waiting up to {PATIENCE_S:.0f} s for them"]
+    assert messages[1:] == [f"stopping: 1 payloads are unread, waiting up to {PATIENCE_S:.0f} s for their readers"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_with_a_grace_budget_it_waits_until_everything_is_read_and_logs_that(
         ([], "give --schema FILE, or --slot-bytes SIZE"),
         (["--slot-bytes", "64", "--ports", "a"], "give port numbers"),
         (["--slot-bytes", "64", "--ports", "7,7"], "name one port twice"),
-        (["--slot-bytes", "much"], "is not a size"),
+        (["--slot-bytes", "much"], "invalid size"),
     ],
 )
 def test_wrong_usage(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

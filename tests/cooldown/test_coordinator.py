@@ -14,7 +14,7 @@ from transport.cooldown.epochs import coordinator as module
 from transport.cooldown.epochs.coordinator import (
     LOOK_AGAIN_S,
     MOST_GAP_S,
-    MOST_STRANGERS,
+    MOST_UNELECTED,
     TABLE,
     Begin,
     Coordinator,
@@ -171,7 +171,7 @@ def test_strangers_do_not_fill_the_record() -> None:
     machine = in_cooldown()
     for number in range(100):
         machine.handle(Reported(report(f"stranger-{number}")))
-    assert len(machine.record.notes) == MOST_STRANGERS
+    assert len(machine.record.notes) == MOST_UNELECTED
     assert verify(machine, report())
 
 

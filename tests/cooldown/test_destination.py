@@ -220,7 +220,7 @@ def test_an_upload_to_s3_that_is_called_off_leaves_nothing_at_all(tmp_path: Path
 def test_a_bucket_that_is_not_there_is_an_error() -> None:
     with (
         open_destination("s3://no-such-bucket/x") as gone,
-        pytest.raises(DestinationError, match="may not join: it can"),
+        pytest.raises(DestinationError, match="cannot join: it can"),
     ):
         check_permissions(gone)
 
@@ -247,7 +247,7 @@ def test_what_is_refused_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(destination, operation, refuse)
-    with pytest.raises(DestinationDeniedError, match=f"may not join: it {named}") as caught:
+    with pytest.raises(DestinationDeniedError, match=f"cannot join: it {named}") as caught:
         check_permissions(destination)
     assert not caught.value.retryable
 
@@ -279,7 +279,7 @@ def test_the_systems_refusal_is_named(mode: int, said: str, open_tmp: Path) -> N
         line = child.line()
     target.chmod(0o755)
     assert said in line
-    assert line == "joined" or line.startswith("DestinationDeniedError this client may not join")
+    assert line == "joined" or line.startswith("DestinationDeniedError this client cannot join")
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_epoch_and_seed_both_decide() -> None:
 
 
 def test_an_unknown_algorithm_is_refused() -> None:
-    with pytest.raises(UsageError, match="algorithm 2"):
+    with pytest.raises(UsageError, match="the record has 2"):
         elect(clients(3), seed=1, epoch=1, algorithm=ALGORITHM + 1)
 
 

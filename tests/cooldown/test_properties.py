@@ -1,6 +1,6 @@
 """Whatever happens, an epoch that was recorded as checkpointed can be restored bit-exact, and its end is for good.
 
-Real files, a real store, the coordinator's own desk; the order of events, faults and restarts is Hypothesis's.
+Real files, a real store, the real coordinator; the order of events, faults and restarts is Hypothesis's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from transport.cooldown.coordination import StoredCoordinator
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.coordinator import MOST_GAP_S, Begin, Event, Refuted, Verified
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.manifest import FILES
-from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, Report, ReportKind, upload_place
+from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, Report, ReportKind, upload_folder
 from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.host import Desk
 from transport.cooldown.upload import Uploaded, remove, upload
-from transport.cooldown.verify import Untrue, restore, verified
+from transport.cooldown.verify import RefusedUpload, restore, verified
 from transport.errors import DestinationError, UploadCancelledError
 from transport.store.base import ABSENT
 from transport.store.sqlite import SQLiteStore
@@ -54,20 +54,20 @@ class Cooldowns(RuleBasedStateMachine):
         self.now = 0.0
         self.watched = 0.0
         self.end: EpochRecord | None = None
-        self.desks: list[Desk] = []
+        self.coordinators: list[StoredCoordinator] = []
 
     @initialize(seed=st.integers(0, 2**64 - 1), epoch=st.integers(1, 99))
     def begin(self, seed: int, epoch: int) -> None:
         self.epoch = epoch
         record = EpochRecord(run="run", epoch=epoch, destination=self.destination.url, cooldown_s=LIMIT_S, seed=seed)
         assert self.ledger.write(record, ABSENT)
-        self.desks = [Desk(self.ledger, epoch)]
-        self.desks[0].handle(Begin(5, CLIENTS))
+        self.coordinators = [StoredCoordinator(self.ledger, epoch)]
+        self.coordinators[0].handle(Begin(5, CLIENTS))
 
     # --- clients --------------------------------------------------------------------------------------
     def chosen(self, client: str, elected: bool) -> str:
         """The client, or mostly one of those that are elected in its place."""
-        among = self.desks[0].machine.record.elected
+        among = self.coordinators[0].machine.record.elected
         return among[ord(client[0]) % len(among)] if elected else client
 
     @rule(client=names, elected=nearly, attempt=st.integers(0, 1), stops_at=st.none() | st.integers(0, 3), this=nearly)
@@ -88,7 +88,7 @@ class Cooldowns(RuleBasedStateMachine):
             done = upload(self.path / "model", self.destination, record, client, name, stop=stop, progress=progress)
         except UploadCancelledError:
             assert stops_at is not None
-            assert not (self.destination.root / upload_place("run", record.epoch, client, name)).exists()
+            assert not (self.destination.root / upload_folder("run", record.epoch, client, name)).exists()
         else:
             self.uploads[client, name] = done
 
@@ -99,7 +99,7 @@ class Cooldowns(RuleBasedStateMachine):
         client, attempt = data.draw(st.sampled_from(sorted(self.uploads)))
         if (client, attempt) in self.reported:
             return
-        place = self.destination.root / upload_place("run", self.epoch, client, attempt)
+        place = self.destination.root / upload_folder("run", self.epoch, client, attempt)
         target = place / ("manifest.json" if how == "manifest" else f"{FILES}/b/c")
         if not target.exists():
             return
@@ -138,17 +138,17 @@ class Cooldowns(RuleBasedStateMachine):
         assert record is not None
         name = f"{attempt:016x}"
         if record.phase is Phase.ENDED and (record.checkpoint is None or record.checkpoint.attempt != name):
-            remove(self.destination, upload_place("run", self.epoch, client, name))
+            remove(self.destination, upload_folder("run", self.epoch, client, name))
 
     # --- coordinators -----------------------------------------------------------------------------------
     @rule(which=st.integers(0, 1), passes=st.floats(-20, 20) | st.floats(-1e9, 1e9))
     def step(self, which: int, passes: float) -> None:
         """Time passes, or the clock steps."""
-        desk = self.desks[which % len(self.desks)]
+        coordinator = self.coordinators[which % len(self.coordinators)]
         self.now += passes
-        before = desk.machine.elapsed_s
-        self.due += desk.step(self.now)
-        assert 0 <= desk.machine.elapsed_s - before <= MOST_GAP_S + desk.machine.record.cooldown_s
+        before = coordinator.machine.elapsed_s
+        self.due += coordinator.step(self.now)
+        assert 0 <= coordinator.machine.elapsed_s - before <= MOST_GAP_S + coordinator.machine.record.cooldown_s
 
     @rule(data=st.data(), vanished=st.booleans())
     @precondition(lambda self: self.due)
@@ -163,7 +163,7 @@ class Cooldowns(RuleBasedStateMachine):
             root.rename(root.with_name("away"))
         try:
             self.verdicts.append(Verified(report, verified(self.destination, record, report)))
-        except Untrue as untrue:
+        except RefusedUpload as untrue:
             self.verdicts.append(Refuted(report, untrue.refusal, str(untrue)))
         finally:
             if vanished:
@@ -173,28 +173,28 @@ class Cooldowns(RuleBasedStateMachine):
     @precondition(lambda self: self.verdicts)
     def conclude(self, data: st.DataObject, which: int) -> None:
         verdict = self.verdicts.pop(data.draw(st.integers(0, len(self.verdicts) - 1)))
-        self.due += self.desks[which % len(self.desks)].handle(verdict)
+        self.due += self.coordinators[which % len(self.coordinators)].handle(verdict)
 
     @rule(which=st.integers(0, 1), there=nearly)
     def work_off(self, which: int, there: bool) -> None:
         """A coordinator that does all that is due."""
-        desk = self.desks[which % len(self.desks)]
-        self.due += desk.step(self.now)
+        coordinator = self.coordinators[which % len(self.coordinators)]
+        self.due += coordinator.step(self.now)
         while self.due:
             self.verify_one(self.due.pop(), vanished=not there)
-            self.due += desk.handle(self.verdicts.pop())
+            self.due += coordinator.handle(self.verdicts.pop())
 
     @rule(replaces=st.booleans())
     def restart(self, replaces: bool) -> None:
         """A coordinator more, or another in place of one that was killed."""
-        if replaces or len(self.desks) > 1:
-            self.desks.pop(0)
-        self.desks.append(Desk(self.ledger, self.epoch))
+        if replaces or len(self.coordinators) > 1:
+            self.coordinators.pop(0)
+        self.coordinators.append(StoredCoordinator(self.ledger, self.epoch))
 
     # --- what holds -------------------------------------------------------------------------------------
     @invariant()
     def an_end_is_for_good_and_true(self) -> None:
-        if not self.desks:
+        if not self.coordinators:
             return
         record, _ = self.ledger.look(self.epoch)
         assert record is not None

@@ -14,13 +14,12 @@ import pytest
 from cooldown_runs import CLIENTS, MODEL, Run, passing
 from helpers import PATIENCE_S, Child, asynchronous, until
 
-from transport.cooldown import Ledger, Outcome, Part, Phase, recorded_outcomes, restore
+from transport.cooldown import Ledger, Outcome, Part, Phase, coordination, recorded_outcomes, restore
 from transport.cooldown import client as client_module
-from transport.cooldown import host as host_module
 from transport.cooldown.client import prune
 from transport.cooldown.destinations.folder import Folder
-from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_place
-from transport.cooldown.verify import Untrue
+from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_folder
+from transport.cooldown.verify import RefusedUpload
 from transport.errors import (
     ConfigurationError,
     NoCheckpointError,
@@ -84,14 +83,14 @@ async def test_an_upload_that_is_being_verified_when_the_limit_ends_is_the_check
     cooling: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    real = host_module.verified
+    real = coordination.verified
 
     def verified(*arguments: Any) -> Any:
         begun.set()
         assert go_on.wait(PATIENCE_S)
         return real(*arguments)
 
-    monkeypatch.setattr(host_module, "verified", verified)
+    monkeypatch.setattr(coordination, "verified", verified)
     host = cooling.host()
     await host.open(7)
     leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
@@ -115,9 +114,9 @@ async def test_an_upload_that_nobody_has_refused_stays_after_a_time_out(
     def verified(*arguments: Any) -> Any:
         begun.set()
         go_on.wait(PATIENCE_S)
-        raise Untrue(Refusal.UNREADABLE, "over")
+        raise RefusedUpload(Refusal.UNREADABLE, "over")
 
-    monkeypatch.setattr(host_module, "verified", verified)
+    monkeypatch.setattr(coordination, "verified", verified)
     host = cooling.host()
     await host.open(7)
     leading = asyncio.create_task(host.cooldown(7, 1, CLIENTS))
@@ -129,11 +128,11 @@ async def test_an_upload_that_nobody_has_refused_stays_after_a_time_out(
     assert (await taking).part is Part.CANCELLED
     assert cooling.manifests() == ["c"]
     (attempt,) = [path.parent.name for path in cooling.root.rglob("manifest.json")]
-    assert f"run/epoch-000000000007/c/{attempt} stays" in caplog.text
+    assert f"run/epoch-000000000007/c/{attempt} is kept" in caplog.text
     monkeypatch.undo()
     report = next(each for each in cooling.ledger.reports(7) if each.client == "c")
     assert report.attempt == attempt
-    files = host_module.verified(Folder(cooling.root), record, report).files
+    files = coordination.verified(Folder(cooling.root), record, report).files
     assert files == len(MODEL) + 1  # it is complete
 
 
@@ -294,7 +293,7 @@ async def test_local_copies_are_pruned(cooling: Run) -> None:
         await asyncio.gather(host.cooldown(epoch, epoch, ("only",)), client.cooldown(epoch))
     kept = sorted(path.name for path in (cooling.path / "scratch" / "only").iterdir())
     assert kept == ["epoch-000000000002", "epoch-000000000003"]
-    assert sorted(path.stem for path in (cooling.root / outcomes_place("run")).iterdir()) == [
+    assert sorted(path.stem for path in (cooling.root / outcomes_folder("run")).iterdir()) == [
         f"{epoch:012d}" for epoch in (1, 2, 3)
     ]
     for epoch in (1, 2, 3):
@@ -312,9 +311,9 @@ def test_pruning_leaves_what_it_does_not_know(tmp_path: Path) -> None:
 @asynchronous
 async def test_an_epoch_has_one_life(cooling: Run) -> None:
     await cooling.host().open(7)
-    with pytest.raises(UsageError, match="epoch 7 was opened before"):
+    with pytest.raises(UsageError, match="epoch 7 was already opened"):
         await cooling.host().open(7)
-    with pytest.raises(UsageError, match="epoch 8 was not opened"):
+    with pytest.raises(UsageError, match="epoch 8 is not open"):
         await cooling.host().cooldown(8, 1, CLIENTS)
 
 

@@ -23,11 +23,11 @@ from transport.cooldown.epochs.records import (
     Refusal,
     Report,
     ReportKind,
-    upload_place,
+    upload_folder,
 )
 from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.upload import Uploaded, plain_files, remove, upload
-from transport.cooldown.verify import Untrue, restore, verified
+from transport.cooldown.verify import RefusedUpload, restore, verified
 from transport.errors import (
     CheckpointDamagedError,
     DestinationDeniedError,
@@ -39,7 +39,7 @@ from transport.errors import (
 
 RECORD = EpochRecord(run="run", epoch=7, destination="", cooldown_s=60.0, seed=1, step=30, clients=("a",))
 ATTEMPT = "0123456789abcdef"
-PLACE = upload_place("run", 7, "a", ATTEMPT)
+PLACE = upload_folder("run", 7, "a", ATTEMPT)
 FILES = {"model/weights-1": secrets.token_bytes(9 << 20), "model/weights-2": b"", "config.json": b"{}"}
 
 
@@ -139,7 +139,7 @@ LIES = [
 @pytest.mark.parametrize(("what", "refusal"), LIES)
 def test_a_lie_is_found(destination: Folder, uploaded: Uploaded, what: str, refusal: Refusal) -> None:
     lie(destination, what)
-    with pytest.raises(Untrue) as caught:
+    with pytest.raises(RefusedUpload) as caught:
         verified(destination, RECORD, report(uploaded.sha256))
     assert caught.value.refusal is refusal
 
@@ -159,8 +159,8 @@ def test_the_manifest_of_another_epoch_does_not_count(model: Path, destination: 
     """Its bytes are as reported, and all its files are there."""
     older = msgspec.structs.replace(RECORD, epoch=6)
     done = upload(model, destination, older, "a", ATTEMPT)
-    shutil.copytree(destination.root / upload_place("run", 6, "a", ATTEMPT), destination.root / PLACE)
-    with pytest.raises(Untrue, match="another upload") as caught:
+    shutil.copytree(destination.root / upload_folder("run", 6, "a", ATTEMPT), destination.root / PLACE)
+    with pytest.raises(RefusedUpload, match="another upload") as caught:
         verified(destination, RECORD, report(done.sha256))
     assert caught.value.refusal is Refusal.MANIFEST_ALTERED
 
@@ -172,18 +172,18 @@ def test_a_manifest_cannot_name_files_elsewhere(destination: Folder, name: str) 
     file = manifests.File(name=name, size=0, sha256=hashlib.sha256().hexdigest())
     data = manifests.Manifest(run="run", epoch=7, step=1, client="a", attempt=ATTEMPT, files=(file,)).encode()
     destination.put(f"{PLACE}/{manifests.NAME}", data)
-    with pytest.raises(Untrue, match="not that of a file") as caught:
+    with pytest.raises(RefusedUpload, match="invalid entry") as caught:
         verified(destination, RECORD, report(hashlib.sha256(data).hexdigest()))
     assert caught.value.refusal is Refusal.MANIFEST_ALTERED
 
 
 @pytest.mark.parametrize("attempt", ["", "..", "../../..", "0123456789ABCDEF", "0" * 15])
 def test_a_report_cannot_name_a_place_elsewhere(destination: Folder, attempt: str) -> None:
-    with pytest.raises(Untrue, match="cannot be the name"):
+    with pytest.raises(RefusedUpload, match="is not the name of an upload"):
         verified(destination, RECORD, report("", attempt))
 
 
-# --- called off -----------------------------------------------------------------------------------------
+# --- cancelled -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at", ["before", "within a file", "between files", "before the manifest"])
 def test_an_upload_that_was_called_off_says_so_and_leaves_nothing(model: Path, destination: Folder, at: str) -> None:
     stop = Stop()
@@ -201,7 +201,7 @@ def test_an_upload_that_was_called_off_says_so_and_leaves_nothing(model: Path, d
 
     if at == "before":
         stop.set()
-    with pytest.raises(UploadCancelledError, match="called off"):
+    with pytest.raises(UploadCancelledError, match="cancelled"):
         upload(model, destination, RECORD, "a", ATTEMPT, stop=stop, progress=progress)
     assert reached or at == "before"
     assert left(destination) == []
@@ -255,7 +255,7 @@ def mounted(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_destination_fails_in_words_and_keeps_nothing(model: Path, mounted: Path) -> None:
-    with pytest.raises(DestinationError, match="it is full"):
+    with pytest.raises(DestinationError, match="no space left"):
         upload(model, Folder(mounted), RECORD, "a", ATTEMPT)
     assert left(Folder(mounted)) == []
 
@@ -280,10 +280,10 @@ def test_a_destination_that_vanishes_on_the_way_is_an_error(model: Path, destina
 # --- what is uploaded -----------------------------------------------------------------------------------
 def test_only_plain_files_are_uploaded(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/etc/passwd")
-    with pytest.raises(UsageError, match="no links"):
+    with pytest.raises(UsageError, match="cannot contain links"):
         plain_files(tmp_path)
     (tmp_path / "link").unlink()
-    with pytest.raises(UsageError, match="nothing to upload"):
+    with pytest.raises(UsageError, match="no file to upload"):
         plain_files(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="neither a file nor a folder"):

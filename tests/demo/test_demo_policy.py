@@ -157,7 +157,7 @@ def test_published_parameters_do_not_change_with_the_policy() -> None:
 def test_loading_foreign_parameters_is_refused_and_changes_nothing(wrong: dict[str, NDArray[Any]]) -> None:
     policy, other = Policy(seed=0), Policy(seed=1)
     before = policy.parameters()
-    with pytest.raises(UsageError, match="not the parameters"):
+    with pytest.raises(UsageError, match="parameter mismatch"):
         policy.load({**other.parameters(), **wrong}, version=1)
     assert policy.version == 0
     for name, values in policy.parameters().items():

@@ -144,7 +144,11 @@ def test_a_device_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "status", "said"),
-    [((250_000, 250_000), "ok", "2 of 2"), ((500_000, 0), "warn", "1 of 2"), ((0, 0), "warn", "no port carried them")],
+    [
+        ((250_000, 250_000), "ok", "2 of 2"),
+        ((500_000, 0), "warn", "1 of 2"),
+        ((0, 0), "warn", "not over an InfiniBand port"),
+    ],
 )
 def test_counters_tell_which_rails_carried_a_transfer(
     tmp_path: Path, words: tuple[int, int], status: str, said: str

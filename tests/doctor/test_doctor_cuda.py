@@ -29,14 +29,17 @@ def test_devices_and_their_reach_are_named(host: Any) -> None:
     found = {check.name: (check.status, check.detail) for check in cuda.checks()}
     assert found == {
         "cuda": ("ok", "2 devices: Card 0, Card 1; CUDA 13000"),
-        "cuda peers": ("ok", "all 2 devices reach each other's memory"),
+        "cuda peers": ("ok", "all 2 devices access each other's memory"),
     }
 
 
 def test_devices_that_do_not_reach_each_other_are_named(host: Any) -> None:
     host.cuda.runtime.deviceCanAccessPeer = lambda a, b: a < b
     *_, peers = cuda.checks()
-    assert peers.status == "warn" and "1 pairs cannot: 1→0; copies between them go through the host" in peers.detail
+    assert (
+        peers.status == "warn"
+        and "1 pairs cannot access each other's memory: 1→0; their copies go through the host" in peers.detail
+    )
     assert peers.remedy
 
 

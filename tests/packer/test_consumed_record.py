@@ -74,5 +74,5 @@ def test_restoring_keeps_to_the_bound_and_the_rings_used_last() -> None:
 def test_other_bytes_and_unknown_versions_are_refused() -> None:
     with pytest.raises(UsageError, match="not a record"):
         ConsumedRecord.from_bytes(b"\x80garbage")
-    with pytest.raises(UsageError, match="version 9, this side reads 1"):
+    with pytest.raises(UsageError, match="version mismatch: found 9, this build reads 1"):
         ConsumedRecord.from_bytes(msgspec.msgpack.encode({"version": 9, "rings": []}))

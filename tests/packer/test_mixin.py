@@ -69,7 +69,7 @@ def test_a_batch_arrives_in_order_and_is_trained_on_once(worker: Worker, packer:
     assert [payload["obs"].shape for payload in payloads] == [(step + 1, 4) for step in range(6)]
     assert [payload.metadata["reward"] for payload in payloads] == [float(step) for step in range(6)]
     assert queue.depth().done == 6
-    with pytest.raises(UsageError, match="has been consumed"):
+    with pytest.raises(UsageError, match="was already consumed"):
         packer.consume(batch)
 
 

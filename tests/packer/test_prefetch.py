@@ -49,7 +49,7 @@ def test_a_second_deferral_is_refused_and_the_first_is_kept() -> None:
     prefetch: Prefetch[str] = Prefetch()
     prefetch.start("a")
     prefetch.defer("b")
-    with pytest.raises(UsageError, match="deferred already"):
+    with pytest.raises(UsageError, match="already deferred"):
         prefetch.defer("c")
     assert prefetch.collected() == "b"
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from transport.errors import ConfigurationError, InternalError, StoreUnsuitableError, UsageError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.host import Close, Complete, OpenNext, Sight, decide
-from transport.rendezvous.member import TABLE, Event, Member, State
+from transport.rendezvous.decisions import Close, Complete, OpenNext, Snapshot, decide
+from transport.rendezvous.member_states import TABLE, Event, Member, State
 from transport.rendezvous.placement import place
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Reason, Role, Round, Seat, Status
 from transport.rendezvous.rules import ExitCodes, Rules
@@ -80,30 +80,30 @@ def test_everybody_has_one_place_and_ranks_do_not_depend_on_the_order_of_reading
 
 # --- the host -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("sight", "act"),
+    ("snapshot", "act"),
     [
-        (Sight(a_round(), seats("a")), None),
-        (Sight(a_round(), seats("a", "b"), open_s=4.9), None),
-        (Sight(a_round(), seats("a", "b"), open_s=5.0), Complete),
-        (Sight(a_round(), seats("a", "b", "c")), Complete),
-        (Sight(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"})), None),
-        (Sight(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 5.0), Complete),
-        (Sight(a_round(), seats("a"), open_s=59.9), None),
-        (Sight(a_round(), seats("a"), open_s=60.0), Close),
-        (Sight(a_round(number=2), seats("a", "b", "c", number=1), open_s=30.0), None),
-        (Sight(a_round(Phase.RUNNING), seats("a", "b"), peers("a", "b")), None),
-        (Sight(a_round(Phase.RUNNING), seats("a"), peers("a", "b")), OpenNext),
-        (Sight(a_round(Phase.RUNNING), seats("a", "other"), peers("a", "b")), OpenNext),
-        (Sight(a_round(Phase.RUNNING), seats("a", "b", status=Status.DONE), peers("a", "b")), Close),
-        (Sight(a_round(Phase.RUNNING), seats("a", status=Status.DONE), peers("a", "b")), OpenNext),
-        (Sight(a_round(Phase.RUNNING), seats("a", "b", status=Status.RESTART), peers("a", "b")), OpenNext),
-        (Sight(a_round(Phase.RUNNING, 2), seats("a", "b", number=1), peers("a", "b")), OpenNext),
-        (Sight(a_round(Phase.RUNNING), seats("a", "b"), ()), OpenNext),
-        (Sight(a_round(Phase.CLOSED), seats("a"), peers("a", "b")), None),
+        (Snapshot(a_round(), seats("a")), None),
+        (Snapshot(a_round(), seats("a", "b"), open_s=4.9), None),
+        (Snapshot(a_round(), seats("a", "b"), open_s=5.0), Complete),
+        (Snapshot(a_round(), seats("a", "b", "c")), Complete),
+        (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"})), None),
+        (Snapshot(a_round(), seats("a", "b", "c"), peers("z"), frozenset({"z"}), 5.0), Complete),
+        (Snapshot(a_round(), seats("a"), open_s=59.9), None),
+        (Snapshot(a_round(), seats("a"), open_s=60.0), Close),
+        (Snapshot(a_round(number=2), seats("a", "b", "c", number=1), open_s=30.0), None),
+        (Snapshot(a_round(Phase.RUNNING), seats("a", "b"), peers("a", "b")), None),
+        (Snapshot(a_round(Phase.RUNNING), seats("a"), peers("a", "b")), OpenNext),
+        (Snapshot(a_round(Phase.RUNNING), seats("a", "other"), peers("a", "b")), OpenNext),
+        (Snapshot(a_round(Phase.RUNNING), seats("a", "b", status=Status.DONE), peers("a", "b")), Close),
+        (Snapshot(a_round(Phase.RUNNING), seats("a", status=Status.DONE), peers("a", "b")), OpenNext),
+        (Snapshot(a_round(Phase.RUNNING), seats("a", "b", status=Status.RESTART), peers("a", "b")), OpenNext),
+        (Snapshot(a_round(Phase.RUNNING, 2), seats("a", "b", number=1), peers("a", "b")), OpenNext),
+        (Snapshot(a_round(Phase.RUNNING), seats("a", "b"), ()), OpenNext),
+        (Snapshot(a_round(Phase.CLOSED), seats("a"), peers("a", "b")), None),
     ],
 )
-def test_the_host_decides_by_what_it_sees(sight: Sight, act: type | None) -> None:
-    found = decide(sight, RULES)
+def test_the_host_decides_by_what_it_sees(snapshot: Snapshot, act: type | None) -> None:
+    found = decide(snapshot, RULES)
     assert found is None if act is None else isinstance(found, act)
 
 
@@ -111,14 +111,14 @@ def test_success_is_only_what_everybody_with_a_rank_says() -> None:
     everybody = peers("a", "b", "c")
     for statuses in itertools.product(Status, repeat=3):
         here = [Seat(round=1, slot=slot, member="abc"[slot], status=status) for slot, status in enumerate(statuses)]
-        found = decide(Sight(a_round(Phase.RUNNING), here, everybody), RULES)
+        found = decide(Snapshot(a_round(Phase.RUNNING), here, everybody), RULES)
         succeeded = isinstance(found, Close) and found.reason is Reason.SUCCESS
         assert succeeded == (set(statuses) == {Status.DONE})
 
 
 def test_after_the_last_round_the_run_fails() -> None:
     rules = Rules(least=2, most_rounds=3)
-    last = Sight(a_round(Phase.RUNNING, 3), seats("a", number=3), peers("a", "b"))
+    last = Snapshot(a_round(Phase.RUNNING, 3), seats("a", number=3), peers("a", "b"))
     assert isinstance(decide(last._replace(round=a_round(Phase.RUNNING, 2)), rules), OpenNext)
     found = decide(last, rules)
     assert isinstance(found, Close)

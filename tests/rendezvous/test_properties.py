@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulated_run import SimulatedMember, SimulatedRun
 
 from transport.errors import RunLostError, StaleRoundError, TransportError
-from transport.rendezvous.member import State
+from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Phase, Reason, Status
 from transport.rendezvous.rules import ExitCodes, Rules
 

@@ -81,7 +81,7 @@ sys.exit(status)
 """
 
 
-class Crew:
+class MemberGroup:
     """Member processes of one run."""
 
     def __init__(self, folder: Path, url: str, **rules: Any) -> None:
@@ -103,7 +103,7 @@ class Crew:
     def close(self) -> None:
         self._stack.close()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> MemberGroup:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,9 +111,9 @@ class Crew:
 
 
 @pytest.fixture
-def crew(tmp_path: Path) -> Iterator[Crew]:
-    with Crew(tmp_path, f"sqlite://{tmp_path}/store.sqlite3", least=2) as crew:
-        yield crew
+def group(tmp_path: Path) -> Iterator[MemberGroup]:
+    with MemberGroup(tmp_path, f"sqlite://{tmp_path}/store.sqlite3", least=2) as group:
+        yield group
 
 
 def ranks(*members: Child) -> list[str]:
@@ -122,36 +122,36 @@ def ranks(*members: Child) -> list[str]:
 
 # --- processes ------------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_a_spare_takes_the_place_of_the_killed_host_and_everybody_ends_well(crew: Crew) -> None:
-    members = [crew.member("a"), crew.member("b")]
+def test_a_spare_takes_the_place_of_the_killed_host_and_everybody_ends_well(group: MemberGroup) -> None:
+    members = [group.member("a"), group.member("b")]
     assert ranks(*members) == ["rank 1 0 2", "rank 1 1 2"]
-    spare = crew.member("c")
-    survivor, host = sorted(members, key=lambda each: each is members["ab".index(crew.round().host)])
+    spare = group.member("c")
+    survivor, host = sorted(members, key=lambda each: each is members["ab".index(group.round().host)])
     host.kill()
     assert ranks(survivor, spare) == ["rank 2 0 2", "rank 2 1 2"]
-    late = crew.member("d")
+    late = group.member("d")
     for each in (survivor, spare):
         each.tell("done")
     assert [each.wait() for each in (survivor, spare, late)] == [0, 0, 0]
-    assert Archive(crew.archive).read().reason is Reason.SUCCESS
+    assert Archive(group.archive).read().reason is Reason.SUCCESS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("reason", "code"), [("success", 0), ("failure", 1), ("no_restart", 93)])
-def test_waiters_end_with_the_code_of_the_reason(crew: Crew, reason: str, code: int) -> None:
-    members = [crew.member("a"), crew.member("b")]
+def test_waiters_end_with_the_code_of_the_reason(group: MemberGroup, reason: str, code: int) -> None:
+    members = [group.member("a"), group.member("b")]
     ranks(*members)
-    spare = crew.member("c")
+    spare = group.member("c")
     members[1].tell(f"close {reason}")
     assert [each.wait() for each in (*members, spare)] == [code] * 3
-    assert crew.round().phase is Phase.CLOSED
+    assert group.round().phase is Phase.CLOSED
 
 
 @pytest.mark.slow
-def test_a_stopped_member_is_replaced_and_comes_back_as_a_spare(crew: Crew) -> None:
-    members = [crew.member("a"), crew.member("b")]
+def test_a_stopped_member_is_replaced_and_comes_back_as_a_spare(group: MemberGroup) -> None:
+    members = [group.member("a"), group.member("b")]
     ranks(*members)
-    spare = crew.member("c")
+    spare = group.member("c")
     members[1].process.send_signal(signal.SIGSTOP)
     assert ranks(members[0], spare) == ["rank 2 0 2", "rank 2 1 2"]
     members[1].process.send_signal(signal.SIGCONT)
@@ -162,23 +162,23 @@ def test_a_stopped_member_is_replaced_and_comes_back_as_a_spare(crew: Crew) -> N
 @needs_redis
 @pytest.mark.slow
 def test_a_store_that_is_lost_ends_everybody_within_its_patience(tmp_path: Path) -> None:
-    with redis_server() as server, Crew(tmp_path, server.place(), least=2) as crew:
-        members = [crew.member("a"), crew.member("b")]
+    with redis_server() as server, MemberGroup(tmp_path, server.place(), least=2) as group:
+        members = [group.member("a"), group.member("b")]
         ranks(*members)
-        spare = crew.member("c")
+        spare = group.member("c")
         server.kill()
         for each in (*members, spare):
-            assert "was of no use for" in each.line()
+            assert "store unavailable for" in each.line()
         assert [each.wait() for each in (*members, spare)] == [1, 1, 1]
 
 
 @needs_redis
 @pytest.mark.slow
 def test_a_store_that_is_lost_after_the_end_costs_nothing(tmp_path: Path) -> None:
-    with redis_server() as server, Crew(tmp_path, server.place(), least=1) as crew:
-        member = crew.member("a")
+    with redis_server() as server, MemberGroup(tmp_path, server.place(), least=1) as group:
+        member = group.member("a")
         ranks(member)
-        spare = crew.member("b")
+        spare = group.member("b")
         spare.process.send_signal(signal.SIGSTOP)
         member.tell("close no_restart")
         assert member.wait() == 93
@@ -190,8 +190,8 @@ def test_a_store_that_is_lost_after_the_end_costs_nothing(tmp_path: Path) -> Non
 @needs_redis
 @pytest.mark.slow
 def test_a_store_that_comes_back_in_time_costs_at_most_a_round(tmp_path: Path) -> None:
-    with redis_server() as server, Crew(tmp_path, server.place(), least=2, store_patience_s=15.0) as crew:
-        members = [crew.member("a"), crew.member("b")]
+    with redis_server() as server, MemberGroup(tmp_path, server.place(), least=2, store_patience_s=15.0) as group:
+        members = [group.member("a"), group.member("b")]
         ranks(*members)
         server.kill()
         server.start()
@@ -297,7 +297,7 @@ async def test_waiters_learn_of_the_stores_loss_or_from_the_archive(tmp_path: Pa
                 assert (await waiting).reason is Reason.NO_RESTART
                 assert member.exit_code == 93
             else:
-                with pytest.raises(RunLostError, match="of no use"):
+                with pytest.raises(RunLostError, match="store unavailable for"):
                     await waiting
                 assert member.exit_code == 1
 
@@ -321,7 +321,7 @@ async def test_a_store_that_never_answers_is_lost() -> None:
     with Away() as store:
         async with Rendezvous(store, RUN, Rules(**QUICK)) as member:
             store.answers.clear()
-            with pytest.raises(RunLostError, match="holds a call back"):
+            with pytest.raises(RunLostError, match="a call does not return"):
                 await member.wait_closed()
             store.answers.set()
 

@@ -14,7 +14,7 @@ import msgspec
 
 from transport.errors import StoreUnavailableError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.member import State
+from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Phase, Place, Reason, Roster, Round
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session

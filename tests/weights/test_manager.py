@@ -21,7 +21,7 @@ from helpers import asynchronous, until
 from weights_members import Worker, checksum_of, version_of
 
 from transport import SharedRingBuffer, _ring
-from transport.bench.weights.members import ProcessMember
+from transport.bench.weights.process_member import ProcessMember
 from transport.errors import (
     MemberFailedError,
     MemberLostError,
@@ -45,7 +45,7 @@ LIMITS = Limits()
 _SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
 
 
-class Crew:
+class MemberGroup:
     """One trainer and replicas, each a process; the first two replicas share a host, the third has its own."""
 
     def __init__(self, trainer: ProcessMember, replicas: list[ProcessMember], **options: Any) -> None:
@@ -62,7 +62,7 @@ class Crew:
         resident: str = "mapped",
         engine: dict[str, Any] | None = None,
         replica: dict[str, Any] | None = None,
-    ) -> Crew:
+    ) -> MemberGroup:
         path = os.pathsep.join([_SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
         source = {"made": "weights_members:Source", "engine": {**ENGINE, "delta": True, **(engine or {})}}
@@ -105,174 +105,174 @@ class Crew:
 
 
 @contextlib.asynccontextmanager
-async def crew_of(replicas: int, **options: Any) -> AsyncIterator[Crew]:
-    crew = await Crew.start(replicas, **options)
+async def group_of(replicas: int, **options: Any) -> AsyncIterator[MemberGroup]:
+    group = await MemberGroup.start(replicas, **options)
     try:
-        yield crew
+        yield group
     finally:
-        await crew.close()
+        await group.close()
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Callable[[Callable[[Crew], Awaitable[None]]], None]]:
-    """A crew whose members live through what these tests do to them; each test leaves it with a version everywhere."""
+def shared() -> Iterator[Callable[[Callable[[MemberGroup], Awaitable[None]]], None]]:
+    """A group whose members live through what these tests do to them; each test leaves it with a version everywhere."""
     before = ResourceSnapshot.take()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
         runner.run(asyncio.to_thread(int))  # its thread is there before the first test looks
-        crew = runner.run(Crew.start(3))
+        group = runner.run(MemberGroup.start(3))
         try:
 
-            def run(test: Callable[[Crew], Awaitable[None]]) -> None:
+            def run(test: Callable[[MemberGroup], Awaitable[None]]) -> None:
                 async def body() -> None:
                     async with asyncio.timeout(60):
-                        await crew.update()
-                        await test(crew)
-                        crew.manager._policy, crew.manager._limits = "restore", LIMITS
-                        await crew.update()
-                        await crew.serves(*[crew.version] * 3)
-                        assert await crew.running() == [True] * 3
-                        assert set(crew.manager.admitted.values()) == {crew.version}
+                        await group.update()
+                        await test(group)
+                        group.manager._policy, group.manager._limits = "restore", LIMITS
+                        await group.update()
+                        await group.serves(*[group.version] * 3)
+                        assert await group.running() == [True] * 3
+                        assert set(group.manager.admitted.values()) == {group.version}
 
                 runner.run(body())
 
             yield run
         finally:
-            runner.run(crew.close())
+            runner.run(group.close())
     now = ResourceSnapshot.take()
     assert before._replace(threads=now.threads).leaks() == []  # pytest-timeout has a thread of its own
 
 
 # --- members that live -----------------------------------------------------------------------------------------
 def test_every_replica_serves_the_version_and_only_changes_are_sent_the_second_time(shared: Any) -> None:
-    async def body(crew: Crew) -> None:
-        outcome = await crew.update()
+    async def body(group: MemberGroup) -> None:
+        outcome = await group.update()
         assert outcome.delta
         assert outcome.failures == []
-        await crew.serves(*[crew.version] * 3)
+        await group.serves(*[group.version] * 3)
 
     shared(body)
 
 
 def test_abort_that_returns_an_error_fails_the_update_and_everybody_goes_on_with_the_old_version(shared: Any) -> None:
-    async def body(crew: Crew) -> None:
-        old = crew.version
-        await crew.replicas[1].call("told", "abort", "return")
+    async def body(group: MemberGroup) -> None:
+        old = group.version
+        await group.replicas[1].call("told", "abort", "return")
         with pytest.raises(MemberFailedError, match=r"replica 1: abort returned RuntimeError: abort did not work"):
-            await crew.update()
-        await crew.replicas[1].call("told", "abort", "")
-        await crew.serves(old, old, old)
-        assert await crew.running() == [True] * 3
-        assert crew.manager.admitted == dict.fromkeys(crew.manager.admissions, old)
+            await group.update()
+        await group.replicas[1].call("told", "abort", "")
+        await group.serves(old, old, old)
+        assert await group.running() == [True] * 3
+        assert group.manager.admitted == dict.fromkeys(group.manager.admissions, old)
 
     shared(body)
 
 
 def test_finalize_that_raises_after_success_does_not_undo_the_version(shared: Any) -> None:
-    async def body(crew: Crew) -> None:
+    async def body(group: MemberGroup) -> None:
         finalize = ProcessMember.finalize
 
         async def broken(member: ProcessMember) -> None:
             await finalize(member)
-            if member is crew.replicas[0]:
+            if member is group.replicas[0]:
                 raise RuntimeError("finalize failed")
 
         ProcessMember.finalize = broken  # type: ignore[method-assign]
         try:
             with pytest.raises(RuntimeError, match="finalize failed"):
-                await crew.update()
+                await group.update()
         finally:
             ProcessMember.finalize = finalize  # type: ignore[method-assign]
-        await crew.serves(*[crew.version] * 3)
-        assert await crew.running() == [True] * 3
-        assert set(crew.manager.admitted.values()) == {crew.version}
+        await group.serves(*[group.version] * 3)
+        assert await group.running() == [True] * 3
+        assert set(group.manager.admitted.values()) == {group.version}
 
     shared(body)
 
 
 def test_two_clean_ups_that_raise_do_not_hide_the_first_error_nor_each_other(shared: Any) -> None:
-    async def body(crew: Crew) -> None:
-        first, second, third = crew.replicas
+    async def body(group: MemberGroup) -> None:
+        first, second, third = group.replicas
         await first.call("told", "load", "raise")
         await first.call("told", "resume_kv_cache", "raise")
         await second.call("told", "resume_generation", "raise")
         with pytest.raises(MemberFailedError, match="load failed") as caught:
-            await crew.update()
+            await group.update()
         notes = "\n".join(caught.value.__notes__)
         assert "resume KV: replica 0: MemberFailedError: replica 0: RuntimeError: resume_kv_cache failed" in notes
         assert "resume generation: replica 1: MemberFailedError" in notes
         for replica, method in ((first, "load"), (first, "resume_kv_cache"), (second, "resume_generation")):
             await replica.call("told", method, "")
         # the load failed before anything was taken, so the old version is there; but it has no cache
-        await crew.serves(crew.version - 1, crew.version, crew.version)
-        states = {name: each.state for name, each in crew.manager.admissions.items()}
+        await group.serves(group.version - 1, group.version, group.version)
+        states = {name: each.state for name, each in group.manager.admissions.items()}
         assert states == {"replica 0": State.PENDING, "replica 1": State.PENDING, "replica 2": State.SERVING}
-        assert crew.manager.admitted == {third.name: crew.version}
+        assert group.manager.admitted == {third.name: group.version}
 
     shared(body)
 
 
 def test_a_group_build_that_hangs_ends_at_its_limit(shared: Any) -> None:
-    async def body(crew: Crew) -> None:
-        old = crew.version
+    async def body(group: MemberGroup) -> None:
+        old = group.version
         # Both are over for who is stopped only; the second is what the others have for a few milliseconds' work.
-        crew.manager._limits = Limits(init=0.4, prove=5.0)
-        stopped = crew.replicas[2]
+        group.manager._limits = Limits(init=0.4, prove=5.0)
+        stopped = group.replicas[2]
 
         def stop(step: Step, _: tuple[str, ...]) -> None:
             is_stopped = step in (Step.INIT, Step.PROVE)
             os.kill(stopped.process.pid, signal.SIGSTOP if is_stopped else signal.SIGCONT)
 
-        crew.manager._on_step = stop
-        with pytest.raises(WeightsTimeoutError, match=r"was not done with init in 0\.4 s"):
-            await crew.update()
-        crew.manager._on_step = lambda step, members: None
+        group.manager._on_step = stop
+        with pytest.raises(WeightsTimeoutError, match=r"did not finish init in 0\.4 s"):
+            await group.update()
+        group.manager._on_step = lambda step, members: None
         os.kill(stopped.process.pid, signal.SIGCONT)
-        await crew.serves(old, old, old)
+        await group.serves(old, old, old)
         # who could not be asked while it was stopped has proven nothing, and takes no traffic
-        assert crew.manager.admissions[stopped.name].state is State.PENDING
-        assert crew.manager.admitted == {"replica 0": old, "replica 1": old}
+        assert group.manager.admissions[stopped.name].state is State.PENDING
+        assert group.manager.admitted == {"replica 0": old, "replica 1": old}
 
     shared(body)
 
 
 @pytest.mark.parametrize("at", list(Step), ids=lambda step: step.value.replace(" ", "-"))
 def test_cancelling_in_any_step_leaves_whole_versions_and_running_replicas(shared: Any, at: Step) -> None:
-    async def body(crew: Crew) -> None:
-        old = crew.version
-        updating = asyncio.ensure_future(crew.update())
-        crew.manager._on_step = lambda step, members: updating.cancel("enough") and None if step is at else None
+    async def body(group: MemberGroup) -> None:
+        old = group.version
+        updating = asyncio.ensure_future(group.update())
+        group.manager._on_step = lambda step, members: updating.cancel("enough") and None if step is at else None
         with pytest.raises(asyncio.CancelledError):
             await updating
-        crew.manager._on_step = lambda step, members: None
-        served = [(await replica.call("told", "look"))[0] for replica in crew.replicas]
-        assert set(served) <= {old, crew.version}
-        await crew.serves(*served)
-        assert await crew.running() == [True] * 3
-        assert crew.manager.admitted == {
-            replica.name: version for replica, version in zip(crew.replicas, served, strict=True)
+        group.manager._on_step = lambda step, members: None
+        served = [(await replica.call("told", "look"))[0] for replica in group.replicas]
+        assert set(served) <= {old, group.version}
+        await group.serves(*served)
+        assert await group.running() == [True] * 3
+        assert group.manager.admitted == {
+            replica.name: version for replica, version in zip(group.replicas, served, strict=True)
         }
-        assert crew.manager.statistics().cancelled > 0
+        assert group.manager.statistics().cancelled > 0
 
     shared(body)
 
 
 def test_a_replica_that_joins_during_an_update_waits_for_the_next_one(shared: Any) -> None:
-    async def body(crew: Crew) -> None:
+    async def body(group: MemberGroup) -> None:
         engine = RingEngine("late", **ENGINE, host="host 1")
         late = Replica(engine, Worker())
-        crew.manager._on_step = lambda step, _: crew.manager.join(late) if step is Step.INIT else None
+        group.manager._on_step = lambda step, _: group.manager.join(late) if step is Step.INIT else None
         try:
-            await crew.update()
-            crew.manager._on_step = lambda step, members: None
-            assert crew.manager.admissions["late"].state is State.PENDING
-            outcome = await crew.update()
+            await group.update()
+            group.manager._on_step = lambda step, members: None
+            assert group.manager.admissions["late"].state is State.PENDING
+            outcome = await group.update()
             assert not outcome.delta  # it has nothing that changes could be put upon
-            assert crew.manager.admitted["late"] == crew.version
-            assert late.worker.served_checksum() == checksum_of(crew.version)
-            crew.manager.exclude("late", "the test is over")
+            assert group.manager.admitted["late"] == group.version
+            assert late.worker.served_checksum() == checksum_of(group.version)
+            group.manager.exclude("late", "the test is over")
         finally:
-            del crew.manager._replicas["late"], crew.manager._admissions["late"]
+            del group.manager._replicas["late"], group.manager._admissions["late"]
             late.worker.weights.clear()
             await engine.close()
 
@@ -282,35 +282,35 @@ def test_a_replica_that_joins_during_an_update_waits_for_the_next_one(shared: An
 # --- members that die ------------------------------------------------------------------------------------------
 @asynchronous
 async def test_a_replica_killed_before_and_one_killed_during_the_transfer_cost_only_themselves(tmp_path: Path) -> None:
-    async with crew_of(4) as crew:
-        await crew.update()
-        dying = crew.replicas[3].process
-        crew.manager._on_step = lambda step, _: dying.kill() if step is Step.RELEASE_KV else None
+    async with group_of(4) as group:
+        await group.update()
+        dying = group.replicas[3].process
+        group.manager._on_step = lambda step, _: dying.kill() if step is Step.RELEASE_KV else None
         with pytest.raises(MemberLostError, match=r"the process of replica 3 was ended by SIGKILL"):
-            await crew.update()
-        crew.manager._on_step = lambda step, members: None
-        await crew.serves(1, 1, 1, -1)
-        assert crew.manager.admissions["replica 3"].state is State.EXCLUDED
-        assert crew.manager.admitted == dict.fromkeys(("replica 0", "replica 1", "replica 2"), 1)
+            await group.update()
+        group.manager._on_step = lambda step, members: None
+        await group.serves(1, 1, 1, -1)
+        assert group.manager.admissions["replica 3"].state is State.EXCLUDED
+        assert group.manager.admitted == dict.fromkeys(("replica 0", "replica 1", "replica 2"), 1)
 
         # replica 2 lands for its host alone; it dies with half of its buckets
         reached, go = tmp_path / "reached", tmp_path / "reached.go"
-        await crew.trainer.call("told", str(reached), 3)
-        updating = asyncio.ensure_future(crew.update())
+        await group.trainer.call("told", str(reached), 3)
+        updating = asyncio.ensure_future(group.update())
         await until(reached.exists)
-        crew.replicas[2].process.kill()
+        group.replicas[2].process.kill()
         go.write_bytes(b"")
         with pytest.raises(MemberLostError, match=r"the process of replica 2 was ended by SIGKILL"):
             await updating
-        await crew.serves(3, 3, -1, -1)
-        assert crew.manager.admitted == {"replica 0": 3, "replica 1": 3}
+        await group.serves(3, 3, -1, -1)
+        assert group.manager.admitted == {"replica 0": 3, "replica 1": 3}
 
 
 @asynchronous
 async def test_when_every_member_is_killed_their_closing_removes_what_they_left() -> None:
-    async with crew_of(3) as crew:
-        await crew.update()
-        members = [crew.trainer, *crew.replicas]
+    async with group_of(3) as group:
+        await group.update()
+        members = [group.trainer, *group.replicas]
 
         def left() -> list[str]:
             return [name for name in _ring.segments() for member in members if member.prefix in name]
@@ -321,36 +321,36 @@ async def test_when_every_member_is_killed_their_closing_removes_what_they_left(
         await until(lambda: all(member.lost for member in members))
         await asyncio.gather(*(member.process.wait() for member in members))
         assert left()
-        await crew.close()
+        await group.close()
         assert left() == []
 
 
 @asynchronous
 async def test_a_replica_killed_after_the_transfer_leaves_its_host_with_what_it_landed() -> None:
-    async with crew_of(2) as crew:
-        await crew.update()
-        landing = crew.replicas[0]
-        crew.manager._on_step = lambda step, _: landing.process.kill() if step is Step.FINALIZE_TRAINERS else None
+    async with group_of(2) as group:
+        await group.update()
+        landing = group.replicas[0]
+        group.manager._on_step = lambda step, _: landing.process.kill() if step is Step.FINALIZE_TRAINERS else None
         with pytest.raises(MemberLostError, match="replica 0"):
-            await crew.update()
-        crew.manager._on_step = lambda step, members: None
-        await crew.serves(-1, 2)
-        assert crew.manager.admitted == {"replica 1": 2}
-        outcome = await crew.update()  # replica 1 lands now, and can even take changes
+            await group.update()
+        group.manager._on_step = lambda step, members: None
+        await group.serves(-1, 2)
+        assert group.manager.admitted == {"replica 1": 2}
+        outcome = await group.update()  # replica 1 lands now, and can even take changes
         assert outcome.delta
-        await crew.serves(-1, 3)
+        await group.serves(-1, 3)
 
 
 @asynchronous
 async def test_a_trainer_killed_in_mid_transfer_leaves_everybody_at_the_version_before() -> None:
-    async with crew_of(3) as crew:
-        await crew.update()
-        await crew.trainer.call("told", "kill", 2)
+    async with group_of(3) as group:
+        await group.update()
+        await group.trainer.call("told", "kill", 2)
         with pytest.raises(MemberLostError, match="the process of trainer was ended by SIGKILL") as caught:
-            await crew.update()
-        await crew.serves(1, 1, 1)
-        assert await crew.running() == [True] * 3
-        assert crew.manager.admitted == dict.fromkeys(crew.manager.admissions, 1)
+            await group.update()
+        await group.serves(1, 1, 1)
+        assert await group.running() == [True] * 3
+        assert group.manager.admitted == dict.fromkeys(group.manager.admissions, 1)
         outcome = caught.value.outcome
         assert isinstance(outcome, Outcome)
         assert {str(each) for each in outcome.replicas.values()} == {"serving v1"}
@@ -358,15 +358,15 @@ async def test_a_trainer_killed_in_mid_transfer_leaves_everybody_at_the_version_
 
 @asynchronous
 async def test_a_replica_killed_while_it_loads_in_place_and_one_whose_load_fails_half_way_serve_no_mixture() -> None:
-    async with crew_of(2, resident="in_place") as crew:
-        await crew.update()
-        await crew.replicas[0].call("told", "half", "raise")
-        await crew.replicas[1].call("told", "half", "kill")
+    async with group_of(2, resident="in_place") as group:
+        await group.update()
+        await group.replicas[0].call("told", "half", "raise")
+        await group.replicas[1].call("told", "half", "kill")
         with pytest.raises((MemberFailedError, MemberLostError)):
-            await crew.update()
-        await crew.serves(1, -1)  # loaded again from the copy of v1 that is kept until the update's end
-        assert crew.manager.admitted == {"replica 0": 1}
-        assert crew.manager.admissions["replica 1"].state is State.EXCLUDED
+            await group.update()
+        await group.serves(1, -1)  # loaded again from the copy of v1 that is kept until the update's end
+        assert group.manager.admitted == {"replica 0": 1}
+        assert group.manager.admissions["replica 1"].state is State.EXCLUDED
 
 
 @pytest.mark.parametrize(
@@ -378,18 +378,18 @@ async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error
     row = bytearray(layout.total)
     for name, array in layout.arrays(row, writable=True).items():
         array[...] = version_of(1)[name]
-    async with crew_of(1, engine={"bucket_bytes": 131072}, replica={"wires": wires}) as crew:
+    async with group_of(1, engine={"bucket_bytes": 131072}, replica={"wires": wires}) as group:
 
         def stop(step: Step, _: tuple[str, ...]) -> None:
             if step is Step.TRANSFER:  # the bucket waits for the replica, filled and hashed
-                os.kill(crew.replicas[0].process.pid, signal.SIGSTOP)
+                os.kill(group.replicas[0].process.pid, signal.SIGSTOP)
 
-        crew.manager._on_step = stop
-        updating = asyncio.ensure_future(crew.update())
+        group.manager._on_step = stop
+        updating = asyncio.ensure_future(group.update())
         segments: list[str] = []
 
         def found() -> bool:
-            maps = Path(f"/proc/{crew.trainer.process.pid}/maps").read_text()
+            maps = Path(f"/proc/{group.trainer.process.pid}/maps").read_text()
             segments[:] = {line.split("/dev/shm")[1] for line in maps.splitlines() if "/dev/shm/transport-" in line}
             return bool(segments)
 
@@ -397,8 +397,8 @@ async def test_a_corrupted_bucket_is_never_loaded(wires: list[str] | None, error
         with SharedRingBuffer.attach(segments[0], role="writer") as ring:
             await until(lambda: bytes(ring.native.payload(0)[:131072]) == row[:131072])
             ring.native.payload(0)[100] ^= 1
-        os.kill(crew.replicas[0].process.pid, signal.SIGCONT)
+        os.kill(group.replicas[0].process.pid, signal.SIGCONT)
         with pytest.raises(error, match=r"checksum|attempts"):
             await updating
-        assert crew.manager.admissions["replica 0"].state is State.PENDING
-        assert await crew.replicas[0].call("told", "look") == [-1, None, False, True]
+        assert group.manager.admissions["replica 0"].state is State.PENDING
+        assert await group.replicas[0].call("told", "look") == [-1, None, False, True]

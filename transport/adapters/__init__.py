@@ -1,4 +1,4 @@
-"""Tickets in other people's frameworks, each adapter in a file of its own that is imported by name.
+"""Adapters to other frameworks, one file for each, imported by name.
 
     transport.adapters.torch       batches for a torch training loop, with or without worker processes
     transport.adapters.cosmos_rl   a payload transport for cosmos-rl's registry

@@ -1,4 +1,4 @@
-"""A payload transport for cosmos-rl's registry: its controller carries tickets, its packers fetch by them.
+"""A payload transport for cosmos-rl's registry: the controller carries tickets, the packers read by them.
 
     register(schema)                                # in the script that every process runs, before its workers begin
     [custom]
@@ -8,11 +8,11 @@
     rollout.payload_context = context
     completion = context.publish_tensors(trajectory).to_dict()
 
-The policy's packer is any `PrefetchDataPackerMixin`: the `TicketStrategy` comes to it when the worker attaches it.
+The policy's packer is any `PrefetchDataPackerMixin`; the worker attaches the `TicketStrategy` to it.
 A payload is consumed when its batch is released after final use (`release_prefetch`, `finish_payload_batch`), so
-a policy worker that dies before has lost none; what the controller discards as outdated is freed in its ring.
+a policy worker that is killed before has lost none. Payloads that the controller discards as outdated are freed.
 
-Made for cosmos-rl 0.4.7: `PayloadTransport`, `PayloadTransportStrategy` and the producer that `PayloadContext` drives.
+Written for cosmos-rl 0.4.7: `PayloadTransport`, `PayloadTransportStrategy` and the producer of `PayloadContext`.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ _DISCARD_S: Final = 2.0  # of the controller's time, for all payloads of one dis
 def register(
     *schemas: Sequence[Any], name: str = NAME, rank: Callable[[], int] | None = None, **options: Any
 ) -> TicketTransport:
-    """Make ``name`` known to cosmos-rl. Called again it replaces the one before.
+    """Register this transport with cosmos-rl as ``name``. A second call replaces the first.
 
     Args:
         schemas: of every `payload_context` of the run, as cosmos-rl's TensorSpecs.
         name: for ``[custom] payload_transfer``. "ucxx" replaces cosmos-rl's own, and brings the prefetch that cosmos-rl
             keeps for its own names (``train.prefetch_payloads``), but also its refusal of model-parallel policies.
-        rank: asked in a policy worker for its place in its model-parallel group; needed where there are such groups.
-            The rollouts' `payload_context` then has ``readers`` of the group's size.
+        rank: returns a policy worker's rank in its model-parallel group; required with such groups. The rollouts'
+            `payload_context` then needs ``readers`` of the group's size.
         options: of `UCXXDataPackerMixin.setup_ucxx_packer`.
     """
     if name == "ucxx":
@@ -94,7 +94,7 @@ def register(
 
 
 class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is not there when types are checked
-    """What cosmos-rl's workers and its controller ask. Made by `register`."""
+    """The transport that cosmos-rl's workers and its controller call. Made by `register`."""
 
     completion_prefix = PREFIX
 
@@ -104,7 +104,7 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
         self._options = dict(options)
 
     def attach_data_packer(self, packer: Any, *, config: Any, device: Any = None, redis_endpoint: Any = None) -> None:
-        """Give a packer its strategy and start its prefetch. A packer that cannot fetch stays as it is.
+        """Give a packer its strategy and start its prefetch. A packer without transport strategies is not changed.
 
         ``[custom] payload_transport_prefetch_timeout`` (seconds, default 300) ends a worker whose batch takes longer.
 
@@ -117,7 +117,7 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
         if self._rank is None and _readers(config) > 1:
             raise UsageError(
                 f"{_readers(config)} ranks of a model-parallel group read each payload: "
-                "say which one this is, register(rank=...), and write with payload_context(readers=...)"
+                "give this one's rank with register(rank=...), and write with payload_context(readers=...)"
             )
         custom = getattr(config, "custom", None) or {}
         strategy = TicketStrategy()
@@ -141,7 +141,7 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
     def publish_cleanup_for_discarded(self, *, transfer_ids: list[str], config: Any, redis_client: Any) -> int:
         """Free the payloads of rollouts that the controller drops; returns how many were still there.
 
-        What cannot be reached within seconds stays until its writer needs the slot or ends.
+        Payloads of listeners that do not answer within 2 s remain until their writer needs the slot or ends.
         """
         freed = 0
         give_up = time.monotonic() + _DISCARD_S
@@ -151,12 +151,14 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
             for text in transfer_ids:
                 left = give_up - time.monotonic()
                 if left <= 0:
-                    log.warning("payloads of discarded rollouts stay in their rings: their listeners do not answer")
+                    log.warning(
+                        "payloads of discarded rollouts remain in their rings: timeout after %.0f s", _DISCARD_S
+                    )
                     break
                 try:
                     freed += client.discard(Ticket.parse(text), left)
                 except TransportError as error:
-                    log.warning("a discarded rollout's payload stays in its ring: %s", str(error))
+                    log.warning("a discarded rollout's payload remains in its ring: %s", str(error))
         return freed
 
 
@@ -171,7 +173,7 @@ def ring_schema(specs: Sequence[Any]) -> Schema:
 
 
 def _readers(config: Any) -> int:
-    """How many ranks of the policy are given the same rollout."""
+    """How many ranks of the policy read the same rollout."""
     parallelism = getattr(getattr(config, "policy", None), "parallelism", None)
     sizes = (int(getattr(parallelism, f"{each}_size", 1) or 1) for each in ("tp", "cp", "pp"))
     return int(np.prod(list(sizes)))
@@ -197,7 +199,7 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         self.setup_ucxx_packer(rank=rank, **options)
 
     def before_join(self) -> None:
-        """End fetches under way; what they had is given up and stays in its ring."""
+        """Cancel running fetches; their payloads remain in their rings."""
         with self._lock:
             self._closing = True
             fetches = list(self._fetches)
@@ -210,18 +212,18 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         self.cleanup_ucxx_packer()
 
     def should_intercept(self, rollout_output: Any) -> bool:
-        """Whether this is a reference of ours: its completion is a ticket behind `PREFIX`."""
+        """Whether this is a reference of this transport: its completion is `PREFIX` and a ticket."""
         return _text_of(rollout_output) is not None
 
     def cache_key(self, rollout_output: Any) -> str:
-        """Ring, slot and generation. TicketError for a reference that is none."""
+        """Ring, slot and generation. TicketError for any other reference."""
         return ticket_id(_ticket_of(rollout_output))
 
     def fetch_batch(self, tasks: list[Any]) -> Any:
         """The payloads of ``(index, reference)`` pairs by key, as a lease whose release consumes them.
 
-        Those that can never be read are among its ``rejected_keys``. Raises what `collect_prefetch` raises, and
-        ClosedError when the packer is closed meanwhile.
+        Payloads that can never be read are in its ``rejected_keys``. Raises the errors of `collect_prefetch`, and
+        ClosedError if the packer is closed during the fetch.
         """
         batch = self._fetch([_ticket_of(reference) for _, reference in tasks])
         try:
@@ -239,7 +241,7 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         batch.release()  # what has not been acknowledged can be read by another worker
 
     def sync_fetch(self, rollout_output: Any) -> dict[str, Any] | None:
-        """One payload, copied and consumed at once; None where it cannot be had."""
+        """One payload, copied and consumed; None if it cannot be read."""
         try:
             batch = self._fetch([_ticket_of(rollout_output)])
             copied = False
@@ -252,13 +254,13 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
                 self._released(batch, used=copied)
         except (TransportError, ValueError) as error:
             # As text: a record that a handler keeps would keep the error, its frames, and in them the payload.
-            log.warning("a payload could not be fetched: %s: %s", type(error).__name__, str(error))
+            log.warning("payload was not fetched: %s: %s", type(error).__name__, str(error))
             return None
         return found[0] if found else None
 
     def on_resolve_failed(self, rollout_output: Any, cache_key: str) -> None:
-        """Say which episode is skipped; why is in the warning of the fetch."""
-        log.warning("payload %s is skipped", cache_key)
+        """Log which episode is skipped; the fetch has logged why."""
+        log.warning("payload %s was not fetched; its episode is skipped", cache_key)
 
     def _fetch(self, tickets: Sequence[Ticket]) -> FetchedBatch:
         packer = self._packer
@@ -302,7 +304,7 @@ def _text_of(reference: Any) -> str | None:
 def _ticket_of(reference: Any) -> Ticket:
     text = _text_of(reference)
     if text is None:
-        raise TicketError(f"this {type(reference).__name__} is no reference of {NAME}")
+        raise TicketError(f"this {type(reference).__name__} is not a payload reference of {NAME}")
     return Ticket.parse(text)
 
 
@@ -326,7 +328,7 @@ def payload_context(schema: Sequence[Any], *, timeout_s: float | None = None, **
 
 
 class TicketProducer(UCXXRolloutMixin):
-    """What a PayloadContext drives: trajectories into the ring, references with their tickets out of it."""
+    """The producer of a PayloadContext: writes trajectories to the ring and returns references with their tickets."""
 
     def __init__(self, schema: Sequence[Any], timeout_s: float | None, options: Mapping[str, Any]) -> None:
         self._specs = list(schema)
@@ -336,17 +338,20 @@ class TicketProducer(UCXXRolloutMixin):
         self.setup_ucxx(ring_schema(self._specs), **options)
 
     def register_layout(self, layout: Any) -> None:
-        """ValueError for another one: the ring has one schema."""
+        """ValueError for another layout: the ring has one schema."""
         if layout != self.default_layout:
-            raise ValueError("this producer's ring has one layout; make another payload_context for another one")
+            raise ValueError(
+                "layout mismatch: this producer's ring has another layout; make a payload_context for this one"
+            )
 
     def publish(
         self, trajectory: Mapping[str, Any], *, layout: Any = None, copy_policy: str = "batched"
     ) -> dict[str, Any]:
         """Write one trajectory: normalised as cosmos-rl does it, its sequences without padding.
 
-        copy_policy: without meaning here; a payload is one copy.
-        Raises ValueError for what does not fit the schema, and what `write_to_buffer` raises: RingFullError above all.
+        copy_policy: ignored; a payload is one copy.
+        Raises ValueError if the trajectory does not fit the schema, and the errors of `write_to_buffer`, such as
+        RingFullError.
         """
         length = episode_length(trajectory, self._specs)
         used = [
@@ -380,7 +385,7 @@ class TicketProducer(UCXXRolloutMixin):
             raise
 
     def publish_storage(self, payload: Any, *, ready_event: Any = None) -> dict[str, Any]:
-        """Publish what `acquire` handed out, once ``ready_event`` has passed."""
+        """Publish a payload from `acquire`, after ``ready_event``."""
         with payload._submit(self) as lease:
             if ready_event is not None:
                 ready_event.synchronize()
@@ -410,5 +415,5 @@ class TicketProducer(UCXXRolloutMixin):
         }
 
     def close(self, timeout: float = 5.0) -> None:
-        """Stop serving, after at most ``timeout`` seconds for what is unread. Idempotent."""
+        """Stop serving, after waiting at most ``timeout`` seconds for unread payloads. Idempotent."""
         self.cleanup_ucxx(drain_s=timeout)

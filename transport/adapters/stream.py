@@ -1,7 +1,7 @@
-"""BatchStream: batches of payloads for the tickets of a queue, the next one fetched while one is used.
+"""BatchStream: batches of payloads from a queue's tickets; the next one is fetched while one is in use.
 
-gather claims ──► fetch ──next──► the user's ──used──► consumed
-     ▲  (the following batch, while one is used)  └──close──► given back, like all that was not used
+gather claims ──► fetch ──next──► in use ──used──► consumed
+     ▲  (the next batch, while one is in use)  └──close──► given back, like all unused payloads
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ class _Packer(UCXXDataPackerMixin):
 
 
 class BatchStream:
-    """Belongs to one thread of one process.
+    """Batches of payloads. Belongs to one thread of one process.
 
     Args:
-        queue: where tickets are claimed.
+        queue: the queue that tickets are claimed from.
         batch_size: payloads of a batch, at most.
-        fill_s: how long a batch that has begun waits for more tickets. Not for ever: others may hold what is missing.
-        idle_s: the stream ends when no ticket came for so long; None: it waits for ever.
-        stopping: asked during every wait; when it says True the stream ends.
+        fill_s: seconds for which an incomplete batch waits for more tickets. Bounded, because other trainers may hold
+            the missing ones.
+        idle_s: the stream ends after so many seconds without a ticket; None: it waits for ever.
+        stopping: called during every wait; the stream ends when it returns True.
         options: of `UCXXDataPackerMixin.setup_ucxx_packer`, with its errors.
     """
 
@@ -61,7 +62,7 @@ class BatchStream:
     def next(self) -> FetchedBatch | None:
         """The next batch with a payload in it; None: no tickets for ``idle_s``, or stopping.
 
-        Raises what the queue raises, and what `collect_prefetch` raises for a fault of this side.
+        Raises the queue's errors, and those of `collect_prefetch`.
         """
         while True:
             if not self._fetching:
@@ -77,17 +78,19 @@ class BatchStream:
                 if len(self._waiting) == self._batch_size:
                     self._fetch()
             except TransportError as error:  # if it lasts, the next call raises it; this batch is here
-                log.warning("the batch after this one could not be begun yet: %s", str(error))  # not its frames
+                log.warning(
+                    "prefetch of the next batch did not start, the next call retries: %s", str(error)
+                )  # not its frames
             if batch.payloads:
                 return batch
-            self._packer.consume(batch)  # the queue is told why nothing came, if it could not be before
+            self._packer.consume(batch)  # reports the failures again, if the queue was unavailable
 
     def used(self, batch: FetchedBatch) -> list[ReceivedPayload]:
-        """Acknowledge a batch; returns the payloads that had been nobody else's until now."""
+        """Acknowledge a batch; returns the payloads that this trainer has consumed, and no other."""
         return self._packer.consume(batch)
 
     def close(self) -> None:
-        """Give back what was not used, and end. Idempotent."""
+        """Give unused payloads back, and end. Idempotent."""
         self._packer.cleanup_ucxx_packer()
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
 """A payload's arrays as torch tensors, over the memory in which they arrived.
 
-torch knows no memory that is only to be read: whoever writes into a tensor of a mapped payload changes the slot under
-its other readers, or is ended by the kernel. `clone()` what is to be changed in place.
+torch has no read-only tensors: a write to a tensor of a mapped payload changes the slot for its other readers, or ends
+the process with SIGSEGV. `clone()` a tensor before changing it in place.
 """
 
 from __future__ import annotations

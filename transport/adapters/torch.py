@@ -2,18 +2,18 @@
 
     dataset = TicketDataset("sqlite:///run/tickets.sqlite3", batch_size=64, schemas=[schema], collate=pad)
     for batch in TicketLoader(dataset, num_workers=2):
-        ...                    # asking for the next batch says that this one was used
+        ...                    # asking for the next batch acknowledges this one
 
-A batch is acknowledged when the loop asks for the next one. What it breaks off with is given back to the queue, unless
-`consume` was called; so is, once their leases end, what a killed trainer had in hand. Whoever trains on a batch and
-is killed before the next one was asked for has it trained on again, from the checkpoint it begins with anew.
+A batch is acknowledged when the loop asks for the next one. If the loop ends early, its last batch is given back to the
+queue, unless `consume` was called. The claims of a killed trainer return to the queue when their leases end: a batch
+that it trained on without asking for the next one is trained on again, from the checkpoint it restarts with.
 
     trainer                                    worker process (num_workers > 0): a client of its own
     TicketLoader ◄──── batches, copied ─────── TicketDataset ──► claims, fetches, acknowledges
                  ─────── used, version, stop ──►
 
-Worker processes make sense where `collate` costs much: without them nothing is copied, and the next batch is fetched
-meanwhile just the same.
+Use worker processes where `collate` takes much time. Without them nothing is copied, and the next batch is prefetched
+as well.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from transport.wire import ucx
 # tensors.py has said what to do where torch is missing
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # isort: skip
 
-_PARENT_S: Final = 1.0  # how often a worker that waits for its trainer asks whether that still lives
+_PARENT_S: Final = 1.0  # how often a waiting worker checks that its trainer is alive
 
 
 class Sample(NamedTuple):
@@ -47,7 +47,7 @@ class Sample(NamedTuple):
 
 
 class _Delivery(NamedTuple):
-    """A batch on its way from a worker process, and how the worker knows it."""
+    """A batch from a worker process, with the worker's number and its token there."""
 
     worker: int
     token: str
@@ -55,15 +55,15 @@ class _Delivery(NamedTuple):
 
 
 class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not there when types are checked
-    """Batches for the tickets of a queue. To be iterated as it is, or by a `TicketLoader`.
+    """Batches for the tickets of a queue. Iterate over it, or give it to a `TicketLoader`.
 
     Args:
-        queue: URL for `open_queue`, which every process opens for itself; or a queue, but not for spawned workers.
-        batch_size: payloads of a batch, at most; payloads that failed are missing, and reported to the queue.
-        collate: makes a batch of a list of `Sample`; None: the list itself. Runs in the worker process, if any.
-        fill_s: how long a begun batch waits for more tickets.
-        idle_s: the iteration ends when no ticket came for so long; None: it waits for ever.
-        options: of `UCXXDataPackerMixin.setup_ucxx_packer`; to be picklable for spawned workers.
+        queue: URL for `open_queue`, which every process opens itself; or a queue, but not for spawned workers.
+        batch_size: payloads of a batch, at most; failed payloads are left out and reported to the queue.
+        collate: makes a batch from a list of `Sample`; None: the list itself. Runs in the worker process, if any.
+        fill_s: seconds for which an incomplete batch waits for more tickets.
+        idle_s: the iteration ends after so many seconds without a ticket; None: it waits for ever.
+        options: of `UCXXDataPackerMixin.setup_ucxx_packer`; must be picklable for spawned workers.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         **options: Any,
     ) -> None:
         if batch_size < 1:
-            raise UsageError(f"batch_size={batch_size}; a batch has at least one payload")
+            raise UsageError(f"batch_size={batch_size}: give 1 or more payloads")
         self.policy_version: int | None = None  # that is trained now, with max_policy_age; see `TicketLoader`
         self._queue = queue
         self._batch_size = batch_size
@@ -96,22 +96,22 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         return {**self.__dict__, "_in_hand": None}
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches; asking for the next one acknowledges the one before.
+        """Batches; asking for the next one acknowledges the previous one.
 
-        Raises what the queue and the packer raise, and UsageError in a worker process that cannot work.
+        Raises the errors of queue and packer, and UsageError in a worker process with options that do not work there.
         """
         worker = get_worker_info()
         if worker is None:
             return self._in_this_process()
         if ucx.inherited():
             raise UsageError(
-                "this worker was forked from a process that has UCX open, and would hang: give the loader "
-                'multiprocessing_context="spawn", or close every client and server before'
+                "this worker was forked from a process that uses UCX, and would hang: give the loader "
+                'multiprocessing_context="spawn", or close every client and server first'
             )
         if self._options.get("device") is not None:
-            raise UsageError("device= with worker processes: the trainer's own process fetches to its device")
+            raise UsageError("device= needs num_workers=0: only the trainer's own process reads into its device memory")
         if not self._orders:
-            raise UsageError("worker processes are told by a TicketLoader what was used: use it for a DataLoader")
+            raise UsageError("a TicketDataset with worker processes needs a TicketLoader; use it instead of DataLoader")
         return _in_a_worker(self, worker.id, self._orders[worker.id])
 
     def _in_this_process(self) -> Iterator[Any]:
@@ -129,7 +129,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
                     self._in_hand = None
 
     def consume(self) -> None:
-        """Acknowledge the batch in hand now, before the loop is left. Idempotent. For iteration in this process."""
+        """Acknowledge the current batch now, before leaving the loop. Idempotent. For iteration in this process."""
         if self._in_hand is not None:
             stream, batch = self._in_hand
             self._in_hand = None
@@ -138,14 +138,14 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
     # --- used by both -----------------------------------------------------------------------------------
     @contextlib.contextmanager
     def stream(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[BatchStream]:
-        """A stream on a queue that is this process's own."""
+        """A stream on a queue that this process opens."""
         with contextlib.ExitStack() as stack:
             queue = stack.enter_context(open_queue(self._queue)) if isinstance(self._queue, str) else self._queue
             waits: dict[str, Any] = {"fill_s": self._fill_s, "idle_s": self._idle_s, "stopping": stopping}
             yield stack.enter_context(BatchStream(queue, self._batch_size, **waits, **self._options))
 
     def collated(self, batch: FetchedBatch) -> Any:
-        """What the loop is given. The memory is that of the tensors alone then: what is copied need not be kept."""
+        """The batch for the loop. From then on only its tensors keep the payloads' memory."""
         data = self._collate([Sample(tensors(payload), payload.metadata) for payload in batch.payloads])
         batch.release()
         return data
@@ -153,7 +153,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
 
 # --- in a worker process --------------------------------------------------------------------------------
 class _Trainer:
-    """What the trainer has said to this worker. ``used`` and ``version`` are done as they are heard."""
+    """The trainer's orders to this worker. ``used`` and ``version`` are carried out as they arrive."""
 
     def __init__(self, orders: multiprocessing.connection.Connection) -> None:
         self._orders = orders
@@ -162,7 +162,7 @@ class _Trainer:
         self.stream: BatchStream | None = None
 
     def listen(self, timeout_s: float = 0.0) -> bool:
-        """Hear what there is; True when the trainer wants no more."""
+        """Carry out the waiting orders; True when the trainer has stopped."""
         parent = multiprocessing.parent_process()
         try:
             while not self.stopped and self._orders.poll(timeout_s):
@@ -198,34 +198,36 @@ def _in_a_worker(
                 delivery = _Delivery(number, str(serial), dataset.collated(batch))
                 trainer.unused[delivery.token] = batch
                 yield delivery
-                del delivery  # its tensors are the loader's by now
-        finally:  # what the trainer has not used yet is its own as long as it does not stop
+                del delivery  # the loader holds its tensors now
+        finally:  # unused batches belong to the trainer until it stops
             while trainer.unused and not trainer.listen(_PARENT_S):
                 pass
 
 
 class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when types are checked
-    """torch's DataLoader for a `TicketDataset`, which tells worker processes what has been used.
+    """torch's DataLoader for a `TicketDataset`; it reports used batches to the worker processes.
 
     Args:
-        dataset: makes the batches, so there is no batch_size, sampler or collate_fn here.
-        num_workers: 0: the trainer's own process fetches, and tensors are views of what arrived.
-        options: of torch.utils.data.DataLoader. Where this process has a client or a server of its own, workers need
+        dataset: makes the batches, so batch_size, sampler and collate_fn are not accepted here.
+        num_workers: 0: the trainer's own process fetches, and tensors are views of the received memory.
+        options: of torch.utils.data.DataLoader. If this process has a client or a server, workers need
             ``multiprocessing_context="spawn"``.
     """
 
     def __init__(self, dataset: TicketDataset, *, num_workers: int = 0, **options: Any) -> None:
         own = {"batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last"} & options.keys()
         if own:
-            raise UsageError(f"{', '.join(sorted(own))}: the TicketDataset makes the batches")
+            raise UsageError(f"{', '.join(sorted(own))}: the TicketDataset makes the batches; leave these options out")
         if options.get("persistent_workers"):
-            raise UsageError("persistent_workers=True: a worker gives back what was not used when it ends")
+            raise UsageError(
+                "persistent_workers=True is not supported: unused payloads are given back when a worker ends"
+            )
         super().__init__(dataset, num_workers=num_workers, batch_size=None, collate_fn=_as_it_is, **options)
         self._workers: list[multiprocessing.connection.Connection] = []  # of the iteration under way
         self._in_hand: _Delivery | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches as `collate` makes them. Asking for the next one acknowledges the one before; one loop at a time."""
+        """Batches as `collate` makes them. Asking for the next one acknowledges the last one; one loop at a time."""
         return self._own() if self.num_workers == 0 else self._from_workers()
 
     def _own(self) -> Iterator[Any]:
@@ -256,7 +258,7 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
                 sending.close()
 
     def consume(self) -> None:
-        """Acknowledge the batch in hand now: before the loop is left with the last one that it has used. Idempotent."""
+        """Acknowledge the current batch now; call it before leaving the loop early. Idempotent."""
         if self.num_workers == 0:
             self.dataset.consume()
         elif self._in_hand is not None:
@@ -264,14 +266,14 @@ class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when
             _tell(self._workers[delivery.worker], f"used {delivery.token}")
 
     def set_policy_version(self, version: int) -> None:
-        """Say which version is trained now, with ``max_policy_age``: what is claimed from now on is not older."""
+        """Set the version in training, for ``max_policy_age``: it limits the payloads claimed from now on."""
         self.dataset.policy_version = version
         for worker in self._workers:
             _tell(worker, f"version {version}")
 
 
 def _tell(worker: multiprocessing.connection.Connection, order: str) -> None:
-    with contextlib.suppress(OSError):  # a worker that is gone has given back, or its leases end
+    with contextlib.suppress(OSError):  # an ended worker has given its claims back, or their leases end
         worker.send_bytes(order.encode())
 
 

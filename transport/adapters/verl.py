@@ -1,11 +1,11 @@
-"""The engine in verl's checkpoint-engine registry: import this module, and backend "payload_transport" is there.
+"""The engine in verl's checkpoint-engine registry; importing this module registers backend "payload_transport".
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=payload_transport
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.adapters.verl
 
-verl calls `prepare`, `init_process_group` and `finalize` without awaiting them, so the engine has a loop in a thread
-of its own; tensors are produced on the caller's loop, where their collectives belong. Without verl, `engine_class`
-makes the same class upon any base with its methods.
+verl calls `prepare`, `init_process_group` and `finalize` without await, so the engine runs a loop in its own thread;
+tensors are produced on the caller's loop, where their collectives run. Without verl, `engine_class` makes the same
+class from any base class with these methods.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _END = ("", None)  # no tensor has this name
 
 
 class _Adapter:
-    """What `engine_class` puts upon verl's base class. One object for each worker process.
+    """The engine that `engine_class` mixes into verl's base class. One object for each worker process.
 
     Args:
         bucket_size: bytes.
-        is_master: as verl gives it; who sends is decided by `build_topology`.
-        tensors: what is yielded: "torch" tensors in host memory that share the landed version's, or "numpy" arrays.
+        is_master: as verl gives it; `build_topology` decides which trainer sends.
+        tensors: type of the yielded values: "torch" tensors in host memory, views of the received version, or "numpy".
         options: of `RingEngine`. With ``device="torch"`` CUDA tensors are yielded, on the stream that is current in the
             thread that takes them.
     """
@@ -83,7 +83,7 @@ class _Adapter:
         self._loop.run(self._engine.finalize())
 
     def close(self) -> None:
-        """Give everything back. verl ends its workers instead."""
+        """Release everything. verl ends its workers instead of calling this."""
         self._loop.run(self._engine.close())
         self._loop.close()
 
@@ -101,11 +101,11 @@ class _Adapter:
         }
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
-        """Nothing is yielded before the whole version is here and proven.
+        """Yield the tensors, once the whole version is received and proven.
 
-        The tensors are views of it; they stay readable as long as they live. A consumer that stops in the middle
-        leaves the engine at the version before; where that cannot be had again, the error is raised out of its
-        ``aclose``. The first version has none before it: it is kept, with a warning.
+        The tensors are views of it; they stay readable as long as they exist. If the consumer stops early, the engine
+        returns to the previous version; if that fails, ``aclose`` raises the error. The first version has no previous
+        one: it is kept, with a warning.
         """
         held = await asyncio.wrap_future(self._loop.submit(self._engine.receive(self._step(global_steps))))
         taken = False
@@ -118,10 +118,14 @@ class _Adapter:
                 try:
                     self._engine.revert()
                 except WeightsError as error:  # the first version has none before it; anything else is raised
-                    log.warning("its consumer stopped in the middle of version %d, kept: %s", held.proof.version, error)
+                    log.warning(
+                        "the consumer stopped before the end of version %d, which is kept: %s",
+                        held.proof.version,
+                        error,
+                    )
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
-        """The version that is held."""
+        """The tensors of the version that this engine holds."""
         held = self._engine.held
         for name, array in () if held is None else self._engine.arrays(held):
             yield name, self._tensor(array)
@@ -144,7 +148,7 @@ def _torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise MissingDependencyError(f'verl works on torch tensors: {install("torch")}, or tensors="numpy"') from error
+        raise MissingDependencyError(f'tensors="torch" needs torch: {install("torch")}, or tensors="numpy"') from error
     return torch
 
 
@@ -178,7 +182,7 @@ def engine_class(base: type[Any]) -> type[Any]:
 
 
 def register() -> type[Any]:
-    """Put the engine into verl's registry. Raises MissingDependencyError where verl cannot be imported."""
+    """Register the engine with verl. Raises MissingDependencyError if verl cannot be imported."""
     try:
         from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
     except ImportError as error:

@@ -139,7 +139,7 @@ def run_group(
         try:
             output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            raise LinkError(f"no end within {timeout_s:.0f} s") from None
+            raise LinkError(f"timeout: not finished within {timeout_s:.0f} s") from None
     if process.returncode:
         raise LinkError(f"status {process.returncode}: {last_line(errors)}")
     return output

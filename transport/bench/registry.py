@@ -121,7 +121,7 @@ def chosen(names: str, among: Mapping[str, Peer] = PEERS) -> list[Peer]:
     wanted = [name.strip() for name in names.split(",")]
     for name in wanted:
         if name not in among:
-            raise UsageError(f"{name!r} is no peer; choose all, or some of {', '.join(among)}")
+            raise UsageError(f"unknown peer {name!r}; choose all, or some of {', '.join(among)}")
     return [peer for name, peer in among.items() if name in wanted]
 
 

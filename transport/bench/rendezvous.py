@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transport.bench.result import aligned
-from transport.rendezvous.member import State
+from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Keys
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session

@@ -75,7 +75,9 @@ def build(root: Path) -> Path:
     """The program ring_bench, made anew where its sources have changed."""
     sources, folder = root / "native", root / "build" / "bench"
     if not (sources / "tests" / "ring_bench.cpp").exists():
-        raise MissingDependencyError(f"the C++ rows are built from the project's sources, and {sources} has none")
+        raise MissingDependencyError(
+            f"the C++ rows need the project's sources, which are not in {sources}; run in a checkout"
+        )
     cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
     if cmake is None:
         raise MissingDependencyError(f"the C++ rows need cmake: {install('cmake')}")

@@ -29,7 +29,7 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(found[2].lower()) if found else None
     size = float(found[1]) * unit if found and unit else 0.0
     if size < 1 or size != int(size):
-        raise UsageError(f"{text!r} is not a size; write bytes, or a number with KiB, MiB, GiB or TiB")
+        raise UsageError(f"invalid size {text!r}; give bytes, or a number with KiB, MiB, GiB or TiB")
     return int(size)
 
 

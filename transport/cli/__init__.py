@@ -53,7 +53,7 @@ def _options(
         bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)
     ] = False,
 ) -> None:
-    """Only declares what can stand before the command; the application's help is given above."""
+    """Declares the options that come before the command; `app` has the help text."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -97,7 +97,7 @@ def main() -> None:
     with interruption.bounded() as watch:
         try:
             status = run(sys.argv[1:])
-        except KeyboardInterrupt:  # before `run` could say so
+        except KeyboardInterrupt:  # before `run` could catch it
             status = interruption.STATUS
     if watch.begun:
         watch.exit(status)

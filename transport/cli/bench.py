@@ -1,4 +1,4 @@
-"""``transport bench``: how fast it is here, and how fast others are by the same work."""
+"""``transport bench``: measures this package and, doing the same work, its alternatives."""
 
 from __future__ import annotations
 
@@ -37,29 +37,40 @@ app.command("job", epilog=_JOB_EXAMPLE)(job)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
 _EVERYWHERE = "mapped,shm,tcp"
-_MOST_COUNT = 1024  # beyond it a slip of the keyboard is likelier than a wish
+_MOST_COUNT = 1024  # larger numbers are most likely typing mistakes
 
 
 @app.command("loopback", epilog=_LOOPBACK_EXAMPLE)
 def loopback(
-    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes.")] = "64KiB,1MiB,16MiB",
-    concurrency: Annotated[str, typer.Option(metavar="N,…", help="Reads under way at a time.")] = "1,8",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Of reading for each row.")] = 1.0,
-    wire: Annotated[str, typer.Option(metavar="WIRE,…", help=f"Some of {', '.join(_WIRES)}.")] = _EVERYWHERE,
-    readers: Annotated[int, typer.Option(min=1, max=14, help="Processes; each reads every payload.")] = 1,
+    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")] = (
+        "64KiB,1MiB,16MiB"
+    ),
+    concurrency: Annotated[str, typer.Option(metavar="N,…", help="Numbers of concurrent reads.")] = "1,8",
+    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")] = 1.0,
+    wire: Annotated[str, typer.Option(metavar="WIRE,…", help=f"Wires to measure: some of {', '.join(_WIRES)}.")] = (
+        _EVERYWHERE
+    ),
+    readers: Annotated[int, typer.Option(min=1, max=14, help="Reader processes; each reads every payload.")] = 1,
     checksum: Annotated[
         str,
-        typer.Option(metavar="on|off", help="Verify the writer's checksum as part of a read; on,off: rows of both."),
+        typer.Option(metavar="on|off", help="Verify the writer's checksum in each read; on,off measures both."),
     ] = "on",
-    peers: Annotated[str | None, typer.Option(metavar="all|NAME,…", help="Others to measure beside.")] = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="cuda", help="From device memory to device memory instead; needs CuPy.")
+    peers: Annotated[
+        str | None, typer.Option(metavar="all|NAME,…", help="Alternatives to measure as well. Default: none.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the rows.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="In fresh processes; rows are their medians.")] = 5,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the rows into this file. Default: no drawing.")
+    ] = None,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
+    ] = 5,
     json_target: JsonTarget = None,
 ) -> int:
-    """Read payloads from another process of this host, each compared with what was written.
+    """Measure reads from another process of this host; every payload is compared with what was written.
 
     Exit status 1 when one of our own reads failed; a peer that fails is reported and left out.
     """
@@ -97,17 +108,21 @@ def loopback(
 
 @app.command("scaling", epilog=_SCALING_EXAMPLE)
 def scaling(
-    clients: Annotated[str, typer.Option(metavar="N,…", help="Clients of one listener: objects of one process.")] = (
+    clients: Annotated[str, typer.Option(metavar="N,…", help="Numbers of clients of one listener, in one process.")] = (
         "1,4,16,64"
     ),
-    listeners: Annotated[str, typer.Option(metavar="N,…", help="Listeners that one client reads from.")] = "1,2,4,64",
-    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes.")] = "1MiB",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Of reading for each row.")] = 1.0,
-    wire: Annotated[str, typer.Option(metavar="WIRE,…", help="Some of shm, tcp, rdma.")] = "tcp",
-    repetitions: Annotated[int, typer.Option(min=1, help="In fresh processes; rows are their medians.")] = 5,
+    listeners: Annotated[str, typer.Option(metavar="N,…", help="Numbers of listeners that one client reads from.")] = (
+        "1,2,4,64"
+    ),
+    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")] = "1MiB",
+    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")] = 1.0,
+    wire: Annotated[str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of shm, tcp, rdma.")] = "tcp",
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
+    ] = 5,
     json_target: JsonTarget = None,
 ) -> None:
-    """Many clients, many listeners: throughput, memory per endpoint, and what idling costs afterwards."""
+    """Measure many clients and many listeners: throughput, memory for each endpoint, and the CPU use when idle."""
     from transport.bench.machine import machine, settings_of
     from transport.bench.reads import scaling as measuring
     from transport.bench.result import Report
@@ -124,13 +139,16 @@ def scaling(
 
 @app.command("serve", epilog=_SERVE_EXAMPLE)
 def serve(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="To be asked on; 0: any free one.")] = 7100,
-    bind: Annotated[str, typer.Option(metavar="ADDRESS", help="Local address; default all.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port for requests; 0: any free port.")] = 7100,
+    bind: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Local address to listen on. Default: all addresses.")
+    ] = "",
     address: Annotated[
-        str, typer.Option(metavar="ADDRESS,…", help="What readers connect to; default: see transport doctor.")
+        str,
+        typer.Option(metavar="ADDRESS,…", help="Addresses that readers connect to. Default: see transport doctor."),
     ] = "",
 ) -> None:
-    """Offer payloads to `bench fetch` on another host, until Ctrl-C. Prints its port on one line when ready."""
+    """Serve payloads to `bench fetch` on another host, until Ctrl-C. Prints its port on one line when ready."""
     import threading
 
     from transport.bench.reads.remote import BenchServer
@@ -149,21 +167,35 @@ def serve(
 
 @app.command("fetch", epilog=_FETCH_EXAMPLE)
 def fetch(
-    server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where transport bench serve runs.")],
-    wire: Annotated[str, typer.Option(help="tcp or rdma; a figure over another wire is refused.")] = "tcp",
-    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes.")] = "64KiB,1MiB,16MiB",
-    concurrency: Annotated[str, typer.Option(metavar="N,…", help="Reads under way at a time.")] = "1,8",
-    seconds: Annotated[float, typer.Option(min=0.001, help="Of reading for each row.")] = 1.0,
-    listeners: Annotated[int, typer.Option(min=1, max=15, help="Ports, and processes, on the other host.")] = 1,
-    checksum: Annotated[str, typer.Option(metavar="on|off", help="As part of a read; on,off: rows of both.")] = "on",
-    device: Annotated[str | None, typer.Option(metavar="cuda", help="Between device memories; needs CuPy.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the rows.")] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="In fresh processes; rows are their medians.")] = 3,
+    server: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Host and port of transport bench serve.")],
+    wire: Annotated[str, typer.Option(help="tcp or rdma; fails when the bytes go over another wire.")] = "tcp",
+    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")] = (
+        "64KiB,1MiB,16MiB"
+    ),
+    concurrency: Annotated[str, typer.Option(metavar="N,…", help="Numbers of concurrent reads.")] = "1,8",
+    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds of reading for each row.")] = 1.0,
+    listeners: Annotated[
+        int, typer.Option(min=1, max=15, help="Listeners on the other host: one port and process each.")
+    ] = 1,
+    checksum: Annotated[
+        str,
+        typer.Option(metavar="on|off", help="Verify the writer's checksum in each read; on,off measures both."),
+    ] = "on",
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the rows into this file. Default: no drawing.")
+    ] = None,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
+    ] = 3,
     json_target: JsonTarget = None,
 ) -> int:
-    """Read payloads from another host, each compared with what was written.
+    """Measure reads from another host; every payload is compared with what was written.
 
-    Exit status 1, and no figures, when the bytes did not go by the wire that was asked for.
+    Exit status 1, and no figures, when the bytes went over another wire than --wire.
     """
     from transport.bench.machine import machine, settings_of
     from transport.bench.reads import remote
@@ -219,11 +251,14 @@ def _one_wire(name: str) -> list[str]:
 @app.command("ring", epilog=_RING_EXAMPLE)
 def ring(
     device: Annotated[
-        str | None, typer.Option(metavar="cuda", help="Between device memory and the ring instead; needs CuPy.")
+        str | None,
+        typer.Option(
+            metavar="cuda", help="Measure between device memory and the ring; needs CuPy. Default: host memory."
+        ),
     ] = None,
     json_target: JsonTarget = None,
 ) -> None:
-    """Ring operations per second from C++, and writes and copies against memcpy, on one core."""
+    """Measure ring operations per second from C++, and writes and copies against memcpy, on one core."""
     from transport.bench import ring as measuring
     from transport.bench.machine import machine
     from transport.bench.result import Report
@@ -239,15 +274,16 @@ def ring(
 
 @app.command("rendezvous", epilog=_RENDEZVOUS_EXAMPLE)
 def rendezvous(
-    members: Annotated[str, typer.Option(metavar="N,…", help="Members of a round.")] = "1000,3000,10000",
+    members: Annotated[str, typer.Option(metavar="N,…", help="Numbers of members of a round.")] = "1000,3000,10000",
     store: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where they meet; default: an SQLite file that is then removed.")
+        str | None,
+        typer.Option(metavar="URL", help="Store to use: sqlite:///… or redis://…. Default: a temporary SQLite file."),
     ] = None,
     json_target: JsonTarget = None,
 ) -> int:
-    """One round with simulated members: store operations, and the host's read of everybody.
+    """Measure one round with simulated members: store operations, and the host's read of all members.
 
-    Exit status 1 when the ranks were not a permutation.
+    Exit status 1 when the members did not get the ranks 0 to N-1, each once.
     """
     from transport.bench import rendezvous as measuring
     from transport.bench.machine import machine
@@ -264,22 +300,35 @@ def rendezvous(
 
 @app.command("weights", epilog=_WEIGHTS_EXAMPLE)
 def weights(
-    replicas: Annotated[str, typer.Option(metavar="N,…", help="Replicas: a process each.")] = "1,2,4,8",
+    replicas: Annotated[str, typer.Option(metavar="N,…", help="Numbers of replicas, one process each.")] = "1,2,4,8",
     size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Of the model. Hosts need twice, the trainer 2.5 times.")
-    ] = ("1GiB"),
-    rate: Annotated[str, typer.Option(metavar="SIZE", help="Trainer's link, each second; 0: no limit.")] = "100MB",
-    bucket: Annotated[str, typer.Option(metavar="SIZE", help="Of what is sent at a time.")] = "64MiB",
-    shape: Annotated[str, typer.Option(metavar="chain|tree|star", help="Of the relays; star: none.")] = "tree",
-    hosts: Annotated[int, typer.Option(min=1, max=8, help="That the replicas are spread over, pretended.")] = 1,
-    changed: Annotated[float, typer.Option(min=0, max=1, help="Share that a delta has; 0: no delta.")] = 0.01,
-    repetitions: Annotated[int, typer.Option(min=1, help="Of each row.")] = 1,
+        str,
+        typer.Option(
+            metavar="SIZE", help="Bytes of the model. Each host needs 2 times, the trainer 2.5 times as much."
+        ),
+    ] = "1GiB",
+    rate: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes per second of the trainer's link; 0: no limit.")
+    ] = "100MB",
+    bucket: Annotated[str, typer.Option(metavar="SIZE", help="Bytes that are sent at a time.")] = "64MiB",
+    shape: Annotated[
+        str, typer.Option(metavar="chain|tree|star", help="Order of the relays; star: no relays.")
+    ] = "tree",
+    hosts: Annotated[int, typer.Option(min=1, max=8, help="Simulated hosts that the replicas are spread over.")] = 1,
+    changed: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the weights that changes, for a delta; 0: no delta.")
+    ] = 0.01,
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each row.")] = 1,
     device: Annotated[
-        str | None, typer.Option(metavar="cuda", help="From device memory into device memory; needs CuPy.")
+        str | None,
+        typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
     ] = None,
     json_target: JsonTarget = None,
 ) -> None:
-    """Weights from a trainer with a limited link to replicas of this host, each proving what it serves."""
+    """Measure weight updates from a trainer with a limited link to replicas of this host.
+
+    Each replica proves by checksum which version it serves.
+    """
     from transport.bench.machine import machine, settings_of
     from transport.bench.result import Report
     from transport.bench.units import parse_size
@@ -311,7 +360,7 @@ def _check_device(name: str) -> None:
     from transport.devices.streams import require_device
 
     if name != "cuda":
-        raise UsageError(f"--device {name}: the only kind is cuda")
+        raise UsageError(f"--device {name}: choose cuda")
     require_device()
 
 
@@ -321,7 +370,7 @@ def _counts(option: str, texts: str, most: int = _MOST_COUNT) -> list[int]:
     except ValueError:
         raise UsageError(f"{option} {texts}: give whole numbers, separated by commas") from None
     if not 1 <= counts[0] <= counts[-1] <= most:
-        raise UsageError(f"{option} {texts}: each is from 1 to {most}")
+        raise UsageError(f"{option} {texts}: give numbers from 1 to {most}")
     return counts
 
 

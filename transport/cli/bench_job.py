@@ -1,4 +1,4 @@
-"""``transport bench job``: the whole job, write to consumed, beside what people use today."""
+"""``transport bench job``: measures the whole job, from write to consumed, also with other carriers."""
 
 from __future__ import annotations
 
@@ -20,28 +20,42 @@ EXAMPLE = "Example: transport bench job --queue sqlite,redis --wire tcp --peers 
 
 
 def job(
-    sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes.")] = "4KiB,64KiB,1MiB",
-    writers: Annotated[int, typer.Option(min=1, max=64, help="Processes, each with a ring.")] = 1,
-    trainers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the payloads.")] = 1,
-    queue: Annotated[str, typer.Option(metavar="NAME,…", help="Some of rings, sqlite, redis.")] = "sqlite",
-    wire: Annotated[str, typer.Option(metavar="WIRE,…", help="Some of mapped, shm, tcp.")] = "mapped,tcp",
-    layout: Annotated[str, typer.Option(help="Of a batch: list, padded or packed.")] = "list",
+    sizes: Annotated[
+        str, typer.Option(metavar="SIZE,…", help="Payload sizes: bytes, KiB, MiB or GiB.")
+    ] = "4KiB,64KiB,1MiB",
+    writers: Annotated[int, typer.Option(min=1, max=64, help="Writer processes, each with its own ring.")] = 1,
+    trainers: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes that share the payloads.")] = 1,
+    queue: Annotated[
+        str, typer.Option(metavar="NAME,…", help="Queues to measure: some of rings, sqlite, redis.")
+    ] = "sqlite",
+    wire: Annotated[
+        str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of mapped, shm, tcp.")
+    ] = "mapped,tcp",
+    layout: Annotated[str, typer.Option(help="Layout of a batch: list, padded or packed.")] = "list",
     peers: Annotated[
-        str | None, typer.Option(metavar="all|NAME,…", help="zmq, redis, redis-stream, ray, transferqueue.")
+        str | None,
+        typer.Option(
+            metavar="all|NAME,…",
+            help="Alternatives: all, or some of zmq, redis, redis-stream, ray, transferqueue. Default: none.",
+        ),
     ] = None,
-    batch: Annotated[int, typer.Option(min=1, max=4096, help="Payloads that are claimed at a time.")] = 32,
+    batch: Annotated[int, typer.Option(min=1, max=4096, help="Payloads in one claim.")] = 32,
     write_batch: Annotated[
-        int | None, typer.Option(min=1, max=4096, help="Payloads that are written with one call; default --batch.")
+        int | None, typer.Option(min=1, max=4096, help="Payloads in one write call. Default: --batch.")
     ] = None,
-    idle: Annotated[bool, typer.Option("--idle", help="One payload at a time, with the trainer waiting.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Of each row and repetition.")] = 1.0,
-    repetitions: Annotated[int, typer.Option(min=1, help="In fresh processes; rows are their medians.")] = 5,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the rows.")] = None,
+    idle: Annotated[bool, typer.Option("--idle", help="Write one payload at a time, to an idle trainer.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds for each row and repetition.")] = 1.0,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
+    ] = 5,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the rows into this file. Default: no drawing.")
+    ] = None,
     json_target: JsonTarget = None,
 ) -> int:
-    """The whole job: payloads written, claimed, read and consumed, each verified, beside what else carries them.
+    """Measure the whole job: payloads are written, claimed, read, verified and consumed; also with other carriers.
 
-    Exit status 1 when one of ours failed, was lost or came twice; a peer that fails is reported and left out.
+    Exit status 1 when one of our payloads failed, was lost or came twice; a peer that fails is reported and left out.
     """
     if importlib.util.find_spec("xxhash") is None:
         raise MissingDependencyError(f"bench job needs xxhash: {install('bench')}")
@@ -81,7 +95,7 @@ def job(
 
 @contextlib.contextmanager
 def _stopped_as_by_ctrl_c() -> Iterator[None]:
-    """While the block runs, SIGTERM ends it in order."""
+    """While the block runs, SIGTERM stops it as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield

@@ -1,4 +1,4 @@
-"""``transport cooldown``: which epochs of a run have a checkpoint, and what became of the others."""
+"""``transport cooldown``: lists the epochs of a run, their outcome and their checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: transport cooldown status --store sqlite:///var/lib/run/store.sqlite3 --json -"
 
-app = typer.Typer(help="Epochs and their checkpoints.", epilog=EXAMPLE)
+app = typer.Typer(help="List epochs and their checkpoints.", epilog=EXAMPLE)
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
 
     client: str
     elected: bool
-    report: str = ""  # uploaded, skipped, cancelled or failed; nothing was heard if empty
+    report: str = ""  # uploaded, skipped, cancelled or failed; empty: no report
     refusal: str = ""
     detail: str = ""
 
@@ -69,12 +69,16 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 @app.command("status", epilog=EXAMPLE)
 def status(
     store: Annotated[
-        str | None, typer.Option(metavar="URL", help="sqlite:///path; default TRANSPORT_STORE, then the demo's.")
+        str | None,
+        typer.Option(metavar="URL", help="The run's store: sqlite:///path. Default: TRANSPORT_STORE, else the demo's."),
     ] = None,
     destination: Annotated[
-        str | None, typer.Option(metavar="URL", help="Read the outcomes there instead, when the store is lost.")
+        str | None,
+        typer.Option(metavar="URL", help="Read the outcomes here, when the store is lost. Default: read the store."),
     ] = None,
-    run: Annotated[str | None, typer.Option(help="Only this run; with --destination it must be given.")] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Show this run only; required with --destination. Default: all runs.")
+    ] = None,
     json_target: JsonTarget = None,
 ) -> None:
     """List epochs, how their cooldowns ended, and where their checkpoints lie."""
@@ -101,24 +105,24 @@ def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:
     url = url or default_store()
     parsed = parse_url(url)
     if isinstance(parsed, SQLiteURL) and not parsed.path.exists():  # looking must not make one
-        raise UsageError(f"--store {url}: there is no such file; name the run's store")
+        raise UsageError(f"--store {url}: the file does not exist; give the run's store")
     with open_store(url) as store:
         chosen = runs(store) if run is None else [run]
         return [record for name in chosen for record in Ledger(store, name).epochs().values()]
 
 
 def _from_destination(url: str, run: str | None) -> list[EpochRecord]:
+    from transport.cooldown.coordination import recorded_outcomes
     from transport.cooldown.destinations.open import open_destination
-    from transport.cooldown.host import recorded_outcomes
 
     if run is None:
-        raise UsageError("--destination needs --run, the name under which the run's epochs lie there")
+        raise UsageError("--destination needs --run, the run's name")
     with open_destination(url) as destination:
         return [record for _, record in sorted(recorded_outcomes(destination, run).items())]
 
 
 def _described(record: EpochRecord) -> Epoch:
-    from transport.cooldown.epochs.records import upload_place
+    from transport.cooldown.epochs.records import upload_folder
 
     checkpoint = record.checkpoint
     elected = set(record.elected)
@@ -139,7 +143,7 @@ def _described(record: EpochRecord) -> Epoch:
         outcome=record.outcome.value if record.outcome else "",
         step=record.step,
         destination=record.destination,
-        checkpoint=upload_place(record.run, record.epoch, checkpoint.client, checkpoint.attempt) if checkpoint else "",
+        checkpoint=upload_folder(record.run, record.epoch, checkpoint.client, checkpoint.attempt) if checkpoint else "",
         files=checkpoint.files if checkpoint else 0,
         bytes=checkpoint.bytes if checkpoint else 0,
         seconds=round(record.elapsed_s, 3),
@@ -149,7 +153,7 @@ def _described(record: EpochRecord) -> Epoch:
 
 
 def _told(client: Client) -> str:
-    what = client.report or "nothing was heard"
+    what = client.report or "no report"
     refused = f", refused: {client.refusal}" if client.refusal else ""
     detail = f" ({client.detail})" if client.detail else ""
     return f"{what}{refused}{detail}{'' if client.elected else ', not elected'}"

@@ -1,4 +1,4 @@
-"""``transport demo``: the main job on this host."""
+"""``transport demo``: runs the main job on this host."""
 
 from __future__ import annotations
 
@@ -26,41 +26,48 @@ _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: c
 
 
 def demo(
-    rollouts: Annotated[int, typer.Option(min=1, max=14, help="Processes that play.")] = 2,
-    episodes: Annotated[int, typer.Option(min=1, help="Payloads: episodes of all rollouts together.")] = 480,
-    readers: Annotated[int, typer.Option(min=1, max=14, help="Trainers; each reads every payload once.")] = 1,
+    rollouts: Annotated[int, typer.Option(min=1, max=14, help="Rollout worker processes.")] = 2,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes of all rollouts together; each is one payload.")] = 480,
+    readers: Annotated[int, typer.Option(min=1, max=14, help="Trainer processes; each reads every payload once.")] = 1,
     queue: Annotated[
         str,
         typer.Option(
             metavar="sqlite|PATH|redis://…",
-            help="Ticket queue: temporary, a new file that stays, or redis://host:port/db, where ?run=name stays.",
+            help="Ticket queue: sqlite (temporary), a new file (kept), or redis://host:port/db (kept with ?run=name).",
         ),
     ] = _EMBEDDED,
     wire: Annotated[
-        str, typer.Option(metavar="WIRE,…", help=f"What may carry payloads: auto, or some of {', '.join(_DEMO_WIRES)}.")
+        str, typer.Option(metavar="WIRE,…", help=f"Allowed wires: auto, or some of {', '.join(_DEMO_WIRES)}.")
     ] = "auto",
     checkpoint: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Folder, s3://…, gs://… or hf://…: begin with the last checkpoint, end with one."
+            metavar="URL",
+            help="Folder, s3://…, gs://… or hf://…: begin with the last checkpoint, end with one. Default: none.",
         ),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Phases of every read and write, for chrome://tracing.")
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Record the phases of every read and write, for chrome://tracing. Default: no file.",
+        ),
     ] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Prometheus metrics while it runs; 0: any free port.")
+        int | None,
+        typer.Option(min=0, max=65535, help="Port of the Prometheus metrics; 0: any free port. Default: no metrics."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of policy, learner and environments.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of policy, learner and environments.")] = 0,
     target: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Least ratio of the mean returns of last and first tenth; 0: any. Default 2, resumed 0."
+            min=0,
+            help="Least ratio of the mean returns of the last and the first tenth. Default: 2; 0 for a resumed run.",
         ),
     ] = None,
     json_target: JsonTarget = None,
 ) -> int:
-    """Rollouts play CartPole, a trainer fetches their episodes and improves the policy they play.
+    """Run the main job: rollouts play CartPole, a trainer fetches their episodes and improves the policy.
 
     Exit status 1 when a payload was lost or came twice, or the policy did not learn.
     """
@@ -74,7 +81,7 @@ def demo(
     from transport.demo.plan import Plan
 
     if trace is not None and not trace.absolute().parent.is_dir():
-        raise UsageError(f"--trace {trace}: its folder does not exist")
+        raise UsageError(f"--trace {trace}: the folder does not exist; create it first")
     exporter = _exporter(metrics_port)
     plan = Plan(rollouts=rollouts, trainers=readers, episodes=episodes, wires=wires, seed=seed)
     try:
@@ -93,7 +100,7 @@ def demo(
             _remove_run(temporary)
     emit(summary, str(summary), json_target)
     if target is None:
-        target = 0.0 if summary.resumed_from else _TARGET  # what has learned before need not double again
+        target = 0.0 if summary.resumed_from else _TARGET  # a resumed policy need not double its return again
     problems = summary.problems(episodes, target)
     if problems:
         print(f"transport demo: {'; '.join(problems)}", file=sys.stderr)
@@ -136,7 +143,9 @@ def _queue_text(queue: str) -> tuple[str | None, str | None]:
     if isinstance(parsed, RedisURL):
         return queue, None
     if parsed.path.exists():
-        raise UsageError(f"--queue {queue}: exists, and its tickets would be mixed with the demo's; name a new file")
+        raise UsageError(
+            f"--queue {queue}: the file already exists, and its tickets would mix with the demo's; give a new file"
+        )
     return parsed.text, None
 
 

@@ -1,4 +1,4 @@
-"""``transport doctor``: is this host ready, and what to type where it is not."""
+"""``transport doctor``: checks whether this host is ready, and says what to do where it is not."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MARKS = {"ok": "ok  ", "warn": "WARN", "fail": "FAIL"}
 
 
 def doctor(
-    ring: Annotated[str, typer.Option(metavar="SIZE", help="Of all rings planned on this host together.")] = "1GiB",
-    connections: Annotated[int, typer.Option(min=1, help="To one listener, or from one client.")] = 1024,
-    ports: Annotated[str, typer.Option(metavar="PORT,…", help="That shall be served; 0: any.")] = "0",
-    transfer: Annotated[bool, typer.Option(help="Read real payloads over each wire.")] = True,
+    ring: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of all rings planned on this host.")] = "1GiB",
+    connections: Annotated[int, typer.Option(min=1, help="Connections to one listener, or from one client.")] = 1024,
+    ports: Annotated[str, typer.Option(metavar="PORT,…", help="Ports that will be served; 0: any free port.")] = "0",
+    transfer: Annotated[bool, typer.Option(help="Also read payloads over each wire.")] = True,
     settings: Annotated[
-        bool, typer.Option("--settings", help="Only list every setting and where it comes from.")
+        bool, typer.Option("--settings", help="List every setting and its source, without checks.")
     ] = False,
     json_target: JsonTarget = None,
 ) -> int:
     """Check UCX and its plug-ins, InfiniBand, shared memory, limits, addresses, ports, CUDA, and real transfers.
 
-    Exit status 1 when a check failed; a warning is something that works with less than it could.
+    Exit status 1 when a check failed. A warning names something that works, but not as well as it could.
     """
     from transport.config import load
 
@@ -81,5 +81,5 @@ def _ports(text: str) -> list[int]:
     except ValueError:
         raise UsageError(f"--ports {text}: give port numbers, separated by commas") from None
     if not all(0 <= port <= 65535 for port in ports):
-        raise UsageError(f"--ports {text}: a port is from 0 to 65535")
+        raise UsageError(f"--ports {text}: give port numbers from 0 to 65535")
     return ports

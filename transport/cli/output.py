@@ -1,4 +1,4 @@
-"""What all commands print alike: JSON where it is asked for, text otherwise."""
+"""Output that all commands share: JSON with --json, text otherwise."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transport.errors import UsageError
 
 
 def _writable(target: str | None) -> str | None:
-    """Refuse before the work is done, not after it."""
+    """Check the target before the work begins."""
     if target not in (None, "-") and not Path(target).parent.is_dir():
-        raise UsageError(f"--json {target}: its folder does not exist")
+        raise UsageError(f"--json {target}: the folder does not exist; create it first")
     return target
 
 
@@ -23,7 +23,7 @@ JsonTarget = Annotated[
     typer.Option(
         "--json",
         metavar="PATH|-",
-        help="Write the result as JSON; - is standard output, and only that.",
+        help="Write the result as JSON to this file; - writes it to standard output instead of the text.",
         callback=_writable,
     ),
 ]
@@ -37,7 +37,7 @@ def count(number: int, what: str) -> str:
 
 
 def shown(size: int) -> str:
-    """Bytes with the digits that tell something: "452 B", "16.4 kB", "8.4 MB"."""
+    """Bytes with a unit: "452 B", "16.4 kB", "8.4 MB"."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:
             return f"{size / unit:.1f} {name}"

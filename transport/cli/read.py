@@ -1,4 +1,4 @@
-"""``transport read``: one payload by its ticket."""
+"""``transport read``: fetches one payload by its ticket."""
 
 from __future__ import annotations
 
@@ -23,22 +23,29 @@ EXAMPLE = "Example: transport read ticket.txt --schema episode.json --out episod
 
 def read(
     ticket: Annotated[str, typer.Argument(metavar="TICKET", help="The ticket's text or JSON, or a file with it.")],
-    out: Annotated[Path | None, typer.Option(metavar="FILE.npz", help="Write the arrays there.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Write the arrays to this file. Default: show them only.")
+    ] = None,
     schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON of the ring's schema, for payloads that bring none.")
+        Path | None,
+        typer.Option(metavar="FILE", help="JSON of the ring's schema, for payloads that do not describe themselves."),
     ] = None,
     wire: Annotated[
         str | None,
-        typer.Option(metavar="WIRE,…", help="auto, or some of mapped, shm, tcp, rdma; default as configured."),
+        typer.Option(
+            metavar="WIRE,…", help="Allowed wires: auto, or some of mapped, shm, tcp, rdma. Default: as configured."
+        ),
     ] = None,
-    rank: Annotated[int, typer.Option(min=0, max=15, help="Which of the payload's readers this is.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds.")] = 10.0,
-    consume: Annotated[bool, typer.Option("--consume", help="Take the payload away from this rank's trainer.")] = False,
+    rank: Annotated[int, typer.Option(min=0, max=15, help="Rank to read as, of the payload's readers.")] = 0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the payload.")] = 10.0,
+    consume: Annotated[
+        bool, typer.Option("--consume", help="Consume the payload, so that this rank's trainer does not get it.")
+    ] = False,
     json_target: JsonTarget = None,
 ) -> None:
-    """Fetch one payload and show its arrays. It stays for its trainer unless --consume is given.
+    """Fetch one payload and show its arrays. The payload remains for its trainer unless --consume is given.
 
-    In the file, bfloat16 and float8 arrays are unsigned integers of the same bits: the format has no name for them.
+    In the file, bfloat16 and float8 arrays are unsigned integers of the same bits, because .npz lacks these types.
     """
     wanted = _ticket(ticket)
     schemas = [] if schema is None else [_schema(schema)]
@@ -72,11 +79,11 @@ def _ticket(source: str) -> Ticket:
         what = f"the file {source}"
     except (OSError, ValueError):  # no file, or a text that cannot be the name of one
         content = source
-        what = f"TICKET {source[:40]!r} is not a file, and as text it"
+        what = f"TICKET {source[:40]!r} is not a file, and its text"
     try:
         return Ticket.parse(content)
     except TicketError as error:
-        raise TicketError(f"{what} holds no ticket: {error}") from error
+        raise TicketError(f"{what} is not a ticket: {error}") from error
 
 
 def _schema(path: Path) -> Schema:

@@ -1,4 +1,4 @@
-"""``transport reclaim``: the ring segments of this host, and the removal of those that nobody owns any more."""
+"""``transport reclaim``: lists the ring segments of this host and removes those whose owners are dead."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 def reclaim(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[SEGMENT]…", help="Only these; default all of this host.")
+        list[str] | None, typer.Argument(metavar="[SEGMENT]…", help="Segments to look at. Default: all of this host.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the segments, remove none.")] = False,
     json_target: JsonTarget = None,
 ) -> None:
     """List the ring segments of this host, and remove those whose owners are all dead, unread payloads included."""
@@ -105,7 +105,7 @@ def _described(ring: SharedRingBuffer, size: int) -> Segment:
 
     free, writing, ready, reading = ring.native.state_counts()
     owners = [owner.pid for owner in ring.native.owners() if owner.alive]
-    # A supervisor owns no place, but it brings back the listeners of a dead writer while payloads are unread.
+    # A supervisor has no owner number, but it restarts the listeners of a dead writer while payloads are unread.
     served = supervised(ring.name)
     return Segment(
         name=ring.name,

@@ -1,4 +1,4 @@
-"""``transport serve``: a ring and its listeners for other processes to write into."""
+"""``transport serve``: creates a ring that other processes write into, and serves it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLE = "Example: transport serve --schema episode.json --slots 64 --ports 700
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """The line that says that it is ready; with --json the same as JSON."""
+    """The line printed when the server is ready; with --json the same as JSON."""
 
     segment: str
     ring: str
@@ -30,7 +30,7 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     metrics_port: int | None
 
     def __str__(self) -> str:
-        """One line: where tickets lead, and what writers attach to."""
+        """One line: the addresses of the listeners, and the segment that writers attach to."""
         where = " ".join(f"{self.addresses[0]}:{port}" for port in self.ports)
         metrics = f" metrics {self.metrics_port}" if self.metrics_port is not None else ""
         return f"{where} segment {self.segment} {self.slots} slots of {self.slot_bytes} bytes{metrics}"
@@ -38,31 +38,42 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
 
 def serve(
     schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON of the payloads' schema, as Schema.to_json() writes it.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON of the payloads' schema, as Schema.to_json() writes it. Default: payloads describe themselves.",
+        ),
     ] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Payloads the ring holds, unread ones included.")] = 64,
+    slots: Annotated[int, typer.Option(min=1, help="Slots of the ring: payloads that it holds at a time.")] = 64,
     slot_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Largest payload; default the schema's largest.")
+        str | None,
+        typer.Option(metavar="SIZE", help="Bytes of the largest payload. Default: the schema's largest payload."),
     ] = None,
-    ports: Annotated[str, typer.Option(metavar="PORT,…", help="One listener each; 0: any free port.")] = "0",
+    ports: Annotated[str, typer.Option(metavar="PORT,…", help="Ports, one listener for each; 0: any free port.")] = "0",
     name: Annotated[
         str | None,
-        typer.Option(help="Of the ring, so that a restart after a crash finds what is unread; default random."),
+        typer.Option(
+            help="Name of the ring; a restart with the same name takes over its unread payloads. Default: random."
+        ),
     ] = None,
     drain: Annotated[
         float,
         typer.Option(
-            min=0, help="Seconds to wait at the end for readers of what is unread; a second Ctrl-C ends that."
+            min=0,
+            help="Seconds to wait at the end until unread payloads are read; a second Ctrl-C ends the wait.",
         ),
     ] = 0.0,
     metrics_port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Prometheus metrics; 0: any free port.")
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port of the Prometheus metrics; 0: any free port. Default: as configured."
+        ),
     ] = None,
     json_target: JsonTarget = None,
 ) -> None:
-    """Make a ring, serve it, and stay until SIGTERM or Ctrl-C. Other processes of this user write into it.
+    """Create a ring and serve it until SIGTERM or Ctrl-C. Other processes of this user write into it.
 
-    A writer attaches with SharedRingBuffer.attach(segment, schema, role="writer"), up to 16 processes in all.
+    A writer attaches with SharedRingBuffer.attach(segment, schema, role="writer"); at most 16 processes attach.
     """
     from transport.config import load
     from transport.observe.metrics import Exporter
@@ -116,14 +127,18 @@ def serve(
             log.info("ready: %s", serving)
             stopped.wait()
         finally:
-            log.info("stopping; %d payloads unread, waiting up to %.0f s for them", ring.get_ready_count(), drain)
+            log.info(
+                "stopping: %d payloads are unread, waiting up to %.0f s for their readers",
+                ring.get_ready_count(),
+                drain,
+            )
             server.close(drain)
             if exporter is not None:
                 exporter.close()
 
 
 def _say(serving: Serving, json_target: str | None) -> None:
-    """One line, at once: whoever started this waits for it."""
+    """Print one line and flush it: the starting process waits for it."""
     document = msgspec.json.encode(serving).decode()
     if json_target not in (None, "-"):
         Path(json_target).write_text(f"{document}\n", encoding="utf-8")

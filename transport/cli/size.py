@@ -1,4 +1,4 @@
-"""``transport size``: how large a ring and its slots must be, from a schema and a rate."""
+"""``transport size``: computes the size of a ring and its slots from a schema and a rate."""
 
 from __future__ import annotations
 
@@ -15,24 +15,34 @@ EXAMPLE = "Example: transport size --schema episode.json --rate 50 --batch 256 -
 
 def size(
     schema: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="JSON of the payloads' schema, as Schema.to_json() writes it.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON of the payloads' schema, as Schema.to_json() writes it. Either this or --slot-bytes.",
+        ),
     ] = None,
-    slot_bytes: Annotated[str | None, typer.Option(metavar="SIZE", help="Largest payload, without a schema.")] = None,
-    rate: Annotated[float, typer.Option(min=0, help="Payloads per second that one ring takes.")] = 1.0,
-    held: Annotated[float, typer.Option(min=0, help="Seconds from publishing to the last acknowledgement.")] = 1.0,
+    slot_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes of the largest payload. Either this or --schema.")
+    ] = None,
+    rate: Annotated[float, typer.Option(min=0, help="Payloads per second that are written to one ring.")] = 1.0,
+    held: Annotated[float, typer.Option(min=0, help="Seconds from publish to the last acknowledgement.")] = 1.0,
     batch: Annotated[int, typer.Option(min=1, help="Payloads of one ring in a trainer's batch.")] = 16,
-    stall: Annotated[float, typer.Option(min=0, help="Seconds of pause that rollouts shall not feel.")] = 30.0,
-    rings: Annotated[int, typer.Option(min=1, help="On this host.")] = 1,
-    mean: Annotated[str | None, typer.Option(metavar="SIZE", help="Mean payload; default the largest.")] = None,
+    stall: Annotated[
+        float, typer.Option(min=0, help="Seconds that the trainer may pause without blocking rollouts.")
+    ] = 30.0,
+    rings: Annotated[int, typer.Option(min=1, help="Rings on this host.")] = 1,
+    mean: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Bytes of the mean payload. Default: those of the largest.")
+    ] = None,
     json_target: JsonTarget = None,
 ) -> None:
-    """Say how many slots of which size a ring needs, and how much of /dev/shm that takes."""
+    """Compute how many slots of which size a ring needs, and how much of /dev/shm they take."""
     from transport.bench.units import parse_size
     from transport.ring.sizing import sized
     from transport.schema import Schema
 
     if (schema is None) == (slot_bytes is None):
-        raise UsageError("give --schema FILE or --slot-bytes SIZE, one of them")
+        raise UsageError("give either --schema FILE or --slot-bytes SIZE")
     largest = Schema.from_json(schema.read_bytes()).max_bytes if schema is not None else parse_size(slot_bytes or "")
     result = sized(
         largest,

@@ -1,4 +1,4 @@
-"""``transport top``: what the rings and clients of this host do."""
+"""``transport top``: shows the rings and clients of this host."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ EXAMPLE = "Example: transport top --once --json -"
 
 def top(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[SEGMENT]…", help="Only these rings; default all of this host.")
+        list[str] | None, typer.Argument(metavar="[SEGMENT]…", help="Rings to show. Default: all of this host.")
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="One look instead of a live view.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between looks; speeds are means over it.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot instead of a live view.")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between updates; rates are means over this time.")
+    ] = 1.0,
     json_target: JsonTarget = None,
 ) -> None:
-    """Live view of the rings on this host: slots by state, speeds by wire, reads, drops, stale, and their clients.
+    """Show a live view of the rings on this host: slots by state, rates by wire, reads, drops, stale, and clients.
 
-    Retries and quarantined ports are those of the clients on this host; the ones elsewhere count them there.
+    Retries and quarantined ports are those of the clients on this host only.
     """
     import time
 
     from transport.observe import overview
 
     if json_target is not None and not once:
-        raise UsageError("--json needs --once: a live view has no end")
+        raise UsageError("--json needs --once: add --once")
     if not once and not sys.stdout.isatty():
-        raise UsageError("the live view needs a terminal; use --once")
+        raise UsageError("the live view needs a terminal; add --once")
     chosen = overview.named(names) if names else None
     if once:
         before = overview.look(chosen)
@@ -122,7 +124,7 @@ def _processes(view: RingView) -> str:
         parts.append("ports " + few([str(listener.port) for listener in view.listeners], ","))
     late = [str(listener.port) for listener in view.listeners if listener.heartbeat_age_s > 5]
     if late:
-        parts.append(f"silent: {','.join(late)}")
+        parts.append(f"no heartbeat: {','.join(late)}")
     if view.readers:
         parts.append(count(len(view.readers), "mapped reader"))
     return "\n".join(parts)
@@ -133,6 +135,6 @@ def _caption(snapshot: Snapshot) -> str:
     acks = sum(client.statistics.acks_pending + client.statistics.acks_unconfirmed for client in clients)
     return (
         f"clients: {sum(client.statistics.reads for client in clients)} reads, {snapshot.retries} retries, "
-        f"{sum(client.statistics.stale for client in clients)} stale, {acks} acknowledgements to be confirmed; "
+        f"{sum(client.statistics.stale for client in clients)} stale, {acks} acknowledgements not confirmed; "
         f"quarantined ports: {few(snapshot.quarantined) or 'none'}"
     )

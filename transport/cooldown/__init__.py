@@ -1,11 +1,11 @@
-"""Cooldown: an epoch ends with a checkpoint, uploaded by whoever of the elected clients is first. docs/COOLDOWN.md."""
+"""Cooldown: an epoch ends with a checkpoint, uploaded by the first of the elected clients. See docs/COOLDOWN.md."""
 
 from transport.cooldown.client import CooldownClient, Part, Taken
+from transport.cooldown.coordination import CooldownHost, recorded_outcomes
 from transport.cooldown.destinations.base import Destination, check_permissions
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase
-from transport.cooldown.host import CooldownHost, recorded_outcomes
 from transport.cooldown.verify import Restored, restore
 
 __all__ = [

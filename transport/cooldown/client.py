@@ -1,4 +1,4 @@
-"""A client's part in a cooldown: is it elected, then save, upload and report; call it off when somebody was first."""
+"""A client's part in a cooldown: if elected, save, upload and report; cancel when another client is first."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from transport.cooldown.blocking_calls import in_thread, retry_store, settled
 from transport.cooldown.destinations.base import check_permissions
 from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import Ledger
-from transport.cooldown.epochs.records import EpochRecord, Phase, Refusal, Report, ReportKind, check_name, upload_place
+from transport.cooldown.epochs.records import EpochRecord, Phase, Refusal, Report, ReportKind, check_name, upload_folder
 from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.threads import in_thread, patient, settled
 from transport.cooldown.upload import remove, upload
 from transport.errors import (
     ConfigurationError,
@@ -35,7 +35,7 @@ from transport.store.base import ABSENT, Store
 log = logging.getLogger(__name__)
 
 POLL_S: Final = 1.0
-STOP_WAIT_S: Final = 30.0  # for a thread that uploads, after it was called off
+STOP_WAIT_S: Final = 30.0  # for the uploading thread to end after a cancellation
 _REPORT_S: Final = 5.0
 _AGAIN_FIRST_S: Final = 1.0
 _AGAIN_MOST_S: Final = 30.0
@@ -50,13 +50,13 @@ class Part(enum.Enum):
 
     NOT_ELECTED = "not_elected"
     WON = "won"  # its upload is the epoch's checkpoint
-    CANCELLED = "cancelled"  # somebody was first, or time was over
+    CANCELLED = "cancelled"  # another client was first, or the time limit was reached
     SKIPPED = "skipped"
     FAILED = "failed"
 
 
 class Taken(NamedTuple):
-    """The end of a cooldown as a client saw it."""
+    """The result of a cooldown for one client."""
 
     part: Part
     record: EpochRecord
@@ -68,11 +68,12 @@ class CooldownClient:
     Args:
         name: unique among the clients of the run; letters, digits, dot, dash, underscore.
         save: see `Save`.
-        scratch: folder for local copies, this client's own.
-        keep_steps: how many epochs' local copies stay after a cooldown.
+        scratch: folder for local copies, used by this client only.
+        keep_steps: number of epochs whose local copies are kept after a cooldown.
         skip_upload: for tests: report "skipped" instead of uploading. It completes nothing.
-        patience_s: longest silence of the coordinator, in training too; it writes every 10 s of a cooldown at least.
-        progress: is told of files and bytes, from the uploading thread.
+        patience_s: timeout for the coordinator, in seconds, also in training; it writes at least every 10 s of a
+            cooldown.
+        progress: called with files and bytes, in the uploading thread.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class CooldownClient:
         progress: Progress = silent,
     ) -> None:
         if keep_steps < 0:
-            raise ConfigurationError(f"keep_steps={keep_steps}: give how many local copies stay, 0 or more")
+            raise ConfigurationError(f"keep_steps={keep_steps}: give the number of local copies to keep, 0 or more")
         self.name = check_name(name, "client")
         self._ledger = Ledger(store, run)
         self._save = save
@@ -105,21 +106,21 @@ class CooldownClient:
         self._refused: set[str] = set()  # of these, by the coordinator
 
     async def join(self, destination: str) -> None:
-        """Prove that this process could upload. Before its name is among the clients of an epoch.
+        """Prove that this process can upload. Call it before its name is among the clients of an epoch.
 
-        Raises DestinationDeniedError naming what is refused, DestinationError when the destination cannot be reached.
+        Raises DestinationDeniedError naming the denied operation, DestinationError if the destination is unreachable.
         """
         await in_thread(_check, destination)
 
     async def cooldown(self, epoch: int) -> Taken:
         """Take part in an epoch's cooldown; returns when it has ended.
 
-        Cancelling calls the upload off, says so to the coordinator, and leaves no manifest unless the upload had won
-        before.
+        Cancelling this call cancels the upload, reports that to the coordinator, and leaves no manifest unless the
+        upload is already the checkpoint.
 
         Raises:
-            CoordinatorLostError: no sign of the coordinator for ``patience_s``.
-            StoreUnavailableError: for a minute.
+            CoordinatorLostError: the coordinator has not changed the record for ``patience_s``.
+            StoreUnavailableError: the store is unavailable for a minute.
         """
         self._record = None
         self._part = Part.NOT_ELECTED
@@ -146,7 +147,7 @@ class CooldownClient:
         version = ABSENT
         heard_at = loop.time()
         while self._record is None or self._record.phase is not Phase.ENDED:
-            record, seen = await patient(partial(self._ledger.watch, epoch, version, POLL_S))
+            record, seen = await retry_store(partial(self._ledger.watch, epoch, version, POLL_S))
             if seen != version:
                 version, heard_at, self._record = seen, loop.time(), record
                 changed, self._changed = self._changed, loop.create_future()
@@ -154,7 +155,8 @@ class CooldownClient:
                     changed.set_result(None)
             elif loop.time() - heard_at > self._patience_s:
                 raise CoordinatorLostError(
-                    f"epoch {epoch}: no sign of its coordinator for {self._patience_s:g} s; a new one carries on"
+                    f"epoch {epoch}: coordinator timeout, its record is unchanged for {self._patience_s:g} s; "
+                    "a new coordinator can resume the epoch"
                 )
 
     async def _until(self, watcher: asyncio.Task[None], holds: Callable[[EpochRecord], bool]) -> EpochRecord:
@@ -167,12 +169,12 @@ class CooldownClient:
     def _change(self) -> asyncio.Future[None]:
         """Done at the record's next change."""
         if self._changed is None:
-            raise InternalError("a client waits for an epoch that it does not watch")
+            raise InternalError("no epoch is being watched")
         return self._changed
 
     # --- the upload -----------------------------------------------------------------------------------
     async def _upload(self, record: EpochRecord) -> None:
-        """Upload and report, again after a failure or a refusal, until the cooldown ends (and this is cancelled)."""
+        """Upload and report; retry after a failure or a refusal, until the cooldown ends and cancels this task."""
         if self._skip_upload:
             self._part = Part.SKIPPED
             await self._tell(record, ReportKind.SKIPPED)
@@ -184,7 +186,7 @@ class CooldownClient:
             try:
                 sha256 = await self._attempt(record, attempt)
             except (TransportError, OSError) as error:
-                log.warning("epoch %d: the upload failed: %s", record.epoch, masked(str(error)))
+                log.warning("epoch %d: upload failed, retrying: %s", record.epoch, masked(str(error)))
                 self._part = Part.FAILED
                 await self._tell(record, ReportKind.FAILED, attempt, detail=masked(str(error)))
             else:
@@ -202,16 +204,16 @@ class CooldownClient:
         return noted or attempt in self._refused
 
     async def _refusal(self, attempt: str) -> None:
-        """Until the coordinator has refused this upload for good."""
+        """Wait until the coordinator has refused this upload for good."""
         while True:
             note = self._record.notes.get(self.name) if self._record else None
             if note is not None and note.attempt == attempt and note.refusal not in (None, Refusal.UNREADABLE):
-                log.warning("the coordinator refused the upload: %s: %s", note.refusal.value, note.detail)
+                log.warning("the coordinator rejected the upload, retrying: %s: %s", note.refusal.value, note.detail)
                 return
             await asyncio.shield(self._change())
 
     async def _attempt(self, record: EpochRecord, attempt: str) -> str:
-        """One upload from beginning to end; the manifest's checksum."""
+        """One complete upload; returns the manifest's checksum."""
         stop = Stop()
         call = in_thread(self._save_and_upload, record, attempt, stop)
         try:
@@ -219,9 +221,13 @@ class CooldownClient:
         except asyncio.CancelledError:
             stop.set()
             if not await settled(call, STOP_WAIT_S):
-                log.warning("epoch %d: the upload hangs at the destination; it will write no manifest", record.epoch)
-            elif call.exception() is None:  # too late to stop it, and nobody was told of it
-                place = upload_place(record.run, record.epoch, self.name, attempt)
+                log.warning(
+                    "epoch %d: the cancelled upload does not stop within %.0f s; it writes no manifest",
+                    record.epoch,
+                    STOP_WAIT_S,
+                )
+            elif call.exception() is None:  # it completed before the stop, and was not reported
+                place = upload_folder(record.run, record.epoch, self.name, attempt)
                 await settled(in_thread(_remove, record.destination, place), STOP_WAIT_S)
             report = self._report(record, ReportKind.CANCELLED, attempt)
             await settled(in_thread(self._ledger.report, report), _REPORT_S)
@@ -246,7 +252,7 @@ class CooldownClient:
     async def _tell(
         self, record: EpochRecord, kind: ReportKind, attempt: str = "", sha256: str = "", detail: str = ""
     ) -> None:
-        await patient(partial(self._ledger.report, self._report(record, kind, attempt, sha256, detail)))
+        await retry_store(partial(self._ledger.report, self._report(record, kind, attempt, sha256, detail)))
 
     def _report(
         self, record: EpochRecord, kind: ReportKind, attempt: str, sha256: str = "", detail: str = ""
@@ -263,30 +269,30 @@ class CooldownClient:
 
     # --- the end --------------------------------------------------------------------------------------
     async def _stopped(self, tasks: list[asyncio.Task[None]]) -> None:
-        """End what goes on; nothing that it says hides the first error."""
+        """Cancel the tasks; log their errors, so that they do not hide the first one."""
         for task in tasks:
             task.cancel()
         await settled(asyncio.gather(*tasks, return_exceptions=True), 2 * STOP_WAIT_S + 2 * _REPORT_S)
         for task in tasks[1:]:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 self._part = Part.FAILED
-                log.warning("the upload ended with %s: %s", type(error).__name__, masked(str(error)))
+                log.warning("upload failed: %s: %s", type(error).__name__, masked(str(error)))
 
     async def _tidy(self, record: EpochRecord) -> None:
         """Remove uploads that did not become the checkpoint, and local copies beyond ``keep_steps``.
 
-        Without any checkpoint, an upload that nobody has refused is the best that there is of the epoch, and stays.
+        If the epoch has no checkpoint, an upload that was not refused is kept: it may be complete.
         """
         won = record.checkpoint.attempt if record.checkpoint else ""
         for attempt in self._reported - {won}:
-            place = upload_place(record.run, record.epoch, self.name, attempt)
+            place = upload_folder(record.run, record.epoch, self.name, attempt)
             if not won and not self._is_refused(attempt, record):
-                log.warning("epoch %d ended before its upload was verified: %s stays", record.epoch, place)
+                log.warning("epoch %d ended before its upload was verified; %s is kept", record.epoch, place)
                 continue
             try:
                 await in_thread(_remove, record.destination, place)
             except DestinationError as error:
-                log.warning("%s stays at the destination, and counts for nothing: %s", place, error)
+                log.warning("%s, which is not the checkpoint, was not removed from the destination: %s", place, error)
         await in_thread(prune, self._scratch, self._keep_steps)
 
 

@@ -1,4 +1,4 @@
-"""One upload: the files of a folder to a place of their own, then the manifest, atomically. Blocks; for a thread."""
+"""One upload: the files of a folder, then the manifest, written atomically. Blocks; run it in a thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.manifest import File, Manifest
-from transport.cooldown.epochs.records import EpochRecord, upload_place
+from transport.cooldown.epochs.records import EpochRecord, upload_folder
 from transport.cooldown.epochs.stop import Stop
 from transport.errors import DestinationError, UsageError
 from transport.runtime.progress import Progress, silent
@@ -37,16 +37,16 @@ def upload(
 ) -> Uploaded:
     """Copy every file below ``folder``, and write the manifest last.
 
-    When it fails or is called off there is no manifest, and what was copied is removed as far as the destination lets
-    it; what the removal says is a note of the error.
+    If it fails or is cancelled there is no manifest, and the copied files are removed if the destination permits; an
+    error of the removal becomes a note of the first error.
 
     Raises:
-        UploadCancelledError: ``stop`` was set before the manifest's writing began.
+        UploadCancelledError: ``stop`` was set before the manifest was written.
         DestinationError: the destination failed, is full or is gone.
-        UsageError: no file, a file that is not a plain one, or a name that not every system takes.
+        UsageError: no file, a file that is not a regular file, or a file name that is not portable.
     """
     stop = stop or Stop()
-    place = upload_place(record.run, record.epoch, client, attempt)
+    place = upload_folder(record.run, record.epoch, client, attempt)
     sources = plain_files(folder)
     try:
         files = []
@@ -69,13 +69,13 @@ def upload(
         try:
             remove(destination, place)
         except DestinationError as left:
-            error.add_note(f"what was uploaded stays at {place}, without a manifest: {left}")
+            error.add_note(f"uploaded files remain at {place}, without a manifest: {left}")
         raise
     return Uploaded(manifest, hashlib.sha256(data).hexdigest())
 
 
 def remove(destination: Destination, place: str) -> None:
-    """Remove an upload, its manifest first: whatever ends this, no manifest stands without its files."""
+    """Remove an upload, its manifest first, so that an interrupted removal leaves no manifest without files."""
     destination.delete(f"{place}/{manifests.NAME}")
     destination.delete(place)
 
@@ -89,9 +89,9 @@ def plain_files(folder: Path) -> list[tuple[str, Path]]:
         if stat.S_ISREG(mode):
             found.append((manifests.check_file_name(name), path))
         elif not stat.S_ISDIR(mode):
-            raise UsageError(f"{path} is neither a file nor a folder: a checkpoint holds files as they are, no links")
+            raise UsageError(f"{path} is neither a file nor a folder; a checkpoint cannot contain links")
     if not found:
-        raise UsageError(f"{folder} has no file: there is nothing to upload")
+        raise UsageError(f"{folder} contains no file to upload")
     return found
 
 

@@ -1,6 +1,7 @@
-"""Is what a report names at the destination, as a whole and unaltered? And the way back to local files.
+"""Verification of an uploaded checkpoint, and its restore to local files.
 
-Both read every byte: a size says little, and a checksum that a service computed is its own word. Block; for a thread.
+Both read every byte: a size proves little, and a service's own checksum is not a proof of what is stored. Both block:
+run them in a thread.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from transport.cooldown.epochs.records import (
     Refusal,
     Report,
     is_attempt,
-    upload_place,
+    upload_folder,
 )
 from transport.cooldown.epochs.stop import Stop
 from transport.errors import CheckpointDamagedError, DestinationError, NoCheckpointError
 from transport.runtime.progress import Progress, silent
 
 
-class Untrue(Exception):
-    """What a report says is not so."""
+class RefusedUpload(Exception):
+    """Verification failed: the upload is not what its report says."""
 
     def __init__(self, refusal: Refusal, detail: str) -> None:
         super().__init__(detail)
@@ -39,25 +40,27 @@ class Untrue(Exception):
 
 
 def verified(destination: Destination, record: EpochRecord, report: Report, stop: Stop | None = None) -> Checkpoint:
-    """The checkpoint that a report speaks of, when manifest, sizes and checksums hold.
+    """Verify manifest, sizes and checksums of a reported upload; returns it as the checkpoint.
 
-    Raises Untrue with the refusal, UploadCancelledError when ``stop`` was set.
+    Raises RefusedUpload with the refusal, UploadCancelledError when ``stop`` was set.
     """
     stop = stop or Stop()
     if not is_attempt(report.attempt):
-        raise Untrue(Refusal.MANIFEST_MISSING, f"{report.attempt!r} cannot be the name of an upload")
-    place = upload_place(record.run, record.epoch, report.client, report.attempt)
+        raise RefusedUpload(Refusal.MANIFEST_MISSING, f"{report.attempt!r} is not the name of an upload")
+    place = upload_folder(record.run, record.epoch, report.client, report.attempt)
     try:
         manifest = _manifest(destination, place, report.manifest_sha256)
         if manifest.identity != (record.run, record.epoch, report.client, report.attempt):
-            raise Untrue(Refusal.MANIFEST_ALTERED, f"the manifest is that of another upload: {manifest.identity}")
+            raise RefusedUpload(
+                Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.identity}"
+            )
         for file in manifest.files:  # all sizes first: they cost little
             _check_size(destination, place, file)
         for file in manifest.files:
             for _ in _checked(destination, place, file):
                 stop.check()
     except DestinationError as error:
-        raise Untrue(Refusal.UNREADABLE, str(error)) from error
+        raise RefusedUpload(Refusal.UNREADABLE, str(error)) from error
     return Checkpoint(
         client=report.client,
         attempt=report.attempt,
@@ -78,14 +81,14 @@ class Restored(NamedTuple):
 def restore(
     record: EpochRecord, destination: Destination, into: Path, *, stop: Stop | None = None, progress: Progress = silent
 ) -> Restored:
-    """Bring the files of an epoch's checkpoint into the new folder ``into``, each byte compared with the manifest,
-    and the manifest with the record. The folder is there as a whole or not at all.
+    """Copy an epoch's checkpoint into the new folder ``into``; each file is verified by the manifest, and the manifest
+    by the record. The folder appears complete or not at all.
 
     Raises:
         NoCheckpointError: the epoch was not recorded as checkpointed.
         CheckpointDamagedError: something is missing or altered; the message names it.
-        DestinationError: it cannot be read now.
-        FileExistsError: ``into`` is there already.
+        DestinationError: the destination cannot be read now.
+        FileExistsError: ``into`` already exists.
     """
     stop = stop or Stop()
     checkpoint = record.checkpoint
@@ -93,8 +96,8 @@ def restore(
         state = record.outcome.value if record.outcome else f"in phase {record.phase.value}"
         raise NoCheckpointError(f"run {record.run}: epoch {record.epoch} has no checkpoint; it is {state}")
     if into.exists():
-        raise FileExistsError(17, "exists already; restore into a new folder", str(into))
-    place = upload_place(record.run, record.epoch, checkpoint.client, checkpoint.attempt)
+        raise FileExistsError(17, "already exists; restore into a new folder", str(into))
+    place = upload_folder(record.run, record.epoch, checkpoint.client, checkpoint.attempt)
     beside = into.with_name(f".{into.name}.{secrets.token_hex(8)}.partial")
     try:
         manifest = _manifest(destination, place, checkpoint.manifest_sha256)
@@ -113,7 +116,7 @@ def restore(
                 os.fsync(copy.fileno())
             progress(done + 1, len(manifest.files), received)
         beside.rename(into)
-    except Untrue as error:
+    except RefusedUpload as error:
         raise CheckpointDamagedError(
             f"run {record.run}, epoch {record.epoch}: the checkpoint at {destination.url}/{place} is damaged: {error}"
         ) from error
@@ -125,25 +128,29 @@ def restore(
 def _manifest(destination: Destination, place: str, sha256: str) -> Manifest:
     data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
     if data is None:
-        raise Untrue(Refusal.MANIFEST_MISSING, f"there is no manifest in {place}")
+        raise RefusedUpload(Refusal.MANIFEST_MISSING, f"the manifest is missing in {place}")
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise Untrue(Refusal.MANIFEST_ALTERED, f"the manifest in {place} is not the one that was reported")
+        raise RefusedUpload(
+            Refusal.MANIFEST_ALTERED, f"checksum mismatch: the manifest in {place} is not the one that was reported"
+        )
     try:
         return manifests.decode(data)
     except CheckpointDamagedError as error:
-        raise Untrue(Refusal.MANIFEST_ALTERED, str(error)) from error
+        raise RefusedUpload(Refusal.MANIFEST_ALTERED, str(error)) from error
 
 
 def _check_size(destination: Destination, place: str, file: File) -> None:
     size = destination.size(f"{place}/{manifests.FILES}/{file.name}")
     if size is None:
-        raise Untrue(Refusal.FILE_MISSING, f"{file.name} is missing")
+        raise RefusedUpload(Refusal.FILE_MISSING, f"{file.name} is missing")
     if size != file.size:
-        raise Untrue(Refusal.WRONG_SIZE, f"{file.name} has {size} bytes, the manifest says {file.size}")
+        raise RefusedUpload(
+            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: found {size} bytes, the manifest says {file.size}"
+        )
 
 
 def _checked(destination: Destination, place: str, file: File) -> Iterator[bytes]:
-    """A file's bytes; raises Untrue at the end, or as soon as there are too many, unless they are what they must be."""
+    """A file's bytes. Raises RefusedUpload for a wrong size, as soon as it is known, or a wrong checksum."""
     digest = hashlib.sha256()
     size = 0
     with destination.pieces(f"{place}/{manifests.FILES}/{file.name}") as pieces:
@@ -154,6 +161,11 @@ def _checked(destination: Destination, place: str, file: File) -> Iterator[bytes
             digest.update(piece)
             yield piece
     if size != file.size:
-        raise Untrue(Refusal.WRONG_SIZE, f"{file.name} has other than the {file.size} bytes of the manifest")
+        raise RefusedUpload(
+            Refusal.WRONG_SIZE, f"{file.name}: size mismatch: read {size} bytes, the manifest says {file.size}"
+        )
     if digest.hexdigest() != file.sha256:
-        raise Untrue(Refusal.WRONG_CHECKSUM, f"{file.name} has other bytes than those that were uploaded")
+        raise RefusedUpload(
+            Refusal.WRONG_CHECKSUM,
+            f"{file.name}: checksum mismatch: received {digest.hexdigest()}, the manifest says {file.sha256}",
+        )

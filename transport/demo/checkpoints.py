@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Ledger, recorded_outcomes, restore
+from transport.cooldown.blocking_calls import in_thread
 from transport.cooldown.destinations.base import folder_of, normalise
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.ledger import newest_checkpoint
-from transport.cooldown.threads import in_thread
 from transport.demo.plan import EpochPlan, Plan, WorkerConfig
 from transport.demo.policy import PARAMETER_SHAPES, Policy
 from transport.demo.worker import Parent
@@ -63,7 +63,7 @@ def first_policy(plan: Plan) -> Policy:
             found = {name: np.load(folder / f"{name}.npy", allow_pickle=False) for name in PARAMETER_SHAPES}
             policy.load(found, version)
         except (OSError, ValueError) as error:
-            raise CheckpointDamagedError(f"the checkpoint holds no policy of this demo: {error}") from error
+            raise CheckpointDamagedError(f"the checkpoint does not contain a policy of this demo: {error}") from error
     return policy
 
 
@@ -112,7 +112,7 @@ class Epoch:
     async def end(self, plan: Plan, updates: int) -> EpochRecord:
         """The cooldown: whoever of the elected is first uploads the last version."""
         if plan.epoch is None:
-            raise RunError("the run's plan has no epoch")
+            raise RunError("the run has no epoch to end")
         clients = ["trainer-0", *(f"rollout-{index}" for index in range(plan.rollouts))]
         return await self._host.cooldown(plan.epoch.epoch, plan.epoch.first_version + updates, clients)
 
@@ -156,14 +156,19 @@ class Membership:
             while policy.version != step and time.monotonic() < give_up_at and not self._parent.wants_stop():
                 follow()
             if policy.version != step:
-                raise RunError(f"version {step} of the policy did not arrive; version {policy.version} is here")
+                raise RunError(
+                    f"timeout: version {step} of the policy did not arrive in {_FOLLOW_S:g} s; "
+                    f"this worker has version {policy.version}"
+                )
 
         with epoch_store(self._epoch.store) as store:
             client = self._client(store, up_to, policy)
             try:
                 asyncio.run(self._until_ended(client, self._epoch.epoch))
             except TransportError as error:
-                log.warning("no part in the cooldown: %s", error)  # the epoch may end well without this worker
+                log.warning(
+                    "this worker does not take part in the cooldown: %s", error
+                )  # the epoch may end well without this worker
 
     def _client(self, store: Store, up_to: Callable[[int], None], policy: Policy | None = None) -> CooldownClient:
         def save(folder: Path, step: int) -> None:

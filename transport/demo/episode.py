@@ -53,7 +53,7 @@ def make_environment() -> Environment:
     try:
         import gymnasium
     except ImportError as error:
-        raise MissingDependencyError(f"the demo plays Gymnasium's CartPole: {install('demo')}") from error
+        raise MissingDependencyError(f"the demo needs Gymnasium's CartPole: {install('demo')}") from error
     # The checker looks at every step for mistakes of an environment's author; CartPole is not ours.
     environment: Environment = gymnasium.make(ENVIRONMENT, disable_env_checker=True)
     return environment

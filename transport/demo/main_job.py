@@ -13,12 +13,12 @@ from typing import NamedTuple
 from transport.client.trace import merge
 from transport.cooldown import EpochRecord
 from transport.demo.checkpoints import Epoch, epoch_store
-from transport.demo.crew import Crew
 from transport.demo.display import Display
 from transport.demo.messages import RolloutDone, TrainerDone
-from transport.demo.observed import crew_samples
+from transport.demo.observed import worker_samples
 from transport.demo.plan import POLICY_TOPIC, Plan
 from transport.demo.summary import Summary, summarise
+from transport.demo.workers import Workers
 from transport.errors import UsageError
 from transport.observe.metrics import Exporter
 from transport.queue import QueueDepth, TicketQueue, open_queue
@@ -78,21 +78,21 @@ async def run_demo(
                     plan = await epoch.begin(plan, checkpoint.store, directory)
                     if epoch.resumed_from:
                         display.say(f"resumed from epoch {epoch.resumed_from}, version {plan.first_version}")
-                crew = Crew(plan, display.say, lambda crew: _show(crew, display))
+                workers = Workers(plan, display.say, lambda workers: _show(workers, display))
                 async with (
-                    _observed(crew, queue, directory, trace, exporter),
-                    crew.at_work(directory, text, trace=trace is not None),
+                    _observed(workers, queue, directory, trace, exporter),
+                    workers.at_work(directory, text, trace=trace is not None),
                 ):
-                    await crew.work_done()
+                    await workers.work_done()
                     if epoch is not None:
-                        display.say("cooldown: the elected upload the policy")
-                        ended = await epoch.end(plan, _updates(crew))
+                        display.say("cooldown: the elected clients upload the policy")
+                        ended = await epoch.end(plan, _updates(workers))
             for failure in queue.failures():
                 display.say(
-                    f"delivery of {failure.ticket_id} to rank {failure.rank}: {failure.state}: {failure.reason}"
+                    f"delivery of {failure.ticket_id} to rank {failure.rank} failed: {failure.state}: {failure.reason}"
                 )
             depth = queue.depth()
-    reports = [worker.done.result() for worker in crew.workers]
+    reports = [worker.done.result() for worker in workers.all]
     return summarise(
         plan,
         [report for report in reports if isinstance(report, RolloutDone)],
@@ -104,28 +104,28 @@ async def run_demo(
     )
 
 
-def _updates(crew: Crew) -> int:
-    done = crew.trainers[0].done.result()
+def _updates(workers: Workers) -> int:
+    done = workers.trainers[0].done.result()
     return done.updates if isinstance(done, TrainerDone) else 0
 
 
 def _refuse_used(queue: TicketQueue) -> None:
     if queue.depth() != QueueDepth() or queue.latest(POLICY_TOPIC) is not None:
-        raise UsageError(f"--queue: {queue!r} was used before, and its tickets would be mixed with the demo's")
+        raise UsageError(f"--queue: {queue!r} is not empty; give a new queue, whose tickets are the demo's alone")
 
 
 @contextlib.asynccontextmanager
 async def _observed(
-    crew: Crew, queue: TicketQueue, directory: Path, trace: Path | None, exporter: Exporter | None
+    workers: Workers, queue: TicketQueue, directory: Path, trace: Path | None, exporter: Exporter | None
 ) -> AsyncIterator[None]:
     """Metrics while it lasts; the workers' traces become one at its end."""
     if exporter is not None:
-        exporter.collector.add(crew, lambda: crew_samples(crew, queue))
+        exporter.collector.add(workers, lambda: worker_samples(workers, queue))
     try:
         yield
     finally:
         if exporter is not None:
-            exporter.collector.remove(crew)
+            exporter.collector.remove(workers)
         if trace is not None:
             await asyncio.to_thread(_merge_traces, directory, trace)
 
@@ -134,10 +134,10 @@ def _merge_traces(directory: Path, target: Path) -> None:
     merge(sorted(directory.glob("*.trace")), target)
 
 
-def _show(crew: Crew, display: Display) -> None:
+def _show(workers: Workers, display: Display) -> None:
     """The slowest rank's progress, and the return that rank 0 learns from."""
-    reports = [worker.progress for worker in crew.trainers if worker.progress is not None]
-    if len(reports) == len(crew.trainers):
+    reports = [worker.progress for worker in workers.trainers if worker.progress is not None]
+    if len(reports) == len(workers.trainers):
         slowest = min(reports, key=lambda progress: progress.consumed)
         wires = sorted({wire for progress in reports for wire in progress.wires})
         display.show(slowest.consumed, sum(progress.bytes for progress in reports), wires, reports[0].mean_return)

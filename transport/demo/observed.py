@@ -6,17 +6,17 @@ import time
 from collections.abc import Iterator
 
 from transport.client import status_socket
-from transport.demo.crew import Crew
+from transport.demo.workers import Workers
 from transport.errors import RingError
 from transport.observe.metrics import Sample, client_samples, queue_samples, ring_samples
 from transport.queue import TicketQueue
 from transport.ring.buffer import SharedRingBuffer
 
 
-def crew_samples(crew: Crew, queue: TicketQueue) -> Iterator[Sample]:
-    """Of every ring and client of the crew that lives, and of its queue."""
+def worker_samples(processes: Workers, queue: TicketQueue) -> Iterator[Sample]:
+    """Of every ring and client of the run that is alive, and of its queue."""
     yield from queue_samples("demo", queue.depth())
-    workers = list(crew.workers)
+    workers = list(processes.all)
     for worker in workers:
         try:
             ring = SharedRingBuffer.attach(worker.ring, role="observer")

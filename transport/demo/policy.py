@@ -85,7 +85,7 @@ class Policy:
         found = {name: (np.shape(values), np.asarray(values).dtype) for name, values in parameters.items()}
         expected = {name: (shape, np.dtype(np.float32)) for name, shape in PARAMETER_SHAPES.items()}
         if found != expected:
-            raise UsageError(f"these are not the parameters of this policy: expected {expected}, found {found}")
+            raise UsageError(f"parameter mismatch: expected {expected}, found {found}")
         for name, values in parameters.items():
             self._parameters[name][:] = values
         self.version = version

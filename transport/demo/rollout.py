@@ -1,4 +1,4 @@
-"""The demo's rollout worker: ``python -m transport.demo.rollout``, started by crew.py.
+"""The demo's rollout worker: ``python -m transport.demo.rollout``, started by workers.py.
 
 Plays its share of the episodes, each with the newest policy, and puts each into its ring for every trainer.
 """

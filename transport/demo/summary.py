@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from transport.cooldown.epochs.records import EpochRecord, upload_place
+from transport.cooldown.epochs.records import EpochRecord, upload_folder
 from transport.demo.messages import RolloutDone, TrainerDone
 from transport.demo.plan import Plan
 from transport.queue import QueueDepth
@@ -128,4 +128,4 @@ def _place(record: EpochRecord) -> str:
     won = record.checkpoint
     if won is None:
         return ""
-    return f"{record.destination}/{upload_place(record.run, record.epoch, won.client, won.attempt)}"
+    return f"{record.destination}/{upload_folder(record.run, record.epoch, won.client, won.attempt)}"

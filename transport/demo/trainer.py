@@ -1,4 +1,4 @@
-"""The demo's trainer: ``python -m transport.demo.trainer``, started by crew.py; one process for each rank.
+"""The demo's trainer: ``python -m transport.demo.trainer``, started by workers.py; one process for each rank.
 
 Every rank consumes and checks every episode once. Rank 0 learns from them, and hands out each new version of the
 policy through a ring of its own: the same transport in the other direction.
@@ -158,7 +158,10 @@ def check(payload: ReceivedPayload) -> None:
     said = payload.metadata
     steps = {len(payload[name]) for name in ("observations", "actions", "rewards", "log_probabilities")}
     if steps != {said["steps"]} or float(np.sum(payload["rewards"])) != said["return"]:
-        raise InternalError(f"episode {said['episode']}, payload {payload.ticket.name}, is not what was played: {said}")
+        raise InternalError(
+            f"content mismatch: episode {said['episode']}, payload {payload.ticket.name}, "
+            f"differs from its metadata {said}"
+        )
 
 
 def trainer(config: WorkerConfig, parent: Parent) -> None:

@@ -41,7 +41,7 @@ class Parent:
             self._out.write(messages.encode(message))
             self._out.flush()
         except BrokenPipeError:
-            log.debug("nobody listens any more")
+            log.debug("the parent closed the pipe; its messages are dropped")
 
     def wants_stop(self) -> bool:
         """Whether to stop: the parent closed the pipe or died, or a signal came."""

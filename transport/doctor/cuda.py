@@ -23,12 +23,12 @@ def present() -> bool:
 def checks() -> Iterator[Check]:
     """Devices and peer access; nothing is allocated."""
     if not present():
-        yield ok("cuda", "no NVIDIA driver; payloads in host memory are all there is")
+        yield ok("cuda", "no NVIDIA driver; only host memory is supported")
         return
     if importlib.util.find_spec("cupy") is None:
         yield warn(
             "cuda",
-            "an NVIDIA driver, and no CuPy: payloads in device memory cannot be written or read",
+            "NVIDIA driver found, CuPy missing: payloads in device memory cannot be written or read",
             f"{install('gpu')} (CUDA 13: {install('gpu13')})",
         )
         return
@@ -49,10 +49,10 @@ def checks() -> Iterator[Check]:
 
 def _peers(closed: list[tuple[int, int]], count: int) -> Check:
     if not closed:
-        return ok("cuda peers", f"all {count} devices reach each other's memory")
+        return ok("cuda peers", f"all {count} devices access each other's memory")
     pairs = ", ".join(f"{a}→{b}" for a, b in closed[:8]) + (" …" if len(closed) > 8 else "")
     return warn(
         "cuda peers",
-        f"{len(closed)} pairs cannot: {pairs}; copies between them go through the host",
+        f"{len(closed)} pairs cannot access each other's memory: {pairs}; their copies go through the host",
         "nvidia-smi topo -m; disable ACS (setpci) or IOMMU for devices of one switch",
     )

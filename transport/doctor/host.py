@@ -73,7 +73,7 @@ def locked_memory(limit: int, ring_bytes: int, *, rdma: bool) -> Check:
     remedy = "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1"
     if rdma:
         return fail("locked memory", f"{detail}; registering the rings for RDMA takes {_mib(needed)} MiB", remedy)
-    return ok("locked memory", f"{detail}, which matters with InfiniBand only")
+    return ok("locked memory", f"{detail}; needed with InfiniBand only")
 
 
 def memory_of_others(scope: int | None, *, privileged: bool) -> Check:
@@ -93,7 +93,8 @@ def namespaces(found: dict[str, str]) -> Check:
     listed = ", ".join(f"{name} {number}" for name, number in sorted(found.items()))
     return ok(
         "namespaces",
-        f"{listed}; mapped and shm need one /dev/shm for both ends (containers: --ipc=host, or --ipc=container:NAME)",
+        f"{listed}; mapped and shm need the same /dev/shm at both ends "
+        "(containers: --ipc=host, or --ipc=container:NAME)",
     )
 
 
@@ -114,7 +115,7 @@ def huge_pages(setting: str | None) -> Check:
         return ok("huge pages", f"shared memory: {chosen}")
     return ok(
         "huge pages",
-        f"shared memory: {chosen or 'not known'}; for rings of many GiB: mount -o remount,huge=within_size /dev/shm",
+        f"shared memory: {chosen or 'unknown'}; for rings of many GiB: mount -o remount,huge=within_size /dev/shm",
     )
 
 

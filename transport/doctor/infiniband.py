@@ -71,7 +71,7 @@ def checks(*, asked: bool, verbs: bool, root: Path = SYSFS, devices: Path = DEVI
         if asked:
             yield fail(
                 "infiniband",
-                f"{detail}, and the wires that are configured name rdma",
+                f"{detail}, but rdma is among the configured wires",
                 "lspci | grep -i -E 'mellanox|infiniband'; modprobe mlx5_ib; or take rdma out of TRANSPORT_WIRES",
             )
         else:
@@ -83,11 +83,11 @@ def checks(*, asked: bool, verbs: bool, root: Path = SYSFS, devices: Path = DEVI
     if not verbs:
         yield fail(
             "infiniband plug-in",
-            f"{len(found)} ports, but the UCX that is loaded has no libuct_ib: its bytes would go over tcp",
+            f"{len(found)} ports found, but the loaded UCX has no libuct_ib; payloads would go over tcp",
             "conda install -c conda-forge -c rapidsai ucxx; or an own UCX --with-verbs, see docs/UCXX.md (InfiniBand)",
         )
     else:
-        yield ok("infiniband plug-in", "libuct_ib is beside the UCX that is loaded")
+        yield ok("infiniband plug-in", "the loaded UCX has libuct_ib")
 
 
 def _state(port: PortView) -> Check:
@@ -106,7 +106,7 @@ def _permissions(devices: Path) -> Check:
     if not nodes:
         return fail(
             "infiniband permissions",
-            f"{devices} has no uverbs device here",
+            f"no uverbs device in {devices}",
             "modprobe ib_uverbs; in a container: --device=/dev/infiniband (Kubernetes: the RDMA device plug-in)",
         )
     closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
@@ -128,7 +128,7 @@ def rails(carried: Mapping[str, int], transfer_bytes: int, active: int) -> Check
     if not busy:
         return warn(
             "rails",
-            f"{transfer_bytes / 1e6:.1f} MB were read, and no port carried them ({shown})",
+            f"{transfer_bytes / 1e6:.1f} MB were read, but not over an InfiniBand port ({shown})",
             "transport bench fetch HOST:PORT --wire rdma, from another host; a transfer within one host may stay on it",
         )
     if len(busy) < active:

@@ -64,12 +64,12 @@ def checks(*, gpu: bool) -> Iterator[Check]:
         return
     yield _version(version, library)
     flags = build_flags(library)
-    yield ok("ucx build", flags or "not told: no ucx_info beside the library")
+    yield ok("ucx build", flags or "unknown: ucx_info not found")
     yield _plugins(plugins(library), gpu=gpu)
     try:
         yield transports(ucx.transports_here(settings_for()))
     except TransportError as error:
-        yield fail("ucx transports", str(error), "env | grep ^UCX_; unset the variable that it names")
+        yield fail("ucx transports", str(error), "env | grep ^UCX_; unset the variable named in the error")
 
 
 def _version(version: str, library: Path | None) -> Check:
@@ -84,7 +84,7 @@ def _plugins(found: set[str], *, gpu: bool) -> Check:
     if gpu and "cuda" not in found:
         return warn(
             "ucx plug-ins",
-            f"{detail}; this host has CUDA devices, whose memory this UCX cannot send from",
+            f"{detail}; this UCX cannot send from the memory of this host's CUDA devices",
             f"{install('cu12')}, or a UCX built --with-cuda",
         )
     return ok("ucx plug-ins", detail)

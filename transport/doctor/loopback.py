@@ -45,7 +45,7 @@ def checks(configuration: Configuration, *, rdma: bool) -> Iterator[Check]:
         try:
             server.start()
         except TransportError as error:
-            yield fail("listener", str(error), "python -m transport serve --slot-bytes 1MiB, and read what it says")
+            yield fail("listener", str(error), "transport serve --slot-bytes 1MiB, which prints the error")
             return
         try:
             ports = ", ".join(map(str, server.ports))
@@ -93,7 +93,7 @@ def _measured(
             payload = client.read(ticket, timeout=_TIMEOUT_S)
             seconds.append(time.perf_counter() - begun)
             if not np.array_equal(payload["data"], content):
-                raise TransportError(f"other bytes arrived by {wire} than were written")
+                raise TransportError(f"content mismatch: bytes read by {wire} differ from those written")
             payload.release()
             del payload
     return seconds

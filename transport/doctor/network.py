@@ -37,14 +37,14 @@ def address(configured: Sequence[str], bind: str, rdma: Sequence[tuple[str, str 
     if no_ip:
         return warn(
             "address",
-            f"{out or LOOPBACK}: the InfiniBand interfaces {', '.join(no_ip)} have no IPv4 address",
+            f"{out or LOOPBACK}: InfiniBand interfaces without an IPv4 address: {', '.join(no_ip)}",
             f"ip address add 10.0.0.1/24 dev {no_ip[0]}; or TRANSPORT_ADDRESSES=…",
         )
     if out:
         return ok("address", f"{out}: {route} has the default route")
     return warn(
         "address",
-        f"{LOOPBACK}: no default route and no RDMA interface, so other hosts cannot read from here",
+        f"{LOOPBACK}: no default route and no RDMA interface; this host is unreachable for other hosts",
         "TRANSPORT_ADDRESSES=… with an address that the readers can reach (ip -4 address lists them)",
     )
 
@@ -55,7 +55,5 @@ def _port(port: int, bind: str, name: str = "port") -> Check:
         try:
             probe.bind((bind, port))
         except OSError as error:
-            return fail(
-                f"{name} {port}", f"cannot be bound: {error.strerror}", f"ss -ltnp 'sport = :{port}'; or port 0"
-            )
+            return fail(f"{name} {port}", f"cannot listen: {error.strerror}", f"ss -ltnp 'sport = :{port}'; or port 0")
     return ok(f"{name} {port}", "free")

@@ -1,11 +1,11 @@
-"""The claims a trainer has in hand, and what it tells the queue about them.
+"""The claims that a trainer holds, and what it reports to the queue about them.
 
-    claimed ──settle──► acked: may be trained on          ──lost──► another trainer's: may not
-       └──report──► failed: discarded where the payload can never be read, else retried; duplicate: acked untrained
-       └──give_back──► claimed by whoever comes next
+    claimed ──settle──► acknowledged: may be trained on   ──lost──► held by another trainer: may not
+       └──report──► failed: discarded if unreadable for good, else retried; duplicate: acknowledged, not trained on
+       └──give_back──► open for the next consumer
 
-Methods block on the queue; the packer calls them from the trainer's thread or a worker thread. What is counted here is
-read by `UCXXDataPackerMixin.ucxx_statistics`.
+Methods block on the queue; the packer calls them from the trainer's thread or a worker thread. The counters are part of
+`UCXXDataPackerMixin.ucxx_statistics`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class ClaimBook:
     """Claims by token, from `claim` until they are settled, reported or given back.
 
     Args:
-        queue: where they come from; None: tickets come another way, and there is nothing to tell anybody.
-        rank: which of each payload's readers the trainer is.
+        queue: the queue that claims come from; None: tickets come another way, and nothing is reported.
+        rank: the trainer's rank among the readers of each payload.
         consumer: the trainer's name in the queue's reports.
         ack: "on_arrival" reports payloads as arrived when they are collected, as trained on when they are settled.
-        max_policy_age: by how many versions what is claimed may be behind the trainer's; None: by any number.
+        max_policy_age: how many policy versions a claimed payload may be older than the trainer's; None: any number.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ClaimBook:
         max_policy_age: int | None = None,
     ) -> None:
         if max_policy_age is not None and max_policy_age < 0:
-            raise UsageError(f"max_policy_age={max_policy_age}; give policy versions from 0")
+            raise UsageError(f"max_policy_age={max_policy_age}: give a number of policy versions, 0 or more")
         self._max_policy_age = max_policy_age
         self._queue = queue
         self._rank = rank
@@ -67,21 +67,23 @@ class ClaimBook:
     def claim(self, n: int, timeout_s: float, policy_version: int | None = None) -> list[Claim]:
         """Up to ``n`` claims; waits for the first up to ``timeout_s``. UsageError without a queue.
 
-        With ``max_policy_age`` the trainer says which ``policy_version`` it trains; the queue discards what is older.
+        With ``max_policy_age``, ``policy_version`` is the version in training; the queue discards older payloads.
         """
         if self._queue is None:
-            raise UsageError("claim_tickets() needs setup_ucxx_packer(queue=...)")
+            raise UsageError("claim_tickets() needs a queue: give setup_ucxx_packer(queue=...)")
         oldest = None
         if self._max_policy_age is not None:
             if policy_version is None:
-                raise UsageError("claim_tickets() needs policy_version=, since max_policy_age was given at setup")
+                raise UsageError(
+                    "claim_tickets() needs policy_version=, because setup_ucxx_packer() was given max_policy_age"
+                )
             oldest = policy_version - self._max_policy_age
         claims = self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest)
         self._in_hand.update((claim.token, claim) for claim in claims)
         return claims
 
     def settle(self, items: list[FetchedItem]) -> list[FetchedItem]:
-        """Acknowledge (or finish) the items' claims; returns the items that are this trainer's to train on."""
+        """Acknowledge (or finish) the items' claims; returns the items that this trainer may train on."""
         claims = [item.claim for item in items if item.claim is not None]
         if self._queue is None or not claims:
             return items
@@ -92,7 +94,7 @@ class ClaimBook:
         return [item for item in items if item.claim is None or item.claim.token in mine]
 
     def report(self, batch: FetchedBatch) -> None:
-        """Tell the queue of the failures and duplicates of a fetched batch. Does nothing the second time."""
+        """Report the failures and duplicates of a fetched batch to the queue. The second call does nothing."""
         if batch.reported:
             return
         for item in batch.items:
@@ -100,12 +102,14 @@ class ClaimBook:
             if item.error is not None:
                 self.counts["failed"] += 1
                 self.counts["stale"] += isinstance(item.error, StaleSlotError)
-                log.warning("payload %s: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error))
+                log.warning(
+                    "payload %s was not read: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error)
+                )
             if self._queue is None or item.claim is None or item.payload is not None:
                 continue
             self._let_go([item.claim])
             if item.error is None:
-                self._queue.ack(item.claim)  # trained on before; nobody else shall be given it
+                self._queue.ack(item.claim)  # already trained on; no other trainer may get it
             elif item.error.unreadable:
                 self._queue.discard(item.claim, f"{type(item.error).__name__}: {item.error}")
             else:
@@ -113,9 +117,10 @@ class ClaimBook:
         batch.reported = True
 
     def report_arrivals(self, batch: FetchedBatch) -> None:
-        """With ack="on_arrival": what the trainer has collected has arrived, for the queue and then for the rings.
+        """With ack="on_arrival": report collected payloads as arrived, first to the queue, then to the rings.
 
-        Not before it is collected: a batch that is cancelled until then loses nothing. Does nothing the second time.
+        Called when a batch is collected, so that a batch cancelled before that loses nothing. The second call does
+        nothing.
         """
         if self._ack != "on_arrival" or batch.arrived:
             return
@@ -131,10 +136,10 @@ class ClaimBook:
         batch.arrived = True
 
     def give_back(self, claims: Iterable[Claim], reason: str) -> None:
-        """Let others have claims that were not used."""
+        """Return unused claims to the queue."""
         claims = list(claims)
         try:
-            for claim in claims:  # each let go of in its turn, so that an interrupt leaves the others to the next call
+            for claim in claims:  # one after the other, so that an interrupt leaves the rest to the next call
                 self._let_go([claim])
                 if self._queue is not None and self._queue.retry(claim, 0.0, reason):
                     self.counts["returned"] += 1
@@ -147,7 +152,7 @@ class ClaimBook:
             self._in_hand.pop(claim.token, None)
 
     async def keep_leases(self) -> None:
-        """Renew what is in hand, at a third of the lease, until cancelled."""
+        """Renew the held claims every third of the lease, until cancelled."""
         queue = self._queue
         if queue is None:
             return
@@ -159,8 +164,10 @@ class ClaimBook:
             try:
                 kept = await asyncio.to_thread(queue.renew, claims)
             except TransportError as error:
-                log.warning("the leases of %d claims could not be renewed: %s", len(claims), error)
+                log.warning("the leases of %d claims were not renewed, retrying: %s", len(claims), error)
                 continue
             lost = {claim.token for claim in claims} - {claim.token for claim in kept}
             if lost & self._in_hand.keys():
-                log.warning("%d claims are another trainer's by now", len(lost & self._in_hand.keys()))
+                log.warning(
+                    "%d claims are lost: their leases ended before they were renewed", len(lost & self._in_hand.keys())
+                )

@@ -1,7 +1,7 @@
-"""What was consumed here: drops a payload that comes a second time, also across a trainer's restart.
+"""The record of consumed payloads: a payload that comes a second time is dropped, also after a trainer's restart.
 
-A slot's generations are published one after the other, and the next one only when every rank has the one before. So
-per (ring, slot, rank) the highest generation consumed says everything, in a few bytes per slot.
+A slot's generations are published one after the other, each only after every rank has consumed the previous one. The
+highest consumed generation of each (ring, slot, rank) is therefore a complete record, in a few bytes for each slot.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ConsumedRecord:
     """(ring, slot, rank) → highest generation consumed.
 
     Bounded: the ``consumed_rings`` rings used last are kept, each with at most slots x ranks entries; a ring is a
-    rollout worker, so the bound is a number of workers. For a ring that was forgotten a duplicate is accepted, once.
+    rollout worker, so the bound is a number of workers. For a ring that was dropped, one duplicate is accepted.
 
-    Not thread-safe. Kept with a trainer's checkpoint (``to_bytes``), what a restarted trainer
-    gets a second time is dropped if the checkpoint it starts from has trained on it, and accepted if not.
+    Not thread-safe. Store it in the trainer's checkpoint (``to_bytes``): a restarted trainer then drops exactly the
+    payloads on which its checkpoint was trained, and accepts the others.
     """
 
     def __init__(self, settings: Settings = DEFAULTS) -> None:
@@ -52,7 +52,7 @@ class ConsumedRecord:
         return sum(len(slots) for slots in self._rings.values())
 
     def accept(self, ring: str, slot: int, generation: int, rank: int) -> bool:
-        """Record the payload as consumed; False, and nothing changes, if it or a later one of the slot was before."""
+        """Record the payload as consumed. False, without a change, if it or a later one of its slot is recorded."""
         slots = self._rings.setdefault(ring, {})
         self._rings.move_to_end(ring)
         if len(self._rings) > self._most_rings:
@@ -64,12 +64,12 @@ class ConsumedRecord:
         return True
 
     def contains(self, ring: str, slot: int, generation: int, rank: int) -> bool:
-        """Whether ``accept`` would say False. Records nothing."""
+        """Whether ``accept`` would return False. Records nothing."""
         last = self._rings.get(ring, {}).get((slot, rank))
         return last is not None and not _later(generation, last)
 
     def is_last(self, ring: str, slot: int, generation: int, rank: int) -> bool:
-        """Whether exactly this payload was the last consumed of its slot: surely a duplicate, and not just older."""
+        """Whether this payload is the last consumed one of its slot, and so certainly a duplicate, not only older."""
         return self._rings.get(ring, {}).get((slot, rank)) == generation
 
     def to_bytes(self) -> bytes:
@@ -86,10 +86,11 @@ class ConsumedRecord:
         try:
             stored = msgspec.msgpack.decode(data, type=_Stored)
         except msgspec.MsgspecError as error:
-            raise UsageError(f"these bytes are not a record of consumed payloads: {error}") from error
+            raise UsageError(f"not a record of consumed payloads: {error}") from error
         if stored.version != STORED_VERSION:
             raise UsageError(
-                f"the record of consumed payloads has version {stored.version}, this side reads {STORED_VERSION}"
+                f"record of consumed payloads: version mismatch: found {stored.version}, "
+                f"this build reads {STORED_VERSION}"
             )
         record = cls(settings)
         for ring, slots in stored.rings[-record._most_rings :]:

@@ -1,16 +1,16 @@
-"""UCXXDataPackerMixin: gives a trainer's data packer payloads by ticket, prefetched, each trained on once.
+"""UCXXDataPackerMixin: a trainer's data packer reads payloads by ticket, prefetched, and trains on each once.
 
-Three layers of retry, one deadline through all of them:
+Three layers of retry share one deadline:
 
-    layer 3  `_ucxx_dp_fetch_all`   rounds over the batch, only what failed retryably     rounds_per_batch
+    layer 3  `_ucxx_dp_fetch_all`   rounds over the batch, for retryable failures         rounds_per_batch
     layer 2    `_read_one`            fresh calls for one ticket                            calls_per_ticket
     layer 1      `UCXXClient.read`      rotation over the ring's ports                        attempts_per_read
 
 Consumption (with a queue): a payload is consumed when `queue.ack` returned True for its claim; only then is its slot
-acknowledged and only then may it be trained on. What a dying trainer had claimed is claimed again by another.
+acknowledged and only then may it be trained on. The claims of a killed trainer are claimed again by another one.
 
-The mixin owns one background loop, from `setup_ucxx_packer` to `cleanup_ucxx_packer`. Its public methods block, and
-belong to the trainer's thread.
+The mixin owns one background loop, from `setup_ucxx_packer` to `cleanup_ucxx_packer`. Its public methods block; call
+them from the trainer's thread only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ __all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics
 log = logging.getLogger(__name__)
 
 _BATCH = "the batch that collect_prefetch() returned"
-# No payload can be read from here until somebody changes this trainer's configuration.
+# With these errors no payload can be read until this trainer's configuration is changed.
 _OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
 
 
@@ -101,26 +101,25 @@ class UCXXDataPackerMixin:
         """Start the background loop and the client. Called again, it cleans up first.
 
         Args:
-            schemas: of rings whose tickets do not describe their payloads.
-            queue: where claims come from, for a rank of a model-parallel group a `GroupQueue`; None: tickets come
-                another way, and `consume` acknowledges slots only.
-            rank: which of each payload's readers this trainer is.
+            schemas: schemas of the rings whose tickets do not describe their payloads.
+            queue: the queue that claims come from; for a rank of a model-parallel group a `GroupQueue`. None: tickets
+                come another way, and `consume` acknowledges slots only.
+            rank: this trainer's rank among the readers of each payload.
             consumer: name in the queue's reports; default host and process id.
-            ack: "on_consumed" (see above); "on_arrival" acknowledges what is collected, so what a dying trainer had
-                in memory is lost, and reported by the queue.
-            max_policy_age: by how many versions what is claimed may be behind the ``policy_version`` that
-                `claim_tickets` is told; what is older is discarded and counted by the queue.
-            consumed: record from a checkpoint, so that a restarted trainer drops what it had trained on.
+            ack: "on_consumed" (see above); "on_arrival" acknowledges a payload when it is collected, so the payloads
+                in the memory of a killed trainer are lost, and the queue reports them.
+            max_policy_age: how many versions a claimed payload may be older than the ``policy_version`` given to
+                `claim_tickets`; the queue discards and counts older ones.
+            consumed: record from a checkpoint, so that a restarted trainer drops the payloads it has trained on.
             device: "cupy" or "torch" (":1" for the second device): payloads are put into its memory while the trainer
-                computes, and their arrays are that library's. What the trainer's stream does with an array that it
-                looked up comes after its arrival.
-            device_receive: how payloads over a wire get there; "direct" is for RDMA, see `UCXXClient`.
-            directory: asked where a ring is served by now, when a ticket's own ports do not answer.
+                computes, and their arrays are that library's. Work that the trainer queues on its stream after it
+                looked up an array runs after the array has arrived.
+            device_receive: how payloads over a wire reach the device; "direct" is for RDMA, see `UCXXClient`.
+            directory: gives a ring's present addresses when the ports in a ticket do not answer.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
-                draws that on the terminal.
-            trace: is told what each read spends its time on; the caller closes it.
-            wire, secret, settings: what is not given is what the operator configured (config.py), who may also have
-                asked for metrics.
+                draws it on the terminal.
+            trace: records the phases of each read; the caller closes it.
+            wire, secret, settings: default: the operator's configuration (config.py), which may also turn on metrics.
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
@@ -131,7 +130,7 @@ class UCXXDataPackerMixin:
         if consumed is not None:
             expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")
         if ack not in ("on_consumed", "on_arrival"):
-            raise UsageError(f"ack={ack!r}; choose 'on_consumed' or 'on_arrival'")
+            raise UsageError(f"ack={ack!r}: choose 'on_consumed' or 'on_arrival'")
         self.cleanup_ucxx_packer()
         operator = configuration()
         wire = operator.wire_policy if wire is None else wire
@@ -167,7 +166,7 @@ class UCXXDataPackerMixin:
         if packer is not None:
             try:
                 packer.close()
-            except Exception:  # every step was made; an interrupt leaves what is left to the next call
+            except Exception:  # every step has run; after an interrupt the next call runs the rest
                 self._ucxx = None
                 raise
             self._ucxx = None
@@ -182,27 +181,27 @@ class UCXXDataPackerMixin:
     def claim_tickets(self, n: int, timeout_s: float = 0.0, *, policy_version: int | None = None) -> list[Claim]:
         """Up to ``n`` claims for this rank, renewed until consumed or failed; waits ``timeout_s`` for the first.
 
-        policy_version: the one that is trained now; needed with ``max_policy_age``.
+        policy_version: the version in training; required with ``max_policy_age``.
         """
         return self._packer.claims.claim(n, timeout_s, policy_version)
 
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
-        """Acknowledge a batch, first to the queue, then to the rings; returns what may be trained on, each once.
+        """Acknowledge a batch, first to the queue, then to the rings; returns the payloads to train on, each once.
 
-        Left out are payloads that failed, duplicates, and those whose claim another trainer has by now.
+        Failed payloads, duplicates, and payloads whose claim another trainer has are not returned.
         """
         packer = self._packer
         expect(batch, FetchedBatch, "consume()", _BATCH)
         if batch.consumed:
-            raise UsageError("this batch has been consumed")
+            raise UsageError("this batch was already consumed")
         packer.claims.report(batch)
         packer.claims.report_arrivals(batch)
         trainable = packer.settle([item for item in batch.items if item.payload is not None])
-        batch.consumed = True  # after what may raise: a queue that was busy is asked again
+        batch.consumed = True  # last, so that a call that raised can be repeated
         return trainable
 
     def abandon(self, batch: FetchedBatch, reason: str = "abandoned by the trainer") -> None:
-        """Give a collected batch up untrained: payloads stay in their rings, claims go to whoever comes next."""
+        """Give up a collected batch: payloads remain in their rings, and other trainers can claim them."""
         packer = self._packer
         expect(batch, FetchedBatch, "abandon()", _BATCH)
         batch.consumed = True
@@ -213,12 +212,12 @@ class UCXXDataPackerMixin:
 
     # --- prefetch -----------------------------------------------------------------------------------
     def start_prefetch(self, items: Sequence[TicketLike]) -> None:
-        """Fetch a batch in the background. Raises UsageError when the one before has not been collected."""
+        """Fetch a batch in the background. Raises UsageError if the previous one is not collected."""
         packer = self._packer
         self._start(packer, packer.prefetch.start(fetchable(items, "start_prefetch")))
 
     def defer_prefetch(self, items: Sequence[TicketLike]) -> None:
-        """Fetch a batch in the background once the one before it has been collected; at once if there is none."""
+        """Fetch a batch in the background as soon as the previous one is collected; now if there is none."""
         packer = self._packer
         batch = packer.prefetch.defer(fetchable(items, "defer_prefetch"))
         if batch is not None:
@@ -229,7 +228,7 @@ class UCXXDataPackerMixin:
         packer.fetching = packer.thread.submit(self._ucxx_dp_fetch_all(items, deadline))
 
     def wait_prefetch(self, timeout: float | None = None) -> bool:
-        """Wait until the batch is there; False when ``timeout`` seconds were not enough, or nothing is fetched."""
+        """Wait until the batch is complete; False after ``timeout`` seconds, or if nothing is being fetched."""
         packer = self._packer
         if packer.fetching is None:
             return False
@@ -240,11 +239,11 @@ class UCXXDataPackerMixin:
         return True
 
     def collect_prefetch(self, timeout: float | None = None) -> FetchedBatch | None:
-        """The prefetched batch, failures included, waiting for it if need be; then the deferred batch is started.
+        """Wait for the prefetched batch, start the deferred one, and return the batch, failures included.
 
-        None on a cold start, when nothing was started. Raises TimeoutError after ``timeout``; the fetch goes on.
-        Raises what is this trainer's own fault for all payloads (a wrong secret, a wire that is not allowed, ucxx
-        missing); the claims are back in the queue then.
+        None if nothing was started. Raises TimeoutError after ``timeout`` seconds; fetching continues. Raises errors of
+        this trainer's configuration that affect all payloads (a wrong secret, a wire that is not allowed, ucxx
+        missing); the claims are then back in the queue.
         """
         packer = self._packer
         if packer.fetching is None:
@@ -252,7 +251,9 @@ class UCXXDataPackerMixin:
         fetching = packer.fetching
         concurrent.futures.wait([fetching], timeout)
         if not fetching.done():
-            raise TimeoutError(f"the batch is not there after {timeout} s; the fetch goes on")
+            raise TimeoutError(
+                f"batch not complete after {timeout} s; fetching continues, call collect_prefetch() again"
+            )
         packer.fetching = None
         following = packer.prefetch.collected()
         if following is not None:
@@ -263,21 +264,21 @@ class UCXXDataPackerMixin:
         try:
             packer.claims.report_arrivals(batch)
         except TransportError as error:  # the payloads are here; `consume` reports again
-            log.warning("the queue could not be told of arrivals yet: %s", error)
+            log.warning("arrivals were not reported to the queue, consume() retries: %s", error)
         return batch
 
     def cancel_prefetch(self) -> None:
-        """Stop fetching; the claims of the batch, and of a deferred one, go back to the queue."""
+        """Stop fetching; the claims of the batch and of a deferred one return to the queue."""
         self._packer.cancel()
 
     # --- the interface of the trainer ---------------------------------------------------------------------
     def get_policy_input(self, item: Any, *arguments: Any, **named: Any) -> Any:
-        """What the policy trains on. A ticket (or claim) is resolved; anything else goes to the base class.
+        """The policy's input. A ticket (or claim) is resolved; anything else is passed to the base class.
 
-        A ticket of a collected batch costs nothing; one that was not prefetched is fetched now. Either way it is
-        consumed by this call, unless `consume` has done so for its batch.
+        A ticket of a collected batch is looked up; one that was not prefetched is read now. This call consumes the
+        payload, unless `consume` has already consumed its batch.
 
-        Raises StaleSlotError when it was consumed before, or its claim is another trainer's by now.
+        Raises StaleSlotError if the payload was already consumed, or another trainer has claimed it.
         """
         if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
             return super().get_policy_input(item, *arguments, **named)  # type: ignore[misc]  # the packer mixed with
@@ -293,21 +294,21 @@ class UCXXDataPackerMixin:
                     fetched.payload = packer.thread.run(self._read_one(ticket, deadline))
                 except TransportError as error:
                     fetched.error = error
-                    packer.claims.report(FetchedBatch([fetched]))  # else its claim would be renewed for ever
+                    packer.claims.report(FetchedBatch([fetched]))  # otherwise its claim is renewed for ever
                     raise
             consumed = packer.settle([fetched])
             if not consumed:
-                raise StaleSlotError(f"payload {ticket.name} was consumed before, or is another trainer's by now")
+                raise StaleSlotError(f"payload {ticket.name} was already consumed, or another trainer has claimed it")
             payload = consumed[0]
         return self.payload_to_policy_input(payload, *arguments, **named)
 
     def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
-        """Override to shape a payload for the policy; by default its arrays by name."""
+        """The policy's input from a payload; override it. Default: its arrays by name."""
         return dict(payload)
 
     # --- layers 2 and 3 -----------------------------------------------------------------------------------
     async def _read_one(self, ticket: Ticket, deadline: Deadline, calls: int | None = None) -> ReceivedPayload:
-        """Layer 2: fresh calls for one ticket. Final errors (StaleSlotError above all) are not tried again."""
+        """Layer 2: fresh calls for one ticket. Errors that are not retryable (such as StaleSlotError) end it."""
         packer = self._packer
         limit = packer.settings.calls_per_ticket if calls is None else calls
         plan = Retry(limit, deadline, packer.settings, random.random)
@@ -325,7 +326,7 @@ class UCXXDataPackerMixin:
                         plan.failed(error, time.monotonic())
 
     async def _ucxx_dp_fetch_all(self, items: Sequence[TicketLike], deadline: Deadline) -> FetchedBatch:
-        """Layer 3: rounds over the batch; each round only what failed retryably in the one before."""
+        """Layer 3: rounds over the batch; each round repeats the retryable failures of the previous one."""
         packer = self._packer
         started = time.monotonic()
         fetched = [packer.item(each) for each in items]
@@ -346,28 +347,30 @@ class UCXXDataPackerMixin:
                 raise own_fault
         except BaseException as error:
             batch.release()
-            if isinstance(error, Exception):  # a cancellation is whoever cancels' to clean up after
+            if isinstance(error, Exception):  # after a cancellation the caller cleans up
                 claims = [item.claim for item in fetched if item.claim is not None]
                 try:
                     await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
                 except TransportError as second:  # the first error is what the trainer must see
-                    log.warning("%d claims could not be given back: %s", len(claims), second)
+                    log.warning(
+                        "%d claims were not given back to the queue; their leases will end: %s", len(claims), second
+                    )
             raise
         for item in fetched:
-            if item.duplicate:  # its slot may not know yet
-                with contextlib.suppress(TransportError):  # nor can it be told; the batch does not suffer for it
+            if item.duplicate:  # the ring may not have its acknowledgement yet
+                with contextlib.suppress(TransportError):  # best effort: the batch is complete without it
                     packer.client.ack(item.ticket, packer.rank)
         batch.seconds = time.monotonic() - started
         try:
             await asyncio.to_thread(packer.claims.report, batch)
         except TransportError as error:  # the payloads are here; `consume` reports again
-            log.warning("the queue could not be told of a batch yet: %s", error)
+            log.warning("failures of a batch were not reported to the queue, consume() retries: %s", error)
         return batch
 
     async def _round(
         self, packer: PackerSession, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline
     ) -> None:
-        """One call for every ticket, small ones sharing messages; then the other calls for those that failed."""
+        """One call for every ticket, with small payloads in shared messages; then the remaining calls for failures."""
         by_identity: dict[tuple[str, int, int], list[FetchedItem]] = {}
         for item in todo:
             by_identity.setdefault(item.ticket.identity, []).append(item)
@@ -399,9 +402,9 @@ class UCXXDataPackerMixin:
 
     @property
     def metrics_port(self) -> int | None:
-        """Where this trainer's metrics are; None: ``metrics_port`` is not configured."""
+        """Port of this trainer's metrics; None: ``metrics_port`` is not configured."""
         return self._packer.metrics_port
 
     def consumed_record(self) -> ConsumedRecord:
-        """What was trained on; its `to_bytes()` in the trainer's checkpoint gives exactly-once across a restart."""
+        """The record of consumed payloads; store its `to_bytes()` in checkpoints for exactly-once across a restart."""
         return self._packer.record

@@ -1,11 +1,11 @@
-"""Double buffering as a pure state machine: which batch is being fetched, which one waits for it.
+"""Double buffering as a pure state machine: one batch is fetched, one may be deferred.
 
     IDLE ──start──► FETCHING ──finished──► READY ──collect──► IDLE, or FETCHING the deferred batch
       ▲                 │  └──────────cancel──────────► IDLE
       └──── cancel ─────┴──── close (from any state) ──► CLOSED
 
-A batch deferred while one is being fetched or waits to be collected starts when that one has been collected; a second
-deferral is refused, since a trainer that far ahead is asking for unbounded memory.
+A batch that is deferred while another is fetched or not collected starts when that one is collected. A second deferral
+is refused, because memory would not be bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ B = TypeVar("B")
 
 
 class PrefetchState(enum.Enum):
-    """What the fetching side is doing."""
+    """State of the prefetch."""
 
     IDLE = "idle"
     FETCHING = "fetching"
@@ -33,7 +33,7 @@ class PrefetchState(enum.Enum):
 
 
 class Prefetch(Generic[B]):
-    """Decides; the mixin fetches. Each event returns the batch to start now, or None. Owned by one thread."""
+    """The decisions; the mixin fetches. Each event returns the batch to start now, or None. One thread."""
 
     def __init__(self) -> None:
         self.state = PrefetchState.IDLE
@@ -43,25 +43,28 @@ class Prefetch(Generic[B]):
         return f"<Prefetch {self.state.value}{', one deferred' if self._deferred is not None else ''}>"
 
     def start(self, batch: B) -> B:
-        """Fetch ``batch`` now. Raises UsageError while another is fetched or not collected."""
+        """Start ``batch`` now. Raises UsageError while another one is fetched or not collected."""
         self._open("start_prefetch")
         if self.state is not PrefetchState.IDLE:
-            raise UsageError(f"a batch is {self.state.value}: collect_prefetch() it, or defer_prefetch() this one")
+            raise UsageError(
+                f"the previous batch is {self.state.value}: "
+                "call collect_prefetch() first, or defer_prefetch() for this one"
+            )
         self.state = PrefetchState.FETCHING
         return batch
 
     def defer(self, batch: B) -> B | None:
-        """Fetch ``batch`` as soon as the one before it has been collected; at once when there is none."""
+        """Start ``batch`` when the previous one is collected; now if there is none."""
         self._open("defer_prefetch")
         if self.state is PrefetchState.IDLE:
             return self.start(batch)
         if self._deferred is not None:
-            raise UsageError("a batch is deferred already: collect_prefetch() first")
+            raise UsageError("another batch is already deferred: call collect_prefetch() first")
         self._deferred = batch
         return None
 
     def finished(self) -> None:
-        """The batch being fetched is there, failures included."""
+        """The batch is complete, failures included."""
         if self.state is PrefetchState.FETCHING:
             self.state = PrefetchState.READY
 
@@ -73,7 +76,7 @@ class Prefetch(Generic[B]):
         return None if deferred is None else self.start(deferred)
 
     def cancelled(self) -> B | None:
-        """Nothing is fetched any more; returns the deferred batch, whose claims are to be given back."""
+        """Fetching has stopped; returns the deferred batch, whose claims must be given back."""
         if self.state is not PrefetchState.CLOSED:
             self.state = PrefetchState.IDLE
         deferred, self._deferred = self._deferred, None
@@ -93,18 +96,18 @@ class Prefetch(Generic[B]):
 # --- what a batch becomes -----------------------------------------------------------------------------
 @dataclass(slots=True)
 class FetchedItem:
-    """One ticket of a batch, with its payload or the reason why there is none."""
+    """One ticket of a batch, with its payload or its error."""
 
     ticket: Ticket
     claim: Claim | None = None
     payload: ReceivedPayload | None = None
     error: TransportError | None = None
-    duplicate: bool = False  # consumed here before: not fetched again
+    duplicate: bool = False  # already consumed here, so not fetched
 
 
 @dataclass(slots=True)
 class FetchedBatch:
-    """A batch in the order in which it was asked for."""
+    """A batch, in the order of the request."""
 
     items: Sequence[FetchedItem]
     rounds: int = 0
@@ -115,12 +118,12 @@ class FetchedBatch:
 
     @property
     def payloads(self) -> list[ReceivedPayload]:
-        """Those that arrived."""
+        """The payloads that arrived."""
         return [item.payload for item in self.items if item.payload is not None]
 
     @property
     def failures(self) -> list[FetchedItem]:
-        """Those that did not, each with its error."""
+        """The items that failed, each with its error."""
         return [item for item in self.items if item.error is not None]
 
     @property

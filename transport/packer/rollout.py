@@ -1,4 +1,4 @@
-"""UCXXRolloutMixin: gives a rollout worker a ring, its server, and tickets for what it produces.
+"""UCXXRolloutMixin: a rollout worker gets a ring, its server, and tickets for its payloads.
 
 class Worker(UCXXRolloutMixin): ...
 worker.setup_ucxx(schema, queue=queue)
@@ -76,19 +76,19 @@ class UCXXRolloutMixin:
         directory: Directory | None = None,
         settings: Settings | None = None,
     ) -> SharedRingBuffer:
-        """Make the ring and serve it. Called again, it cleans up first.
+        """Create the ring and serve it. Called again, it cleans up first.
 
         Args:
             schema, slots, slot_bytes, overflow, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a
-                restarted worker takes its old ring over and `reconcile` publishes what the queue does not know.
+                restarted worker takes over its old ring, and `reconcile` publishes payloads missing in the queue.
             readers: how many ranks read each payload.
             grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
                 the queue (`GroupQueue`), not one for each rank.
             queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
             ports, addresses, wires, secret, mode, linger_s: of the server, see `UCXXServer`.
-            directory: where the server is published for as long as this worker lives.
-            settings: what is not given, like addresses, wires and secret, is what the operator configured (config.py),
-                who may also have asked for metrics.
+            directory: the server's addresses are published there while this worker runs.
+            settings: the default of this, of addresses, wires and secret is the operator's configuration (config.py),
+                which may also turn on metrics.
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
@@ -145,7 +145,7 @@ class UCXXRolloutMixin:
     ) -> Ticket:
         """Write one trajectory and publish its ticket.
 
-        Where publishing fails the payload is discarded again, so nothing is left that nobody knows of. While the ring
+        If publishing fails, the payload is discarded, so the ring contains no payload without a ticket. While the ring
         is full, it is reconciled with the queue every few seconds.
 
         Raises what `SharedRingBuffer.write` and the queue's `publish` raise.
@@ -163,7 +163,7 @@ class UCXXRolloutMixin:
                 )
                 break
             except RingFullError:
-                # A trainer that died between telling the queue and telling the ring leaves slots that nobody frees.
+                # A trainer that was killed between the queue's and the ring's acknowledgement leaves slots unfreed.
                 _, freed = self.reconcile()
                 if not freed and (ring.overflow == "error" or time.monotonic() >= give_up):
                     raise
@@ -182,9 +182,9 @@ class UCXXRolloutMixin:
         return 1 if self._ucxx_grouped else ticket.readers
 
     def reconcile(self) -> tuple[int, int]:
-        """Bring ring and queue to agree, after either was restarted: (tickets published again, slots freed).
+        """Make ring and queue agree after either restarted; returns (tickets published again, slots freed).
 
-        Unread payloads the queue does not know are published again; those it records as finished are freed.
+        Unread payloads that the queue does not have are published again; those it records as finished are freed.
         """
         ring, queue = self.ring, self._ucxx_queue
         if queue is None:
@@ -200,8 +200,8 @@ class UCXXRolloutMixin:
                 freed += ring.discard(ticket)
         if published and not ring.native.taken_over:  # a writer that was killed may not have published its last one
             log.warning(
-                "payloads published before that the queue did not know: %d; if its server has forgotten them, they may "
-                "be trained on twice",
+                "%d unread payloads were unknown to the queue and are published again; if the queue lost its records, "
+                "they may be trained on twice",
                 published,
             )
         log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
@@ -213,11 +213,11 @@ class UCXXRolloutMixin:
 
     @property
     def metrics_port(self) -> int | None:
-        """Where this worker's metrics are; None: ``metrics_port`` is not configured."""
+        """Port of this worker's metrics; None: ``metrics_port`` is not configured."""
         return None if self._ucxx_exporter is None else self._ucxx_exporter.port
 
     def cleanup_ucxx(self, drain_s: float = 0.0) -> None:
-        """Stop serving and give the ring up. Any state; idempotent.
+        """Stop serving and close the ring. Any state; idempotent.
 
         Args:
             drain_s: wait this long for unread payloads to be consumed first.
@@ -227,11 +227,11 @@ class UCXXRolloutMixin:
         announcement, self._ucxx_announcement = self._ucxx_announcement, None
         exporter, self._ucxx_exporter = self._ucxx_exporter, None
         self._ucxx_queue = None
-        with contextlib.ExitStack() as stack:  # the ring goes even if the server does not stop in order
+        with contextlib.ExitStack() as stack:  # the ring is closed even if the server fails to stop
             if ring is not None:
                 stack.callback(ring.close)
             if announcement is not None:
-                stack.callback(announcement.close)  # readers may ask until the last payload is read
+                stack.callback(announcement.close)  # readers look it up until the last payload is read
             if server is not None:
                 stack.callback(server.close, drain_s)
             if exporter is not None:

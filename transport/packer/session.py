@@ -1,4 +1,4 @@
-"""What `UCXXDataPackerMixin` holds between setup and cleanup: client, loop, claims, batches in hand.
+"""The state of `UCXXDataPackerMixin` between setup and cleanup: client, loop, claims, collected batches.
 
 Belongs to the trainer's thread, except where a coroutine of the mixin runs on the session's own loop.
 """
@@ -31,7 +31,7 @@ TicketLike = Ticket | Claim | bytes | str
 
 
 class PackerSession:
-    """What a mixin holds between setup and cleanup."""
+    """The state of a mixin between setup and cleanup."""
 
     def __init__(
         self,
@@ -63,13 +63,13 @@ class PackerSession:
         self.metrics_port: int | None = None
 
     def item(self, each: TicketLike) -> FetchedItem:
-        """What is to be fetched for a ticket or claim; a duplicate of what was consumed last of its slot is not."""
+        """The item to fetch for a ticket or claim, marked as duplicate if it is the last consumed of its slot."""
         ticket, claim = resolved(each)
         ring, slot, generation = ticket.identity
         return FetchedItem(ticket, claim, duplicate=self.record.is_last(ring, slot, generation, self.rank))
 
     def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
-        """Consume: the queue first, then the record, then the rings. Returns what may be trained on."""
+        """Consume: first the queue, then the record, then the rings. Returns the payloads to train on."""
         trainable = []
         for item in self.claims.settle(items):
             if item.payload is None:
@@ -87,7 +87,7 @@ class PackerSession:
         return trainable
 
     def cancel(self) -> None:
-        """Stop fetching. On return nothing is fetched any more, and claims without a payload are back in the queue."""
+        """Stop fetching. On return no fetch runs, and claims without a payload are back in the queue."""
         if self.fetching is not None:
             self.fetching.end()
             self.fetching = None
@@ -97,9 +97,9 @@ class PackerSession:
         self.claims.give_back(waiting, "the fetch was cancelled")
 
     def close(self) -> None:
-        """Stop fetching, give every claim back, close the client and the loop. Every step runs, whatever others do.
+        """Stop fetching, give every claim back, close the client and the loop. Every step runs, even if others fail.
 
-        Idempotent; where it is interrupted, the next call goes on with it.
+        Idempotent; after an interrupt the next call runs the remaining steps.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._shown.close)
@@ -137,7 +137,7 @@ async def make_client(
     directory: Directory | None = None,
     trace: Trace | None = None,
 ) -> UCXXClient:
-    """The session's client. "manual" with either ack mode of the packer: the queue hears of a payload first."""
+    """The session's client. Always ack="manual": the packer acknowledges to the queue before the ring."""
     return UCXXClient(
         schemas=schemas,
         wire=wire,
@@ -156,9 +156,9 @@ async def _statistics(client: UCXXClient) -> ClientStatistics:
 
 
 def check_shared(queue: object, directory: object, settings: object, secret: object) -> None:
-    """What both mixins take, where it is given. UsageError for anything of another kind."""
+    """Check the arguments that both mixins take. UsageError for a value of another type."""
     for value, kinds, what, give in (
-        (queue, TicketQueue, "queue", "a queue; open_queue() makes one of a place's text"),
+        (queue, TicketQueue, "queue", "a queue; open_queue(URL) opens one"),
         (directory, Directory, "directory", "a Directory"),
         (settings, Settings, "settings", "Settings"),
         (secret, bytes, "secret", "bytes"),
@@ -168,7 +168,7 @@ def check_shared(queue: object, directory: object, settings: object, secret: obj
 
 
 def fetchable(items: Iterable[TicketLike], call: str) -> list[TicketLike]:
-    """What a caller wants to have fetched. UsageError for anything else."""
+    """The tickets or claims to fetch. UsageError for anything else."""
     return several(items, (Ticket, Claim, bytes, str), f"{call}()", "tickets or claims, in a list")
 
 

@@ -1,4 +1,4 @@
-"""Membership of a run: rounds, ranks, hot spares, and an end that everybody learns."""
+"""Membership of a run: rounds, ranks, hot spares, and an end that all members learn."""
 
 from transport.rendezvous.archive import Archive
 from transport.rendezvous.records import Closing, Place, Reason, Role, Roster

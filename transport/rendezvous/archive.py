@@ -1,4 +1,4 @@
-"""The closing's second place: one file, written once, that is still there when the store is gone."""
+"""A copy of the run's closing in a file, written once, which remains when the store is lost."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transport.rendezvous.records import Closing
 
 
 class Archive:
-    """The file of one run, on a disk that outlives the store; best one that all members see. Thread-safe.
+    """The file of one run, on a disk that does not depend on the store, best shared by all members. Thread-safe.
 
-    The first writer wins: a file that is there is never replaced. It appears whole or not at all.
+    The first writer wins: an existing file is never replaced. It appears complete or not at all.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -26,16 +26,18 @@ class Archive:
         return f"<Archive {self.path}>"
 
     def read(self) -> Closing | None:
-        """How the run was closed, if that is known here. Raises StoreUnsuitableError for another program's file."""
+        """The run's closing, if the file exists. Raises StoreUnsuitableError if the file contains something else."""
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=Closing)
         except FileNotFoundError:
             return None
         except msgspec.MsgspecError as error:
-            raise StoreUnsuitableError(f"{self.path} holds no closing: {error}; name another file") from error
+            raise StoreUnsuitableError(
+                f"{self.path} is not an archive of a run: {error}; choose another file"
+            ) from error
 
     def write(self, closing: Closing) -> bool:
-        """Write it through to the disk; False if a closing was there already. Raises OSError."""
+        """Write and sync the closing to disk; False if there is already one. Raises OSError."""
         if self.path.exists():
             return False
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +48,7 @@ class Archive:
                 file.flush()
                 os.fsync(file.fileno())
             try:
-                os.link(draft, self.path)  # unlike a rename it fails where a file is
+                os.link(draft, self.path)  # unlike a rename it fails if the file exists
             except FileExistsError:
                 return False
         finally:

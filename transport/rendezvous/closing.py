@@ -1,4 +1,4 @@
-"""How a run ends: one compare-and-set that nobody can win after the first, and the copy that outlives the store."""
+"""The end of a run: one compare-and-set, which succeeds once, and a copy that does not depend on the store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from transport.errors import RunLostError, StaleRoundError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.member import Member
+from transport.rendezvous.member_states import Member
 from transport.rendezvous.records import Closing, Keys, Phase, Reason, Round, decode, encode
 from transport.store.base import Store
 
@@ -28,22 +28,22 @@ def closed(current: Round, reason: Reason, by: str, message: str) -> Round:
 def close_run(
     store: Store, keys: Keys, reason: Reason, by: str, message: str = "", *, member: Member | None = None
 ) -> Closing:
-    """Close a run in its store, or return how it was closed before; the first writer wins.
+    """Close a run in its store, or return how it was already closed; the first writer wins.
 
-    ``member`` is who decides, and must be of the present round; None: an operator, who may always.
+    ``member`` is the member that closes the run, and must be of the current round; None: an operator, at any time.
 
     Raises:
-        StaleRoundError: a newer round has begun than the member is of.
-        RunLostError: there is no such run in the store.
-        StoreError: the store failed. Whether the run is closed is then unknown; calling again finds out.
+        StaleRoundError: the member is of an older round.
+        RunLostError: the run is not in the store.
+        StoreError: the store failed. Whether the run is closed is unknown; call again to find out.
     """
-    while True:  # a turn that is lost means that somebody else's change stands; a closed run changes no more
+    while True:  # retry after a lost compare-and-set; a closed run never changes again
         entry = store.get(keys.round)
         if entry is None:
-            raise RunLostError(f"there is no run {keys.run} in the store")
+            raise RunLostError(f"run {keys.run} is not in the store")
         current = decode(Round, keys.round, entry)
         if member is not None and member.incarnation not in (None, current.incarnation):
-            raise RunLostError(f"the store has another run of the name {keys.run} by now")
+            raise RunLostError(f"the store now contains another run named {keys.run}")
         if current.closing is not None:
             return current.closing
         if member is not None and 0 < member.round < current.number:
@@ -53,10 +53,15 @@ def close_run(
             return last.closing
 
 
-def write_second_place(archive: Archive | None, closing: Closing) -> None:
+def write_archive(archive: Archive | None, closing: Closing) -> None:
     """Copy the closing into the archive. The store has it, so a failure is logged and not raised."""
     if archive is not None:
         try:
             archive.write(closing)
         except OSError as error:
-            log.error("the closing (%s) stands in the store only, since %s: %s", closing.reason, archive.path, error)
+            log.error(
+                "the run's end (%s) is recorded in the store only: cannot write %s: %s",
+                closing.reason,
+                archive.path,
+                error,
+            )

@@ -1,7 +1,7 @@
-"""A host and the store: win the lease, look at everybody at once, write what host.py decides.
+"""The host's I/O: it wins the host's lease, reads a snapshot of all members, and writes what decisions.py decides.
 
-Everything a host writes is one transaction that expects the round at the version it looked at. So of two who take
-themselves for hosts at most one is heard.
+Everything a host writes is one transaction that expects the round at the version of the snapshot. If two members take
+themselves for the host, at most one of them can write.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import msgspec
 
 from transport.errors import StoreError, StoreUnsuitableError
 from transport.rendezvous.closing import closed
-from transport.rendezvous.host import Act, Close, Complete, OpenNext, Sight, decide
+from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide
 from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Role, Roster, Round, Seat, decode, encode
 from transport.rendezvous.rules import Rules
 from transport.store.base import ABSENT, Change, Entry, Store
 
 log = logging.getLogger(__name__)
 
-_LOOKS = 4  # at a gate that is being passed; who comes during the last one becomes a spare
-_MOST_SLOTS = 1 << 20  # of a round; beyond it the counter is somebody else's
+_LOOKS = 4  # attempts at a snapshot while members join; who joins during the last one becomes a spare
+_MOST_SLOTS = 1 << 20  # of a round; a larger counter is not one of this package
 _CHUNK = 1000  # keys deleted in one call
 
 
 class Hosting:
-    """What one member knows of the host's office. Owned by its session, under its lock."""
+    """A member's side of being host. Owned by its session, under its lock."""
 
     def __init__(self, store: Store, keys: Keys, member: str, rules: Rules) -> None:
-        self.version = ABSENT  # Invariant: of the host's lease while this member believes to hold it
-        self.next_at = 0.0  # of the next look at everybody
+        self.version = ABSENT  # Invariant: of the host's lease, while this member holds it as far as it knows
+        self.next_at = 0.0  # time of the next snapshot
         self._store = store
         self._keys = keys
         self._me = member
@@ -40,22 +40,22 @@ class Hosting:
         self._since = 0.0
         self._roster: Roster | None = None  # the last that was read
 
-    # --- the office -----------------------------------------------------------------------------------
+    # --- the host's lease -----------------------------------------------------------------------------
     def lease(self) -> Mapping[str, int]:
-        """What is to be renewed."""
+        """The lease to renew, by key."""
         return {self._keys.host: self.version} if self.version != ABSENT else {}
 
     def deposed(self) -> None:
-        """The lease ended; somebody else may decide by now."""
+        """The lease has ended; another member may be host now."""
         self.version = ABSENT
 
     def saw(self, current: Round | None, lease: Entry | None) -> None:
-        """Compare with what the store has: the office is held as long as round and lease name this member."""
+        """Compare with the store: this member is host while round and lease name it."""
         if lease is None or lease.version != self.version or current is None or current.host != self._me:
             self.version = ABSENT
 
     def found(self, incarnation: str, now: float) -> bool:
-        """Open the first round, unless somebody else does."""
+        """Open the first round, unless another member does."""
         rules = self._rules
         first = Round(
             incarnation=incarnation,
@@ -70,7 +70,7 @@ class Hosting:
         return self._win(Change(self._keys.round, encode(first), ABSENT), None, 1, now)
 
     def take(self, current: Round, version: int, now: float) -> bool:
-        """Become the host of a run whose host's lease has ended."""
+        """Become host of a run whose host's lease has ended."""
         term = current.term + 1
         mine = msgspec.structs.replace(current, term=term, host=self._me)
         return self._win(Change(self._keys.round, encode(mine), version), ABSENT, term, now)
@@ -84,36 +84,36 @@ class Hosting:
         return True
 
     def resign(self) -> None:
-        """Give the office up. Raises StoreError."""
+        """Give up the host's lease. Raises StoreError."""
         version, self.version = self.version, ABSENT
         if version != ABSENT:
             self._store.compare_and_set(self._keys.host, None, version)
 
-    # --- the duty -------------------------------------------------------------------------------------
+    # --- the host's work ------------------------------------------------------------------------------
     def duty(self, now: float) -> Closing | None:
-        """Look at everybody and do what is to be done; returns the closing when that was it. Raises StoreError."""
+        """Read a snapshot, decide and write; returns the closing if that closed the run. Raises StoreError."""
         entry = self._store.get(self._keys.round)
         current = None if entry is None else decode(Round, self._keys.round, entry)
         if entry is None or current is None or current.host != self._me or current.phase is Phase.CLOSED:
             return None
         found = self._gate(current, entry.version, now) if current.phase is Phase.OPEN else self._everybody(current)
-        sight, version = found or (None, ABSENT)
-        members = 0 if sight is None else max(len(sight.seats), len(sight.active))
+        snapshot, version = found or (None, ABSENT)
+        members = 0 if snapshot is None else max(len(snapshot.seats), len(snapshot.active))
         self.next_at = now + self._rules.host_poll_s(members)
-        if sight is None or version != entry.version:
+        if snapshot is None or version != entry.version:
             return None
-        act = decide(sight, self._rules)
-        return None if act is None else self._do(act, sight, version, now)
+        act = decide(snapshot, self._rules)
+        return None if act is None else self._do(act, snapshot, version, now)
 
-    def _gate(self, current: Round, version: int, now: float) -> tuple[Sight, int] | None:
-        """Everybody who has joined, in one snapshot; cheap while too few have."""
+    def _gate(self, current: Round, version: int, now: float) -> tuple[Snapshot, int] | None:
+        """A snapshot of the members that joined; cheap while there are too few."""
         if self._watched != (current.number, current.term):
             self._watched, self._since = (current.number, current.term), now
         open_s = now - self._since
         key = self._keys.slots(current.number)
         taken = _number(key, self._store.get(key))
         if taken < current.least and open_s < self._rules.join_timeout_s:
-            return Sight(current, (), open_s=open_s), version
+            return Snapshot(current, (), open_s=open_s), version
         before = self._peers(current.number - 1)
         old = [self._keys.seat(current.number - 1, peer.slot) for peer in before]
         for left in reversed(range(_LOOKS)):
@@ -124,16 +124,16 @@ class Hosting:
                 return None
             here, there = entries[2 : 2 + taken], entries[2 + taken :]
             if left and (now_taken := _number(key, counter)) > taken:
-                taken = now_taken  # somebody came meanwhile, and may be looked at, too
+                taken = now_taken  # another member joined meanwhile; include it
                 continue
             returning = frozenset(
                 peer.member for peer, seat in zip(before, there, strict=True) if _sits(peer, seat, current.number - 1)
             )
-            return Sight(current, _seats(here), before, returning, open_s), first.version
+            return Snapshot(current, _seats(here), before, returning, open_s), first.version
         return None
 
-    def _everybody(self, current: Round) -> tuple[Sight, int] | None:
-        """Everybody with a rank, in one snapshot."""
+    def _everybody(self, current: Round) -> tuple[Snapshot, int] | None:
+        """A snapshot of the members with a rank."""
         peers = self._peers(current.number)
         entries = self._store.get_many(
             [self._keys.round, *(self._keys.seat(current.number, peer.slot) for peer in peers)]
@@ -141,7 +141,7 @@ class Hosting:
         first = entries[0]
         if first is None:
             return None
-        return Sight(current, _seats(entries[1:]), peers), first.version
+        return Snapshot(current, _seats(entries[1:]), peers), first.version
 
     def _peers(self, number: int) -> tuple[Peer, ...]:
         if number < 1:
@@ -153,8 +153,8 @@ class Hosting:
             self._roster = roster if roster.round == number else Roster(round=number, peers=())
         return self._roster.peers
 
-    def _do(self, act: Act, sight: Sight, version: int, now: float) -> Closing | None:
-        current = sight.round
+    def _do(self, act: Act, snapshot: Snapshot, version: int, now: float) -> Closing | None:
+        current = snapshot.round
         match act:
             case Complete(placement):
                 after = msgspec.structs.replace(current, phase=Phase.RUNNING)
@@ -167,11 +167,11 @@ class Hosting:
                 after = closed(current, reason, self._me, message)
                 changes = []
         if self._store.put_many([Change(self._keys.round, encode(after), version), *changes]) is None:
-            return None  # somebody else's change came first; look again
-        log.info("%s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
+            return None  # another change came first; read again
+        log.info("host %s: round %d is %s (%s)", self._me, after.number, after.phase, after.why)
         self.next_at = now
         if isinstance(act, OpenNext) and current.number > 1:
-            with contextlib.suppress(StoreError):  # only tidiness; nobody reads it any more
+            with contextlib.suppress(StoreError):  # cleaning up only; these records are not read any more
                 self._forget(current.number - 1)
         return after.closing
 
@@ -199,7 +199,7 @@ def _number(key: str, entry: Entry | None) -> int:
     except ValueError:
         taken = -1
     if not 0 <= taken <= _MOST_SLOTS:
-        raise StoreUnsuitableError(f"the store has no count of slots under {key!r}; choose another run name")
+        raise StoreUnsuitableError(f"the store has no valid slot counter under {key!r}; choose another run name")
     return taken
 
 

@@ -1,4 +1,4 @@
-"""Who of those who joined gets which rank. A function of its arguments, equal on every machine."""
+"""Assigns ranks to the members that joined. A pure function, with the same result on every machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Placement(NamedTuple):
 
 
 def one_seat_each(seats: Sequence[Seat]) -> list[Seat]:
-    """In the order of slots, of a member with several only the last: it lost the others, whose leases still run."""
+    """Seats in the order of slots; of a member with several only the last, since it lost the others."""
     last = {seat.member: seat for seat in sorted(seats, key=lambda seat: seat.slot)}
     return sorted(last.values(), key=lambda seat: seat.slot)
 
@@ -24,7 +24,7 @@ def one_seat_each(seats: Sequence[Seat]) -> list[Seat]:
 def place(seats: Sequence[Seat], most: int, before: Mapping[str, int]) -> Placement:
     """Give ranks 0..n-1, n at most ``most``, to those who had one ``before`` (rank by member), then by slot.
 
-    Who had a rank keeps it where it still exists; so a newcomer gets the rank of whom it replaces.
+    A member keeps its rank if that still exists, so a new member gets the rank of the one it replaces.
     """
     seats = one_seat_each(seats)
     ordered = sorted(seats, key=lambda seat: (seat.member not in before, seat.slot))

@@ -1,14 +1,14 @@
-"""What stands in the store for a run: five kinds of records, their keys, and nothing that the store cannot lose safely.
+"""The records of a run in the store: five kinds, and their keys.
 
-    RUN/round           Round: the one truth about the run; written by compare-and-set only
-    RUN/host            lease of whoever acts for the round, with the term it was won for
+    RUN/round           Round: the state of the run; written by compare-and-set only
+    RUN/host            lease of the host, with the term it was won for
     RUN/7/slots         counter: the last slot taken in round 7
     RUN/7/seat/0        Seat: who took slot 0 of round 7, under a lease that its heartbeat renews
     RUN/7/place/0       Place: rank or standby, written when the round is complete
     RUN/7/roster        Roster: everybody with a rank, in the order of ranks
 
-Only RUN/round and RUN/host are used again and again: their values carry round and term, and whoever comes with an older
-version is refused by the store. Values are JSON, so that an operator can read them; enums are stored by name.
+Only RUN/round and RUN/host are rewritten: their values contain round and term, and the store refuses a write with an
+older version. Values are JSON, so that an operator can read them; enums are stored by name.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 class Phase(enum.StrEnum):
     """Of a round."""
 
-    OPEN = "open"  # the gate is open: who comes takes a slot
-    RUNNING = "running"  # the gate is closed; who comes waits at it as a hot spare
+    OPEN = "open"  # members that come take a slot
+    RUNNING = "running"  # members that come wait as hot spares
     CLOSED = "closed"  # the run is over, for good
 
 
@@ -45,23 +45,23 @@ class Reason(enum.StrEnum):
 
 
 class Role(enum.StrEnum):
-    """What a member is to a round."""
+    """Role of a member in a round."""
 
     ACTIVE = "active"  # has a rank
     STANDBY = "standby"  # joined, but all ranks were taken
-    SPARE = "spare"  # came while the gate was closed, and waits for it to open
+    SPARE = "spare"  # came during the round, and waits for the next one
 
 
 class Status(enum.StrEnum):
-    """What a member says of its work in the round."""
+    """A member's report on its work in the round."""
 
     HERE = "here"
-    DONE = "done"  # proven done; the run succeeds when everybody with a rank says so
-    RESTART = "restart"  # wants a new round
+    DONE = "done"  # proven done; the run succeeds when all members with a rank are done
+    RESTART = "restart"  # asks for a new round
 
 
 class Closing(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended. ``incarnation`` tells this run from one of its name in a store that was emptied meanwhile."""
+    """How a run ended. ``incarnation`` distinguishes it from a later run of the same name in an emptied store."""
 
     reason: Reason
     round: Count
@@ -71,7 +71,7 @@ class Closing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the run stands. ``term`` grows with every change of the host; it is never given twice in a run."""
+    """State of the run. ``term`` grows with every change of the host and is never reused in a run."""
 
     incarnation: Name
     number: Count
@@ -80,12 +80,12 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     host: Name
     least: Count
     most: Count
-    why: Text = ""  # what made this round necessary
+    why: Text = ""  # reason for this round
     closing: Closing | None = None
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """A member in a round. ``address`` is whatever others reach it by."""
+    """A member in a round. ``address`` is the address that others reach it by."""
 
     round: Count
     slot: Count
@@ -96,7 +96,7 @@ class Seat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """What the round made of a seat. ``rank`` is -1 for standby; ``leader`` is the address of rank 0."""
+    """The role of a seat in its round. ``rank`` is -1 for standby; ``leader`` is the address of rank 0."""
 
     round: Count
     member: Name
@@ -107,7 +107,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Peer(msgspec.Struct, frozen=True, array_like=True):
-    """Somebody with a rank."""
+    """A member with a rank."""
 
     member: Name
     slot: Count
@@ -115,7 +115,7 @@ class Peer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Roster(msgspec.Struct, frozen=True, kw_only=True):
-    """Everybody with a rank in a round, in the order of ranks."""
+    """All members with a rank in a round, in the order of ranks."""
 
     round: Count
     peers: tuple[Peer, ...]
@@ -127,23 +127,23 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 def encode(record: msgspec.Struct) -> bytes:
-    """As it stands in the store."""
+    """The record as stored."""
     return msgspec.json.encode(record)
 
 
 def decode(kind: type[Record], key: str, entry: Entry) -> Record:
-    """The record under ``key``. Raises StoreUnsuitableError when something else stands there."""
+    """The record under ``key``. Raises StoreUnsuitableError if the value is something else."""
     try:
         return msgspec.json.decode(entry.value, type=kind)
     except msgspec.MsgspecError as error:
-        what = f"the store has no {kind.__name__} under {key!r}: {error}"
+        what = f"the store has no valid {kind.__name__} under {key!r}: {error}"
         raise StoreUnsuitableError(f"{what}; choose another run name") from error
 
 
 def check_name(what: str, name: str) -> str:
     """Return ``name``, or raise UsageError when it cannot be part of a key."""
     if not 0 < len(name) <= MOST_NAME_CHARACTERS or not name.isascii() or not name.isprintable() or " " in name:
-        raise UsageError(f"{what} {name!r}: give 1 to {MOST_NAME_CHARACTERS} printable ASCII characters without blanks")
+        raise UsageError(f"{what} {name!r}: give 1 to {MOST_NAME_CHARACTERS} printable ASCII characters, no spaces")
     return name
 
 

@@ -1,4 +1,4 @@
-"""Rendezvous: a member of a run for programs with an event loop. A thread beats, looks and hosts; the loop only waits.
+"""Rendezvous: a member of a run, for asyncio programs. A thread renews leases, reads the store and acts as host.
 
     async with Rendezvous(store, "run-7", Rules(least=4), archive=Archive(path)) as rendezvous:
         while isinstance(found := await rendezvous.join(), Place):
@@ -7,7 +7,7 @@
             await rendezvous.finish()       # or restart(), or over()
         sys.exit(rendezvous.exit_code)
 
-The thread is its own, so that a loop that is kept from running costs a member nothing: its leases go on.
+It has its own thread, so that a blocked event loop does not end the member's leases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 
 from transport.errors import ClosedError, RunLostError, StoreError, UsageError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.member import State
+from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
@@ -44,16 +44,16 @@ class Rendezvous:
     """One member of a run. Belongs to the loop that it is entered in.
 
     Args:
-        store: shared by all members; stays open. Watching it takes one thread of this process.
-        run: the run's name, never used again for another one: a closed run stays closed.
-        rules: equal for all members.
-        archive: where the run's end is also written; all members that can should name the same file.
-        address: what others reach this member by; they find it in `roster`.
-        member: a name that nobody else has; default: a new one.
+        store: shared by all members; not closed here. Watching it takes one thread of this process.
+        run: the run's name, which is never reused: a closed run remains closed.
+        rules: the same for all members.
+        archive: a file that the run's end is also written to; best the same file for all members.
+        address: the address that others reach this member by; they find it in `roster`.
+        member: a name that no other member has; default: a new one.
 
-    Waits raise RunLostError when the store was of no use for ``store_patience_s`` or has forgotten the run and the
-    archive does not say how it ended; JoinTimeoutError when a round does not come together and nobody closes the run;
-    StoreError when the store fails for good; ClosedError after `aclose`. Cancelling a wait changes nothing.
+    Waits raise RunLostError if the store is unavailable for ``store_patience_s`` or no longer has the run, and the
+    archive does not have its end either; JoinTimeoutError if too few members join and no host closes the run;
+    StoreError if the store fails for good; ClosedError after `aclose`. Cancelling a wait changes nothing.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Rendezvous:
 
     @property
     def place(self) -> Place | None:
-        """What this member has in the round that runs, rank or standby."""
+        """This member's place in the running round: a rank or standby."""
         return self._view.place
 
     @property
@@ -97,19 +97,19 @@ class Rendezvous:
 
     @property
     def is_host(self) -> bool:
-        """Whether this member decides now."""
+        """Whether this member is the host."""
         return self._session.is_host
 
     @property
     def exit_code(self) -> int:
-        """What the process should end with, by the run's end; that of a failure while there is none."""
+        """Exit code of the process, by the run's closing; the code of a failure while the run has not ended."""
         return self._session.rules.exit_codes.of(self.closing)
 
     # --- what a launcher does ---------------------------------------------------------------------------
     async def join(self) -> Place | Closing:
-        """Wait for a rank, as standby or hot spare for as long as it takes; or for the run's end.
+        """Wait for a rank, without a time limit as standby or hot spare; or for the run's end.
 
-        A member that has a rank waits for that round's end first; so after `finish` or `restart` just join again.
+        A member that has a rank first waits for the end of its round. After `finish` or `restart`, join again.
         """
         await self._until(lambda view: view.state is not State.ACTIVE)
         await self._call(self._session.join)
@@ -119,33 +119,33 @@ class Rendezvous:
         return found
 
     async def over(self) -> Closing | None:
-        """Wait until this member's round is over: the run's end, or None when it is to stop its work and join again."""
+        """Wait until this member's round is over: the run's closing, or None: stop the work and join again."""
         view = await self._until(lambda view: view.state is not State.ACTIVE)
         return view.closing
 
     async def finish(self) -> Closing | None:
-        """This member's work is proven done. The run succeeds when all with a rank say so; then as `over`.
+        """Report that this member's work is done. The run succeeds when all with a rank are done; then as `over`.
 
-        None: somebody was lost before everybody was done, and the work goes on in another round. Join again.
+        None: a member was lost before all were done, and the work continues in another round. Join again.
         """
         await self._call(lambda: self._session.say(Status.DONE))
         return await self.over()
 
     async def restart(self, why: str) -> Closing | None:
-        """Ask for a new round, since this member's work failed; then as `over`."""
+        """Ask for a new round, because this member's work failed; then as `over`."""
         await self._call(lambda: self._session.say(Status.RESTART, why))
         return await self.over()
 
     async def close(self, reason: Reason, message: str = "") -> Closing:
-        """End the run for everybody, and return how it ended: the first who closes decides.
+        """End the run for all members, and return its closing: the first call decides.
 
-        When it returns, the closing stands in the store and in the archive. Raises StaleRoundError for a member of an
-        older round, StoreError when the store failed and nothing is settled, RunLostError when it has no such run.
+        When it returns, the closing is in the store and in the archive. Raises StaleRoundError for a member of an older
+        round, StoreError if the store failed and the result is unknown, RunLostError if the run is not in the store.
         """
         return await self._call(lambda: self._session.close(reason, message))
 
     async def roster(self) -> Roster:
-        """Everybody with a rank in this member's round. Raises StaleRoundError without a place."""
+        """All members with a rank in this member's round. Raises StaleRoundError if it has no place."""
         return await self._call(self._session.roster)
 
     async def wait_closed(self) -> Closing:
@@ -157,7 +157,7 @@ class Rendezvous:
     # --- its thread ---------------------------------------------------------------------------------------
     async def __aenter__(self) -> Self:
         if self._thread is not None:
-            raise UsageError("this rendezvous has been entered already")
+            raise UsageError("this rendezvous was already entered; make a new one")
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
         self._thread.start()
@@ -169,9 +169,9 @@ class Rendezvous:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Leave, so that others need not wait for this member's leases to end. Idempotent.
+        """Leave the run and give up the leases, so that others need not wait for their end. Idempotent.
 
-        Takes up to one poll, and as long as the store holds a call back.
+        Takes up to one poll, and as long as a running call to the store.
         """
         self._stopping.set()
         if self._thread is not None:
@@ -196,13 +196,13 @@ class Rendezvous:
                 try:
                     self._store.watch(session.keys.round, session.version, session.wait_s())
                 except StoreError:
-                    self._stopping.wait(session.rules.poll_s)  # the next step tells what it means
+                    self._stopping.wait(session.rules.poll_s)  # the next step handles the error
             try:
                 session.leave()
             except StoreError as error:
-                log.debug("%r left without a word: %s", session, error)
-        except Exception as error:  # whoever waits must learn of a thread that ended
-            log.debug("%r ends", session, exc_info=True)
+                log.debug("%r left without giving up its leases, which will end: %s", session, error)
+        except Exception as error:  # raised in waiting calls
+            log.debug("%r failed", session, exc_info=True)
             self._failure = error
         finally:
             self._tell(self._publish)
@@ -212,7 +212,7 @@ class Rendezvous:
         try:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(what)
-        except RuntimeError:  # the loop was closed without `aclose`: there is nobody to tell
+        except RuntimeError:  # the loop was closed without `aclose`
             self._stopping.set()
 
     # --- on the loop --------------------------------------------------------------------------------------
@@ -230,10 +230,10 @@ class Rendezvous:
                 raise self._failure
             if view.state is State.ENDED:
                 if view.closing is None:
-                    raise view.error or RunLostError("how the run ended cannot be learned")
+                    raise view.error or RunLostError("the run's end is unknown: neither store nor archive has it")
                 return view
             if view.state is State.ACTIVE and self._session.seat_ended:
-                # The thread may be waiting for the store; others may already give this place away.
+                # The thread may be blocked in the store; the host may already give this place to another member.
                 self._session.surrender()
                 view = view._replace(state=State.AWAY, place=None)
             if reached(view):
@@ -244,10 +244,10 @@ class Rendezvous:
                 rules = self._session.rules
                 if self._session.silent_s > rules.store_patience_s + rules.lease_s:
                     silent = f"{self._session.silent_s:.0f} s"
-                    raise RunLostError(f"the store was of no use for {silent}: it holds a call back") from None
+                    raise RunLostError(f"store unavailable for {silent}: a call does not return") from None
 
     async def _call(self, action: Callable[[], Result]) -> Result:
-        """Run a call that blocks in a thread; cancelled, it goes on there, and `aclose` waits for it."""
+        """Run a blocking call in a thread. If cancelled, the call continues, and `aclose` waits for it."""
         if self._stopping.is_set() or self._loop is None:
             raise ClosedError("this rendezvous is not entered, or was left")
         done = self._loop.run_in_executor(None, action)

@@ -1,4 +1,4 @@
-"""What the members of a run agree on: its size, its times, its exit codes. Times in seconds, on monotonic clocks."""
+"""The rules that all members of a run share: size, times, exit codes. Times in seconds, on monotonic clocks."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from transport.rendezvous.records import Closing, Reason
 
 
 class ExitCodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a process ends with that has waited for the run's end. A scheduler reads them."""
+    """Exit codes of a process by the run's end. A scheduler reads them."""
 
     success: int = 0
     failure: int = 1
     no_restart: int = 93  # the run failed, and starting it again would fail again
 
     def of(self, closing: Closing | None) -> int:
-        """The code for how the run was closed; None: its end could not be learned, which is no success."""
+        """The code of a closing; None: the end is unknown, which is a failure."""
         codes = {Reason.SUCCESS: self.success, Reason.NO_RESTART: self.no_restart}
         return self.failure if closing is None else codes.get(closing.reason, self.failure)
 
 
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Equal for all members. Of ``least`` and ``most``, those of whoever opens the first round hold.
+    """The same for all members. ``least`` and ``most`` are those of the member that opens the first round.
 
     Attributes:
-        least: members that a round needs to begin.
-        most: members that get a rank; those beyond are standby. None: as ``least``.
-        lease_s: a member that was not heard of for so long is gone.
-        poll_s: the longest that anybody does not look at what has changed.
-        join_timeout_s: a gate that has been open for so long without ``least`` members closes the run as failed.
-        last_call_s: how long an open gate waits for members of the round before, and for more than ``least``.
-        store_patience_s: a store that could not be used for so long is lost.
-        most_rounds: the run fails instead of opening one more; None: without bound.
+        least: members that a round needs.
+        most: members that get a rank; further ones are standby. None: as ``least``.
+        lease_s: a member that does not renew its lease for so many seconds is gone.
+        poll_s: longest time between two reads of the store.
+        join_timeout_s: the run fails if fewer than ``least`` members join a round in this time.
+        last_call_s: how long a round waits for members of the previous one, and for more than ``least`` members.
+        store_patience_s: a store that is unavailable for so long is lost.
+        most_rounds: the run fails instead of opening one more round; None: no limit.
     """
 
     least: int = 1
@@ -54,11 +54,11 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def beat_s(self) -> float:
-        """Seconds between renewals: two may be lost before the lease ends."""
+        """Seconds between renewals: two renewals may fail before the lease ends."""
         return self.lease_s / 3
 
     def host_poll_s(self, members: int) -> float:
-        """Seconds between the host's looks at everybody: longer in large runs, since a look reads every member."""
+        """Seconds between the host's snapshots: longer in large runs, because a snapshot reads every member."""
         return min(max(members / 2000, self.host_poll_least_s), self.host_poll_most_s)
 
     def validate(self) -> Rules:
@@ -69,9 +69,13 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigurationError(f"{name}={getattr(self, name)}: give seconds above 0")
         if not 0 <= self.last_call_s < self.join_timeout_s:
-            raise ConfigurationError("give 0 <= last_call_s < join_timeout_s")
+            raise ConfigurationError(
+                f"last_call_s={self.last_call_s}: give 0 <= last_call_s < join_timeout_s={self.join_timeout_s}"
+            )
         if self.host_poll_least_s > self.host_poll_most_s:
-            raise ConfigurationError("host_poll_least_s is above host_poll_most_s")
+            raise ConfigurationError(
+                f"host_poll_least_s={self.host_poll_least_s}: give at most host_poll_most_s={self.host_poll_most_s}"
+            )
         if self.most_rounds is not None and self.most_rounds < 1:
             raise ConfigurationError(f"most_rounds={self.most_rounds}: give 1 or more, or None")
         return self

@@ -1,10 +1,10 @@
-"""A member and the store: one `step` looks, lets member.py decide what it means, and does what follows.
+"""A member and the store: one `step` reads the store, applies it to member_states.py, and acts on the result.
 
 Synchronous, with an injected clock, so that one thread can run thousands of members and stop any of them between two
 calls to the store. `Rendezvous` is what programs use.
 
-Each step: renew leases that are due → one look (round, host, own place) → take slot and seat if the gate is open → act
-as host if it is one, or become it if there is none. Every step may end anywhere: the next one looks again.
+Each step: renew due leases → read round, host and own place → take slot and seat if the round is open → act as host, or
+become host if there is none. A step may fail anywhere: the next one reads again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import msgspec
 
 from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreError, UsageError
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.closing import close_run, write_second_place
+from transport.rendezvous.closing import close_run, write_archive
 from transport.rendezvous.hosting import Hosting
-from transport.rendezvous.member import Event, Member, State
+from transport.rendezvous.member_states import Event, Member, State
 from transport.rendezvous.records import (
     Closing,
     Keys,
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class ForwardClock:
-    """Seconds by ``clock`` without its steps back, which would hold up every time limit. Thread-safe."""
+    """Seconds by ``clock`` without its backward steps, which would extend every time limit. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -60,7 +60,7 @@ class ForwardClock:
 
 
 class Look(NamedTuple):
-    """The round and its version as one snapshot had them; ``hosted``: somebody holds the host's lease."""
+    """The round and its version in one snapshot; ``hosted``: a member holds the host's lease."""
 
     round: Round | None
     version: int
@@ -68,7 +68,7 @@ class Look(NamedTuple):
 
 
 class View(NamedTuple):
-    """What others may know of a session, at one moment."""
+    """The state of a session at one moment."""
 
     state: State
     place: Place | None
@@ -80,9 +80,9 @@ class Session:
     """One member of one run. Thread-safe; calls block for as long as the store does.
 
     Args:
-        member: a name that nobody else has, not even this member's predecessor.
-        address: what others reach it by.
-        clock: seconds; steps back of it are left out.
+        member: a name that no other member has or had.
+        address: the address that others reach it by.
+        clock: seconds; its backward steps are ignored.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Session:
         self._hosting = Hosting(store, self.keys, self.name, rules)
         self._seat: Seat | None = None  # Invariant: as it stands in the store, while _seat_version is not ABSENT
         self._seat_version = ABSENT
-        self._seat_until = 0.0  # by our clock, which began before the store's: a seat is never thought to be longer
+        self._seat_until = 0.0  # by our clock, read before the store's, so that it is never later than the lease's end
         self._wanted = Status.HERE
         self._wanted_message = ""
         self._surrendered = False
@@ -127,26 +127,26 @@ class Session:
 
     @property
     def ended(self) -> bool:
-        """Whether the run has ended for this member; then no step does anything."""
+        """Whether the run has ended for this member; steps then do nothing."""
         return self._member.state is State.ENDED
 
     @property
     def is_host(self) -> bool:
-        """Whether this member decides, as far as it knows."""
+        """Whether this member is host, as far as it knows."""
         return self._hosting.version != ABSENT
 
     @property
     def seat_ended(self) -> bool:
-        """Whether the member must take itself for gone, since no renewal was confirmed within a lease. Never waits."""
+        """Whether the seat's lease has ended, as no renewal was confirmed in time. Never waits."""
         return self._seat_version != ABSENT and self._clock() >= self._seat_until
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the store was last of use."""
+        """Seconds since the store was last available."""
         return self._clock() - self._used_at
 
     def wait_s(self) -> float:
-        """How long nothing is to be done unless the round changes."""
+        """Seconds until the next step, unless the round changes."""
         now = self._clock()
         beat = self._beaten_at + self.rules.beat_s - now
         host = self._hosting.next_at - now if self.is_host else self.rules.poll_s
@@ -154,27 +154,29 @@ class Session:
 
     # --- what a program asks for ---------------------------------------------------------------------
     def join(self) -> None:
-        """Want a place in the next round."""
+        """Ask for a place in the next round."""
         with self._lock:
             self._give_up()
             if self._member.state is State.ACTIVE:
-                raise UsageError(f"{self.name} has a rank in a round that still runs; it cannot join another one")
+                raise UsageError(
+                    f"{self.name} still has a rank in a running round; it joins again when that round is over"
+                )
             self._member.apply(Event.JOIN)
         self.step()
 
     def say(self, status: Status, message: str = "") -> None:
-        """Tell the host that the work of this round is done, or that a new round is wanted. Nothing without a rank."""
+        """Report that this round's work is done, or ask for a new round. Does nothing without a rank."""
         with self._lock:
             if self._member.state is State.ACTIVE:
                 self._wanted, self._wanted_message = status, message
         self.step()
 
     def surrender(self) -> None:
-        """The seat is given up at the next step, even if its lease was renewed after all. Never waits."""
+        """Give up the seat at the next step, even if its lease was renewed meanwhile. Never waits."""
         self._surrendered = True
 
     def leave(self) -> None:
-        """Give seat and host's lease up, so that nobody waits for them to end. Raises StoreError."""
+        """Give up the seat and the host's lease, so that no member waits for their end. Raises StoreError."""
         with self._lock:
             if self._member.state is not State.ENDED:
                 self._member.apply(Event.LEAVE)
@@ -187,32 +189,34 @@ class Session:
                 self._hosting.resign()
 
     def close(self, reason: Reason, message: str = "") -> Closing:
-        """Close the run, or learn how somebody else did before. In the store and the archive when it returns.
+        """Close the run, or return how it was already closed. On return the closing is in the store and the archive.
 
         Raises:
-            StaleRoundError: this member is of an older round, and must not decide about the present one.
-            RunLostError: the store knows no such run (any more).
-            StoreError: the store failed; nothing is settled unless a later look says so.
+            StaleRoundError: this member is of an older round, and cannot close the current one.
+            RunLostError: the run is not, or no longer, in the store.
+            StoreError: the store failed; whether the run is closed is unknown until a later read.
         """
         with self._lock:
             if self._member.state is not State.ENDED:
                 self._settle(close_run(self._store, self.keys, reason, self.name, message, member=self._member))
             if self._member.closing is None:
-                raise self.error or RunLostError(f"how run {self.keys.run} ended cannot be learned")
+                raise self.error or RunLostError(
+                    f"the end of run {self.keys.run} is unknown: neither store nor archive has it"
+                )
             return self._member.closing
 
     def roster(self) -> Roster:
-        """Everybody with a rank in this member's round."""
+        """All members with a rank in this member's round."""
         with self._lock:
             place = self._member.place
             entry = self._store.get(self.keys.roster(place.round)) if place is not None else None
             if entry is None:
-                raise StaleRoundError(f"{self.name} has no place in a round that runs")
+                raise StaleRoundError(f"{self.name} has no place in a running round")
             return decode(Roster, self.keys.roster(self._member.round), entry)
 
     # --- the step -------------------------------------------------------------------------------------
     def step(self) -> None:
-        """Look and act once. What goes wrong for good ends in `error`; what may pass is tried at the next step."""
+        """Read and act once. A permanent error is stored in `error`; a temporary one is retried at the next step."""
         with self._lock:
             if self._member.state is State.ENDED:
                 return
@@ -240,7 +244,7 @@ class Session:
             self._end(None, error)
         elif now - self._used_at >= self.rules.store_patience_s:
             silent = f"{now - self._used_at:.0f} s"
-            lost = RunLostError(f"the store of run {self.keys.run} was of no use for {silent}: {error}")
+            lost = RunLostError(f"store unavailable for {silent} (run {self.keys.run}): {error}")
             lost.__cause__ = error
             self._end(None, lost)
 
@@ -275,7 +279,7 @@ class Session:
         self._surrendered = False
 
     def _seat_lost(self) -> None:
-        log.info("%s: the lease of its seat ended; it counts as gone in round %d", self.name, self._member.round)
+        log.info("%s lost its seat in round %d: the lease ended", self.name, self._member.round)
         self._seat, self._seat_version = None, ABSENT
         self._member.apply(Event.SEAT_LOST)
 
@@ -300,7 +304,7 @@ class Session:
         if not look.hosted:
             if not self._hosting.take(look.round, look.version, now):
                 return
-            log.info("%s hosts run %s, whose host is gone", self.name, self.keys.run)
+            log.info("%s is now host of run %s: the lease of the previous host ended", self.name, self.keys.run)
         elif self.is_host and now >= self._hosting.next_at:
             closing = self._hosting.duty(now)
             if closing is not None:
@@ -317,14 +321,14 @@ class Session:
         current = None if round_entry is None else decode(Round, keys[0], round_entry)
         place = None if place_entry is None else decode(Place, keys[2], place_entry)
         if place is not None and (place.member != self.name or place.round != member.round):
-            place = None  # a leftover of other times
+            place = None  # of an earlier round or member
         self.version = ABSENT if round_entry is None else round_entry.version
         self._hosting.saw(current, host_entry)
         member.look(current, place)
         return Look(current, self.version, host_entry is not None)
 
     def _found(self, now: float) -> Look:
-        """There is no run yet, or none any more: begin it unless it is known to have ended. Then look again."""
+        """The run is not in the store: create it, unless the archive has its end. Then read again."""
         closing = self._archive.read() if self._archive is not None else None
         if closing is not None:
             self._end(closing, None)
@@ -346,7 +350,7 @@ class Session:
         member.apply(Event.SEAT)
 
     def _say(self) -> None:
-        """Bring the seat's status in the store to what is wanted."""
+        """Write the requested status to the seat in the store."""
         seat = self._seat
         if seat is None or self._member.state is not State.ACTIVE or seat.status is self._wanted:
             return
@@ -364,23 +368,25 @@ class Session:
         self._seat, self._seat_version, self._seat_until = said, version, begun + self.rules.lease_s
 
     def _check_wait(self, now: float) -> None:
-        """The host closes a gate that stays open too long; this is for runs whose hosts die one after the other."""
+        """Time limit for an open round. Usually the host closes the run; this is for runs whose hosts fail in turn."""
         if self._member.state is not State.SEATED:
             self._seated_at = None
         elif self._seated_at is None:
             self._seated_at = now
         elif now - self._seated_at > self.rules.join_timeout_s + 2 * self.rules.lease_s:
             what = f"round {self._member.round} of run {self.keys.run}"
-            raise JoinTimeoutError(f"{what} did not come together in {now - self._seated_at:.0f} s")
+            raise JoinTimeoutError(
+                f"{what} is not complete after {now - self._seated_at:.0f} s: too few members joined"
+            )
 
     def _settle(self, closing: Closing | None) -> None:
-        """The run has ended. Both places know it before anybody is told."""
+        """The run has ended. Store and archive have the closing before any waiting call returns it."""
         if closing is None:
-            self._end(None, RunLostError(f"the store has forgotten run {self.keys.run}; how it ended is unknown"))
+            self._end(None, RunLostError(f"run {self.keys.run} is no longer in the store; its end is unknown"))
             with contextlib.suppress(OSError, StoreError):
                 closing = self._archive.read() if self._archive is not None else None
             if closing is not None and closing.incarnation == self._member.incarnation:
                 self._member.closing, self.error = closing, None
             return
-        write_second_place(self._archive, closing)
+        write_archive(self._archive, closing)
         self._end(closing, None)

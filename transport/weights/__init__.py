@@ -1,1 +1,1 @@
-"""Weights back to the rollouts: all of a version or none of it. docs/WEIGHTS.md is what users read."""
+"""Weights from trainers to replicas: all of a version or none of it. Users read docs/WEIGHTS.md."""

@@ -1,12 +1,12 @@
-"""WeightUpdate: drives trainers and replicas through updates, and knows which replica may take traffic.
+"""WeightUpdate: runs updates of trainers and replicas, and decides which replica takes traffic.
 
     manager = WeightUpdate(trainers, replicas, policy="restore")
-    outcome = await manager.update(version)       # raises the first error; `error.outcome` is what became of whom
-    manager.admitted                              # {"replica 0": 7, ...}: who takes traffic, with which version
+    outcome = await manager.update(version)       # raises the first error; `error.outcome` has the result for each
+    manager.admitted                              # {"replica 0": 7, ...}: replicas with traffic, and their version
 
-The order, the flags of intent and the verdicts are `UpdateMachine`'s and `verdicts`'; here they are carried out.
-Members are awaited at once, each within the step's limit; one that hangs is cancelled and left behind. Closing steps
-run also when the update is cancelled, and their end is waited for: at most the sum of their limits.
+`UpdateMachine` decides the order of steps, and `verdicts` the result; this file carries them out. Members run a step
+concurrently, each within the step's limit; a member that exceeds it is cancelled and not waited for. Closing steps also
+run when the update is cancelled, and are waited for, at most for the sum of their limits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from transport.weights.updating import ReplicaMember, Run, TrainerMember, text_o
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What an update did.
+    """The result of an update.
 
     Attributes:
         delta: whether only changes were sent.
         replicas: state of every replica afterwards.
-        failures: one line each, the first first.
+        failures: one line each, in the order of time.
         steps_s: seconds of each step.
     """
 
@@ -50,7 +50,7 @@ class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     cancelled: int
     deltas: int
-    fallbacks: int  # deltas that were sent again, whole
+    fallbacks: int  # deltas that were sent again as a whole version
     seconds: float
     replicas_by_state: dict[str, int]
 
@@ -59,9 +59,9 @@ class WeightUpdate:
     """The manager of one run. Belongs to one loop; one update at a time.
 
     Args:
-        policy: after a failure, "restore" admits every replica with the version that it proves; "exclude" keeps out
-            those that fell behind others, and is satisfied if one arrived; "fail_job" admits nobody.
-        on_step: is called when a step begins, with it and its members.
+        policy: after a failure, "restore" admits every replica with the version that it proves; "exclude" excludes
+            replicas that fell behind others, and succeeds if one has the new version; "fail_job" admits none.
+        on_step: called at the beginning of each step, with the step and its members.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WeightUpdate:
         self._engine = engine
         self._on_step = on_step
         self._admissions: dict[str, Admission] = {}
-        self._proven: dict[str, Proof | None] = {}  # what each replica proved last
+        self._proven: dict[str, Proof | None] = {}  # the last proof of each replica
         self._busy = False
         self._counts = dict.fromkeys(("updates", "failed", "cancelled", "deltas", "fallbacks"), 0)
         self._seconds = 0.0
@@ -91,7 +91,7 @@ class WeightUpdate:
     def __repr__(self) -> str:
         return f"<WeightUpdate {len(self._trainers)} trainers, {', '.join(map(str, self._admissions.values()))}>"
 
-    # --- who takes traffic ----------------------------------------------------------------------------------------
+    # --- replicas that take traffic -------------------------------------------------------------------------------
     @property
     def admissions(self) -> dict[str, Admission]:
         """The state of every replica."""
@@ -99,18 +99,18 @@ class WeightUpdate:
 
     @property
     def admitted(self) -> dict[str, int]:
-        """Replicas that may be given requests, and the version that each has proven."""
+        """Replicas that may take requests, and the version that each has proven."""
         return {name: each.version for name, each in self._admissions.items() if each.admitted}
 
     def join(self, replica: ReplicaMember) -> None:
-        """A replica comes, or comes back: pending until the next update completes on it. Also during an update."""
+        """Add a replica, or one that was excluded: pending until the next update of it. Also during an update."""
         before = self._admissions.get(replica.name)
         if before is None:
             self._admissions[replica.name] = Admission()
         elif before.state is State.EXCLUDED:
-            self._admissions[replica.name] = before.after(Event.READMIT, reason="it has come back")
+            self._admissions[replica.name] = before.after(Event.READMIT, reason="it joined again")
         else:
-            raise UsageError(f"{replica.name} is a member already; exclude it first")
+            raise UsageError(f"{replica.name} is already a member; exclude it first")
         self._proven[replica.name] = None
         self._replicas[replica.name] = replica
 
@@ -133,19 +133,19 @@ class WeightUpdate:
     async def update(self, version: int, *, whole: bool = False) -> Outcome:
         """Bring every replica that is not excluded to ``version``.
 
-        When a delta arrives wrong, the version is sent once more, whole. ``whole``: no delta to begin with.
+        If a delta fails its checksum, the whole version is sent once more. ``whole``: send no delta.
 
         Raises:
-            UsageError: an update is under way, or there is nobody to update.
-            Exception: the first that went wrong, whoever raised it; its notes are what went wrong after it, its
-                `outcome` (where it takes one) is the `Outcome`. CancelledError counts as a failure like others.
+            UsageError: an update is running, or there is no replica to update.
+            Exception: the first error, of any member; its notes are the later errors, and its `outcome`, if it can have
+                one, is the `Outcome`. CancelledError counts as a failure like any other.
         """
         if self._busy:
-            raise UsageError("an update is under way; they come one after another")
+            raise UsageError("an update is already running; wait for its end")
         names = tuple(name for name, each in self._admissions.items() if each.state is not State.EXCLUDED)
         machine = UpdateMachine(
             tuple(self._trainers), names, self._policy, self._limits, time.monotonic()
-        )  # refuses before anything is begun
+        )  # raises before any step begins
         self._busy = True
         try:
             outcome, error = await self._one(machine, names, version, whole=whole)
@@ -178,7 +178,7 @@ class WeightUpdate:
                 if not cancelled:
                     run.cancel(error)
                 cancelled = True
-        work.result()  # a defect of this file is raised as it is
+        work.result()  # raises only defects of this package
         self._admit(run)
         return self._conclude(run, version)
 
@@ -208,14 +208,14 @@ class WeightUpdate:
         if isinstance(first, WeightsError):
             first.outcome = outcome
         if cancelled and not isinstance(first, asyncio.CancelledError):
-            # whoever cancelled must see it end so; what had failed before is the first error all the same
+            # the caller that cancelled must get a CancelledError; the earlier failure is its cause
             cancelling = next(each.error for each in failures if isinstance(each.error, asyncio.CancelledError))
             cancelling.__cause__ = first
             return outcome, cancelling
         return outcome, first
 
     def _judge(self, run: Run) -> dict[str, Verdict]:
-        """What every replica's proof means."""
+        """The verdict on every replica's proof."""
         return verdicts(
             self._policy,
             {name: run.proofs.get(name) for name in run.machine.begun.get(Step.PROVE, ())},
@@ -226,7 +226,7 @@ class WeightUpdate:
         )
 
     def _admit(self, run: Run) -> None:
-        """The verdicts become states, but who could not be resumed takes no traffic, whatever its weights are."""
+        """Apply the verdicts, but a replica that could not resume takes no traffic, whatever its weights are."""
         for name, (event, version, reason) in run.verdicts.items():
             resuming = run.machine.failed_in(name, (Step.RESUME_KV, Step.RESUME_GENERATION))
             if event in (Event.PROVEN_NEW, Event.PROVEN_OLD):

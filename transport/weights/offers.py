@@ -1,10 +1,10 @@
-"""Versions on offer: for replicas that take a new one when it suits them, between two requests, without being paused.
+"""Versions on offer: replicas take a new version between two requests, without being paused.
 
-    notice = offer(ticket, weights, version)                   # whoever made the version; any queue or store carries it
-    taker = Taker(worker); taker.take(client, notice, rank=0)  # complete and proven, or the version before
+    notice = offer(ticket, weights, version)                   # in the trainer; any queue or store carries the notice
+    taker = Taker(worker); taker.take(client, notice, rank=0)  # complete and proven, or still the previous version
 
-There is no group and no manager: versions may be skipped, and who comes late takes the newest. All of a version or none
-of it holds as in an update, by the same worker interface and the same checksums.
+There is no group and no manager: replicas may skip versions and take the newest. As in an update, a replica serves all
+of a version or none of it, by the same worker interface and the same checksums.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Taker:
     """A worker that takes versions on offer. One thread.
 
     Attributes:
-        version: that the worker serves, proven when it was loaded; -1: none was taken.
+        version: the version that the worker serves, proven when it was loaded; -1: none.
     """
 
     def __init__(self, worker: RolloutWorker) -> None:
@@ -54,14 +54,14 @@ class Taker:
         """Read, prove and load the version of a notice; returns it.
 
         Raises:
-            WeightsChecksumError: what came, or what was loaded, is not that version; the one before is served.
-            ProtocolError: this is no notice.
-            TransportError: what reading raises; StaleSlotError when a newer version has replaced it.
+            WeightsChecksumError: the bytes received or loaded are not that version; the previous one is served.
+            ProtocolError: this is not a notice.
+            TransportError: an error of the read; StaleSlotError if a newer version has replaced this one.
         """
         try:
             found = _decode(notice)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            raise ProtocolError(f"these {len(notice)} bytes are no offer of a version: {error}") from error
+            raise ProtocolError(f"not an offer of a version ({len(notice)} bytes): {error}") from error
         with client.read(Ticket.decode(found.ticket), rank=rank, timeout=timeout) as payload:
             # the slot is for the next version; what a client with ``device=`` has read is in no slot any more
             weights = {
@@ -69,12 +69,17 @@ class Taker:
             }
         arrived = weights_checksum(weights)
         if arrived != found.checksum:
-            raise WeightsChecksumError(f"v{found.version} arrived as {arrived:016x}, not {found.checksum:016x}")
+            raise WeightsChecksumError(
+                f"v{found.version}: checksum mismatch: received {arrived:016x}, expected {found.checksum:016x}"
+            )
         try:
             self._load(weights, found.version)
             served = self.worker.served_checksum()
             if served not in (None, found.checksum):
-                raise WeightsChecksumError(f"v{found.version} was loaded, and {served or 0:016x} would be served")
+                raise WeightsChecksumError(
+                    f"v{found.version}: checksum mismatch after loading: the worker would serve {served or 0:016x}, "
+                    f"expected {found.checksum:016x}"
+                )
         except BaseException:
             if self._held:
                 self._load(self._held, self.version)

@@ -1,7 +1,8 @@
 """RingEngine: weights over this package's rings, listeners and clients.
 
-A trainer's engine sends; a replica's lands versions or maps what another replica of its host has landed. Both are the
-same class, since whoever lands may also pass on. The roles are told by `build_topology`.
+A trainer's engine sends. A replica's engine receives versions ("lands" them in shared memory), or maps what another
+replica of its host has landed. Both are the same class, because a replica that lands may also relay. `build_topology`
+assigns the roles.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from transport.weights.plan import topology
 from transport.weights.plan.engine import Metadata, WeightEngine, Weights
 from transport.weights.plan.steps import Proof
 from transport.weights.plan.topology import Description, Shape
-from transport.weights.transfer.feed import Feed, Upstream, told
+from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Failed
-from transport.weights.transfer.outlet import Outlet
 from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.receiving import Landing, map_
 from transport.weights.transfer.sending import Base, Sending, drain
@@ -39,13 +40,13 @@ BUCKET_BYTES = 256 << 20
 IN_FLIGHT = 2
 _READ_TIMEOUT_S = 120.0  # of one bucket, retries included
 _LEAST_BUCKET = 4096
-# A bucket has one port, and a whole group waits for it: that port is tried again soon, or the update fails soon.
+# A bucket has one port, and the whole group waits for it: retry soon, or fail soon.
 _SETTINGS = Settings(port_quarantine_s=0.2, port_quarantine_most_s=1.0, backoff_first_s=0.1, backoff_most_s=0.5)
 
 
 @hiding("token")
 class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a replica pulls from, and as which of the parent's readers."""
+    """The parent that a replica pulls from, and the replica's rank among the parent's readers."""
 
     parent: str
     address: str
@@ -59,9 +60,9 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the engine was made.
 
     Attributes:
-        bytes_sent: over this member's link: each bucket once for each child that pulled it.
-        bytes_copied: by this member from memory to memory. A version that is mapped is not copied.
-        bytes_received: by wire; what UCX put into this member's memory.
+        bytes_sent: bytes over this member's link; each bucket counts once for each child that pulled it.
+        bytes_copied: bytes that this member copied from memory to memory. A mapped version is not copied.
+        bytes_received: bytes that UCX put into this member's memory, by wire.
     """
 
     version: int
@@ -71,27 +72,27 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RingEngine(WeightEngine):
-    """One member's end of updates. Belongs to the loop it is first used on; `close` gives everything back.
+    """One member's side of updates. Belongs to the loop of its first use; `close` releases everything.
 
     Args:
         name: unique in the group.
-        bucket_bytes, in_flight: of what is sent; every sender has so many buckets of memory.
-        delta: keep a copy of the last version, and send what changed against it where every replica has it.
-        specs: what `send_weights` will get, where that is known before the first version; otherwise the first one is
-            held in memory until its iterator ends.
-        shape, fanout: of the relays; the trainer's count.
-        host: whoever has the same one can map this member's memory; default: this host.
-        address: to listen on; default: the way out of this host.
-        wires: what may carry buckets; None: whatever is best, mapped on one host.
-        secret: shared secret that members prove to each other's listeners; every member has the same.
-        rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
+        bucket_bytes, in_flight: size and number of the buckets; every sender has memory for so many.
+        delta: keep a copy of the last version, and send only the changes if every replica has that version.
+        specs: the tensors of `send_weights`, if known before the first version; otherwise the first version is held in
+            memory until its iterator ends.
+        shape, fanout: of the relays; those of the trainer apply.
+        host: members with the same value can map each other's memory; default: this host.
+        address: to listen on; default: the address of this host's default route.
+        wires: wires that may carry buckets; None: the best one, mapped within a host.
+        secret: shared secret that members prove to each other's listeners; the same for every member.
+        rate: bytes per second over this member's link to all children that pull over a wire; None: no limit.
         stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
-        prefix: begins the random names of its segments, so that whoever outlives a killed member can remove them.
-        device: "cupy" or "torch" (":1" for the second device): tensors are given out in its memory, as that library's
-            arrays. What is sent may be in device memory in any case.
+        prefix: prefix of the random names of its segments, so that a manager can remove those of a killed member.
+        device: "cupy" or "torch" (":1" for the second device): received tensors are in its memory, as that library's
+            arrays. Tensors that are sent may always be in device memory.
 
     Raises:
-        UsageError: sizes that make no sense, or a device that is not there.
+        UsageError: invalid sizes, or a missing device.
         MissingDependencyError: ``device`` without CuPy, torch or CUDA.
     """
 
@@ -132,7 +133,7 @@ class RingEngine(WeightEngine):
         self._progress = progress
         self._device = None if device is None else parse_device(device)
         self._base = Base() if delta else None
-        self._outlet = Outlet(
+        self._sender = BucketSender(
             bucket_bytes,
             in_flight,
             address=self._address,
@@ -158,12 +159,12 @@ class RingEngine(WeightEngine):
 
     @property
     def sends(self) -> bool:
-        """Whether this is the first of the group's trainers, which sends."""
+        """Whether this is the first of the group's trainers, which is the one that sends."""
         return self._rank == 0
 
     @property
     def proof(self) -> Proof | None:
-        """The complete version that this member holds, verified when it came."""
+        """The complete version that this member holds, verified on arrival."""
         if self._held is not None:
             return self._held.proof
         return self._base.proof if self._base is not None else None
@@ -174,16 +175,16 @@ class RingEngine(WeightEngine):
         proof = self.proof
         return EngineStatistics(
             version=-1 if proof is None else proof.version,
-            bytes_sent=self._outlet.bytes_sent,
-            bytes_copied=self._outlet.bytes_copied,
+            bytes_sent=self._sender.bytes_sent,
+            bytes_copied=self._sender.bytes_copied,
             bytes_received=carried,
         )
 
     # --- the group ------------------------------------------------------------------------------------------
     async def prepare(self) -> Metadata:
-        """Listen for those that will pull from here."""
+        """Listen for the members that will pull from this one."""
         await self.finalize()
-        self._feed = Feed(self._outlet.lost)
+        self._feed = Feed(self._sender.lost)
         await self._feed.open(self._address)
         proof = self.proof
         description = Description(
@@ -204,10 +205,13 @@ class RingEngine(WeightEngine):
     def build_topology(
         cls, actor_n: int, rollout_n: int, metadata: list[Metadata]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Rank 0 of the trainers sends. See topology.py for who pulls from whom."""
+        """Rank 0 of the trainers sends. topology.py chooses each replica's parent."""
         found = [msgspec.convert(each, Description) for each in metadata]
         if len(found) != actor_n + rollout_n or actor_n < 1:
-            raise UsageError(f"{len(found)} descriptions came of {actor_n} trainers and {rollout_n} replicas")
+            raise UsageError(
+                f"{len(found)} descriptions for {actor_n} trainers and {rollout_n} replicas: "
+                "give one of each member, trainers first"
+            )
         trainer, replicas = found[0], found[actor_n:]
         hops = topology.hops(replicas, trainer.shape, trainer.fanout)
         members = [*replicas, trainer]  # parent -1 is the last
@@ -222,7 +226,7 @@ class RingEngine(WeightEngine):
                 address=parent.address,
                 port=parent.port,
                 token=parent.token,
-                rank=len(readers) + hop.mapped,  # rank 0 of what is landed is whoever landed it
+                rank=len(readers) + hop.mapped,  # rank 0 of a landed version is the member that landed it
                 mapped=hop.mapped,
             )
             links.append(msgspec.to_builtins(link))
@@ -249,12 +253,12 @@ class RingEngine(WeightEngine):
         """Connect to the parent, and wait for the children. The arguments are those of `build_topology`."""
         feed = self._feed
         if feed is None:
-            raise UsageError(f"{self.name}: prepare comes before init_process_group")
+            raise UsageError(f"{self.name}: call prepare() before init_process_group()")
         self._rank = int(arguments["rank"])
         wired, self._mapped = tuple(arguments["wired"] or ()), tuple(arguments["mapped"] or ())
         base = arguments["base"]
         self._from_base = None if base is None else Proof(*base)
-        await self._outlet.begin(feed, wired)
+        await self._sender.begin(feed, wired)
         if arguments["link"] is not None:
             self._link = msgspec.convert(arguments["link"], Link)
             if self._client is None and not self._link.mapped:
@@ -267,7 +271,7 @@ class RingEngine(WeightEngine):
         await feed.joined([*wired, *self._mapped])
 
     async def finalize(self) -> None:
-        """Leave the group; the version before the one that is held is given up. Legal in every state."""
+        """Leave the group, and release the version before the current one. Valid in every state."""
         upstream, self._upstream = self._upstream, None
         feed, self._feed = self._feed, None
         previous, self._previous = self._previous, None
@@ -278,13 +282,13 @@ class RingEngine(WeightEngine):
             if feed is not None:
                 await feed.close()
         finally:
-            self._outlet.abandon()
+            self._sender.abandon()
             if previous is not None:
                 await in_thread(previous.release)
                 await in_thread(self._copies.trim)
 
     async def close(self) -> None:
-        """Give everything back, the version that is held too. Idempotent."""
+        """Release everything, the current version too. Idempotent."""
         try:
             await self.finalize()
         finally:
@@ -294,32 +298,32 @@ class RingEngine(WeightEngine):
             client, self._client = self._client, None
             if client is not None:
                 await client.close()
-            await in_thread(self._outlet.close)
+            await in_thread(self._sender.close)
             await in_thread(self._copies.close)
 
     # --- weights ---------------------------------------------------------------------------------------------
     async def send_weights(self, weights: Weights, global_steps: int) -> Proof | None:
-        """Send, if this is the first trainer. A delta goes out where the group has the version before."""
+        """Send, if this is the first trainer. Sends a delta if the whole group has the previous version."""
         if self._feed is None:
-            raise UsageError(f"{self.name}: send_weights comes after init_process_group")
+            raise UsageError(f"{self.name}: call init_process_group() before send_weights()")
         if self._rank != 0:
             await drain(weights)
             return None
-        sending = Sending(self._feed, self._outlet, self._bucket_bytes, self._specs, self._base, self._progress)
+        sending = Sending(self._feed, self._sender, self._bucket_bytes, self._specs, self._base, self._progress)
         try:
             proof, layout = await sending.run(weights, global_steps, self._from_base)
         except BaseException as error:
             kind = type(error).__name__
-            await told(self._feed, Failed(kind, str(error) or kind))
+            await announce_failure(self._feed, Failed(kind, str(error) or kind))
             raise
         self._specs = layout.specs
         return proof
 
     async def receive(self, global_steps: int) -> Held:
-        """The complete version, proven; it is held from now on, and the one before until `finalize`."""
+        """Receive and prove a version. It is held from now on, and the previous one until `finalize`."""
         link, upstream, feed = self._link, self._upstream, self._feed
         if link is None or upstream is None or feed is None:
-            raise UsageError(f"{self.name}: receive_weights comes after init_process_group")
+            raise UsageError(f"{self.name}: call init_process_group() before receive_weights()")
         try:
             held = await self._receive(link, upstream, feed, global_steps)
         except BaseException:
@@ -334,7 +338,7 @@ class RingEngine(WeightEngine):
         if link.mapped:
             return await map_(upstream, version, link.rank)
         if self._client is None:
-            raise InternalError("a replica that lands has a client")
+            raise InternalError("a replica that receives over a wire has no client")
         landing = Landing(
             upstream,
             self._client,
@@ -342,7 +346,7 @@ class RingEngine(WeightEngine):
             self._copies,
             feed,
             self._mapped,
-            self._outlet,
+            self._sender,
             self._held,
             _READ_TIMEOUT_S,
             self._progress,
@@ -350,18 +354,18 @@ class RingEngine(WeightEngine):
         return await landing.run(version)
 
     def revert(self) -> None:
-        """Hold the version before again: the new one could not be loaded. Only until `finalize`.
+        """Return to the previous version, because the new one could not be loaded. Only until `finalize`.
 
-        Raises WeightsError where there is none.
+        Raises WeightsError if there is no previous version.
         """
         if self._previous is None:
-            raise WeightsError(f"{self.name} holds no version before {self.proof}")
+            raise WeightsError(f"{self.name} has no version before {self.proof}")
         held, self._held, self._previous = self._held, self._previous, None
         if held is not None:
             held.release()
 
     async def receive_weights(self, global_steps: int) -> AsyncIterator[tuple[str, Any]]:
-        """Arrays in memory that stays as long as they live. Nothing is yielded before all is proven."""
+        """The arrays of a version, once all of it is proven. Their memory remains as long as they exist."""
         held = await self.receive(global_steps)
         for name, array in self.arrays(held):
             yield name, array
@@ -383,12 +387,12 @@ class RingEngine(WeightEngine):
 
     @property
     def on_device(self) -> bool:
-        """Whether tensors are given out in device memory."""
+        """Whether received tensors are in device memory."""
         return self._device is not None
 
     @property
     def held(self) -> Held | None:
-        """The complete version in this member's hands."""
+        """The complete version that this member holds."""
         return self._held
 
     async def __aenter__(self) -> RingEngine:

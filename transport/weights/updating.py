@@ -1,4 +1,4 @@
-"""One update carried out: members awaited within limits, cancelled at need, their answers collected."""
+"""Runs one update: calls members within time limits, cancels late ones, collects their answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transport.weights.worker import check
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 2.0  # for a cancelled member to come to its end; after that it is left behind
+_GRACE_S = 2.0  # for a cancelled member to end; after that it is not waited for
 
 
 class TrainerMember(Protocol):
@@ -68,7 +68,7 @@ def text_of(error: BaseException) -> str:
 
 
 class Run:
-    """Carries out what the machine says, and remembers what came of it."""
+    """Carries out the machine's steps and keeps their results."""
 
     def __init__(
         self,
@@ -100,12 +100,12 @@ class Run:
 
     @property
     def new(self) -> Proof | None:
-        """The version as its sender proves it; where that one is gone, as all proved it who received it."""
+        """The new version as its sender proves it; if the sender is gone, as all receivers prove it."""
         claimed = set(self._sent) or set(self._received.values())
         return claimed.pop() if len(claimed) == 1 else None
 
     def cancel(self, error: asyncio.CancelledError) -> None:
-        """Go over to the closing steps now. A cancellation that comes when they run only makes the update fail."""
+        """Begin the closing steps now. A cancellation during closing steps only makes the update fail."""
         step = self.machine._under_way or Step.ABORT
         if not self._closing:
             self.machine.fail(Step.ABORT if step in CLOSING else step, "", error)
@@ -115,14 +115,14 @@ class Run:
             self.machine.fail(step, "", error)
 
     async def drive(self, judge: Callable[[Run], dict[str, Verdict]]) -> None:
-        """From the first step to the last one."""
+        """Run all steps."""
         while (do := self.machine.next(time.monotonic())) is not None:
             self._closing = do.step in CLOSING
             begun = time.monotonic()
             try:
                 self._on_step(do.step, do.members)
-            except Exception:  # who only looks on must not leave replicas paused
-                log.exception("the callback for steps failed at %s", do.step)
+            except Exception:  # an observer's error must not leave replicas paused
+                log.exception("the on_step callback failed at step %s", do.step)
             self.machine.report(await self._step(do))
             self.steps_s[do.step.value] = time.monotonic() - begun
             if do.step is Step.PROVE:
@@ -132,18 +132,18 @@ class Run:
         await self._tidy()
 
     async def _tidy(self) -> None:
-        """What killed members left goes now: earlier, somebody of their host may still be about to map it."""
+        """Remove the segments of killed members; not earlier, because other members of their host may map them."""
         members: list[TrainerMember | ReplicaMember] = [*self._trainers.values(), *self._replicas.values()]
         for member in members:
             tidy = getattr(member, "tidy", None)
             if tidy is not None and getattr(member, "lost", False):
                 try:
                     await tidy()
-                except Exception:  # the update is what it is; memory that stays is found by `transport reclaim`
-                    log.exception("the segments of %s could not be removed", member.name)
+                except Exception:  # does not change the update's result; `transport reclaim` finds the segments
+                    log.exception("the segments of %s were not removed; run: transport reclaim", member.name)
 
     async def _step(self, do: Do) -> list[tuple[str, BaseException]]:
-        """Do a step with all its members at once; who failed, causes before consequences, in the order of time."""
+        """Run a step with all its members at once; returns failures, causes first, then in the order of time."""
         if do.step is Step.GROUP:
             return []
         if do.step is Step.TOPOLOGY:
@@ -166,11 +166,14 @@ class Run:
         for task in late:
             task.cancel()
             failed.append(
-                (tasks[task], WeightsTimeoutError(f"{tasks[task]} was not done with {do.step} in {do.limit_s:.4g} s"))
+                (
+                    tasks[task],
+                    WeightsTimeoutError(f"timeout: {tasks[task]} did not finish {do.step} in {do.limit_s:.4g} s"),
+                )
             )
         if late:
             await asyncio.wait(late, timeout=_GRACE_S)
-        # Several learn of one death within moments, in any order: its cause comes first.
+        # Several members detect one failure at almost the same time, in any order: its cause comes first.
         return sorted(failed, key=lambda each: isinstance(each[1], ParentLostError | ChildrenLostError))
 
     def _topology(self) -> list[tuple[str, BaseException]]:
@@ -193,7 +196,7 @@ class Run:
         check(result, step.value)
         if step is Step.PREPARE:
             if not isinstance(result, dict):
-                raise MemberFailedError(f"{name} prepared {result!r:.80}, not a description of itself")
+                raise MemberFailedError(f"{name}: prepare returned {result!r:.80}, expected a dict")
             self._metadata[name] = result
         elif step is Step.TRANSFER:
             if isinstance(result, Proof):
@@ -202,7 +205,7 @@ class Run:
                 else:
                     self._received[name] = result
             elif name not in self._trainers:
-                raise MemberFailedError(f"{name} did not prove what it received: {result!r:.80}")
+                raise MemberFailedError(f"{name}: receive_weights returned {result!r:.80}, expected a Proof")
         elif step is Step.PROVE:
             self.proofs[name] = result if isinstance(result, Proof) else None
 

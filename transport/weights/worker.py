@@ -1,4 +1,4 @@
-"""What a rollout engine implements to get weights, and a replica: such a worker beside its end of the transport.
+"""RolloutWorker, which a rollout engine implements to receive weights, and Replica, a worker with its RingEngine.
 
     class MyWorker(RolloutWorker):
         def abort(self): self.llm.abort_all_requests()
@@ -7,7 +7,7 @@
         def resume_kv_cache(self): self.llm.wake_up(tags=["kv_cache"])
         def resume_generation(self): self.llm.resume()
 
-Each may be a coroutine function; others run in a thread. Raise, or return an exception, to say that it did not work.
+Each may be a coroutine function; others run in a thread. Raise, or return an exception, to report a failure.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from transport.weights.versions.layout import weights_checksum
 
 
 class RolloutWorker(abc.ABC):
-    """An inference engine as an update sees it.
+    """An inference engine as an update uses it.
 
     Attributes:
-        serves_given: whether it serves the arrays that it is given, in their own memory. These have just been proven,
-            and are not hashed again behind the load; `prove` hashes them in any case. Those of an engine with
-            ``device=`` are copies, and hashed.
+        serves_given: whether it serves the arrays of `load` in their own memory. They have just been verified, and are
+            not hashed again after the load; `prove` always hashes them. With ``device=`` the arrays are copies, and are
+            hashed.
     """
 
     serves_given: bool = False
 
     @abc.abstractmethod
     def abort(self) -> Any:
-        """Stop generating; what is under way is saved or given up. May be asked of a worker that has stopped."""
+        """Stop generating; running requests are saved or aborted. May be called on a stopped worker."""
 
     @abc.abstractmethod
     def release_kv_cache(self) -> Any:
-        """Free the cache. May be asked of a worker that has none."""
+        """Free the cache. May be called without a cache."""
 
     @abc.abstractmethod
     def load(self, weights: Mapping[str, np.ndarray[Any, Any]], version: int) -> Any:
@@ -54,26 +54,26 @@ class RolloutWorker(abc.ABC):
 
         With ``device=`` of the engine they are arrays in device memory, which have arrived there.
 
-        A load that raises may leave anything behind: the replica loads the version before again.
+        A load that raises may leave partial weights: the replica loads the previous version again.
         """
 
     @abc.abstractmethod
     def resume_kv_cache(self) -> Any:
-        """Have a cache again. May be asked of a worker that has one."""
+        """Allocate the cache again. May be called with a cache."""
 
     @abc.abstractmethod
     def resume_generation(self) -> Any:
         """Generate again, with the weights loaded last."""
 
     def served_checksum(self) -> int | None:
-        """`weights_checksum` of what would be served now; None: it cannot be told, and a load that returned counts."""
+        """`weights_checksum` of the weights served now; None: unknown, and a load that returned counts as proof."""
         return None
 
 
 class ReferenceWorker(RolloutWorker):
     """A worker on numpy, for tests, the demo and the benchmark. Serves whatever `weights` holds.
 
-    resident: "mapped" serves the landed version itself, without a copy; "own" copies it aside and then swaps;
+    resident: "mapped" serves the landed version itself, without a copy; "own" copies it and then swaps;
         "in_place" overwrites tensor after tensor, as engines on devices do: undefined in the middle of a load.
     """
 
@@ -122,7 +122,7 @@ class Replica:
         self.engine = engine
         self.worker = worker
         self.name = engine.name
-        self._loaded: Proof | None = None  # None: nothing, or nobody knows what
+        self._loaded: Proof | None = None  # None: nothing, or unknown weights
 
     # --- the worker's part -------------------------------------------------------------------------------------
     async def abort(self) -> None:
@@ -157,7 +157,7 @@ class Replica:
     async def receive_weights(self, version: int) -> Proof:
         """Receive, load and prove version ``version``.
 
-        When loading fails, is cancelled or gives something else, the version before is loaded again, if there was one.
+        If loading fails, is cancelled or has a checksum mismatch, the previous version is loaded again, if any.
         """
         held = await self.engine.receive(version)
         try:
@@ -178,21 +178,22 @@ class Replica:
         served = None if as_given else await call(self.worker.served_checksum)
         if served is not None and served != held.proof.checksum:
             raise WeightsChecksumError(
-                f"{self.name} was given {held.proof} and would serve {served:016x}: its load changed or lost tensors"
+                f"{self.name}: checksum mismatch after loading {held.proof}: it would serve {served:016x}; its load "
+                "changed or lost tensors"
             )
         self._loaded = held.proof
 
     async def _restore(self, first: BaseException) -> None:
-        """Back to the version before, which is still held. What goes wrong becomes a note of ``first``."""
+        """Load the previous version, which is still held. An error becomes a note of ``first``."""
         try:
             self.engine.revert()
             if self.engine.held is not None:
                 await settled(asyncio.ensure_future(self._load(self.engine.held)))
         except BaseException as error:
-            first.add_note(f"{self.name}: the version before could not be restored: {type(error).__name__}: {error}")
+            first.add_note(f"{self.name}: the previous version was not restored: {type(error).__name__}: {error}")
 
     async def prove(self) -> Proof | None:
-        """The version that would be served, by the checksum of all its bytes. None: it cannot be told."""
+        """The version that is served, proven by the checksum of all its bytes. None: unknown."""
         if self._loaded is None:
             return None
         served = await call(self.worker.served_checksum)
@@ -202,7 +203,7 @@ class Replica:
 
 
 async def call(method: Any, *arguments: Any) -> Any:
-    """A worker's method, whichever kind it is. Raises what it raises, and MemberFailedError for an error it returns."""
+    """Call a worker's method, coroutine or not. Raises its errors, and MemberFailedError for an error it returns."""
     if inspect.iscoroutinefunction(method):
         result = await method(*arguments)
     else:
@@ -212,7 +213,7 @@ async def call(method: Any, *arguments: Any) -> Any:
 
 
 def check(result: object, what: str) -> None:
-    """Some engines return their errors. Raises MemberFailedError for one; what is no error is left alone."""
+    """Raise MemberFailedError for a returned error, because some engines return their errors."""
     if isinstance(result, BaseException):
         raise MemberFailedError(f"{what} returned {type(result).__name__}: {result}") from result
     if isinstance(result, Mapping) and (result.get("error") or result.get("success") is False):

@@ -84,7 +84,7 @@ class Client:
         elif state == _UNDER_WAY:
             under_way.append((handle, begun))
         else:
-            raise ConnectionError(f"NIXL says {state}")
+            raise ConnectionError(f"NIXL transfer failed: {state}")
 
     def close(self) -> None:
         """Let the handles go before their agent."""

@@ -57,7 +57,7 @@ class Client:
             ask()
         for _, at in requests:
             if self._dealer.recv_into(self._buffers[at]) != self._buffers[at].nbytes:
-                raise ConnectionError("an answer of another length")
+                raise ConnectionError("size mismatch of the answer")
             times.append(time.perf_counter() - begun.popleft())
             ask()
         return times

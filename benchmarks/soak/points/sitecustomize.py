@@ -197,7 +197,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         else:
             spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
-            raise ImportError(f"{name} is not where it should be")
+            raise ImportError(f"{name} is missing in the test build")
         spec.loader = _Changing(spec.loader, changes)
         return spec
 

@@ -208,10 +208,7 @@ def _command(case: JobCase, role: str) -> list[str]:
     peer = JOB_PEERS[case.peer]
     harness = peer.folder / "harness.py"
     if not harness.exists():
-        raise MissingDependencyError(
-            f"its script is part of the project's checkout ({peer.folder.name} is missing beside the package); run "
-            "bench job in a checkout"
-        )
+        raise MissingDependencyError(f"its script {peer.folder.name} is not in the wheel; run bench job in a checkout")
     return [interpreter(peer), str(harness), work.__file__, peer.script, role]
 
 

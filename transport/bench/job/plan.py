@@ -88,7 +88,7 @@ def check_layout(name: str) -> str:
     if name not in LAYOUTS:
         raise UsageError(f"--layout {name}: choose one of {', '.join(LAYOUTS)}")
     if name != "list":
-        raise UsageError(f"--layout {name}: not in this version, whose batches are lists of payloads; choose list")
+        raise UsageError(f"--layout {name}: not in this version; choose list")
     return name
 
 
@@ -112,9 +112,9 @@ def cases(
         UsageError: sizes, or numbers of writers, that cannot be measured.
     """
     if idle and writers > 1:
-        raise UsageError(f"--idle has one payload under way at a time: choose --writers 1, not {writers}")
+        raise UsageError(f"--idle needs --writers 1, got {writers}")
     if min(sizes) <= HEADER.size:
-        raise UsageError(f"--sizes {min(sizes)}: a payload has a header of {HEADER.size} bytes and a body; give more")
+        raise UsageError(f"--sizes {min(sizes)}: give more than {HEADER.size} bytes, the size of a payload's header")
     ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires]
     ways += [(peer.name, "", peer.wire, "list") for peer in peers]
     found = []

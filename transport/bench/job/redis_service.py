@@ -56,7 +56,7 @@ def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ConnectionRefusedError), socket.create_connection((LOOPBACK, port)):
             return
         time.sleep(_LOOK_S)
-    raise LinkError(f"{PROGRAM} does not answer on {LOOPBACK}:{port}; status {server.poll()}")
+    raise LinkError(f"{PROGRAM} is unreachable on {LOOPBACK}:{port}; status {server.poll()}")
 
 
 if __name__ == "__main__":

@@ -215,7 +215,9 @@ class Records:
         for header, body in payloads:
             writer, number, written_ns, expected = HEADER.unpack(header)
             if xxhash.xxh3_64_intdigest(body) != expected:
-                raise WrongPayloadError(f"payload {number} of writer {writer} is not what was written")
+                raise WrongPayloadError(
+                    f"content mismatch: payload {number} of writer {writer} differs from what was written"
+                )
             self.names.append(writer << _WRITER_SHIFT | number)
             self.taken_ns.append(consumed_ns - written_ns)
         self.ended_ns = time.monotonic_ns()

@@ -63,7 +63,7 @@ class Content:
     def verify(self, number: int, data: Bytes) -> None:
         """Raise ValueError unless ``data`` is all of this payload."""
         if not np.array_equal(data, self.payload(number)):
-            raise ValueError(f"payload {number} of {self.size} bytes is not what was written")
+            raise ValueError(f"content mismatch: payload {number} of {self.size} bytes differs from what was written")
 
 
 class Tally:

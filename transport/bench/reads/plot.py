@@ -48,7 +48,7 @@ def check(path: Path) -> None:
         UsageError: not the name of a PNG file in an existing folder.
     """
     if path.suffix.lower() != ".png" or not path.parent.is_dir():
-        raise UsageError(f"--plot {path}: give the name of a .png file in a folder that exists")
+        raise UsageError(f"--plot {path}: give a .png file in an existing folder")
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

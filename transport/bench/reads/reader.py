@@ -105,7 +105,7 @@ class Reader:
         arrived = await ways[self._job.way](tickets, concurrency)
         busy_s = time.perf_counter() - begun
         if len(arrived) != len(tickets):
-            raise ChecksumError(f"{len(arrived)} payloads arrived of {len(tickets)}")
+            raise ChecksumError(f"payload count mismatch: received {len(arrived)}, expected {len(tickets)}")
         for ticket, data in arrived:
             try:
                 host = require_cupy().asnumpy(data) if self._job.way == ON_DEVICE else data
@@ -170,7 +170,7 @@ class Reader:
         reading = self._clients[0].read_many(tickets, rank=self._job.rank, concurrency=concurrency)
         async for outcome in reading:
             if outcome.payload is None:
-                raise outcome.error or ChecksumError(f"neither payload nor error for {outcome.ticket.name}")
+                raise outcome.error or ChecksumError(f"no payload and no error for {outcome.ticket.name}")
             arrived.append((outcome.ticket, outcome.payload["data"]))
         self._times_s.append((time.perf_counter() - begun) / len(tickets))
         return arrived
@@ -180,7 +180,9 @@ class Reader:
         for client in self._clients:
             carried = set(client.statistics().bytes_by_wire)
             if not carried <= {self._job.wire}:
-                raise WireNotAllowedError(f"{self._job.wire} was asked for, {', '.join(sorted(carried))} was used")
+                raise WireNotAllowedError(
+                    f"wire mismatch: requested {self._job.wire}, used {', '.join(sorted(carried))}"
+                )
 
     async def look(self, ticket: Ticket) -> Look:
         """Where the bytes of ``ticket`` come from, by a connection of its own beside the clients'."""

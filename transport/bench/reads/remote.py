@@ -72,7 +72,7 @@ class BenchServer(socketserver.ThreadingTCPServer):
             super().__init__((bind, port), _Handler)
         except OSError as error:
             raise BusyPortError(
-                f"listening on {bind or '0.0.0.0'}:{port}: {error.strerror}; try another --port"
+                f"cannot listen on {bind or '0.0.0.0'}:{port}: {error.strerror}; give another --port"
             ) from error
         self.port: int = self.server_address[1]
 
@@ -145,7 +145,8 @@ class RemoteWriter:
             self._socket = socket.create_connection((host, port), _CONNECT_S)
         except OSError as error:
             raise UnreachableError(
-                f"no benchmark server at {host}:{port} ({error}); start one there: transport bench serve --port {port}"
+                f"benchmark server unreachable at {host}:{port} ({error}); "
+                f"start it there: transport bench serve --port {port}"
             ) from error
         self._socket.settimeout(_ANSWER_S)
         self._lines = self._socket.makefile("rb")
@@ -178,7 +179,7 @@ class RemoteWriter:
         try:
             line = self._lines.readline(_MOST_LINE)
             if not line:
-                raise LinkError(f"{self._where} ended the benchmark")
+                raise LinkError(f"{self._where} disconnected before the benchmark was complete")
             return msgspec.json.decode(line)
         except (OSError, msgspec.MsgspecError) as error:
             raise LinkError(f"{self._where}: {error}") from error

@@ -112,5 +112,5 @@ def _measure_peer(peer: Peer, case: Case, seconds: float) -> Sample:
     # A peer's library may print, too, before and after.
     lines = [line for line in output.splitlines() if line.startswith(b"{")]
     if not lines:
-        raise LinkError("it printed no figures")
+        raise LinkError("the process printed no results")
     return msgspec.json.decode(lines[-1], type=Sample)

@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from transport.bench.result import aligned
-from transport.bench.weights.members import ProcessMember
+from transport.bench.weights.process_member import ProcessMember
 from transport.errors import InternalError
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress
@@ -163,7 +163,7 @@ async def _update(manager: WeightUpdate, members: list[ProcessMember], version: 
     outcome = await manager.update(version, whole=whole)
     after = [await member.call("statistics") for member in members]
     if set(manager.admitted.values()) != {version} or len(manager.admitted) != len(members) - 1:
-        raise InternalError(f"v{version} is not proven by all: {manager!r}")
+        raise InternalError(f"v{version} is not proven by every replica: {manager!r}")
     if outcome.delta == whole:
         raise InternalError(f"v{version} was sent {'as a delta' if outcome.delta else 'whole'}")
 

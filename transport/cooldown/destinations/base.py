@@ -1,10 +1,10 @@
-"""Where checkpoints go: the contract of a destination, the check before a client joins, and the URL that names one.
+"""Destinations of checkpoints: their interface, the check of permissions before a client joins, and their URLs.
 
-    /path or file:///path    a folder of this host or a shared file system; nothing else is needed
+    /path or file:///path    a folder of this host or a shared file system; no extra is needed
     s3://bucket/prefix       extra "s3";  gs://bucket/prefix  extra "gs";  hf://user/repository  extra "hf"
 
-Credentials come from the environment, as each service's own tools take them; a URL that carries some is refused, so
-that none can be stored or shown.
+Credentials come from the environment, as for each service's own tools. A URL with credentials is refused, so that they
+are never stored or shown.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from urllib.parse import unquote, urlsplit
 
 from transport.errors import DestinationDeniedError, DestinationError, UsageError
 
-PIECE: Final = 4 << 20  # bytes moved between two looks at whether to stop
+PIECE: Final = 4 << 20  # bytes copied between two checks for a cancellation
 SCHEMES: Final = ("s3", "gs", "hf")
 
 
 class Writer(abc.ABC):
-    """A file that is being written. It counts once `finish` has returned; `discard` leaves nothing. One thread."""
+    """A file being written. It is complete once `finish` has returned; `discard` removes it. One thread."""
 
     @abc.abstractmethod
     def write(self, data: bytes) -> None:
@@ -33,28 +33,28 @@ class Writer(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> None:
-        """Everything is written and will outlast a crash."""
+        """Complete the file: everything is written and survives a crash."""
 
     @abc.abstractmethod
     def discard(self) -> None:
-        """Give up what was written. Idempotent; harmless after `finish`."""
+        """Remove what was written. Idempotent; does nothing after `finish`."""
 
 
 class Destination(abc.ABC):
     """Files under relative paths with slashes. All methods are thread-safe and block; call them from threads.
 
-    All raise DestinationError, or DestinationDeniedError where it refuses, with a message free of secrets.
+    All raise DestinationError, or DestinationDeniedError for a missing permission. Messages contain no secrets.
     """
 
     url: str
 
     @abc.abstractmethod
     def names(self, path: str) -> list[str]:
-        """Names of what lies directly in a folder, sorted; none where there is no such folder. "" is the root."""
+        """Sorted names of a folder's entries; none if the folder does not exist. "" is the root."""
 
     @abc.abstractmethod
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
+        """Bytes of a file; None if it does not exist."""
 
     @abc.abstractmethod
     def pieces(self, path: str) -> AbstractContextManager[Iterator[bytes]]:
@@ -62,27 +62,27 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def writer(self, path: str, size: int) -> Writer:
-        """A new file of ``size`` bytes; folders are made."""
+        """A new file of ``size`` bytes; missing folders are created."""
 
     @abc.abstractmethod
     def put(self, path: str, data: bytes) -> None:
-        """Write a small file atomically: it is there as a whole, or as it was before."""
+        """Write a small file atomically: readers see the new content or the old one."""
 
     @abc.abstractmethod
     def delete(self, path: str) -> None:
-        """Remove a file, or a folder with all that is in it. Nothing is no error."""
+        """Remove a file, or a folder with its contents. A missing one is no error."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let connections go. Idempotent."""
+        """Close connections. Idempotent."""
 
     def read(self, path: str, most: int) -> bytes | None:
-        """A small file as a whole; None where there is none. Raises DestinationError if it is longer than ``most``."""
+        """A small file's content; None if it does not exist. DestinationError for more than ``most`` bytes."""
         size = self.size(path)
         if size is None:
             return None
         if size > most:
-            raise DestinationError(f"{self.url}: {path} has {size} bytes, more than the {most} that are read")
+            raise DestinationError(f"{self.url}: {path} is too large: {size} bytes, at most {most} are read")
         with self.pieces(path) as pieces:
             return b"".join(pieces)
 
@@ -96,9 +96,9 @@ class Destination(abc.ABC):
 
 
 def check_permissions(destination: Destination) -> None:
-    """Prove that this process may list, create, read and delete at the destination. Before a client joins.
+    """Prove that this process can list, create, read and delete at the destination. Called before a client joins.
 
-    Leaves nothing. Raises DestinationDeniedError naming what is refused, DestinationError when it cannot be reached.
+    Leaves nothing. Raises DestinationDeniedError naming the denied operation, DestinationError if it is unreachable.
     """
     probe = f".probe-{secrets.token_hex(8)}"
     content = secrets.token_bytes(16)
@@ -109,11 +109,13 @@ def check_permissions(destination: Destination) -> None:
         destination.put(probe, content)
         operation = "read"
         if destination.read(probe, len(content)) != content:
-            raise DestinationDeniedError(f"{destination.url}: cannot read back what was written: other bytes are there")
+            raise DestinationDeniedError(
+                f"{destination.url}: content mismatch: the test file does not have the bytes that were written"
+            )
         operation = "delete from"
         destination.delete(probe)
         if destination.size(probe) is not None:
-            raise DestinationDeniedError(f"{destination.url}: cannot delete from it: {probe} stays")
+            raise DestinationDeniedError(f"{destination.url}: the test file {probe} still exists after it was deleted")
     except DestinationDeniedError as error:
         raise DestinationDeniedError(_denial(destination.url, operation, error)) from error
     except DestinationError as error:
@@ -121,13 +123,13 @@ def check_permissions(destination: Destination) -> None:
 
 
 def _denial(url: str, operation: str, error: DestinationError) -> str:
-    return f"this client may not join: it cannot {operation} the destination {url} ({error})"
+    return f"this client cannot join: it cannot {operation} the destination {url} ({error})"
 
 
 def normalise(url: str) -> str:
-    """The URL in its stored form: folders absolute, no slash at the end.
+    """The URL in its stored form: absolute folder, no slash at the end.
 
-    Raises UsageError for a scheme that is not known, or when something in it looks like a credential.
+    Raises UsageError for an unknown scheme, or if the URL seems to contain a credential.
     """
     scheme, _, rest = url.partition("://")
     if not _:
@@ -135,7 +137,7 @@ def normalise(url: str) -> str:
     parts = urlsplit(url)
     if scheme != "file" and (parts.query or parts.fragment or "@" in parts.netloc):
         raise UsageError(
-            f"the destination {scheme}://… has credentials or options in it: give scheme, place and path only, and "
+            f"destination {scheme}://… contains credentials or options: give scheme, bucket and path only, and "
             f"credentials in the environment"
         )
     if scheme == "file":
@@ -147,13 +149,13 @@ def normalise(url: str) -> str:
             f"destination {scheme}://…: choose a folder, or one of {', '.join(f'{s}://' for s in SCHEMES)}"
         )
     if not parts.netloc:
-        raise UsageError(f"destination {url}: it names no {'repository' if scheme == 'hf' else 'bucket'}")
+        raise UsageError(f"destination {url}: the {'repository' if scheme == 'hf' else 'bucket'} is missing")
     return f"{scheme}://{rest.strip('/')}"
 
 
 def _folder_url(path: str) -> str:
     if not path:
-        raise UsageError("the destination is empty: name a folder or a URL")
+        raise UsageError("the destination is empty: give a folder or a URL")
     return Path(path).expanduser().resolve().as_uri()
 
 

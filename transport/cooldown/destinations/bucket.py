@@ -1,7 +1,7 @@
 """An object store as destination, through fsspec: S3, Google Cloud Storage, Hugging Face.
 
-An object is there as a whole or not at all, so that `put` is atomic by itself. What must not happen is that an upload
-which was given up gets completed: fsspec's files do that when they are closed, or collected.
+An object appears complete or not at all, so `put` is atomic. A discarded upload must not be completed later: fsspec's
+files do that when they are closed or garbage-collected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DENIALS: Final = (
 
 
 class Bucket(Destination):
-    """Objects below one prefix. Each has an fsspec file system of its own, which no cache shares."""
+    """Objects below one prefix. Each bucket has its own fsspec file system, outside fsspec's instance cache."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -123,7 +123,7 @@ class Bucket(Destination):
         return f"{self._root}/{path}".rstrip("/")
 
     def _forget(self) -> None:
-        """Others write here, too."""
+        """Drop cached listings, because other processes write here too."""
         self._fs.invalidate_cache()
 
     @contextlib.contextmanager

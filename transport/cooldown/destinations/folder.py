@@ -1,4 +1,4 @@
-"""A folder as destination, of this host or a shared file system. Files are synced to disk before they count."""
+"""A folder as destination, on this host or a shared file system. Files are synced to disk before they are complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Folder(Destination):
-    """Below ``root``, which must exist: a share that is not mounted must not be written under its mount point."""
+    """Files below ``root``, which must exist: nothing is written to the mount point of a share that is not mounted."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -45,7 +45,7 @@ class Folder(Destination):
             try:
                 return (self.root / path).stat().st_size
             except (FileNotFoundError, NotADirectoryError):
-                self.root.stat()  # the folder itself gone is another matter than a file that is not there
+                self.root.stat()  # raises if the root itself is missing, which is an error
                 return None
 
     @contextlib.contextmanager
@@ -123,7 +123,7 @@ class Folder(Destination):
             if error.errno in _DENIED:
                 raise DestinationDeniedError(f"{where}: {why}") from error
             if error.errno in _FULL:
-                raise DestinationError(f"{where}: it is full ({why}); make room there") from error
+                raise DestinationError(f"{where}: no space left ({why}); free some") from error
             raise DestinationError(f"{where}: {why}") from error
 
 

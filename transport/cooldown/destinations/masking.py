@@ -1,4 +1,4 @@
-"""Credentials out of text that people will see: whatever the environment holds as a secret, and signatures in URLs."""
+"""Removes credentials from messages: the environment's secrets, and signatures in URLs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _IN_URLS: Final = (
 
 
 def masked(text: str) -> str:
-    """The text with ``***`` in place of secrets. What is no secret by its variable's name is not recognised."""
+    """The text with ``***`` in place of secrets. A variable is a secret if its name says so; others are not masked."""
     values = {value for name, value in os.environ.items() if _SECRET_NAME.search(name) and len(value) >= _SHORTEST}
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, "***")

@@ -8,9 +8,9 @@ from transport.cooldown.destinations.folder import Folder
 
 
 def open_destination(url: str) -> Destination:
-    """Open what a URL names. Nothing is looked at yet, but for what a service's package does at its start.
+    """Open the destination of a URL. Nothing is read or written yet, except by a service's package when it starts.
 
-    Raises UsageError as `normalise` does, MissingDependencyError where the service's package is not installed.
+    Raises UsageError as `normalise` does, MissingDependencyError if the service's package is not installed.
     """
     url = normalise(url)
     folder = folder_of(url)

@@ -4,15 +4,15 @@
                          │    ▲                                      │
                          └────┘ Reported, Refuted, Ticked            └──Superseded by an end in the store──► ENDED
 
-DECIDED is not yet true: the outcome is what stands in the store, where the first writer wins. So a coordinator that
-finds another's end there takes that one over.
+DECIDED is not final: the outcome is the record in the store, where the first writer wins. A coordinator that finds
+another one's end there takes it over.
 
-The time limit counts time in which a coordinator was watching: differences between ticks, none below 0 and none above
-`MOST_GAP_S`, so that a clock which steps, or a process that was stopped, neither ends a cooldown nor makes it endless.
-It is stored every `interval` seconds; a coordinator that takes over adds one interval for what it did not see.
+The time limit counts the time in which a coordinator was running: the differences between ticks, each limited to 0 to
+`MOST_GAP_S`, so that a clock that steps, or a process that was stopped, neither ends a cooldown nor makes it endless.
+The time is stored every `interval` seconds; a coordinator that takes over adds one interval for the unknown rest.
 
-What is being verified when the limit ends is complete as far as anybody knows, so its verdict is waited for, at most as
-long again: a verification may hang at the destination.
+An upload that is being verified when the limit is reached may be complete, so its result is waited for, at most as long
+again: a verification may hang at the destination.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from transport.cooldown.epochs.records import (
 )
 
 MOST_GAP_S: Final = 10.0
-LOOK_AGAIN_S: Final = 5.0  # after a destination that could not be read
+LOOK_AGAIN_S: Final = 5.0  # seconds until the next verification, after a destination could not be read
 LONGEST: Final = 2  # times the limit: for what is being verified when it ends
-MOST_STRANGERS: Final = 16  # notes on reports of clients that were not elected
+MOST_UNELECTED: Final = 16  # notes on reports of clients that were not elected
 
 
 class State(enum.Enum):
-    """What the coordinator is doing."""
+    """State of the coordinator."""
 
     TRAINING = "training"
     COOLDOWN = "cooldown"
@@ -53,7 +53,7 @@ class State(enum.Enum):
 # --- events -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Begin:
-    """The epoch's training is over; these clients are healthy and hold the model of ``step``."""
+    """The epoch's training has ended; these clients are healthy and have the model of ``step``."""
 
     step: int
     clients: tuple[str, ...]
@@ -68,7 +68,7 @@ class Reported:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was asked for by `Verify`: it is a checkpoint."""
+    """Result of `Verify`: the upload is a checkpoint."""
 
     report: Report
     checkpoint: Checkpoint
@@ -76,7 +76,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class Refuted:
-    """What was asked for by `Verify`: it is none."""
+    """Result of `Verify`: the upload is refused."""
 
     report: Report
     refusal: Refusal
@@ -92,12 +92,12 @@ class Ticked:
 
 @dataclass(frozen=True)
 class Written:
-    """The record of the last `Write` stands in the store."""
+    """The record of the last `Write` is in the store."""
 
 
 @dataclass(frozen=True)
 class Superseded:
-    """The record of the last `Write` was refused, because this one stands in the store."""
+    """The record of the last `Write` was refused, because this one is in the store."""
 
     record: EpochRecord
 
@@ -108,14 +108,14 @@ Event: TypeAlias = Begin | Reported | Verified | Refuted | Ticked | Written | Su
 # --- actions ------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Write:
-    """Put the record into the store in place of the version that was read or written last."""
+    """Write the record to the store in place of the version that was last read or written."""
 
     record: EpochRecord
 
 
 @dataclass(frozen=True)
 class Verify:
-    """Look whether the report is true, and say so by `Verified` or `Refuted`."""
+    """Verify the reported upload; answer with `Verified` or `Refuted`."""
 
     report: Report
 
@@ -127,7 +127,7 @@ class Coordinator:
     """One epoch. One thread.
 
     Args:
-        record: as it stands in the store; the machine begins where it is.
+        record: the record in the store; the machine begins in its phase.
     """
 
     def __init__(self, record: EpochRecord) -> None:
@@ -138,9 +138,9 @@ class Coordinator:
         self._elapsed = record.elapsed_s
         if self.state is State.COOLDOWN:
             self._elapsed += self.interval
-        # Invariant: what is being verified was elected, and reported for this epoch.
+        # Invariant: every upload in it is of an elected client and of this epoch.
         self._verifying: set[tuple[str, str]] = set()
-        self._again: dict[tuple[str, str], tuple[float, Report]] = {}  # when, by elapsed time
+        self._again: dict[tuple[str, str], tuple[float, Report]] = {}  # (elapsed time at which to verify again, report)
 
     def __repr__(self) -> str:
         left = max(0.0, self.record.cooldown_s - self._elapsed)
@@ -149,7 +149,7 @@ class Coordinator:
 
     @property
     def elapsed_s(self) -> float:
-        """Of the cooldown, as far as it was watched."""
+        """Seconds of the cooldown in which a coordinator was running."""
         return self._elapsed
 
     def tick(self, now: float) -> list[Action]:
@@ -157,7 +157,7 @@ class Coordinator:
         return self.handle(Ticked(now))
 
     def handle(self, event: Event) -> list[Action]:
-        """What an event leads to. One that the table does not have for this state changes nothing."""
+        """The actions that follow from an event. An event without a transition in this state changes nothing."""
         transition = TABLE.get((self.state, type(event)))
         return [] if transition is None else transition(self, event)
 
@@ -174,7 +174,7 @@ class Coordinator:
         if known is not None and (known.kind, known.attempt) == (report.kind, report.attempt):
             open_ones = (None, Refusal.UNREADABLE) if report.kind is ReportKind.UPLOADED else ()
             if known.refusal not in open_ones:
-                return []  # read again, and answered before
+                return []  # read again; already answered
         refusal = None
         if (report.run, report.epoch) != (record.run, record.epoch):
             refusal = Refusal.OTHER_EPOCH
@@ -220,7 +220,7 @@ class Coordinator:
         return []
 
     def _yield(self, event: Superseded) -> list[Action]:
-        """Another coordinator has written: its end counts, and nothing else of it is lost."""
+        """Another coordinator has written: take over its end, or merge its record."""
         theirs = event.record
         if theirs.phase is Phase.ENDED:
             self.record = theirs
@@ -245,7 +245,7 @@ class Coordinator:
         notes = self.record.notes
         if report.client not in self.record.elected:
             strangers = set(notes) - set(self.record.elected)
-            if report.client not in strangers and len(strangers) >= MOST_STRANGERS:
+            if report.client not in strangers and len(strangers) >= MOST_UNELECTED:
                 return []
         note = Note(kind=report.kind, attempt=report.attempt[:16], refusal=refusal, detail=detail[:500])
         if notes.get(report.client) == note:
@@ -257,7 +257,7 @@ class Coordinator:
         return [Write(self.record)]
 
 
-# Whatever is not here changes nothing: in TRAINING and ENDED a report is early or late, and a late verdict is one, too.
+# Events that are not here change nothing: a report in TRAINING or ENDED is too early or too late, and so is a verdict.
 TABLE: Final[Mapping[tuple[State, type], Callable[..., list[Action]]]] = {
     (State.TRAINING, Begin): Coordinator._begin,
     (State.TRAINING, Superseded): Coordinator._yield,

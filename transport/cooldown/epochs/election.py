@@ -36,7 +36,7 @@ _GOLDEN: Final = 0x9E3779B97F4A7C15
 
 
 def checkpointers(clients: int) -> int:
-    """How many of so many clients are elected; 0 of none."""
+    """How many of ``clients`` clients are elected; 0 of 0."""
     return min(max(clients // SHARE, LEAST), MOST) if clients else 0
 
 
@@ -44,14 +44,15 @@ def elect(clients: Iterable[str], *, seed: int, epoch: int, algorithm: int = ALG
     """The elected clients, in the order in which they were drawn.
 
     Raises:
-        UsageError: an algorithm that is not known here, or seed or epoch outside 0 .. 2**64 - 1.
+        UsageError: unknown algorithm, or seed or epoch outside 0 .. 2**64 - 1.
     """
     if algorithm != ALGORITHM:
         raise UsageError(
-            f"election by algorithm {algorithm}; this build knows {ALGORITHM}: run the same build everywhere"
+            f"election algorithm mismatch: the record has {algorithm}, this build has {ALGORITHM}; "
+            "run one build everywhere"
         )
     if not (0 <= seed <= _MASK and 0 <= epoch <= _MASK):
-        raise UsageError(f"election with seed {seed} and epoch {epoch}; both must be 0 to 2**64 - 1")
+        raise UsageError(f"election with seed={seed}, epoch={epoch}: give 0 to 2**64 - 1")
     names = sorted(set(clients), key=lambda name: name.encode())
     draw = _drawing(_mix(seed) ^ epoch)
     elected = checkpointers(len(names))

@@ -1,4 +1,4 @@
-"""The records of a run's epochs in the store: their keys, and who may write what. Blocks; thread-safe.
+"""The records of a run's epochs in the store: their keys, and which process writes which. Blocks; thread-safe.
 
 cooldown/RUN/epoch/000000000007           EpochRecord; its coordinator, by compare-and-set
 cooldown/RUN/report/000000000007/CLIENT   Report; that client
@@ -30,7 +30,7 @@ PREFIX: Final = "cooldown/"
 
 
 class Ledger:
-    """One run's epochs. Raises what the store raises, and StoreUnsuitableError for records that are none of these."""
+    """One run's epochs. Raises the store's errors, and StoreUnsuitableError for values that are not these records."""
 
     def __init__(self, store: Store, run: str) -> None:
         self.run = check_name(run, "run")
@@ -39,26 +39,26 @@ class Ledger:
 
     # --- epochs ---------------------------------------------------------------------------------------
     def epochs(self) -> dict[int, EpochRecord]:
-        """All that were ever opened, in their order."""
+        """All epochs that were ever opened, in order."""
         found = self._store.scan(f"{self._prefix}epoch/")
         records = [decode(entry.value, EpochRecord) for entry in found.values()]
         return {record.epoch: record for record in records}
 
     def look(self, epoch: int) -> tuple[EpochRecord | None, int]:
-        """The epoch and its version; (None, ABSENT) when it was not opened."""
+        """The epoch's record and its version; (None, ABSENT) if it was not opened."""
         entry = self._store.get(self._epoch_key(epoch))
         return (None, ABSENT) if entry is None else (decode(entry.value, EpochRecord), entry.version)
 
     def watch(self, epoch: int, version: int, timeout_s: float) -> tuple[EpochRecord | None, int]:
-        """`look`, once its version is another than ``version``, or ``timeout_s`` is over."""
+        """As `look`, after the version differs from ``version`` or ``timeout_s`` seconds have passed."""
         entry = self._store.watch(self._epoch_key(epoch), version, timeout_s)
         return (None, ABSENT) if entry is None else (decode(entry.value, EpochRecord), entry.version)
 
     def write(self, record: EpochRecord, expected: int) -> int | None:
-        """Write the epoch in place of a version (ABSENT: open it); the new version, or None: another is there.
+        """Write the epoch in place of version ``expected`` (ABSENT: open it); the new version, or None on a mismatch.
 
-        A store that does not say whether it has written is asked again until it is known; raises
-        StoreUnavailableError when it cannot be reached even then.
+        If the store's answer is lost, the record is read to find out whether it was written; raises
+        StoreUnavailableError if that fails too.
         """
         key, value = self._epoch_key(record.epoch), encode(record)
         try:
@@ -70,12 +70,12 @@ class Ledger:
             raise
 
     def newest_checkpoint(self) -> EpochRecord:
-        """The last epoch that was recorded as checkpointed. Raises NoCheckpointError if none was."""
+        """The last epoch with a checkpoint. Raises NoCheckpointError if there is none."""
         return newest_checkpoint(self.epochs(), self.run)
 
     # --- reports --------------------------------------------------------------------------------------
     def report(self, report: Report) -> None:
-        """Tell the coordinator; a later report of the same client replaces this one."""
+        """Report to the coordinator; a later report of the same client replaces this one."""
         self._store.put_many(
             [
                 Change(f"{self._report_prefix(report.epoch)}{check_name(report.client, 'client')}", encode(report)),
@@ -84,21 +84,21 @@ class Ledger:
         )
 
     def reports(self, epoch: int) -> list[Report]:
-        """All of an epoch. What cannot be decoded is left out: whoever wrote it ends no cooldown."""
+        """All reports of an epoch. A report that cannot be decoded is logged and left out."""
         found = []
         prefix = self._report_prefix(epoch)
         for key, entry in self._store.scan(prefix).items():
             try:
                 report = decode(entry.value, Report)
             except StoreUnsuitableError as error:
-                log.warning("%s: %s", key, error)
+                log.warning("report %s is ignored: %s", key, error)
                 continue
             if report.client == key.removeprefix(prefix):
                 found.append(report)
         return found
 
     def wait_for_report(self, epoch: int, version: int, timeout_s: float) -> int:
-        """The bell's version, once it is another than ``version`` or ``timeout_s`` is over."""
+        """The version of the bell key, after it differs from ``version`` or ``timeout_s`` seconds have passed."""
         entry = self._store.watch(self._bell_key(epoch), version, timeout_s)
         return ABSENT if entry is None else entry.version
 

@@ -1,4 +1,4 @@
-"""The manifest of an upload: its files with their sizes and checksums. Written last; without it there is no upload."""
+"""The manifest of an upload: its files, sizes and checksums. It is written last; without it an upload is incomplete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was uploaded, and for which epoch."""
+    """The files of an upload, and its epoch."""
 
     run: str
     epoch: int
@@ -50,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.run, self.epoch, self.client, self.attempt
 
     def encode(self) -> bytes:
-        """As written: the same bytes for the same files."""
+        """The manifest as JSON: the same bytes for the same files."""
         return msgspec.json.encode(self)
 
 
@@ -58,19 +58,21 @@ ready(Manifest)
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest. Raises CheckpointDamagedError when it is none, or names files outside its folder."""
+    """The manifest. Raises CheckpointDamagedError if it is invalid or lists files outside its folder."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointDamagedError(f"the manifest cannot be decoded: {error}") from error
     if manifest.layout != LAYOUT:
-        raise CheckpointDamagedError(f"a manifest of layout {manifest.layout}; this build knows {LAYOUT}")
+        raise CheckpointDamagedError(f"manifest layout mismatch: found {manifest.layout}, this build reads {LAYOUT}")
     names = [file.name for file in manifest.files]
     if not names or len(set(names)) != len(names):
-        raise CheckpointDamagedError("the manifest names no file, or one twice")
+        raise CheckpointDamagedError("the manifest lists no file, or one file twice")
     for file in manifest.files:
         if not is_safe(file.name) or file.size < 0 or not _DIGEST.fullmatch(file.sha256):
-            raise CheckpointDamagedError(f"the manifest's entry {file.name!r} is not that of a file in its folder")
+            raise CheckpointDamagedError(
+                f"invalid entry {file.name!r} in the manifest: its name, size or checksum is not valid"
+            )
     return manifest
 
 
@@ -91,6 +93,6 @@ def check_file_name(name: str) -> str:
     """Return the name of a file to upload, or raise UsageError."""
     if not is_safe(name):
         raise UsageError(
-            f'the file {name!r} cannot be part of a checkpoint; rename it: printable, without \\ : * ? " < > |'
+            f'the file name {name!r} is not portable; rename it: printable characters, without \\ : * ? " < > |'
         )
     return name

@@ -1,6 +1,6 @@
-"""What is stored about an epoch, by the coordinator and by its clients: types, their JSON, the names of things. Pure.
+"""The records that coordinator and clients store for an epoch: types, JSON, and names. Pure.
 
-Enums are stored by name. Records are JSON without secrets: a destination's URL has no place for any (destination.py).
+Enums are stored by name. Records are JSON without secrets: a destination's URL cannot contain any.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ATTEMPT: Final = re.compile(r"[0-9a-f]{16}")
 
 
 class Phase(enum.Enum):
-    """Where an epoch stands."""
+    """Phase of an epoch."""
 
     TRAINING = "training"
     COOLDOWN = "cooldown"
@@ -31,14 +31,14 @@ class Phase(enum.Enum):
 
 
 class Outcome(enum.Enum):
-    """How an epoch's cooldown ended; once recorded it never changes."""
+    """Outcome of an epoch's cooldown; once recorded it never changes."""
 
     CHECKPOINTED = "checkpointed"
     TIMED_OUT = "timed_out"
 
 
 class ReportKind(enum.Enum):
-    """What became of a client's upload."""
+    """Result of a client's upload."""
 
     UPLOADED = "uploaded"
     SKIPPED = "skipped"  # for tests: nothing was uploaded, and nothing is completed
@@ -52,15 +52,15 @@ class Refusal(enum.Enum):
     NOT_ELECTED = "not_elected"
     OTHER_EPOCH = "other_epoch"
     MANIFEST_MISSING = "manifest_missing"
-    MANIFEST_ALTERED = "manifest_altered"  # other bytes than the report says, or it cannot be decoded
+    MANIFEST_ALTERED = "manifest_altered"  # checksum mismatch with the report, or not decodable
     FILE_MISSING = "file_missing"
     WRONG_SIZE = "wrong_size"
     WRONG_CHECKSUM = "wrong_checksum"
-    UNREADABLE = "unreadable"  # the destination failed; it is looked at again
+    UNREADABLE = "unreadable"  # the destination failed; verification is repeated
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A client's word on its upload. Where the files lie follows from it; no path is taken from others."""
+    """A client's report on its upload. The path of the files is computed from it; reports contain no paths."""
 
     run: str
     epoch: int
@@ -72,12 +72,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Of the upload that it is about."""
+        """Client and attempt of the reported upload."""
         return self.client, self.attempt
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The last that is known of one client's upload, kept for those who ask what happened."""
+    """The last state of one client's upload, kept for operators."""
 
     kind: ReportKind
     attempt: str = ""
@@ -108,16 +108,16 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: Checkpoint | None = None
     step: int = 0  # of the model that is to be uploaded
     clients: tuple[str, ...] = ()  # those healthy when the cooldown began
-    elapsed_s: float = 0.0  # of the cooldown, as long as a coordinator was watching
+    elapsed_s: float = 0.0  # of the cooldown, while a coordinator was running
     notes: dict[str, Note] = {}  # by client
-    opened_at: float = 0.0  # Unix time, for people; nothing is decided by it
+    opened_at: float = 0.0  # Unix time, for display; no decision depends on it
     ended_at: float = 0.0
     algorithm: int = ALGORITHM
     layout: int = LAYOUT
 
     @property
     def elected(self) -> tuple[str, ...]:
-        """Who uploads. Raises UsageError for an algorithm that is not known here."""
+        """The clients that upload. Raises UsageError for an unknown algorithm."""
         return elect(self.clients, seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
 
 
@@ -132,13 +132,13 @@ def encode(record: Report | EpochRecord) -> bytes:
 
 
 def decode(data: bytes, kind: type[R]) -> R:
-    """What was stored. Raises StoreUnsuitableError for anything else."""
+    """Decode a stored record. Raises StoreUnsuitableError for anything else."""
     try:
         record = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise StoreUnsuitableError(f"not a {kind.__name__} of a cooldown: {error}") from error
+        raise StoreUnsuitableError(f"invalid {kind.__name__} in the store: {error}") from error
     if isinstance(record, EpochRecord) and record.layout != LAYOUT:
-        raise StoreUnsuitableError(f"an epoch's record of layout {record.layout}; this build knows {LAYOUT}")
+        raise StoreUnsuitableError(f"epoch record layout mismatch: found {record.layout}, this build reads {LAYOUT}")
     return record
 
 
@@ -146,7 +146,7 @@ def decode(data: bytes, kind: type[R]) -> R:
 def check_name(name: str, what: str) -> str:
     """Return the name of a run or a client, or raise UsageError: it becomes part of keys and paths."""
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{what} {name!r}: give 1 to 100 of A-Z a-z 0-9 . _ - and begin with no dot or dash")
+        raise UsageError(f"{what} {name!r}: give 1 to 100 of A-Z a-z 0-9 . _ -, the first not a dot or dash")
     return name
 
 
@@ -162,11 +162,11 @@ def is_attempt(text: str) -> bool:
     return bool(_ATTEMPT.fullmatch(text))
 
 
-def upload_place(run: str, epoch: int, client: str, attempt: str) -> str:
-    """Where one upload lies at the destination: no two ever share it."""
+def upload_folder(run: str, epoch: int, client: str, attempt: str) -> str:
+    """Folder of one upload at the destination; each upload has its own."""
     return f"{run}/epoch-{epoch:012d}/{client}/{attempt}"
 
 
-def outcomes_place(run: str) -> str:
-    """Where the outcomes are recorded a second time, at the destination."""
+def outcomes_folder(run: str) -> str:
+    """Folder of the outcomes' copies at the destination."""
     return f"{run}/outcomes"

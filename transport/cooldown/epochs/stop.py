@@ -1,4 +1,4 @@
-"""Calling off an upload from another thread, up to the moment when its manifest is written."""
+"""Cancels an upload from another thread, until its manifest is being written."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transport.errors import UploadCancelledError
 
 
 class Stop:
-    """One upload's. Either it is called off, or its manifest's writing begins: never both. Thread-safe."""
+    """The cancellation of one upload. Either it is cancelled, or its manifest is written: never both. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,19 +18,19 @@ class Stop:
         self._committing = False
 
     def set(self) -> bool:
-        """Call it off; False: too late, the manifest is being written or is there. Idempotent."""
+        """Cancel the upload; False: too late, the manifest is being written or is written. Idempotent."""
         with self._lock:
             self._called_off |= not self._committing
             return self._called_off
 
     def check(self) -> None:
-        """Raise UploadCancelledError if it was called off. Between files, and between the pieces of one."""
+        """Raise UploadCancelledError if cancelled. Called between files, and between the pieces of a file."""
         if self._called_off:
-            raise UploadCancelledError("the upload was called off before it was complete")
+            raise UploadCancelledError("the upload was cancelled before it was complete")
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """Around the writing of the manifest. Raises UploadCancelledError if it was called off before."""
+        """Context of writing the manifest. Raises UploadCancelledError if the upload was cancelled before."""
         with self._lock:
             self.check()
             self._committing = True

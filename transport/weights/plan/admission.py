@@ -1,4 +1,4 @@
-"""Which replicas take traffic, and with which version. A table; pure.
+"""The states of replicas: which ones take traffic, and with which version. A table; pure.
 
 A replica is admitted only in state ``serving``: it has proven, by the checksum of what it would serve, that these are
 the complete weights of a named version. ``updating`` and ``pending`` take no traffic; ``excluded`` takes none and is
@@ -24,7 +24,7 @@ class State(enum.StrEnum):
 
 
 class Event(enum.StrEnum):
-    """What happens to a replica."""
+    """Events of a replica."""
 
     BEGIN = "begin"  # of an update that it takes part in
     PROVEN_NEW = "proven new"  # it has all of the update's version
@@ -52,7 +52,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """State of one replica. A new one is pending: it has proven nothing.
 
     version: of the weights that it serves, or served last and has proven; -1: none. While it is updating or pending
-        nothing says that they are still there.
+        they may no longer be there.
     reason: of the last event that took it out of traffic.
     """
 
@@ -65,17 +65,17 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def admitted(self) -> bool:
-        """Whether the replica may be given requests."""
+        """Whether the replica may take requests."""
         return self.state is State.SERVING
 
     def after(self, event: Event, *, version: int | None = None, reason: str = "") -> Admission:
-        """The state after ``event``. Raises InvalidAdmission for one that the table does not have in this state.
+        """The state after ``event``. Raises InvalidAdmission if there is no transition.
 
         version: that was proven, for the two events that prove one.
         """
         to = TRANSITIONS.get((self.state, event))
         if to is None:
-            raise InvalidAdmission(f"a replica that is {self} cannot see {event.value!r}")
+            raise InvalidAdmission(f"no transition for event {event.value!r} of a replica that is {self}")
         if (to is State.SERVING) != (version is not None):
             raise InvalidAdmission(f"{event.value!r} of a replica that is {self} with version {version}")
         return Admission(state=to, version=self.version if version is None else version, reason=reason)

@@ -1,4 +1,4 @@
-"""The interface by which weights go from trainers to replicas, as the field has it.
+"""The interface for sending weights from trainers to replicas, with the method names of verl's checkpoint engines.
 
 A group lives for one update: `prepare` on every member, `build_topology` once, `init_process_group` on every member,
 `send_weights` on the trainers while the replicas `receive_weights`, `finalize` on every member, in any state.
@@ -21,7 +21,7 @@ class WeightEngine(abc.ABC):
 
     @abc.abstractmethod
     async def prepare(self) -> Metadata:
-        """Get ready for an update; what others must know to reach this member. Plain values only."""
+        """Prepare for an update; returns what others need to connect to this member, as plain values."""
 
     @classmethod
     @abc.abstractmethod
@@ -35,23 +35,23 @@ class WeightEngine(abc.ABC):
 
     @abc.abstractmethod
     async def init_process_group(self, **arguments: Any) -> None:
-        """Connect to the other members; returns when all that this one depends on are there."""
+        """Connect to the other members; returns when all members that this one depends on are connected."""
 
     @abc.abstractmethod
     async def send_weights(self, weights: Weights, global_steps: int) -> Proof | None:
         """Send all tensors as version ``global_steps``; returns when they were received.
 
-        A trainer that does not send, since it only helps to produce the tensors, drains ``weights`` and returns None.
+        A trainer that only helps to produce the tensors does not send: it drains ``weights`` and returns None.
         """
 
     @abc.abstractmethod
     def receive_weights(self, global_steps: int) -> AsyncIterator[tuple[str, Any]]:
-        """The tensors of version ``global_steps``. Yields nothing before all of them are here and proven."""
+        """The tensors of version ``global_steps``, once all of them are received and proven."""
 
     @abc.abstractmethod
     def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
-        """The tensors of the complete version that this member holds; none where it holds none."""
+        """The tensors of the complete version that this member holds; nothing if it holds none."""
 
     @abc.abstractmethod
     async def finalize(self) -> None:
-        """Leave the group, keep the complete version. Legal in every state, also twice."""
+        """Leave the group, keep the complete version. Valid in every state; idempotent."""

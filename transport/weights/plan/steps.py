@@ -1,12 +1,11 @@
-"""The order of an update's steps, and what follows from their failures. Pure: reports in, the next thing to do out.
+"""The order of an update's steps, and the handling of their failures. Pure: reports in, the next step out.
 
     abort → group → release KV → prepare → topology → init → transfer        forward, until the first failure
       → finalize (trainers, then replicas) → prove → resume KV → resume generation      closing, always, every step
 
-A flag of intent is raised *before* a step is begun, so whatever may have happened is undone, also when nobody learned
-whether it did: finalize for whom prepare was begun, resume KV for whom release was, resume generation for whom abort
-was. A closing step that fails does not keep the next from running. The first failure is the update's error; those that
-follow become notes of it.
+A flag of intent is set *before* a step begins, so a step is undone even if its result is unknown: finalize for members
+with a begun prepare, resume KV after a begun release, resume generation after a begun abort. If a closing step fails,
+the next one still runs. The first failure is the update's error; later ones become its notes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Policy = Literal["restore", "exclude", "fail_job"]
 
 
 class Step(enum.StrEnum):
-    """What is asked of members, in this order."""
+    """Steps of an update, in this order."""
 
     ABORT = "abort"
     GROUP = "group"
@@ -56,7 +55,7 @@ _UNDOES = {
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that each step may take, and all forward steps together. Closing steps have their own time, always."""
+    """Time limits in seconds of each step, and of all forward steps together (``total``), without closing steps."""
 
     abort: float = 30.0
     release_kv: float = 30.0
@@ -95,7 +94,7 @@ class Do(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """What went wrong, in the order in which it was seen. ``member`` "" is the manager itself."""
+    """A failure of a step. ``member`` "" is the manager itself."""
 
     step: Step
     member: str
@@ -109,10 +108,10 @@ class UpdateMachine:
         self, trainers: Sequence[str], replicas: Sequence[str], policy: Policy, limits: Limits, now: float
     ) -> None:
         if policy not in ("restore", "exclude", "fail_job"):
-            raise UsageError(f"policy={policy!r}; choose 'restore', 'exclude' or 'fail_job'")
+            raise UsageError(f"policy={policy!r}: choose 'restore', 'exclude' or 'fail_job'")
         if not trainers or not replicas or len({*trainers, *replicas}) != len(trainers) + len(replicas):
             raise UsageError(
-                f"{len(trainers)} trainers and {len(replicas)} replicas: one of each at least, names differ"
+                f"{len(trainers)} trainers, {len(replicas)} replicas: give at least one of each, with different names"
             )
         self._trainers = tuple(trainers)
         self._replicas = tuple(replicas)
@@ -124,7 +123,7 @@ class UpdateMachine:
         self._under_way: Step | None = None
         self.failures: list[Failure] = []
         self.begun: dict[Step, frozenset[str]] = {}  # flags of intent
-        self.dropped: set[str] = set()  # replicas that the group goes on without
+        self.dropped: set[str] = set()  # replicas that the update continues without
         self._admitted: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
@@ -132,11 +131,11 @@ class UpdateMachine:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Replicas that are still to have the new version."""
+        """Replicas that are to receive the new version."""
         return tuple(name for name in self._replicas if name not in self.dropped)
 
     def next(self, now: float) -> Do | None:
-        """What to do now; its flags of intent are raised already. None: the update is over."""
+        """The next step, with its flags of intent set. None: the update is over."""
         for step in self._steps:
             if step in FORWARD and not self._go_on(step, now):
                 continue
@@ -153,7 +152,11 @@ class UpdateMachine:
 
     def _go_on(self, step: Step, now: float) -> bool:
         if self._forward and now >= self._deadline:
-            self.fail(step, "", WeightsTimeoutError(f"the update's {self._limits.total:g} s were over before {step}"))
+            self.fail(
+                step,
+                "",
+                WeightsTimeoutError(f"timeout: the update took longer than {self._limits.total:g} s before {step}"),
+            )
         return self._forward
 
     def _members(self, step: Step) -> tuple[str, ...]:
@@ -168,13 +171,13 @@ class UpdateMachine:
         return tuple(name for name in among if name in due)
 
     def report(self, failed: Iterable[tuple[str, BaseException]]) -> None:
-        """Who failed in the step that `next` gave, in the order of time; nobody: it was done."""
+        """Report the members that failed in the last step, in the order of time; empty: it succeeded."""
         assert self._under_way is not None
         for member, error in failed:
             self.fail(self._under_way, member, error)
 
     def fail(self, step: Step, member: str, error: BaseException) -> None:
-        """Something went wrong: a member's step, or the update as a whole (``member`` ""), as when it is cancelled."""
+        """Record a failure: of a member's step, or of the whole update (``member`` ""), such as a cancellation."""
         self.failures.append(Failure(step, member, error))
         if step in CLOSING:
             return
@@ -185,7 +188,7 @@ class UpdateMachine:
             self._forward = False
 
     def admit(self, names: Iterable[str]) -> None:
-        """Who has proven what it serves: only these resume generation."""
+        """Set the replicas that have proven what they serve: only these resume generation."""
         self._admitted = frozenset(names)
 
     def failed_in(self, member: str, steps: Iterable[Step]) -> Failure | None:
@@ -205,7 +208,7 @@ class Proof(msgspec.Struct, frozen=True):
 
 
 class Verdict(NamedTuple):
-    """What an update means for one replica."""
+    """The result of an update for one replica."""
 
     event: Event
     version: int | None
@@ -220,19 +223,19 @@ def verdicts(
     reasons: dict[str, str],
     lost: frozenset[str] = frozenset(),
 ) -> dict[str, Verdict]:
-    """What each replica's proof means. A pure function of what was proven, not of what was sent or skipped.
+    """The verdict on each replica. A pure function of what was proven, not of what was sent or skipped.
 
     Args:
-        proofs: what each replica proves to have now; None: nothing.
-        new: the update's version; None: nobody ever completed it.
-        old: what each replica had proven before.
+        proofs: the proof of each replica now; None: no proof.
+        new: the update's version; None: no member completed it.
+        old: the previous proof of each replica.
         reasons: why a replica failed; a failed update of policy "fail_job" has at least one.
         lost: replicas whose process is gone.
     """
     arrived = {name for name, proof in proofs.items() if proof is not None and proof == new}
     found = {}
     for name, proof in proofs.items():
-        reason = reasons.get(name) or reasons.get("") or "it did not get the version"
+        reason = reasons.get(name) or reasons.get("") or "it did not receive the version"
         if name in lost:
             found[name] = Verdict(Event.EXCLUDE, None, reason)
         elif policy == "fail_job" and reasons:
@@ -243,7 +246,7 @@ def verdicts(
             found[name] = Verdict(Event.PROVEN_NEW, proof.version if proof else None, "")
         elif proof is None or proof != old.get(name):
             found[name] = Verdict(Event.UNPROVEN, None, reason)
-        elif policy == "exclude" and arrived:  # where nobody arrived, nobody fell behind
+        elif policy == "exclude" and arrived:  # if none has the new version, none fell behind
             found[name] = Verdict(Event.EXCLUDE, None, reason)
         else:
             found[name] = Verdict(Event.PROVEN_OLD, proof.version, reason)

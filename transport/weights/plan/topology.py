@@ -1,13 +1,13 @@
-"""Who pulls from whom. Pure: descriptions of the members in, one parent for each replica out.
+"""Chooses a parent for each replica, from the descriptions of all members. Pure.
 
                     ┌─────────── host a ───────────┐      ┌─────────── host b ───────────┐
     trainer ──wire──► landing ┄mapped┄► replica      ──wire──► landing ┄mapped┄► replica
                     │         └mapped┄► replica    │      │         └mapped┄► replica    │
 
 One replica of every host lands what comes over the wire; the others of the host map what it has landed, without a copy.
-The landings stand in a chain, or in a tree. A link of the trainer therefore carries every byte once (in a tree of
-fan-out k: k times), whatever the number of replicas, and the time grows with the depth by one bucket for each hop.
-"star" has every replica pull from the trainer: what the others are measured against.
+The landing replicas form a chain or a tree. The trainer's link therefore carries every byte once (in a tree of fan-out
+k: k times), whatever the number of replicas, and the time grows by one bucket for each hop. In a "star" every replica
+pulls from the trainer: the baseline of measurements.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from transport.runtime.decoders import hiding
 Shape = Literal["chain", "tree", "star"]
 SHAPES: tuple[str, ...] = get_args(Shape)
 
-LOCAL_READERS = 12  # of one landing: a segment has 16 owner places and a slot 16 ranks, some for listeners and relays
+LOCAL_READERS = 12  # of one landing: a segment has 16 owner numbers and a slot 16 ranks, some for listeners and relays
 FANOUT = 2
 
 
 @hiding("token")
 class Description(msgspec.Struct, frozen=True, kw_only=True):
-    """What a member says of itself in `prepare`.
+    """A member's description of itself, from `prepare`.
 
-    host: whoever has the same one can map the member's memory.
-    address, port, token: of its feed, and what admits to it.
-    version, checksum: complete weights that it has, from which a delta can start; version -1: none.
+    host: members with the same value can map each other's memory.
+    address, port, token: of its feed; the token authenticates its children.
+    version, checksum: the complete weights that it has, which a delta can be based on; version -1: none.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hop(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica is told: ``parent`` -1 is the trainer, otherwise the place of a replica."""
+    """One replica's parent: ``parent`` -1 is the trainer, otherwise the index of a replica."""
 
     parent: int
     mapped: bool  # whether the parent's landed version is mapped; otherwise its buckets are pulled over a wire
@@ -59,7 +59,9 @@ def hops(
 ) -> list[Hop]:
     """One hop for each replica, in their order. Deterministic. UsageError for an unknown shape or a fan-out below 1."""
     if shape not in SHAPES or fanout < 1 or local < 1:
-        raise UsageError(f"shape={shape!r}, fanout={fanout}: choose {', '.join(SHAPES)}, and a fan-out of 1 or more")
+        raise UsageError(
+            f"shape={shape!r}, fanout={fanout}: choose a shape of {', '.join(SHAPES)}, and a fan-out of 1 or more"
+        )
     if shape == "star":
         return [Hop(parent=-1, mapped=False) for _ in replicas]
     groups: dict[str, list[list[int]]] = {}
@@ -81,7 +83,7 @@ def hops(
 
 
 def depth(found: Sequence[Hop]) -> int:
-    """The longest way over wires, in hops."""
+    """The longest path over wires, in hops."""
 
     def of(place: int) -> int:
         hop = found[place]
@@ -91,7 +93,7 @@ def depth(found: Sequence[Hop]) -> int:
 
 
 def base_of(trainer: Description, replicas: Sequence[Description]) -> tuple[int, int] | None:
-    """(version, checksum) from which a delta may start: the trainer's, if every replica proves to have it."""
+    """(version, checksum) that a delta can be based on: the trainer's, if every replica proves the same."""
     base = (trainer.version, trainer.checksum)
     if trainer.version < 0 or any((replica.version, replica.checksum) != base for replica in replicas):
         return None

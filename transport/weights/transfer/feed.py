@@ -1,7 +1,7 @@
-"""The feed: what a member says to those that pull from it, over TCP. Bytes of weights never go this way.
+"""The feed: messages from a member to the members that pull from it, over TCP. It carries no bytes of weights.
 
-A broken connection is how both sides learn of the other's death; a peer that is only stopped is found by the limits of
-those who wait. The parent's side (`Feed`) and the child's (`Upstream`) belong to one group of one update.
+Each side detects the other's end by the broken connection, and a peer that is only stopped by a timeout. The parent's
+side (`Feed`) and the child's (`Upstream`) belong to one group of one update.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from transport.weights.transfer.messages import (
 from transport.weights.transfer.threads import ended, settled
 
 _HEAD = 4
-_HELLO_S = 10.0  # for a stranger who connects and says nothing
-_MOST_STRANGERS = 64  # connections that have not said who they are
+_HELLO_S = 10.0  # timeout for the first message of a connection
+_MOST_STRANGERS = 64  # connections that are not authenticated yet
 
 
 class Feed:
     """The parent's side. Belongs to one loop.
 
     Args:
-        lost: is called with a child's name when its connection ends before the feed is closed.
+        lost: called with a child's name if its connection ends before the feed is closed.
     """
 
     def __init__(self, lost: Callable[[str], None]) -> None:
@@ -53,12 +53,12 @@ class Feed:
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def joined(self, names: Iterable[str]) -> None:
-        """Until every one of these is connected. No others are let in from now on."""
+        """Wait until all of these are connected. No other child is accepted from now on."""
         self._expected = frozenset(names)
         while missing := self._expected - self._children.keys():
             self._joined.clear()
             await self._joined.wait()
-            assert missing  # for whoever looks at a hanging build in a debugger
+            assert missing  # keeps the value visible in a debugger
 
     @property
     def waiting_for(self) -> frozenset[str]:
@@ -67,7 +67,7 @@ class Feed:
 
     @property
     def children(self) -> frozenset[str]:
-        """Those connected now."""
+        """Names of the connected children."""
         return frozenset(self._children)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -96,7 +96,7 @@ class Feed:
                 self._children[name] = writer
                 self._joined.set()
                 while await reader.read(1024):
-                    raise ProtocolError(f"{name} says what a child does not say")
+                    raise ProtocolError(f"unexpected message from child {name}")
         finally:
             if name is None:
                 self._strangers = max(0, self._strangers - 1)
@@ -106,31 +106,33 @@ class Feed:
 
     def _admitted(self, hello: Frame) -> str:
         if not isinstance(hello, Hello) or not secrets.compare_digest(hello.token.encode(), self.token.encode()):
-            raise ProtocolError("whoever connects to a feed begins with the token of its group")
+            raise ProtocolError(
+                "authentication failed: the first message on a feed must be Hello with the group's token"
+            )
         if hello.name in self._children:
-            raise ProtocolError(f"{hello.name} is connected already")
+            raise ProtocolError(f"{hello.name} is already connected")
         if self._expected is not None and hello.name not in self._expected:
-            raise ProtocolError(f"{hello.name} is not of this group; it comes in with the next one")
+            raise ProtocolError(f"{hello.name} is not in this group; it joins with the next update")
         return hello.name
 
     async def tell(self, frame: Frame, names: Iterable[str]) -> None:
-        """Send to these children, those that are gone excepted."""
+        """Send to these children, except disconnected ones."""
         data = encode(frame)
         for name in names:
             writer = self._children.get(name)
             if writer is not None:
-                with contextlib.suppress(OSError):  # its end is seen by whoever reads from it
+                with contextlib.suppress(OSError):  # `_serve` detects the disconnect
                     writer.write(data)
                     await writer.drain()
 
     def drop(self, name: str) -> None:
-        """End a child's connection: it is too slow. `lost` is called."""
+        """Abort the connection of a child that is too slow. `lost` is called."""
         writer = self._children.get(name)
         if writer is not None:
             writer.transport.abort()
 
     async def close(self) -> None:
-        """End all connections, and listen no more. Idempotent."""
+        """Close all connections, and stop listening. Idempotent."""
         self._closing = True
         if self._server is not None:
             self._server.close()
@@ -141,11 +143,11 @@ class Feed:
         await ended(*self._tasks)
 
 
-_TELL_S = 1.0  # a child that does not take in a last word learns by its connection's end
+_TELL_S = 1.0  # a child that does not receive the message detects the disconnect instead
 
 
-async def told(feed: Feed, frame: Frame) -> None:
-    """Tell every child why nothing more will come, whatever cancels the caller meanwhile; not longer than a moment."""
+async def announce_failure(feed: Feed, frame: Frame) -> None:
+    """Send every child the failure, even if the caller is cancelled meanwhile; takes at most `_TELL_S`."""
 
     async def tell() -> None:
         with contextlib.suppress(TimeoutError):
@@ -156,7 +158,7 @@ async def told(feed: Feed, frame: Frame) -> None:
 
 
 class Upstream:
-    """The child's side: what the parent says, frame by frame."""
+    """The child's side: receives the parent's messages."""
 
     def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._parent = name
@@ -165,34 +167,34 @@ class Upstream:
 
     @classmethod
     async def connect(cls, parent: str, address: str, port: int, token: str, name: str) -> Upstream:
-        """Join a parent's feed. ParentLostError where nobody is, and when it refuses."""
+        """Join a parent's feed. ParentLostError if it is unreachable or refuses."""
         try:
             reader, writer = await asyncio.open_connection(address, port)
         except OSError as error:
-            raise ParentLostError(f"{parent} cannot be reached at {address}:{port}: {error}") from error
+            raise ParentLostError(f"{parent} is unreachable at {address}:{port}: {error}") from error
         upstream = cls(parent, reader, writer)
         try:
             writer.write(encode(Hello(token, name)))
             answer = await upstream.next()
             if not isinstance(answer, Welcome):
-                raise ProtocolError(f"{parent} answered {type(answer).__name__} to a child that joins")
+                raise ProtocolError(f"unexpected answer from {parent}: {type(answer).__name__}, expected Welcome")
         except BaseException:
             upstream.close()
             raise
         return upstream
 
     async def next(self) -> Frame:
-        """The next frame. ParentLostError when the parent is gone, or gives up."""
+        """The next frame. ParentLostError if the parent disconnects or reports a failure."""
         try:
             frame = await _next(self._reader)
         except (OSError, EOFError) as error:
-            raise ParentLostError(f"{self._parent} ended in the middle of the update") from error
+            raise ParentLostError(f"{self._parent} disconnected during the update") from error
         if isinstance(frame, Failed):
             raise ParentLostError(f"{self._parent}: {frame.kind}: {frame.message}")
         return frame
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
+        """Close the connection. Idempotent."""
         self._writer.close()
 
 

@@ -1,7 +1,7 @@
-"""What a member tells those that pull from it, over the feed: frames as bytes, no I/O.
+"""The messages of a feed as bytes; no I/O.
 
-A frame is 4 bytes of length (little-endian) and a MessagePack array, its kind first. Nothing else is ever decoded:
-types and bounds are checked by the decoder, and a frame longer than the bound is refused before it is read.
+A frame is 4 bytes of length (little-endian) and a MessagePack array, its kind first. The decoder checks types and
+bounds, and a frame longer than the limit is refused before it is read.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _LENGTH = struct.Struct("<I")
 
 @hiding("token")
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """A child says who it is, and proves by the token that it was told of this group."""
+    """A child's name, and the token that proves that it belongs to this group."""
 
     token: str
     name: str
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
-    """The child belongs to the group."""
+    """The child is accepted."""
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
@@ -57,21 +57,21 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True, tag="bucket"):
 
 
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
-    """To those on the same host: the whole version is in one slot, complete and verified."""
+    """To children on the same host: the whole version is in one slot, complete and verified."""
 
     ticket: bytes
     checksum: int
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """Every bucket was told; this is the checksum of the whole version."""
+    """All buckets were announced; this is the checksum of the whole version."""
 
     buckets: int
     checksum: int
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """The version will not be completed from here."""
+    """The sender will not complete the version."""
 
     kind: str
     message: str
@@ -87,7 +87,9 @@ def encode(frame: Frame) -> bytes:
     """The frame with its length before it. ProtocolError when it is too long."""
     body = _encode(frame)
     if len(body) > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a {type(frame).__name__} frame of {len(body)} bytes is longer than {MAX_FRAME_BYTES}")
+        raise ProtocolError(
+            f"a {type(frame).__name__} frame has {len(body)} bytes; at most {MAX_FRAME_BYTES} are allowed"
+        )
     return _LENGTH.pack(len(body)) + body
 
 
@@ -95,7 +97,7 @@ def length_of(head: bytes) -> int:
     """Bytes that follow this head. ProtocolError for more than any frame has."""
     (length,) = _LENGTH.unpack(head)
     if length > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {length} bytes is announced; the longest has {MAX_FRAME_BYTES}")
+        raise ProtocolError(f"a frame has {length} bytes by its header; at most {MAX_FRAME_BYTES} are allowed")
     return int(length)
 
 
@@ -104,5 +106,5 @@ def decode(body: bytes) -> Frame:
     try:
         frame: Frame = _decode(body)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ProtocolError(f"these {len(body)} bytes are not a frame: {error}") from error
+        raise ProtocolError(f"not a frame ({len(body)} bytes): {error}") from error
     return frame

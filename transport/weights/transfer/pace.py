@@ -1,4 +1,4 @@
-"""A token bucket: how long a sender waits so that its link carries at most so many bytes a second. Pure."""
+"""A token bucket: how long a sender waits to keep its link's rate. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transport.errors import UsageError
 class Pace:
     """Times are monotonic seconds, given by the caller. ``rate`` in bytes per second.
 
-    Nothing is saved up while the link is idle: after a pause it is as fast as before, not faster.
+    Idle time is not saved up: after a pause the rate is the same, not higher.
     """
 
     def __init__(self, rate: float) -> None:
@@ -18,6 +18,6 @@ class Pace:
         self._free_at = 0.0
 
     def take(self, size: int, now: float) -> float:
-        """Seconds until ``size`` bytes have passed the link; whoever waits that long has kept the rate."""
+        """Seconds to wait until ``size`` bytes have passed the link at this rate."""
         self._free_at = max(self._free_at, now) + size / self._rate
         return self._free_at - now

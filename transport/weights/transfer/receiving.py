@@ -1,8 +1,8 @@
-"""A replica's side of the data path: the row of a version filled completely, verified, and only then told to anyone.
+"""A replica's side of the data path: a version is received and verified as a whole before it is announced.
 
-`Landing` pulls buckets over a wire into memory that its host can map, and passes them on to those that pull from it;
-`map_` waits until another replica of the host has done so. Either returns a version that is complete and proven, or
-raises and leaves nothing.
+`Landing` pulls buckets over a wire into memory that its host can map, and relays them to its children. `map_` waits
+until another replica of the host has landed the version. Either returns a complete and proven version, or raises and
+leaves nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
-from transport.weights.transfer.feed import Feed, Upstream, told
+from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Begin, Bucket, End, Failed, Landed
-from transport.weights.transfer.outlet import Outlet
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.versions import delta
 from transport.weights.versions.copies import Copies, Held, attach
@@ -49,18 +49,18 @@ def _layout_of(begin: Begin) -> VersionLayout:
 async def _begin(upstream: Upstream, version: int) -> Begin:
     frame = await upstream.next()
     if not isinstance(frame, Begin):
-        raise ProtocolError(f"a version began with {type(frame).__name__}")
+        raise ProtocolError(f"unexpected message at the start of a version: {type(frame).__name__}, expected Begin")
     if frame.version != version:
-        raise WeightsError(f"v{frame.version} comes, v{version} was asked for")
+        raise WeightsError(f"version mismatch: received v{frame.version}, expected v{version}")
     return frame
 
 
 async def map_(upstream: Upstream, version: int, rank: int) -> Held:
-    """The version that the parent lands, mapped and proven here."""
+    """Map the version that the parent has landed, and prove it here."""
     layout = _layout_of(await _begin(upstream, version))
     frame = await upstream.next()
     if not isinstance(frame, Landed):
-        raise ProtocolError(f"{type(frame).__name__} came where a landed version was due")
+        raise ProtocolError(f"unexpected message: {type(frame).__name__}, expected Landed")
     ticket = Ticket.decode(frame.ticket)
     work = asyncio.ensure_future(asyncio.to_thread(attach, ticket, rank, layout, version, frame.checksum))
     try:
@@ -76,13 +76,13 @@ def _let_go(work: asyncio.Future[Held]) -> None:
 
 
 class Landing:
-    """One version on its way in, and on to the children. Make it, `run` it once.
+    """Receives one version and relays it to the children. Create it, and `run` it once.
 
     Args:
         rank: of this replica among those that pull from the parent.
         mapped: names of the children on this host, by rank from 1; they map what is landed here.
-        outlet: to the children that pull over a wire.
-        base: complete weights that changes may be put upon.
+        sender: to the children that pull over a wire.
+        base: complete weights that changes can be applied to.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Landing:
         copies: Copies,
         feed: Feed,
         mapped: Sequence[str],
-        outlet: Outlet,
+        sender: BucketSender,
         base: Held | None,
         read_timeout_s: float,
         progress: Progress = silent,
@@ -104,7 +104,7 @@ class Landing:
         self._copies = copies
         self._feed = feed
         self._mapped = tuple(mapped)
-        self._outlet = outlet
+        self._sender = sender
         self._base = base
         self._read_timeout_s = read_timeout_s
         self._progress = progress
@@ -112,12 +112,12 @@ class Landing:
         self._hashed = 0
 
     async def run(self, version: int) -> Held:
-        """The complete version. Whatever fails is told to the children; no part of the version is left here."""
+        """Receive the complete version. A failure is sent to the children, and leaves no part of the version."""
         try:
             return await self._run(version)
         except BaseException as error:
             kind = type(error).__name__
-            await told(self._feed, Failed(kind, str(error) or kind))
+            await announce_failure(self._feed, Failed(kind, str(error) or kind))
             raise
 
     async def _run(self, version: int) -> Held:
@@ -132,7 +132,9 @@ class Landing:
             end = await self._buckets(layout, row, begin.base >= 0)
             checksum = self._hasher.digest() if begin.base < 0 else await in_thread(_ring.checksum, row.data)
             if checksum != end.checksum or (begin.base < 0 and self._hashed != layout.total):
-                raise WeightsChecksumError(f"v{version} arrived with checksum {checksum:016x}, not {end.checksum:016x}")
+                raise WeightsChecksumError(
+                    f"v{version}: checksum mismatch: received {checksum:016x}, expected {end.checksum:016x}"
+                )
             lease.checksum = checksum
             ticket = lease.publish()
         except BaseException:
@@ -141,9 +143,9 @@ class Landing:
         held = self._copies.hold(ticket, layout, Proof(version, checksum))
         try:
             await self._feed.tell(Landed(ticket.encode(), checksum), self._mapped)
-            await self._feed.tell(end, self._outlet.children)
+            await self._feed.tell(end, self._sender.children)
             with contextlib.suppress(ChildrenLostError):
-                await self._outlet.drained()
+                await self._sender.drained()
         except BaseException:
             held.release()
             raise
@@ -160,13 +162,13 @@ class Landing:
     async def _copy_base(self, begin: Begin, layout: VersionLayout, row: Bytes) -> None:
         base = self._base
         if base is None or base.proof != Proof(begin.base, begin.base_checksum) or base.layout != layout:
-            raise SchemaError(f"changes against v{begin.base} came, and {base!r} is what this replica has")
+            raise SchemaError(f"base mismatch: received changes against v{begin.base}, this replica has {base!r}")
         await in_thread(_ring.copy, row.data, base.row)
-        self._outlet.bytes_copied += len(row)
+        self._sender.bytes_copied += len(row)
 
     # --- buckets -----------------------------------------------------------------------------------------
     async def _buckets(self, layout: VersionLayout, row: Bytes, changes: bool) -> End:
-        """Every bucket into its place, in order; up to `_AHEAD` are read while one is hashed and passed on."""
+        """Read every bucket into its range, in order; up to `_AHEAD` are read while one is hashed and relayed."""
         reads: deque[tuple[Bucket, Bytes, asyncio.Task[Any]]] = deque()
         count = 0
         try:
@@ -175,7 +177,7 @@ class Landing:
                 if isinstance(frame, End):
                     break
                 if not isinstance(frame, Bucket) or frame.index != count:
-                    raise ProtocolError(f"bucket {count} was due, {type(frame).__name__} came: one was missed")
+                    raise ProtocolError(f"unexpected message: {type(frame).__name__}, expected bucket {count}")
                 count += 1
                 ticket = Ticket.decode(frame.ticket)
                 place = np.empty(ticket.size, np.uint8) if changes else self._place(frame, ticket, layout, row)
@@ -188,7 +190,7 @@ class Landing:
         finally:
             await ended(*(task for _, _, task in reads))
         if frame.buckets != count:
-            raise ProtocolError(f"{frame.buckets} buckets were sent, {count} came")
+            raise ProtocolError(f"bucket count mismatch: received {count}, sent {frame.buckets}")
         return frame
 
     def _place(self, frame: Bucket, ticket: Ticket, layout: VersionLayout, row: Bytes) -> Bytes:
@@ -200,27 +202,29 @@ class Landing:
         try:
             payload = await read  # verified by the bucket's checksum, and read again when that fails, over a wire
             if payload.wire == "mapped" and await in_thread(_ring.checksum, place.data) != payload.ticket.checksum:
-                raise WeightsChecksumError(f"bucket {frame.index} is not what was sent, by its checksum")
+                raise WeightsChecksumError(f"bucket {frame.index}: checksum mismatch")
         except BaseException:
             await ended(read)
             raise
         payload.release()
         if frame.records:
             await in_thread(_apply, frame, place, row)
-            self._outlet.bytes_copied += len(place)
+            self._sender.bytes_copied += len(place)
         else:
             if frame.start != self._hashed:
-                raise ProtocolError(f"bucket {frame.index} starts at {frame.start}, {self._hashed} was due")
+                raise ProtocolError(
+                    f"bucket {frame.index}: offset mismatch: received {frame.start}, expected {self._hashed}"
+                )
             await in_thread(self._hasher.update, place.data)
             self._hashed += len(place)
-        if self._outlet.children:
+        if self._sender.children:
 
             def fill(lease: WriteLease) -> None:
                 lease.checksum = payload.ticket.checksum
                 _ring.copy(lease.memory, place.data)
 
             with contextlib.suppress(ChildrenLostError):  # a landing that loses all its children lands for its host
-                await self._outlet.send(len(place), fill, frame.start, frame.records)
+                await self._sender.send(len(place), fill, frame.start, frame.records)
         self._progress(frame.index + 1, 0, self._hashed)
 
 

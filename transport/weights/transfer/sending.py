@@ -13,9 +13,9 @@ from transport.runtime.progress import Progress, silent
 from transport.schema import DTYPES, TensorSpec
 from transport.weights.plan.engine import Weights
 from transport.weights.plan.steps import Proof
+from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed
 from transport.weights.transfer.messages import Begin, End
-from transport.weights.transfer.outlet import Outlet
 from transport.weights.transfer.threads import in_thread
 from transport.weights.versions import delta
 from transport.weights.versions.layout import Cursor, VersionLayout, spec_of
@@ -35,14 +35,14 @@ class Base:
         self._row: HostBytes | None = None
 
     def row(self, layout: VersionLayout) -> HostBytes:
-        """The memory; its content counts for nothing until `complete`."""
+        """The memory; its content is undefined until `complete`."""
         if self._row is None or self.layout != layout:
             self._row = np.zeros(layout.total, np.uint8)
         self.layout, self.proof = layout, None
         return self._row
 
     def complete(self, proof: Proof) -> None:
-        """The memory is this version now."""
+        """The memory now contains this version."""
         self.proof = proof
 
 
@@ -57,25 +57,25 @@ async def iterate(weights: Weights) -> AsyncIterator[tuple[str, Any]]:
 
 
 async def drain(weights: Weights) -> None:
-    """Take every tensor and keep none: producing them is what the other trainers wait for."""
+    """Consume the iterator: the other trainers wait until the tensors are produced."""
     async for _ in iterate(weights):
         pass
 
 
 class Sending:
-    """One version on its way. Make it, `run` it once."""
+    """Sends one version. Create it, and `run` it once."""
 
     def __init__(
         self,
         feed: Feed,
-        outlet: Outlet,
+        sender: BucketSender,
         bucket_bytes: int,
         specs: tuple[TensorSpec, ...] | None,
         base: Base | None,
         progress: Progress = silent,
     ) -> None:
         self._feed = feed
-        self._outlet = outlet
+        self._sender = sender
         self._bucket_bytes = bucket_bytes
         self._specs = specs
         self._base = base
@@ -88,7 +88,7 @@ class Sending:
 
         Raises SchemaError for tensors that the layout does not have, ChildrenLostError when no child is left.
         """
-        if self._specs is None:  # nobody has said what will come: hold it until its end is known
+        if self._specs is None:  # the tensors are unknown: hold them until the iterator ends
             # a device has no room for all of them at once
             held = [(name, await in_thread(on_host, tensor_of(value, name))) async for name, value in iterate(weights)]
             self._specs = tuple(spec_of(name, array) for name, array in held)
@@ -110,8 +110,8 @@ class Sending:
         else:
             await self._send_all(weights, layout, row)
         proof = Proof(version, self._hasher.digest())
-        await self._feed.tell(End(self._outlet.buckets, proof.checksum), self._feed.children)
-        await self._outlet.drained()
+        await self._feed.tell(End(self._sender.buckets, proof.checksum), self._feed.children)
+        await self._sender.drained()
         if self._base is not None:
             self._base.complete(proof)
         return proof, layout
@@ -132,7 +132,7 @@ class Sending:
                     offset, data = offset + len(fits), data[len(fits) :]
                     if offset == end:
                         await self._send_bucket(start, end, parts, row)
-                        self._progress(self._outlet.buckets, len(buckets), end)
+                        self._progress(self._sender.buckets, len(buckets), end)
                         parts = []
                         start, end = next(ends, (end, end))
         cursor.finish()
@@ -147,8 +147,8 @@ class Sending:
             if row is not None:
                 _ring.copy(row[start:end].data, lease.memory)
 
-        await self._outlet.send(end - start, fill, start)
-        self._outlet.bytes_copied += 0 if row is None else end - start
+        await self._sender.send(end - start, fill, start)
+        self._sender.bytes_copied += 0 if row is None else end - start
 
     # --- what changed ----------------------------------------------------------------------------------
     async def _send_changes(self, weights: Weights, layout: VersionLayout, row: HostBytes) -> None:
@@ -169,8 +169,8 @@ class Sending:
                     if record is not None:
                         records.append(record)
                         used += record.encoded_bytes
-                        self._outlet.bytes_copied += record.encoded_bytes
-                self._progress(offset + len(data), layout.total, self._outlet.bytes_sent)
+                        self._sender.bytes_copied += record.encoded_bytes
+                self._progress(offset + len(data), layout.total, self._sender.bytes_sent)
         cursor.finish()
         if records:
             await self._send_records(scratch[:used], records)
@@ -185,7 +185,7 @@ class Sending:
             _ring.copy(lease.memory, data.data)
 
         if len(data):
-            await self._outlet.send(len(data), fill, 0, records)
+            await self._sender.send(len(data), fill, 0, records)
 
 
 def _name_at(layout: VersionLayout, offset: int) -> str | None:

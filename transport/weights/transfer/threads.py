@@ -1,4 +1,4 @@
-"""Work in threads whose memory outlives a cancelled await."""
+"""Calls in threads that are waited for even if the await is cancelled, because they use the caller's memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """`asyncio.to_thread`, but when it is cancelled it raises only after the thread is out of the memory it was given.
+    """`asyncio.to_thread`, but a cancellation is raised only after the thread has ended and uses no memory any more.
 
-    For work that is bounded: a copy, a hash, a wait of moments.
+    For short work: a copy, a hash, a short wait.
     """
     return await settled(asyncio.ensure_future(asyncio.to_thread(function, *arguments, **named)))
 
 
 async def settled(work: asyncio.Future[T]) -> T:
-    """Await ``work`` to its end whatever cancels the caller meanwhile; the cancellation is raised afterwards."""
+    """Await ``work`` even if the caller is cancelled meanwhile; the cancellation is raised afterwards."""
     cancelled: asyncio.CancelledError | None = None
     while not work.done():
         try:
@@ -28,7 +28,7 @@ async def settled(work: asyncio.Future[T]) -> T:
             cancelled = error
     if cancelled is not None:
         if not work.cancelled():
-            work.exception()  # looked at, so that the loop does not report it
+            work.exception()  # retrieved, so that asyncio does not log it
         raise cancelled
     return work.result()
 

@@ -1,7 +1,7 @@
-"""Complete versions of the weights in shared memory: landed once on a host, mapped by all who serve them there.
+"""Complete versions of the weights in shared memory: landed once on a host, mapped by all replicas there.
 
-A version is one slot, as long as the row of bytes. Its checksum is the slot's, and who holds it pins the slot; it is
-free again when all have let go. The memory of a version that somebody still serves is therefore never written.
+A version is one slot, as long as the row of bytes. Its checksum is the slot's. Each holder pins the slot, which is free
+when all have released it. The memory of a version that a replica serves is therefore never written.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEPT = 2  # segments: the version that is served, and the one that lands
 
 
 class Held:
-    """A complete, verified version, pinned until `release`. Arrays of it stay readable as long as they live."""
+    """A complete, verified version, pinned until `release`. Its arrays stay readable as long as they exist."""
 
     def __init__(
         self, layout: VersionLayout, proof: Proof, lease: ReadLease, attached: SharedRingBuffer | None
@@ -58,8 +58,8 @@ class Held:
         """The tensors by name, in new memory of a device, on the stream that is current in this thread at each step.
 
         Neighbours share memory, of up to ``group_bytes`` or one tensor, which comes by one copy and is free again when
-        the last of them is gone: whoever takes tensors over one by one needs no second model's worth of memory. What is
-        queued on the stream afterwards comes after the copy; other threads and streams come after `settle`.
+        the last of them is gone: a consumer that takes tensors one by one needs no memory for a second model. Work
+        queued on the stream afterwards runs after the copy; for other threads and streams call `settle` first.
 
         Raises BufferUnsuitableError for a dtype that the library lacks.
         """
@@ -87,26 +87,26 @@ class Held:
         return memory
 
     def settle(self) -> None:
-        """Wait until the copies out of the row have been done. Blocks."""
+        """Wait until the copies out of the row are done. Blocks."""
         while self._copying:
             mark = self._copying.pop(0)
             try:
                 mark.wait()
-            except Exception as error:  # of CuPy's: a device that has failed copies nothing any more
-                log.error("weights were being copied to a device that failed: %s", error)
+            except Exception as error:  # of CuPy: a failed device copies nothing more
+                log.error("copy of weights to the device failed: %s", error)
 
     def release(self) -> None:
-        """Give the slot back, once copies out of it are done. Idempotent."""
+        """Release the slot, after copies out of it are done. Idempotent."""
         self.settle()
         ring = self._attached
         if ring is None:
-            with contextlib.suppress(ClosedError):  # its ring was closed: nothing is held any more
+            with contextlib.suppress(ClosedError):  # its ring was closed, and so is the lease
                 self._lease.consume()
             return
         if ring.native.closed:
             return
         self._lease.consume()
-        if not ring.native.keeper_alive:  # whoever landed it is gone, and cannot tidy up
+        if not ring.native.keeper_alive:  # the member that landed it is gone and cannot discard it
             ring.discard(self._lease.ticket)
         ring.close()
         remove_if_dead(ring.name)  # also when it died just now, or a dead reader's pin is still on the slot
@@ -123,8 +123,8 @@ def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, check
     """Map a version that another process of this host has landed, and prove it: every byte is hashed here.
 
     Raises:
-        WeightsChecksumError: it is not what was sent; nothing is held.
-        RingError: the segment is gone, or has no place for another reader.
+        WeightsChecksumError: checksum mismatch; nothing is held.
+        RingError: the segment is gone, or has no owner number left.
     """
     ring = SharedRingBuffer.attach(ticket.segment, role="reader")
     try:
@@ -132,7 +132,7 @@ def attach(ticket: Ticket, rank: int, layout: VersionLayout, version: int, check
         found = _ring.checksum(lease.view)
         if found != checksum or ticket.size != layout.total:
             lease.release()
-            raise WeightsChecksumError(f"v{version} was mapped with checksum {found:016x}, {checksum:016x} was sent")
+            raise WeightsChecksumError(f"v{version}: checksum mismatch: mapped {found:016x}, expected {checksum:016x}")
         return Held(layout, Proof(version, checksum), lease, ring)
     except BaseException:
         ring.close()
@@ -174,12 +174,12 @@ class Copies:
         return Held(layout, proof, ring.read_raw(ticket, 0), None)
 
     def give_up(self, ticket: Ticket) -> None:
-        """Nobody new shall map this version; those who have it keep it."""
+        """Discard a version, so that no other member maps it; those that have mapped it keep it."""
         for ring in self._rings:
             if ring.ring_id == ticket.ring:
                 ring.discard(ticket)
 
     def close(self) -> None:
-        """Give up all segments; those mapped elsewhere live as long as they are. Idempotent."""
+        """Close all segments; the ones mapped elsewhere exist until they are unmapped. Idempotent."""
         while self._rings:
             self._rings.pop().close()

@@ -104,7 +104,7 @@ def apply(record: Record, data: Bytes, row: Bytes) -> None:
     if itemsize not in _WORDS or not 0 <= offset <= offset + length <= len(row) or length % itemsize or changes < RAW:
         raise ProtocolError(f"{record} does not fit a version of {len(row)} bytes")
     if len(data) != record.encoded_bytes:
-        raise ProtocolError(f"{record} has {record.encoded_bytes} bytes, {len(data)} came")
+        raise ProtocolError(f"{record}: size mismatch: received {len(data)} bytes, expected {record.encoded_bytes}")
     target = row[offset : offset + length]
     if changes == RAW:
         target[:] = data[:length]
@@ -117,7 +117,7 @@ def apply(record: Record, data: Bytes, row: Bytes) -> None:
     at += _padded(2 * changes)
     values = data[at : at + itemsize * changes].view(_WORDS[itemsize])
     if int(counts.sum()) != changes:
-        raise ProtocolError(f"{record}: its blocks have {int(counts.sum())} changes")
+        raise ProtocolError(f"{record}: mismatch: its blocks have {int(counts.sum())} changes")
     positions = np.repeat(np.arange(blocks, dtype=np.int64) * BLOCK, counts) + within
     if changes and int(positions.max()) >= elements:
         raise ProtocolError(f"{record} changes an element beyond its end")

@@ -43,7 +43,7 @@ class VersionLayout(msgspec.Struct, frozen=True, dict=True):
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.specs) <= MAX_TENSORS:
-            raise SchemaError(f"a version has 1..{MAX_TENSORS} tensors, not {len(self.specs)}")
+            raise SchemaError(f"a version has {len(self.specs)} tensors: give 1 to {MAX_TENSORS}")
         if len({spec.name for spec in self.specs}) != len(self.specs):
             raise SchemaError("two tensors of the version have the same name")
         if any(spec.ragged for spec in self.specs):
@@ -120,10 +120,13 @@ class Cursor:
         """(offset, bytes) in order: the gap before the tensor, then the tensor. SchemaError for any other tensor."""
         place = next(self._places, None)
         if place is None:
-            raise SchemaError(f"{name}: the version's layout has no tensor any more; give specs that list it")
+            raise SchemaError(
+                f"unexpected tensor {name}: the version's layout has no more tensors; give specs that list it"
+            )
         if (name, array.dtype.name, array.shape) != (place.spec.name, place.spec.dtype, place.spec.shape):
             raise SchemaError(
-                f"expected {place.spec}, got {name} {array.dtype.name} {array.shape}; their order is the layout's"
+                f"tensor mismatch: received {name} {array.dtype.name} {array.shape}, expected {place.spec}; "
+                "send tensors in the layout's order"
             )
         if place.offset > self._end:
             yield self._end, np.frombuffer(_ZEROS, np.uint8)[: place.offset - self._end]
@@ -135,7 +138,7 @@ class Cursor:
         """SchemaError when tensors are missing."""
         missing = next(self._places, None)
         if missing is not None:
-            raise SchemaError(f"the weights ended before {missing.spec.name}; every tensor of the version is needed")
+            raise SchemaError(f"tensor {missing.spec.name} is missing: every tensor of the layout is needed")
 
 
 def weights_checksum(weights: Mapping[str, Any]) -> int:

@@ -1,7 +1,7 @@
 """A sender's tensors as bytes: in host memory, or on a device with the stream that makes them.
 
-Device memory stays where it is until it is copied into a bucket. The stream is looked up in the thread that produced
-the tensor, since which one is current is that thread's affair; from then on its handle is good in every thread.
+Device memory is not copied until it goes into a bucket. The stream is looked up in the thread that produced the tensor,
+because the current stream is a property of the thread; its handle is valid in every thread.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ Tensor = np.ndarray[Any, Any] | OnDevice
 
 
 def tensor_of(value: object, name: str) -> Tensor:
-    """The value as a tensor of a version. To be called in the thread that made it, right then.
+    """The value as a tensor of a version. Call it in the thread that made the value, immediately after.
 
     SchemaError for what cannot be one; MissingDependencyError for device memory without CuPy.
     """
@@ -81,7 +81,7 @@ def tensor_of(value: object, name: str) -> Tensor:
     if not array.contiguous:
         plain = library_of(array.value).converted(array, array.dtype)
         if plain is None:
-            raise SchemaError(f"{name}: a strided {array.dtype.name} that its library cannot make contiguous")
+            raise SchemaError(f"{name}: a strided {array.dtype.name} tensor that its library cannot make contiguous")
         array = plain
     return OnDevice(array)
 

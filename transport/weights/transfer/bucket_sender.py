@@ -1,7 +1,7 @@
-"""The outlet: buckets into a ring, and their tickets to the children that pull them. Two buckets are in flight.
+"""BucketSender: writes buckets to a ring, and sends their tickets to the children. Two buckets are in flight.
 
-A slot is free again when every child has acknowledged its bucket. A child that is gone, or that keeps a slot longer
-than ``stall_s`` while others wait, is dropped: its ranks are acknowledged for it, and the others go on.
+A slot is free again when every child has acknowledged its bucket. A child that is disconnected, or that keeps a slot
+longer than ``stall_s`` while others wait, is dropped: the sender acknowledges its ranks, and the others continue.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.threads import in_thread
 from transport.wires import Wire
 
-_LOOK_S = 0.2  # longest wait in a thread, so that a cancelled sender is soon out of it
+_LOOK_S = 0.2  # longest wait in a thread, so that a cancelled sender ends soon
 
 
-class Outlet:
+class BucketSender:
     """A ring of ``in_flight`` buckets and its listener, kept from one update to the next. Belongs to one loop."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Outlet:
         self.bytes_copied = 0  # by this process, from memory to memory; what UCX does on a wire is not in it
 
     async def begin(self, feed: Feed, children: Sequence[str]) -> None:
-        """The children of this update, by rank. Makes ring and listener where there are none yet."""
+        """Set the children of this update, by rank. Creates ring and listener at the first call."""
         self.abandon()
         self._feed, self._children, self._gone, self._index = feed, tuple(children), set(), 0
         if children and self._ring is None:
@@ -80,11 +80,11 @@ class Outlet:
 
     @property
     def children(self) -> tuple[str, ...]:
-        """Those still served."""
+        """The children that are not dropped."""
         return tuple(name for name in self._children if name not in self._gone)
 
     def lost(self, name: str) -> None:
-        """A child is gone: acknowledge for it what it will never read."""
+        """A child is disconnected: acknowledge its unread buckets in its place."""
         if name not in self._children or name in self._gone:
             return
         self._gone.add(name)
@@ -98,13 +98,13 @@ class Outlet:
                     self._ring.acknowledge(ticket, rank)
 
     async def reserve(self, size: int) -> WriteLease:
-        """A slot for the next bucket, when one is free. ChildrenLostError when no child is left to read it."""
+        """Wait for a free slot for the next bucket. ChildrenLostError if no child is left."""
         ring = self._opened()
         schema = Schema.of(data=("uint8", size))
         since = time.monotonic()
         while True:
             if not self.children:
-                raise ChildrenLostError(f"all of {', '.join(self._children)} are gone; nobody is left to send to")
+                raise ChildrenLostError(f"all children are disconnected: {', '.join(self._children)}")
             seen = ring.native.freed_event()
             with contextlib.suppress(RingFullError):
                 return ring.reserve(schema, readers=len(self._children), timeout_s=0.0)
@@ -114,7 +114,7 @@ class Outlet:
             await in_thread(ring.native.wait_freed, seen, _LOOK_S)
 
     def _drop_slowest(self) -> None:
-        """Whoever has not read the oldest bucket."""
+        """Drop the children that have not read the oldest bucket."""
         ring = self._opened()
         for ticket in self._tickets:
             info = ring.native.info(ticket.slot)
@@ -127,11 +127,11 @@ class Outlet:
             return
 
     async def publish(self, lease: WriteLease, start: int, records: Sequence[tuple[int, int, int, int]] = ()) -> None:
-        """Hand a filled bucket to the children, at the link's pace."""
+        """Publish a filled bucket to the children, within the link's rate."""
         size = lease.layout.total * len(self.children)
         if self._pace is not None:
             await asyncio.sleep(self._pace.take(size, time.monotonic()))
-        ticket = await in_thread(lease.publish)  # hashes it, where nobody has
+        ticket = await in_thread(lease.publish)  # computes the checksum, if it is not set
         self._tickets = [*self._tickets[1 - self._in_flight :], ticket]
         self._acknowledge(ticket)
         self.bytes_sent += size
@@ -162,7 +162,7 @@ class Outlet:
         return self._index
 
     async def drained(self) -> None:
-        """Until every bucket was read by every child that is left. Sent is what was read, not what was queued."""
+        """Wait until every remaining child has read every bucket."""
         if not self._children:
             return
         ring = self._opened()
@@ -176,10 +176,12 @@ class Outlet:
                 since = time.monotonic()
             await in_thread(ring.native.wait_freed, seen, _LOOK_S)
         if not self.children:
-            raise ChildrenLostError(f"all of {', '.join(self._children)} were gone before the version was sent")
+            raise ChildrenLostError(
+                f"all children disconnected before the version was sent: {', '.join(self._children)}"
+            )
 
     def abandon(self) -> None:
-        """What is still in the ring will not be read. Idempotent; legal in any state."""
+        """Discard the buckets in the ring. Idempotent; valid in any state."""
         for ticket in self._tickets:
             if self._ring is not None and not self._ring.native.closed:
                 self._ring.discard(ticket)
@@ -187,7 +189,7 @@ class Outlet:
 
     def _opened(self) -> SharedRingBuffer:
         if self._ring is None:
-            raise ClosedError("this outlet has no children, or is closed")
+            raise ClosedError("this sender has no children, or is closed")
         return self._ring
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from crew import Member
 from faults import Fault
+from process_tree import Member
 from queues import RedisServer
 
 ISOLATED = "SOAK_ISOLATED"  # set in the namespaces
@@ -34,7 +34,7 @@ def isolated(command: list[str]) -> list[str]:
     return command
 
 
-class Hardship:
+class FaultInjector:
     """What is wrong at the moment, and when it ends.
 
     Args:
@@ -49,7 +49,7 @@ class Hardship:
         self._server = server
         self.counts: Counter[str] = Counter()
         self._stopped: dict[int, float] = {}  # pid → when it goes on
-        self._thieves: list[tuple[float, socket.socket]] = []
+        self._port_holders: list[tuple[float, socket.socket]] = []
         self._wanted_ports: list[tuple[float, float, int]] = []
         self._stalled_until = self._full_until = 0.0
 
@@ -63,7 +63,7 @@ class Hardship:
     @property
     def quiet(self) -> bool:
         """Nothing is wrong now that ends by itself."""
-        wrong = self._stopped or self._thieves or self._wanted_ports or self._stalled_until or self._full_until
+        wrong = self._stopped or self._port_holders or self._wanted_ports or self._stalled_until or self._full_until
         return not wrong and (self._server is None or self._server.quiet)
 
     def has_stopped(self, pid: int) -> bool:
@@ -98,7 +98,7 @@ class Hardship:
             self.counts[f"stop {member.role}"] += 1
             self._stopped[member.pid] = time.monotonic() + seconds
 
-    def steal_port(self, listener: Member, port: int, seconds: float) -> None:
+    def take_port(self, listener: Member, port: int, seconds: float) -> None:
         """Kill a listener and have its port before it is back."""
         self.kill(listener)
         now = time.monotonic()
@@ -159,10 +159,10 @@ class Hardship:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
         self._take_ports(now)
-        for until, thief in list(self._thieves):
+        for until, holder in list(self._port_holders):
             if now >= until:
-                thief.close()
-                self._thieves.remove((until, thief))
+                holder.close()
+                self._port_holders.remove((until, holder))
         if self._stalled_until and now >= self._stalled_until:
             subprocess.run(_tc("del"), check=True)
             self._stalled_until = 0.0
@@ -176,24 +176,24 @@ class Hardship:
     def _take_ports(self, now: float) -> None:
         for wanted in list(self._wanted_ports):
             give_up, seconds, port = wanted
-            thief = socket.socket()
-            thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder = socket.socket()
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                thief.bind(("0.0.0.0", port))
-                thief.listen()
+                holder.bind(("0.0.0.0", port))
+                holder.listen()
             except OSError:
-                thief.close()
+                holder.close()
                 if now > give_up:  # its listener was faster
                     self._wanted_ports.remove(wanted)
                 continue
             self.counts["port taken"] += 1
             self._wanted_ports.remove(wanted)
-            self._thieves.append((now + seconds, thief))
+            self._port_holders.append((now + seconds, holder))
 
     def end_all(self) -> None:
         """Everything that is wrong ends now."""
         self._stopped = dict.fromkeys(self._stopped, 0.0)
-        self._thieves = [(0.0, thief) for _, thief in self._thieves]
+        self._port_holders = [(0.0, holder) for _, holder in self._port_holders]
         self._wanted_ports.clear()
         self._stalled_until = min(self._stalled_until, 1e-9)
         self._full_until = min(self._full_until, 1e-9)

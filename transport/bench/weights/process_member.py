@@ -4,7 +4,7 @@
     {"id": 3, "result": …}   or   {"id": 3, "error": [kind, text]}
     {"cancel": 3}
 
-`ProcessMember` is the manager's side; member.py is the process. A framework that has remote calls of its own (Ray's
+`ProcessMember` is the manager's side; member_process.py is the process. A framework with its own remote calls (Ray's
 actors) needs neither: it gives the manager objects with these methods.
 """
 
@@ -79,7 +79,7 @@ class ProcessMember:
         *,
         prefix: str | None = None,
     ) -> Self:
-        """Start ``python -m transport.bench.weights.member`` with this `MemberConfig`.
+        """Start ``python -m transport.bench.weights.member_process`` with this `MemberConfig`.
 
         prefix: of its segments' names; default random.
         """
@@ -87,7 +87,7 @@ class ProcessMember:
             sys.executable,
             "-P",  # without the current directory, which may hold anything
             "-m",
-            "transport.bench.weights.member",
+            "transport.bench.weights.member_process",
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the manager's process, which ends its members in order
@@ -161,7 +161,7 @@ class ProcessMember:
     async def receive_weights(self, version: int) -> Proof:
         proof = _proof(await self.call("receive_weights", version))
         if proof is None:
-            raise MemberFailedError(f"{self.name} received v{version} and proved nothing")
+            raise MemberFailedError(f"{self.name} returned no proof for v{version}")
         return proof
 
     async def prove(self) -> Proof | None:

@@ -1,4 +1,4 @@
-"""One member's life as a table: what it learned → its next state, and what it has to do there. No I/O, no clock.
+"""The states of one member: a table from state and event to the next state. No I/O, no clock.
 
     AWAY ──join──► SPARE ──gate open──► TAKING ──slot──► SEATING ──seat──► SEATED ──placed──► ACTIVE or STANDBY
      ▲               ▲                                                        │                 │          │
@@ -6,8 +6,8 @@
      └────────────────────── leave; and for ACTIVE: next gate open, left out, seat lost ────────┘
     any ──closed, or lost──► ENDED
 
-ACTIVE goes to AWAY, not to SPARE, because its work must be stopped first: only `join` leads on. STANDBY has no work and
-goes through the next gate by itself.
+ACTIVE goes to AWAY, not to SPARE, because its work must be stopped first; it returns by `join`. STANDBY has no work and
+joins the next round by itself.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from transport.rendezvous.records import Closing, Phase, Place, Role, Round
 
 
 class State(enum.StrEnum):
-    """Of a member."""
+    """State of a member."""
 
-    AWAY = "away"  # wants no place now; an active member's seat of the round before is kept until it joins again
-    SPARE = "spare"  # at the gate
-    TAKING = "taking"  # has to take a slot
-    SEATING = "seating"  # has a slot, has to write its seat
+    AWAY = "away"  # does not take part; the seat of a formerly active member is kept until it joins again
+    SPARE = "spare"  # waits for the next round to open
+    TAKING = "taking"  # must take a slot
+    SEATING = "seating"  # has a slot, must write its seat
     SEATED = "seated"  # waits until the round is complete
     STANDBY = "standby"
     ACTIVE = "active"
@@ -60,7 +60,7 @@ TABLE: dict[tuple[State, Event], State] = {
     (S.SEATING, E.SEAT): S.SEATED,
     (S.SEATED, E.PLACED_ACTIVE): S.ACTIVE,
     (S.SEATED, E.PLACED_STANDBY): S.STANDBY,
-    # the seat was written, though the store's answer to it was lost
+    # the seat was written, but the store's answer was lost
     (S.SEATING, E.PLACED_ACTIVE): S.ACTIVE,
     (S.SEATING, E.PLACED_STANDBY): S.STANDBY,
     (S.STANDBY, E.PLACED_STANDBY): S.STANDBY,
@@ -80,7 +80,7 @@ TABLE: dict[tuple[State, Event], State] = {
 
 
 class Member:
-    """The state and what belongs to it. Changed only by its methods; one thread."""
+    """The state and its data. Changed only by its methods; one thread."""
 
     def __init__(self) -> None:
         self.state = State.AWAY
@@ -101,11 +101,11 @@ class Member:
         return {State.ACTIVE: Role.ACTIVE, State.STANDBY: Role.STANDBY}.get(self.state, Role.SPARE)
 
     def apply(self, event: Event) -> State:
-        """Go where the table says. Raises InternalError, with the last steps, where it says nothing."""
+        """Apply an event by the table. Raises InternalError, with the last steps, if there is no transition."""
         after = TABLE.get((self.state, event))
         self._story.append(f"{self.state} + {event} → {after}")
         if after is None:
-            raise InternalError(f"a member has no way on: {'; '.join(self._story)}")
+            raise InternalError(f"no transition for this event; the last steps: {'; '.join(self._story)}")
         self.state = after
         if event in (Event.LEAVE, Event.SEAT_LOST):
             self.slot = None
@@ -115,7 +115,7 @@ class Member:
 
     # --- what it learns -----------------------------------------------------------------------------
     def look(self, current: Round | None, place: Place | None) -> None:
-        """Take in one look at the store: the round, and the place for the slot that this member had then."""
+        """Apply one read of the store: the round, and the place of the slot that this member had then."""
         if self.state is State.ENDED or (current is None and self.incarnation is None):
             return
         if current is None or self.incarnation not in (None, current.incarnation):
@@ -150,7 +150,7 @@ class Member:
         self.slot = slot
 
     def ended(self, closing: Closing | None) -> None:
-        """Learned elsewhere than in the store; None: there is no way to learn it any more."""
+        """The run has ended; None: its closing cannot be found out."""
         already = self.state is State.ENDED
         self.apply(Event.CLOSED if closing is not None else Event.LOST)
         if not already:

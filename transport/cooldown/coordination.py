@@ -1,7 +1,7 @@
-"""The coordinator's shell: reports out of the store, records into it, verification at the destination.
+"""The coordinator's I/O: it reads reports from the store, writes records to it, and verifies uploads.
 
-`Desk` is the blocking part, one step at a time, and has no clock; `CooldownHost` runs it on a loop until the epoch has
-ended. A host that starts anew finds the epoch in the store and carries it on.
+`StoredCoordinator` is the blocking part: one step at a time, no clock. `CooldownHost` runs it on a loop until the epoch
+has ended. A coordinator that restarts finds the epoch in the store and resumes it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from transport.cooldown.blocking_calls import in_thread, retry_store, settled
 from transport.cooldown.destinations.base import Destination, normalise
 from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.coordinator import (
@@ -39,11 +40,10 @@ from transport.cooldown.epochs.records import (
     check_name,
     decode,
     encode,
-    outcomes_place,
+    outcomes_folder,
 )
 from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.threads import in_thread, patient, settled
-from transport.cooldown.verify import Untrue, verified
+from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import (
     ConfigurationError,
     RunError,
@@ -55,20 +55,20 @@ log = logging.getLogger(__name__)
 
 POLL_S: Final = 0.5  # between two looks at the clock
 AT_ONCE: Final = 4  # verifications
-SECOND_PLACE_S: Final = 30.0
+OUTCOME_COPY_S: Final = 30.0
 _MOST_RECORD: Final = 16 << 20
 
 
-class Desk:
-    """One epoch between its coordinator and the store. Blocks; one call at a time.
+class StoredCoordinator:
+    """One epoch's coordinator with its record in the store. Blocks; one call at a time.
 
-    Raises StoreUnavailableError; the same call may then be made again, and nothing is lost or done twice.
+    Raises StoreUnavailableError; the same call can then be repeated: nothing is lost or done twice.
     """
 
     def __init__(self, ledger: Ledger, epoch: int, wall: Callable[[], float] = time.time) -> None:
         record, self._version = ledger.look(epoch)
         if record is None:
-            raise UsageError(f"run {ledger.run}: epoch {epoch} was not opened")
+            raise UsageError(f"run {ledger.run}: epoch {epoch} is not open; open() it first")
         self.machine = Coordinator(record)
         self._ledger = ledger
         self._epoch = epoch
@@ -80,14 +80,14 @@ class Desk:
         return self.machine.state is State.ENDED
 
     def step(self, now: float) -> list[Report]:
-        """Take in what was reported, and what the clock says; which reports are to be verified."""
+        """Handle new reports and the time; returns the reports to verify."""
         due = self._flush()
         for report in self._ledger.reports(self._epoch):
             due += self.handle(Reported(report))
         return due + self._perform(self.machine.tick(now))
 
     def handle(self, event: Event) -> list[Report]:
-        """One event; which reports are to be verified."""
+        """Handle one event; returns the reports to verify."""
         return self._flush() + self._perform(self.machine.handle(event))
 
     def _perform(self, actions: Iterable[Action]) -> list[Report]:
@@ -101,7 +101,7 @@ class Desk:
         return due + self._flush()
 
     def _flush(self) -> list[Report]:
-        """Write what is to be written; another coordinator's record leads to further actions."""
+        """Write the pending record; a record of another coordinator causes further actions."""
         due: list[Report] = []
         while self._unwritten is not None:
             record = self._unwritten
@@ -112,8 +112,10 @@ class Desk:
             if version is None:
                 theirs, version = self._ledger.look(self._epoch)
                 if theirs is None:
-                    raise RunError(f"run {self._ledger.run}: the record of epoch {self._epoch} was removed")
-                # A write whose answer was lost may have taken place: it is one's own then.
+                    raise RunError(
+                        f"run {self._ledger.run}: the record of epoch {self._epoch} is no longer in the store"
+                    )
+                # A write whose answer was lost may have been done: then the record is our own.
                 event = Written() if theirs == record else Superseded(theirs)
             self._version = version
             self._unwritten = None
@@ -129,14 +131,14 @@ class Desk:
 
 
 class CooldownHost:
-    """Opens epochs, and leads each through its cooldown. One loop.
+    """The coordinator: opens epochs and runs the cooldown of each. One loop.
 
     Args:
-        destination: folder or URL, for all epochs of the run (destination.py).
-        cooldown_s: how long a cooldown lasts if nobody completes a checkpoint; the coordinator's verification, which
-            reads every byte back, counts. What is being verified then is waited for, at most as long again.
-        seed: of the elections, 0 to 2**64 - 1.
-        clock: seconds, for the time limit; `wall`: Unix time, for people.
+        destination: folder or URL, for all epochs of the run.
+        cooldown_s: seconds after which a cooldown without a checkpoint ends. The coordinator's verification, which
+            reads every byte back, counts. A verification that runs at that time is waited for, at most as long again.
+        seed: seed of the elections, 0 to 2**64 - 1.
+        clock: seconds, for the time limit; `wall`: Unix time, for display.
     """
 
     def __init__(
@@ -162,9 +164,9 @@ class CooldownHost:
         self._wall = wall
 
     async def open(self, epoch: int | None = None) -> EpochRecord:
-        """Open an epoch, by default the one after the last; its training begins.
+        """Open an epoch, by default the one after the last. Its training begins.
 
-        Raises UsageError when this epoch was opened before.
+        Raises UsageError if this epoch was already opened.
         """
         while True:
             chosen = epoch if epoch is not None else max(await in_thread(self._ledger.epochs), default=0) + 1
@@ -179,48 +181,48 @@ class CooldownHost:
             if await in_thread(self._ledger.write, record, ABSENT) is not None:
                 return record
             if epoch is not None:
-                raise UsageError(f"run {self._ledger.run}: epoch {epoch} was opened before; each has one life")
+                raise UsageError(f"run {self._ledger.run}: epoch {epoch} was already opened; an epoch is opened once")
 
     async def cooldown(self, epoch: int, step: int, clients: Sequence[str]) -> EpochRecord:
-        """Lead an opened epoch through its cooldown, or carry on one that has begun; returns the record of its end.
+        """Run the cooldown of an open epoch, or resume one that has begun; returns the record of its end.
 
         Args:
-            step: of the model that the clients hold and upload.
-            clients: names of the healthy ones.
+            step: training step of the model that the clients upload.
+            clients: names of the healthy clients.
 
         Raises:
-            StoreUnavailableError: for a minute. The cooldown stays as it is, and may be carried on.
+            StoreUnavailableError: the store is unavailable for a minute. The cooldown can be resumed.
         """
         for client in clients:
             check_name(client, "client")
-        desk = await patient(lambda: Desk(self._ledger, epoch, self._wall))
-        destination = await in_thread(open_destination, desk.machine.record.destination)
+        coordinator = await retry_store(lambda: StoredCoordinator(self._ledger, epoch, self._wall))
+        destination = await in_thread(open_destination, coordinator.machine.record.destination)
         try:
-            await patient(lambda: desk.handle(Begin(step, tuple(clients))))
-            await self._lead(desk, destination)
-            await self._second_place(desk.machine.record, destination)
+            await retry_store(lambda: coordinator.handle(Begin(step, tuple(clients))))
+            await self._lead(coordinator, destination)
+            await self._copy_outcome(coordinator.machine.record, destination)
         finally:
             in_thread(destination.close)
-        return desk.machine.record
+        return coordinator.machine.record
 
-    async def _lead(self, desk: Desk, destination: Destination) -> None:
-        epoch = desk.machine.record.epoch
+    async def _lead(self, coordinator: StoredCoordinator, destination: Destination) -> None:
+        epoch = coordinator.machine.record.epoch
         stop = Stop()
         slots = asyncio.Semaphore(AT_ONCE)
         verdicts: set[asyncio.Task[Event]] = set()
         bell = ABSENT
         try:
-            while not desk.ended():
-                due = await patient(lambda: desk.step(self._clock()))
+            while not coordinator.ended():
+                due = await retry_store(lambda: coordinator.step(self._clock()))
                 done = {task for task in verdicts if task.done()}
                 verdicts -= done
                 for task in done:
-                    due += await patient(partial(desk.handle, task.result()))
+                    due += await retry_store(partial(coordinator.handle, task.result()))
                 for report in due:
                     verdicts.add(
-                        asyncio.create_task(self._verdict(desk.machine.record, destination, report, stop, slots))
+                        asyncio.create_task(self._verdict(coordinator.machine.record, destination, report, stop, slots))
                     )
-                if desk.ended():
+                if coordinator.ended():
                     return
                 ring = in_thread(self._ledger.wait_for_report, epoch, bell, POLL_S)
                 awaited: list[asyncio.Future[Any]] = [ring, *verdicts]
@@ -241,31 +243,31 @@ class CooldownHost:
         async with slots:
             try:
                 return Verified(report, await in_thread(verified, destination, record, report, stop))
-            except Untrue as untrue:
+            except RefusedUpload as untrue:
                 return Refuted(report, untrue.refusal, str(untrue))
 
-    async def _second_place(self, record: EpochRecord, destination: Destination) -> None:
-        """The outcome beside the checkpoints, for the day when the store is lost."""
+    async def _copy_outcome(self, record: EpochRecord, destination: Destination) -> None:
+        """Write the outcome to the destination too, in case the store is lost."""
         written = in_thread(destination.put, outcome_path(record.run, record.epoch), encode(record))
-        if not await settled(written, SECOND_PLACE_S):
-            log.warning("epoch %d: the outcome is in the store, and %s does not answer", record.epoch, destination.url)
+        if not await settled(written, OUTCOME_COPY_S):
+            log.warning("epoch %d: the outcome is in the store only: timeout at %s", record.epoch, destination.url)
         elif error := written.exception():
             log.warning("epoch %d: the outcome is in the store only: %s", record.epoch, error)
 
 
 def outcome_path(run: str, epoch: int) -> str:
-    """Where an epoch's outcome stands at the destination."""
-    return f"{outcomes_place(run)}/{epoch:012d}.json"
+    """Path of an epoch's outcome at the destination."""
+    return f"{outcomes_folder(run)}/{epoch:012d}.json"
 
 
 def recorded_outcomes(destination: Destination, run: str) -> dict[int, EpochRecord]:
-    """The ended epochs as the destination has them: what is left when the store is lost. Blocks.
+    """The ended epochs as recorded at the destination, for use when the store is lost. Blocks.
 
-    Raises DestinationError; StoreUnsuitableError for a file that is no record.
+    Raises DestinationError; StoreUnsuitableError for a file that is not a record.
     """
     found = {}
-    for name in destination.names(outcomes_place(check_name(run, "run"))):
-        data = destination.read(f"{outcomes_place(run)}/{name}", _MOST_RECORD) if name.endswith(".json") else None
+    for name in destination.names(outcomes_folder(check_name(run, "run"))):
+        data = destination.read(f"{outcomes_folder(run)}/{name}", _MOST_RECORD) if name.endswith(".json") else None
         if data is not None:
             record = decode(data, EpochRecord)
             if record.run == run and record.phase is Phase.ENDED:

@@ -49,7 +49,7 @@ class Worker:
         return f"<Worker {self.name} process {self.process.pid} {'done' if self.done.done() else 'at work'}>"
 
 
-class Crew:
+class Workers:
     """All workers of one run. Owned by the parent's loop.
 
     Args:
@@ -57,7 +57,7 @@ class Crew:
         progressed: is called after each message of progress.
     """
 
-    def __init__(self, plan: Plan, say: Callable[[str], None], progressed: Callable[[Crew], None]) -> None:
+    def __init__(self, plan: Plan, say: Callable[[str], None], progressed: Callable[[Workers], None]) -> None:
         self.rollouts: list[Worker] = []
         self.trainers: list[Worker] = []
         self._plan = plan
@@ -69,8 +69,8 @@ class Crew:
         self._prefix = ""
 
     @property
-    def workers(self) -> list[Worker]:
-        """Trainers first."""
+    def all(self) -> list[Worker]:
+        """All workers, trainers first."""
         return [*self.trainers, *self.rollouts]
 
     @contextlib.asynccontextmanager
@@ -92,7 +92,7 @@ class Crew:
 
     async def work_done(self) -> None:
         """Until everybody has reported the end of its work. Raises WorkerFailedError as soon as one cannot."""
-        everybody = asyncio.gather(*(worker.done for worker in self.workers))
+        everybody = asyncio.gather(*(worker.done for worker in self.all))
         awaited: list[asyncio.Future[Any]] = [everybody, *self._watchers]
         finished, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
         for each in finished:
@@ -140,7 +140,7 @@ class Crew:
                     raise WorkerFailedError(f"{worker.name}: {kind}: {message}")
                 case done:
                     worker.done.set_result(done)
-        raise WorkerFailedError(f"{worker.name} {_how_it_ended(await worker.process.wait())} in the middle of the run")
+        raise WorkerFailedError(f"{worker.name} {_how_it_ended(await worker.process.wait())} before its work was done")
 
     async def _relay(self, worker: Worker) -> None:
         if worker.process.stderr is not None:
@@ -152,17 +152,19 @@ class Crew:
         """Have everybody stop; kill who does not; wait for the processes below them; remove what is left."""
         for watcher in self._watchers:
             watcher.cancel()
-        for worker in self.workers:
+        for worker in self.all:
             if worker.process.stdin is not None:
                 worker.process.stdin.close()
-        await asyncio.gather(*map(self._stopped, self.workers), *self._watchers, return_exceptions=True)
+        await asyncio.gather(*map(self._stopped, self.all), *self._watchers, return_exceptions=True)
         if self._relays:
             _, left = await asyncio.wait(self._relays, timeout=_TREE_GONE_S)
             for relay in left:
                 relay.cancel()
             if left:
-                self._say(f"processes below {len(left)} workers do not end; see `transport reclaim`")
-        for worker in self.workers:
+                self._say(
+                    f"child processes of {len(left)} workers still run after {_TREE_GONE_S:g} s; run: transport reclaim"
+                )
+        for worker in self.all:
             with contextlib.suppress(_ring.RingFault):  # mostly: it is gone already
                 _ring.Ring.unlink_if_dead(worker.ring)
 
@@ -171,7 +173,7 @@ class Crew:
             async with asyncio.timeout(_STOP_S):
                 await worker.process.wait()
         except TimeoutError:
-            self._say(f"{worker.name} does not stop; killing it")
+            self._say(f"{worker.name} did not stop within {_STOP_S:g} s; killing it")
             worker.process.kill()
             await worker.process.wait()
 
@@ -179,4 +181,4 @@ class Crew:
 def _how_it_ended(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
-    return f"was ended by {signal.Signals(-status).name}"
+    return f"was killed by {signal.Signals(-status).name}"

@@ -1,4 +1,4 @@
-"""Blocking calls from a loop, in threads that nobody has to wait for: a destination or a store may hang for minutes."""
+"""Blocking calls from a loop, in daemon threads: a destination or a store may hang for minutes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
-    """The call's result. Cancelling the future leaves the call to end by itself; so does the end of the process."""
+    """Run the call in a daemon thread. Cancelling the future does not stop it; neither loop nor exit wait for it."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -34,7 +34,7 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
             result = function(*arguments)
         except BaseException as raised:
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits for the result
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name=f"cooldown {getattr(function, '__name__', 'call')}", daemon=True).start()
@@ -42,8 +42,9 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
 
 
 async def settled(future: asyncio.Future[T], most_s: float) -> bool:
-    """Wait for a future at most so long, whatever comes of it, also while this task is being cancelled; whether it
-    is done."""
+    """Wait at most ``most_s`` for a future to end, even if this task is cancelled meanwhile; returns whether it ended.
+
+    A cancellation is raised afterwards."""
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + most_s
     cancelled = False
@@ -53,14 +54,14 @@ async def settled(future: asyncio.Future[T], most_s: float) -> bool:
         except asyncio.CancelledError:
             cancelled = True
     if future.done() and not future.cancelled():
-        future.exception()  # looked at: it is the caller's to raise or not
+        future.exception()  # retrieved, so that asyncio does not log it; the caller decides whether to raise it
     if cancelled:
         raise asyncio.CancelledError
     return future.done()
 
 
-async def patient(call: Callable[[], T], most_s: float = STORE_PATIENCE_S) -> T:
-    """The result of a call to the store, made again while it cannot be reached; StoreUnavailableError after a while."""
+async def retry_store(call: Callable[[], T], most_s: float = STORE_PATIENCE_S) -> T:
+    """Call the store, and retry while it is unavailable. Raises StoreUnavailableError after ``most_s`` seconds."""
     loop = asyncio.get_running_loop()
     give_up_at = loop.time() + most_s
     while True:

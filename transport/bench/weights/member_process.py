@@ -1,6 +1,7 @@
-"""A trainer or replica as a process: ``python -m transport.bench.weights.member``, started by members.py.
+"""A trainer or replica as a process, which process_member.py starts:
+``python -m transport.bench.weights.member_process``.
 
-Its configuration is the first line of standard input, a request each line after it; the end of the input ends it.
+The first line of standard input is its configuration, each further line a request; the end of input ends it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 import numpy as np
 import uvloop
 
-from transport.bench.weights.members import Answer, Request
+from transport.bench.weights.process_member import Answer, Request
 from transport.errors import UsageError
 from transport.weights.plan.steps import Proof
 from transport.weights.ring_engine import RingEngine
@@ -86,7 +87,7 @@ def make(config: MemberConfig) -> Trainer | Replica:
     if isinstance(made, RolloutWorker):
         return Replica(engine, made)
     if not hasattr(made, "weights"):
-        raise UsageError(f"{config.made} is neither a RolloutWorker nor has it weights(version)")
+        raise UsageError(f"{config.made} is neither a RolloutWorker nor an object with weights(version)")
     return Trainer(engine, made)
 
 
@@ -112,7 +113,7 @@ class Answering:
     async def _answer(self, request: Request) -> None:
         try:
             if request.method not in _METHODS:
-                raise UsageError(f"a member has no method {request.method!r}")
+                raise UsageError(f"unknown method {request.method!r} of a member")
             result = await self._call(request.method, request.arguments)
             answer = Answer(request.id, msgspec.to_builtins(result))
         except Exception as error:

@@ -1,0 +1,135 @@
+"""The host's decisions: a table over one consistent snapshot of the round. No I/O, no clock.
+
+A decision is written by compare-and-set against the version of the round in the snapshot. A host that was stopped and
+has an old snapshot therefore changes nothing.
+
+    phase     first condition that holds                          decision
+    open      `most` members joined, none of the last is missing  complete the round
+              `least` members joined, last_call_s is over         complete the round
+              fewer than `least` joined within join_timeout_s     close: failure
+    running   all members with a rank are done                    close: success
+              a member with a rank is gone or asks for a restart  open the next round; after most_rounds close: failure
+              the roster is missing                               the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+from transport.rendezvous.placement import Placement, one_seat_each, place
+from transport.rendezvous.records import Peer, Phase, Reason, Round, Seat, Status
+from transport.rendezvous.rules import Rules
+
+
+class Snapshot(NamedTuple):
+    """The input of a decision.
+
+    Attributes:
+        seats: seats of this round in the store, in any order.
+        active: members with a rank, in the order of ranks: of this round if it runs, else of the previous round.
+        returning: members of ``active`` whose leases of the previous round still run, while this round is open.
+        open_s: seconds for which this host has seen the round open.
+    """
+
+    round: Round
+    seats: Sequence[Seat]
+    active: Sequence[Peer] = ()
+    returning: frozenset[str] = frozenset()
+    open_s: float = 0.0
+
+
+class Complete(NamedTuple):
+    """Complete the round: write the places; members that join later become spares."""
+
+    placement: Placement
+
+
+class OpenNext(NamedTuple):
+    """Open the next round, which members can join."""
+
+    why: str
+
+
+class Close(NamedTuple):
+    """End the run."""
+
+    reason: Reason
+    message: str
+
+
+Act: TypeAlias = Complete | OpenNext | Close
+Rule: TypeAlias = Callable[[Snapshot, Rules], Act | None]
+
+
+def decide(snapshot: Snapshot, rules: Rules) -> Act | None:
+    """The decision of the first rule that applies; None: wait and decide again later."""
+    for phase, rule in TABLE:
+        if phase is snapshot.round.phase and (act := rule(snapshot, rules)) is not None:
+            return act
+    return None
+
+
+def _current(snapshot: Snapshot) -> list[Seat]:
+    return one_seat_each([seat for seat in snapshot.seats if seat.round == snapshot.round.number])
+
+
+def _complete(snapshot: Snapshot, seats: Sequence[Seat]) -> Complete:
+    before = {peer.member: rank for rank, peer in enumerate(snapshot.active)}
+    return Complete(place(seats, snapshot.round.most, before))
+
+
+def _full(snapshot: Snapshot, rules: Rules) -> Act | None:
+    seats = _current(snapshot)
+    missing = snapshot.returning - {seat.member for seat in seats}
+    return _complete(snapshot, seats) if len(seats) >= snapshot.round.most and not missing else None
+
+
+def _last_call_over(snapshot: Snapshot, rules: Rules) -> Act | None:
+    seats = _current(snapshot)
+    enough = len(seats) >= snapshot.round.least
+    return _complete(snapshot, seats) if enough and snapshot.open_s >= rules.last_call_s else None
+
+
+def _overdue(snapshot: Snapshot, rules: Rules) -> Act | None:
+    here, least = len(_current(snapshot)), snapshot.round.least
+    if here >= least or snapshot.open_s < rules.join_timeout_s:
+        return None
+    return Close(
+        Reason.FAILURE,
+        f"{here} of {least} members joined round {snapshot.round.number} within {rules.join_timeout_s:g} s",
+    )
+
+
+def _all_done(snapshot: Snapshot, rules: Rules) -> Act | None:
+    done = {(seat.slot, seat.member) for seat in _current(snapshot) if seat.status is Status.DONE}
+    everybody = bool(snapshot.active) and all((peer.slot, peer.member) in done for peer in snapshot.active)
+    return Close(Reason.SUCCESS, f"all {len(snapshot.active)} members are done") if everybody else None
+
+
+def _broken(snapshot: Snapshot, rules: Rules) -> Act | None:
+    if not snapshot.active:
+        return _reopen(snapshot, rules, "the roster is missing in the store")
+    by_slot = {seat.slot: seat for seat in snapshot.seats if seat.round == snapshot.round.number}
+    for rank, peer in enumerate(snapshot.active):
+        seat = by_slot.get(peer.slot)
+        if seat is None or seat.member != peer.member:
+            return _reopen(snapshot, rules, f"rank {rank} ({peer.member}) is gone")
+        if seat.status is Status.RESTART:
+            return _reopen(snapshot, rules, f"rank {rank} ({peer.member}) asks for a restart: {seat.message}")
+    return None
+
+
+def _reopen(snapshot: Snapshot, rules: Rules, why: str) -> Act:
+    if rules.most_rounds is not None and snapshot.round.number >= rules.most_rounds:
+        return Close(Reason.FAILURE, f"{why}; round {snapshot.round.number} was the last of {rules.most_rounds} rounds")
+    return OpenNext(why)
+
+
+TABLE: tuple[tuple[Phase, Rule], ...] = (
+    (Phase.OPEN, _full),
+    (Phase.OPEN, _last_call_over),
+    (Phase.OPEN, _overdue),
+    (Phase.RUNNING, _all_done),
+    (Phase.RUNNING, _broken),
+)
