@@ -21,8 +21,11 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import api_page
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # pytest has it on its path, a program has not
+
+import api_page
 
 from transport import config, errors, wires
 from transport.client.retry import attempts_of_read, backoff_ceiling, worst_case_attempts, worst_case_wait

@@ -144,7 +144,7 @@ def _queue_text(queue: str) -> tuple[str | None, str | None]:
         return queue, None
     if parsed.path.exists():
         raise UsageError(
-            f"--queue {queue}: the file already exists, and its tickets would mix with the demo's; give a new file"
+            f"--queue {queue}: the file already exists; give a new file for the demo's tickets"
         )
     return parsed.text, None
 
