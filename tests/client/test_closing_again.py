@@ -192,7 +192,7 @@ def test_a_packer_whose_cleanup_was_interrupted_gives_every_claim_back_in_the_ne
 ) -> None:
     with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
         worker, packer = Worker(), Packer()
-        worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", ports=(0,))
+        worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread")
         threads = threading.active_count()
         try:
             for seed in range(4):

@@ -347,7 +347,7 @@ def test_the_status_codes_are_those_of_the_errors() -> None:
 
 
 def test_the_transitions_are_those_of_the_slot_word() -> None:
-    header = (ROOT / "native" / "slot_word.hpp").read_text(encoding="utf-8")
+    header = (ROOT / "native" / "ring" / "slot_word.hpp").read_text(encoding="utf-8")
     operations = set(re.findall(r"^constexpr Step (\w+)\(", header, re.MULTILINE)) - {"refuse", "settled"}
     assert {row[0].strip("`") for row in rows(section("Slots"))} == operations
 
