@@ -124,7 +124,7 @@ def _wires(names: str) -> tuple[Wire, ...]:
 
 def _queue_text(queue: str) -> tuple[str | None, str | None]:
     """The place of the queue, None for a temporary file; and that of a run on a server that is to be removed."""
-    from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
+    from transport.storage.urls import RedisPlace, SQLitePlace, has_scheme, parse_place
 
     if queue == _EMBEDDED:
         return None, None
@@ -132,7 +132,7 @@ def _queue_text(queue: str) -> tuple[str | None, str | None]:
         queue = f"{queue}?run=demo-{secrets.token_hex(6)}"
         parse_place(queue)
         return queue, queue
-    place = parse_place(queue) if "://" in queue else SQLitePlace(Path(queue))
+    place = parse_place(queue) if has_scheme(queue) else SQLitePlace(Path(queue))
     if isinstance(place, RedisPlace):
         return queue, None
     if place.path.exists():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transport.queue.base import TicketQueue
 from transport.queue.redis import RedisQueue
 from transport.queue.sqlite import SQLiteQueue
-from transport.storage.urls import SQLitePlace, parse_place
+from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
 
 
 def open_queue(url: str) -> TicketQueue:
@@ -17,5 +17,8 @@ def open_queue(url: str) -> TicketQueue:
         QueueUnavailableError: the server does not answer.
         MissingDependencyError: the redis package is not installed.
     """
-    place = parse_place(url)
-    return SQLiteQueue(place.path) if isinstance(place, SQLitePlace) else RedisQueue(place)
+    match parse_place(url):
+        case SQLitePlace(path):
+            return SQLiteQueue(path)
+        case RedisPlace() as place:
+            return RedisQueue(place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transport.storage.urls import SQLitePlace, parse_place
+from transport.storage.urls import RedisPlace, SQLitePlace, parse_place
 from transport.store.base import Store
 from transport.store.redis import RedisStore
 from transport.store.sqlite import SQLiteStore
@@ -17,7 +17,8 @@ def open_store(url: str) -> Store:
         StoreUnavailableError: the server does not answer.
         MissingDependencyError: the redis package is not installed.
     """
-    place = parse_place(url)
-    if isinstance(place, SQLitePlace):
-        return SQLiteStore(place.path)
-    return RedisStore(place)
+    match parse_place(url):
+        case SQLitePlace(path):
+            return SQLiteStore(path)
+        case RedisPlace() as place:
+            return RedisStore(place)
