@@ -212,7 +212,7 @@ def main() -> int:
             left += len(segments)
             print(*run.said, *map(described, segments), sep="\n")
             names = [segment.name for segment in segments]
-            subprocess.run([sys.executable, "-m", "transport", "reclaim", *names], check=True)
+            subprocess.run([sys.executable, "-P", "-m", "transport", "reclaim", *names], check=True)
             stayed += len(run.segments())
     print(f"{chosen.runs} runs, {left} segments left, {stayed} that reclaim did not remove")
     return 1 if stayed else 0
