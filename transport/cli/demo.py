@@ -20,15 +20,18 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
 
+_MOST = (
+    14  # rollouts, and trainers: each maps the other's ring, whose 16 owner places serve writer and listener as well
+)
 _EMBEDDED = "sqlite"
 _TARGET = 2.0
 _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: cuda would have nothing to carry
 
 
 def demo(
-    rollouts: Annotated[int, typer.Option(min=1, max=14, help="Processes that play.")] = 2,
+    rollouts: Annotated[int, typer.Option(min=1, max=_MOST, help="Processes that play.")] = 2,
     episodes: Annotated[int, typer.Option(min=1, help="Payloads: episodes of all rollouts together.")] = 480,
-    readers: Annotated[int, typer.Option(min=1, max=14, help="Trainers; each reads every payload once.")] = 1,
+    readers: Annotated[int, typer.Option(min=1, max=_MOST, help="Trainers; each reads every payload once.")] = 1,
     queue: Annotated[
         str,
         typer.Option(

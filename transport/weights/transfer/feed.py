@@ -61,11 +61,6 @@ class Feed:
             assert missing  # for whoever looks at a hanging build in a debugger
 
     @property
-    def waiting_for(self) -> frozenset[str]:
-        """Children that have not connected."""
-        return (self._expected or frozenset()) - self._children.keys()
-
-    @property
     def children(self) -> frozenset[str]:
         """Those connected now."""
         return frozenset(self._children)
