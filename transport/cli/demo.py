@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
 
-_MOST = (
-    14  # rollouts, and trainers: each maps the other's ring, whose 16 owner places serve writer and listener as well
-)
+# Each rollout maps the trainer's ring and the other way round; 16 owner places also serve writer and listener.
+_MOST = 14
 _EMBEDDED = "sqlite"
 _TARGET = 2.0
 _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: cuda would have nothing to carry
