@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 
 import api_page
+import frame_codec
 import pytest
 
 from transport import config, errors, wires
@@ -321,7 +322,7 @@ def test_the_rules_and_ceilings_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize("name", ["_PREFIX", "_HEADER", "_RECORD", "_ANSWER"])
 def test_the_layouts_are_those_of_the_frames(name: str) -> None:
-    layout: struct.Struct = getattr(frames, name)
+    layout: struct.Struct = frames._PREFIX if name == "_PREFIX" else getattr(frame_codec, name.removeprefix("_"))
     expected, offset = [], 0
     for code in layout.format.lstrip("<"):
         size = struct.calcsize(f"<{code}")

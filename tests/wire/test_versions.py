@@ -29,8 +29,9 @@ SMALL, LARGE = b"joined to its answer", bytes(range(256)) * 4096
 # A build that speaks the range on its command line: everything of it that knows of versions asks transport.wire.frames.
 SERVER = """
 import sys
-from transport import SharedRingBuffer, UCXXServer, wire
-wire.OLDEST_VERSION, wire.VERSION = int(sys.argv[1]), int(sys.argv[2])
+from transport import SharedRingBuffer, UCXXServer
+from transport.wire import frames
+frames.OLDEST_VERSION, frames.VERSION = int(sys.argv[1]), int(sys.argv[2])
 secret = sys.argv[3].encode() or None
 with SharedRingBuffer.create(slots=2, slot_bytes=1 << 20) as ring, UCXXServer(ring, secret=secret, mode="thread"):
     for data in (b"joined to its answer", bytes(range(256)) * 4096):
