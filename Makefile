@@ -8,10 +8,16 @@ BIN := $(VENV)/bin
 # Both CUDA variants of ucxx install the same module, so exactly one is chosen. Neither needs a GPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | grep -oE 'CUDA Version: [0-9]+' | grep -oE '[0-9]+$$')
 UCXX := $(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA)),cu13,cu12)
-EXTRAS := $(UCXX),demo,bench,test,lint
+EXTRAS := $(UCXX),demo,bench,test,lint,site
 CUPY := $(if $(filter cu13,$(UCXX)),cupy-cuda13x,cupy-cuda12x)
 NATIVE := $(wildcard native/common/* native/ring/* native/ucp/* native/bindings/* native/vendor/*.h) native/CMakeLists.txt
 NATIVE_TESTS := $(wildcard native/tests/*)
+PACKAGE := $(shell find transport -name '*.py' -o -name '*.pyi' -o -name py.typed)
+# Every pip takes the versions of constraints.txt, for what it builds with as well: the first name is that of pip before
+# 25.3, the second that of later ones.
+PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
+  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip
+PIP_INSTALL := $(PIP) install --quiet --disable-pip-version-check
 
 .PHONY: help install demo test pytest gpu gpu-wheels native-test faults soak model lint bench docs site clean
 
@@ -19,10 +25,12 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
-$(VENV)/installed: pyproject.toml $(NATIVE) | prerequisites
+# Built without isolation, by the packages of .venv: make wheel-test then links what is compiled here.
+$(VENV)/installed: pyproject.toml constraints.txt $(NATIVE) | prerequisites
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (ucxx variant $(UCXX)) …"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	@$(PIP_INSTALL) scikit-build-core nanobind cmake ninja libucx-$(UCXX)
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
 .PHONY: prerequisites
@@ -38,6 +46,10 @@ prerequisites:
 
 install: $(VENV)/installed ## install into .venv what is missing
 	@$(BIN)/transport --version
+
+.PHONY: constraints
+constraints: $(VENV)/installed ## renew constraints.txt: the newest versions that pyproject.toml admits
+	@$(BIN)/python tests/support/constraints.py
 
 # --- running ----------------------------------------------------------------------------------------------------------
 demo: $(VENV)/installed ## the main job: rollouts play CartPole, a trainer learns from their payloads
@@ -61,7 +73,7 @@ bench: build/peers/stamp | redis ## the whole job, then reads over every wire, b
 	@$(BIN)/transport bench ring
 
 # --- checking ---------------------------------------------------------------------------------------------------------
-test: lint native-test model pytest ## the whole suite: lint, native tests under sanitizers, the model, pytest
+test: lint native-test model wheel-test site pytest ## the whole suite: all of these, one after the other
 
 # Tests of Redis start servers of their own; without the program they skip, and say so in red.
 .PHONY: redis
@@ -83,7 +95,7 @@ gpu: ## with a CUDA device: build, check and time everything in one go; a table 
 	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
 else
 gpu: $(VENV)/installed
-	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check $(CUPY)
+	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(PIP_INSTALL) $(CUPY)
 	@$(BIN)/python benchmarks/gpu.py $(GPU_OPTIONS)
 endif
 
@@ -94,7 +106,8 @@ GPU_WHEELS := 'ucxx-cu13>=0.52,<0.53' 'libucxx-cu13>=0.52,<0.53' libucx-cu13 rmm
   msgspec
 gpu-wheels: ## what make gpu needs where nothing can be fetched, into build/wheels (55 MB; GPU_WHEELS_PYTHON=3.12)
 	@rm -rf build/wheels && mkdir -p build/wheels
-	@$(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps \
+	  --only-binary=:all: \
 	  --python-version $(GPU_WHEELS_PYTHON) --implementation cp \
 	  $(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
 	  --dest build/wheels $(GPU_WHEELS)
@@ -114,9 +127,16 @@ build/native-test: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
 
 native-test: build/native-test ## C++ tests: table, fuzz and crash tests under ASan, UBSan and TSan
 
+# Installed into an environment of its own: a stamp, too, since that takes half a minute.
+build/wheel-test: $(NATIVE) $(PACKAGE) $(wildcard tests/wheel/*.py) README.md LICENSE | $(VENV)/installed
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/wheel/check.py $(UCXX)
+	@touch $@
+
+.PHONY: wheel-test
+wheel-test: build/wheel-test ## wheel and sdist; the wheel installed and used where there is no compiler
+
 # The native modules once more, with fault points: for make soak, beside the installed ones and never in their place.
 build/faults/stamp: $(NATIVE) | $(VENV)/installed
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'nanobind>=2.2'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S native -B build/faults/tree -G Ninja -DTRANSPORT_FAULT_POINTS=ON \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/faults >/dev/null
 	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/faults/tree --parallel 2 --target install >/dev/null
@@ -178,8 +198,6 @@ docs: $(VENV)/installed ## run the code blocks of the documentation
 	@$(BIN)/python -m pytest tests/docs/test_docs.py
 
 site: $(VENV)/installed ## docs/ as a site with search in build/site; a link that leads nowhere fails
-	@$(BIN)/python -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check '.[site]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 from helpers import dead_port, noise, serving, settings_with, stalled
+from memory_store import MemoryStore
 from packers import Packer
 from queue_conformance import ticket as queued_ticket
 
@@ -39,7 +40,6 @@ from transport.runtime.logs import set_up_logging
 from transport.server import listener
 from transport.server.lifetime import Lifetime, Phase, Watchdog
 from transport.storage.urls import SQLiteURL
-from transport.store.memory import MemoryStore
 
 Configuration = config.Configuration
 PORT, OTHER = ("127.0.0.1", 1), ("127.0.0.1", 2)

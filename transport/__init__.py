@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transport.client.payload import ReadOutcome, ReceivedPayload
     from transport.errors import StaleSlotError, TransportError
     from transport.packer.mixin import UCXXDataPackerMixin
+    from transport.packer.options import ClientOptions, RingOptions, ServerOptions
     from transport.packer.rollout import UCXXRolloutMixin
     from transport.ring.buffer import SharedRingBuffer
     from transport.ring.states import SlotState
@@ -31,9 +32,12 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "BlockingClient": "client.blocking",
+    "ClientOptions": "packer.options",
     "ReadOutcome": "client.payload",
     "ReceivedPayload": "client.payload",
+    "RingOptions": "packer.options",
     "Schema": "schema",
+    "ServerOptions": "packer.options",
     "Settings": "settings",
     "SharedRingBuffer": "ring.buffer",
     "SlotState": "ring.states",
@@ -62,6 +66,9 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "ReceivedPayload",
     "UCXXRolloutMixin",
     "UCXXDataPackerMixin",
+    "RingOptions",
+    "ServerOptions",
+    "ClientOptions",
     "Settings",
     "TransportError",
     "StaleSlotError",

@@ -172,11 +172,6 @@ def configuration() -> Configuration:
     return load().configuration
 
 
-def settings_or_configured(settings: Settings | None) -> Settings:
-    """What a caller gave, else what the operator configured."""
-    return configuration().settings if settings is None else settings
-
-
 def lease_or_configured(lease_s: float | None) -> float:
     """What a caller gave for the lease of claims, else what the operator configured."""
     return configuration().claim_lease_s if lease_s is None else lease_s

@@ -20,6 +20,7 @@ from queues import opened_in_time
 
 from transport import UCXXRolloutMixin
 from transport.errors import QueueError, RingFullError
+from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import queued, ticket_id
 from transport.ticket import Ticket
 
@@ -46,12 +47,11 @@ class Worker(UCXXRolloutMixin):
             try:
                 self.setup_ucxx(
                     slots=plan.slots,
-                    slot_bytes=payloads.LARGEST,
                     readers=self.part.readers,
-                    ports=(0,) * self.part.ports,
                     name=plan.ring(self.part.number),
                     queue=self.queue,
-                    addresses=("127.0.0.1",),
+                    ring=RingOptions(slot_bytes=payloads.LARGEST),
+                    server=ServerOptions(ports=(0,) * self.part.ports, addresses=("127.0.0.1",)),
                     settings=plan.settings,
                 )
                 break

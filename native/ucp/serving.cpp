@@ -171,8 +171,10 @@ void Connection::answer(const std::byte* message) {
         else
           said.code = static_cast<std::uint8_t>(Code::wrong_key);
         break;
-      default:  // BYE: everything in front of it is done
+      case Kind::bye:  // everything in front of it is done
         break;
+      default:  // `control_fault` lets none pass; a kind that only one of the two knows is not taken for another
+        return end(End::garbage, "a record of unknown kind");
     }
     store(first + answers++ * sizeof(Answer), said);
   }

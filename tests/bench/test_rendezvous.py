@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from memory_store import MemoryStore
+
 from transport.bench.rendezvous import one_round
 from transport.cli import run
-from transport.store.memory import MemoryStore
 
 
 def test_calls_and_records_grow_with_the_members_and_not_faster() -> None:

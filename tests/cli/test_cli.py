@@ -78,6 +78,11 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
             "sqlite:///path/of/file, or redis://host:port/db?run=name",
         ),
         (
+            ["demo", "--queue", "amqp:tickets"],
+            "transport demo: a place of the kind 'amqp' is not known: give sqlite:file, relative, or "
+            "sqlite:///path/of/file, or redis://host:port/db?run=name",
+        ),
+        (
             ["demo", "--wire", "pigeon"],
             "transport demo: --wire pigeon: choose auto, or some of mapped, shm, tcp, rdma, separated by commas",
         ),
@@ -96,11 +101,12 @@ def test_numbers_out_of_range_are_wrong_usage(option: tuple[str, str], capsys: p
     assert option[0] in complaint(capsys)
 
 
-def test_the_demo_refuses_a_queue_that_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("scheme", ["", "sqlite:", "sqlite://"])
+def test_the_demo_refuses_a_queue_that_exists(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "old.sqlite3"
     path.touch()
-    assert run(["demo", "--queue", str(path)]) == 2
-    assert f"--queue {path}: the file already exists" in complaint(capsys)
+    assert run(["demo", "--queue", f"{scheme}{path}"]) == 2
+    assert f"--queue {scheme}{path}: the file already exists" in complaint(capsys)
 
 
 def test_the_module_is_the_command() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from helpers import asynchronous, eventually, listener_pids, noise, over_ucx, serving, stalled, until
+from memory_store import MemoryStore
 from packers import SCHEMA, Packer, Worker, write
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
@@ -18,7 +19,6 @@ from transport.errors import ClosedError
 from transport.queue.sqlite import SQLiteQueue
 from transport.runtime.loop_thread import LoopThread
 from transport.store.directory import Announcement, Directory
-from transport.store.memory import MemoryStore
 
 pytestmark = pytest.mark.ucx
 
@@ -192,7 +192,7 @@ def test_a_packer_whose_cleanup_was_interrupted_gives_every_claim_back_in_the_ne
 ) -> None:
     with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
         worker, packer = Worker(), Packer()
-        worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", ports=(0,))
+        worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread")
         threads = threading.active_count()
         try:
             for seed in range(4):

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import frame_codec
 import pytest
 from helpers import asynchronous, noise
 from hypothesis import example, given, settings
@@ -42,7 +43,7 @@ def mutated(message: bytes, rng: random.Random) -> bytes:
 def believable(message: bytes, number: int, sizes: list[int]) -> list[Answer] | None:
     """The answers, if Python finds that they fit a request without acks for payloads of ``sizes``."""
     try:
-        answered, answers = frames.decode_status(message)
+        answered, answers = frame_codec.decode_status(message)
     except ProtocolError:
         return None
     total = sum(len(each.joined) for each in answers if each.joined is not None)
@@ -51,7 +52,7 @@ def believable(message: bytes, number: int, sizes: list[int]) -> list[Answer] | 
         answered == number
         and [each.position for each in answers] == list(range(len(sizes)))
         and announced == total
-        and len(message) == frames.status_bytes(len(answers), total)
+        and len(message) == frame_codec.status_bytes(len(answers), total)
     )
     some = [each for each, size in zip(answers, sizes, strict=False) if size <= INLINE]
     for each, size in zip(answers, sizes, strict=False):
@@ -70,7 +71,7 @@ async def believes(link: Link, side: Side, sizes: list[int], message_of: Callabl
     for each in answers or []:
         if each.code == 0 and each.joined is None and each.length == sizes[each.position]:
             await side.payload(number, each.position, noise(each.length))
-    if len(message) > frames.status_bytes(len(sizes), sum(size for size in sizes if size <= INLINE)):
+    if len(message) > frame_codec.status_bytes(len(sizes), sum(size for size in sizes if size <= INLINE)):
         with pytest.raises(LinkError):
             await arriving
         return False
@@ -112,7 +113,10 @@ async def test_native_code_believes_no_answer_that_wire_does_not(seed: int) -> N
                 for at, size in enumerate(sizes)
             ]
             believed += await believes(
-                link, side, sizes, lambda number, good=good: mutated(bytes(frames.encode_status(number, good)), rng)
+                link,
+                side,
+                sizes,
+                lambda number, good=good: mutated(bytes(frame_codec.encode_status(number, good)), rng),
             )
     assert believed > 15
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import frame_codec
 import pytest
 from helpers import asynchronous, noise, over_ucx, until
 from scripted_listener import (
@@ -26,7 +27,6 @@ from transport.errors import (
     ConnectionLostError,
     LinkError,
 )
-from transport.wire import frames
 from transport.wire.frames import Answer, Kind, Record
 
 pytestmark = pytest.mark.ucx
@@ -259,7 +259,7 @@ async def test_messages_that_nobody_asked_for_disturb_nothing() -> None:
         for number in range(3):
             reading = asyncio.ensure_future(read(link, want(3), want(200)))
             await side.asked()
-            good = bytes(frames.encode_status(number, [joined(0, b"abc"), Answer(0, 1, 200)]))
+            good = bytes(frame_codec.encode_status(number, [joined(0, b"abc"), Answer(0, 1, 200)]))
             await send_twice(side, number, good)
             await side.payload(number, 1, noise(200))
             await side.payload(number, 1, noise(200))

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from typing import Any
 
+import frame_codec
 import numpy as np
 import pytest
 from helpers import asynchronous, noise, over_ucx
@@ -81,7 +82,7 @@ async def test_a_request_is_the_message_that_wire_encodes() -> None:
         wants = [want(5, slot=0x3FFFFFFF, rank=15), want(LARGE, slot=1)]
         reading = asyncio.ensure_future(read(link, *wants, acks=(ack(9), ack(8))))
         reads = [Record(Kind.READ, each.ticket.slot, 7, each.rank, 99, each.ticket.size) for each in wants]
-        assert await side.control() == frames.encode_control(0, [ack(9), ack(8), *reads])
+        assert await side.control() == frame_codec.encode_control(0, [ack(9), ack(8), *reads])
         await side.payload(0, 3, noise(LARGE))
         await side.status(0, joined(2, b"abcde"), Answer(0, 3, LARGE))
         assert await reading == [None] * 2

@@ -29,7 +29,7 @@ REDIS_PORT = 16379
 WRITER = """
 import json, sys
 import numpy as np
-from transport import Schema, UCXXRolloutMixin, UpTo
+from transport import Schema, ServerOptions, UCXXRolloutMixin, UpTo
 from transport.queue.open import open_queue
 
 url, payloads, addresses, mode = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]
@@ -40,7 +40,8 @@ class Worker(UCXXRolloutMixin):
 worker = Worker()
 with open_queue(url) as queue:
     worker.setup_ucxx(
-        Schema.of(data=("int64", UpTo(1 << 18))), slots=8, queue=queue, addresses=addresses, mode=mode
+        Schema.of(data=("int64", UpTo(1 << 18))), slots=8, queue=queue, mode=mode,
+        server=ServerOptions(addresses=addresses),
     )
     for number in range(payloads):
         ticket = worker.write_to_buffer({"data": np.arange(number, number + 100_000 + number)})

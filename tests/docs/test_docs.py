@@ -26,6 +26,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # pytest has it on its path, a program has not
 
 import api_page
+import frame_codec
 
 from transport import config, errors, wires
 from transport.client.retry import attempts_of_read, backoff_ceiling, worst_case_attempts, worst_case_wait
@@ -324,7 +325,7 @@ def test_the_rules_and_ceilings_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize("name", ["_PREFIX", "_HEADER", "_RECORD", "_ANSWER"])
 def test_the_layouts_are_those_of_the_frames(name: str) -> None:
-    layout: struct.Struct = getattr(frames, name)
+    layout: struct.Struct = frames._PREFIX if name == "_PREFIX" else getattr(frame_codec, name.removeprefix("_"))
     expected, offset = [], 0
     for code in layout.format.lstrip("<"):
         size = struct.calcsize(f"<{code}")

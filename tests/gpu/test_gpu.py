@@ -20,6 +20,7 @@ from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXClient, UCXX
 from transport.bench.reads import loopback
 from transport.errors import UsageError
 from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.options import ClientOptions
 from transport.testing import run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")]
@@ -336,7 +337,7 @@ def test_a_batch_of_the_data_packer_is_in_device_memory(torch: Any, library: str
     with SharedRingBuffer.create(slots=8, slot_bytes=1 << 20) as ring, UCXXServer(ring, log_level="ERROR"):
         tickets = [ring.write(to_device(library, {"x": noise(1000 * number, number)})) for number in range(1, 6)]
         packer = Packer()
-        packer.setup_ucxx_packer(wire={"tcp"}, device=library)
+        packer.setup_ucxx_packer(wire={"tcp"}, client=ClientOptions(device=library))
         try:
             packer.start_prefetch(tickets)
             batch = packer.collect_prefetch(timeout=30)

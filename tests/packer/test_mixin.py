@@ -21,6 +21,7 @@ from transport.errors import (
 )
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.options import ClientOptions, ServerOptions
 from transport.packer.rollout import queued, ticket_id
 from transport.queue.base import DeliveryState
 from transport.queue.sqlite import SQLiteQueue
@@ -46,7 +47,7 @@ def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
 @pytest.fixture
 def worker(queue: SQLiteQueue) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", ports=(0, 0))
+    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
     yield worker
     worker.cleanup_ucxx()
 
@@ -227,16 +228,16 @@ def test_what_this_trainer_could_not_do_in_time_is_left_for_others(worker: Worke
 @pytest.mark.ucx
 def test_a_trainers_own_fault_is_raised_and_the_claims_go_back(queue: SQLiteQueue) -> None:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", secret=b"right")
+    worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", server=ServerOptions(secret=b"right"))
     for step in range(2):
         write(worker, step)
     packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, secret=b"wrong")
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=ClientOptions(secret=b"wrong"))
     packer.start_prefetch(packer.claim_tickets(2, 20))
     with pytest.raises(AuthenticationError):
         packer.collect_prefetch(20)
     assert (queue.depth().ready, queue.depth().discarded) == (2, 0)
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, secret=b"right")
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp"}, client=ClientOptions(secret=b"right"))
     assert len(packer.consume(fetch(packer, 2))) == 2
     packer.cleanup_ucxx_packer()
     worker.cleanup_ucxx()

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from helpers import eventually, every_wire, free, settings_with
 
-from transport.client.device_reads import DevicePayload
+from transport.client.device_reads import DevicePayload, DeviceReceive
 from transport.errors import MissingDependencyError, UsageError
 from transport.packer.mixin import FetchedBatch, UCXXDataPackerMixin
+from transport.packer.options import ClientOptions
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue.sqlite import SQLiteQueue
 from transport.schema import Schema, UpTo
@@ -41,14 +42,15 @@ def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
 @pytest.fixture
 def worker(cupy: Any, queue: SQLiteQueue) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=8, queue=queue, mode="thread", ports=(0,))
+    worker.setup_ucxx(SCHEMA, slots=8, queue=queue, mode="thread")
     yield worker
     worker.cleanup_ucxx()
 
 
-def packing(queue: SQLiteQueue, wire: str, **options: Any) -> Packer:
+def packing(queue: SQLiteQueue, wire: str, receive: DeviceReceive = "staged", **options: Any) -> Packer:
     packer = Packer()
-    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={wire}, device="cupy", **options)  # type: ignore[arg-type]
+    client = ClientOptions(device="cupy", device_receive=receive)
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={wire}, client=client, **options)  # type: ignore[arg-type]
     return packer
 
 
@@ -147,7 +149,7 @@ def test_a_clean_up_with_copies_queued_leaves_no_slot_and_no_pinned_memory(
 
 @pytest.mark.parametrize("receive", ["staged", "direct"])
 def test_the_way_into_device_memory_is_the_clients(receive: Any, queue: SQLiteQueue, cupy: Any) -> None:
-    packer = packing(queue, "tcp", device_receive=receive)
+    packer = packing(queue, "tcp", receive)
     try:
         assert packer._packer.client._device_reads.receive == receive
         assert packer._packer.client._links._for_device_memory == (receive == "direct")
@@ -160,10 +162,10 @@ def test_a_device_that_cannot_be_used_is_named_at_set_up(
 ) -> None:
     packer = Packer()
     with pytest.raises(UsageError, match="this process sees 1 CUDA devices"):
-        packer.setup_ucxx_packer(device="cupy:4", queue=queue)
+        packer.setup_ucxx_packer(client=ClientOptions(device="cupy:4"), queue=queue)
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 0)
     with pytest.raises(MissingDependencyError, match="no CUDA device"):
-        packer.setup_ucxx_packer(device="cupy", queue=queue)
+        packer.setup_ucxx_packer(client=ClientOptions(device="cupy"), queue=queue)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(MissingDependencyError, match="pip install 'cupy-cuda12x"):
-        packer.setup_ucxx_packer(device="cupy", queue=queue)
+        packer.setup_ucxx_packer(client=ClientOptions(device="cupy"), queue=queue)

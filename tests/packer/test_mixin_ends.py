@@ -16,6 +16,7 @@ from transport.client.payload import ReadOutcome
 from transport.errors import (
     ClosedError,
 )
+from transport.packer.options import ServerOptions
 from transport.packer.rollout import queued
 from transport.queue.sqlite import SQLiteQueue
 
@@ -29,7 +30,7 @@ def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
 @pytest.fixture
 def worker(queue: SQLiteQueue) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", ports=(0, 0))
+    worker.setup_ucxx(SCHEMA, slots=16, queue=queue, mode="thread", server=ServerOptions(ports=(0, 0)))
     yield worker
     worker.cleanup_ucxx()
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from transport.errors import BusyPortError, ClosedError, QueueError, RingFullError, SchemaError
+from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import UCXXRolloutMixin, queued, ticket_id
 from transport.queue.base import DeliveryState, QueuedTicket
 from transport.queue.sqlite import SQLiteQueue
@@ -40,7 +41,7 @@ def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
 @pytest.fixture
 def worker(queue: SQLiteQueue) -> Iterator[Worker]:
     worker = Worker()
-    worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", overflow="error")
+    worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread", ring=RingOptions(overflow="error"))
     yield worker
     worker.cleanup_ucxx()
 
@@ -142,7 +143,7 @@ def test_a_port_in_use_leaves_no_ring_behind() -> None:
     with SharedRingBuffer.create(SCHEMA, slots=2) as ring, UCXXServer(ring, mode="thread") as server:
         worker = Worker()
         with pytest.raises(BusyPortError, match=str(server.ports[0])):
-            worker.setup_ucxx(SCHEMA, slots=2, mode="thread", ports=server.ports)
+            worker.setup_ucxx(SCHEMA, slots=2, mode="thread", server=ServerOptions(ports=server.ports))
         with pytest.raises(ClosedError):
             _ = worker.ring
 

@@ -15,6 +15,7 @@ from redis_server import WHY_NOT, RedisServer, needs_redis, redis_server
 
 from transport.errors import ConfigurationError, GroupBrokenError, RankError
 from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.options import RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import DeliveryState, QueueDepth, RedisQueue, SQLiteQueue, TicketQueue, open_queue
 from transport.queue.group import GroupQueue, _Vote, decide
@@ -258,7 +259,9 @@ class Packer(UCXXDataPackerMixin):
 @pytest.mark.slow
 def test_the_packers_of_a_group_train_on_the_same_payloads(place: Place) -> None:
     rollout, packers = Rollout(), [Packer(), Packer()]
-    rollout.setup_ucxx(slots=8, slot_bytes=4096, readers=2, grouped=True, queue=place.queue, mode="thread")
+    rollout.setup_ucxx(
+        slots=8, readers=2, grouped=True, queue=place.queue, mode="thread", ring=RingOptions(slot_bytes=4096)
+    )
     try:
         for rank, (packer, member) in enumerate(zip(packers, place.group(), strict=True)):
             packer.setup_ucxx_packer(queue=member, rank=rank, wire={"mapped"})

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 from helpers import Child, asynchronous, eventually
+from memory_store import MemoryStore
 from redis_server import needs_redis, redis_server
 
 from transport.errors import ClosedError, RunLostError, StoreUnavailableError, StoreUnsuitableError
 from transport.rendezvous import Archive, Closing, Place, Reason, Rendezvous, Rules
 from transport.rendezvous.records import Phase, Round
-from transport.store.memory import MemoryStore
 from transport.store.open import open_store
 
 RUN = "run"

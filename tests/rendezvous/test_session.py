@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from memory_store import MemoryStore
 from simulated_run import RULES, RUN, SimulatedMember, SimulatedRun
 
 from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreUnsuitableError
@@ -13,7 +14,6 @@ from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Phase, Reason, Role, Status
 from transport.rendezvous.rules import Rules
 from transport.store.base import Entry
-from transport.store.memory import MemoryStore
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import pytest
 from packers import Packer, Worker
 from redis_server import WHY_NOT, redis_server
 
-from transport import Schema, SharedRingBuffer, UCXXServer
+from transport import ClientOptions, Schema, ServerOptions, SharedRingBuffer, UCXXServer
 from transport.errors import UsageError
 from transport.queue import Claim, QueuedTicket, RedisQueue, SQLiteQueue, TicketQueue, open_queue
-from transport.storage.urls import parse_place
+from transport.storage.urls import parse_url
 from transport.store import RedisStore, SQLiteStore, open_store
 
 SCHEMA = Schema.of(step=("int64",))
@@ -157,7 +157,7 @@ OF_A_FILE: list[tuple[dict[str, Any], str]] = [
 def test_what_a_queue_is_made_with(case: int, tmp_path: Path) -> None:
     options, give = MADE_WITH[case]
     refused(lambda _: SQLiteQueue(tmp_path / "queue.db", **options), None, give)
-    place = parse_place("redis://localhost:1/0?run=none")
+    place = parse_url("redis://localhost:1/0?run=none")
     refused(lambda _: RedisQueue(place, **options), None, give)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
@@ -235,16 +235,24 @@ PACKER: list[tuple[Wrong, str]] = [
     (lambda packer: Packer().setup_ucxx_packer(schemas=["x"]), "schemas.* got a str: give several"),
     (lambda packer: Packer().setup_ucxx_packer(rank="0"), "rank.* got a str: give a whole number"),
     (lambda packer: Packer().setup_ucxx_packer(settings={}), "settings.* got a dict: give Settings"),
-    (lambda packer: Packer().setup_ucxx_packer(secret="text"), "secret.* got a str: give bytes"),
+    (lambda packer: Packer().setup_ucxx_packer(client=ClientOptions(secret="text")), "secret.* got a str: give bytes"),
     (lambda packer: Packer().setup_ucxx_packer(consumed=b""), "consumed.* got a bytes: .*ConsumedRecord.from_bytes"),
-    (lambda packer: Packer().setup_ucxx_packer(directory="x"), "directory.* got a str: give a Directory"),
+    (
+        lambda packer: Packer().setup_ucxx_packer(client=ClientOptions(directory="x")),
+        "directory.* got a str: give a Directory",
+    ),
+    (lambda packer: Packer().setup_ucxx_packer(client={"secret": b"x"}), "client.* got a dict: give a ClientOptions"),
     (lambda packer: Packer().setup_ucxx_packer(ack="never"), "ack='never'; choose"),
     (lambda packer: Worker().setup_ucxx("schema"), "schema.* got a str: give a Schema"),
     (lambda packer: Worker().setup_ucxx(SCHEMA, queue="x"), r"queue.* got a str: .*open_queue\(\)"),
-    (lambda packer: Worker().setup_ucxx(SCHEMA, ports=5), "ports.* got an int: give several"),
-    (lambda packer: Worker().setup_ucxx(SCHEMA, directory=3), "directory.* got an int: give a Directory"),
+    (lambda packer: Worker().setup_ucxx(SCHEMA, server=ServerOptions(ports=5)), "ports.* got an int: give several"),
+    (
+        lambda packer: Worker().setup_ucxx(SCHEMA, server=ServerOptions(directory=3)),
+        "directory.* got an int: give a Directory",
+    ),
+    (lambda packer: Worker().setup_ucxx(SCHEMA, ring=8), "ring.* got an int: give a RingOptions"),
     (lambda packer: Worker().setup_ucxx(SCHEMA, readers="2"), "readers.* got a str: give a whole number"),
-    (lambda packer: Worker().setup_ucxx(SCHEMA, secret="text"), "secret.* got a str: give bytes"),
+    (lambda packer: Worker().setup_ucxx(SCHEMA, server=ServerOptions(secret="text")), "secret.* got a str: give bytes"),
 ]
 
 

@@ -18,11 +18,13 @@ import transport
 from transport.client.acknowledgements import Ack
 from transport.errors import MissingDependencyError
 from transport.packer.mixin import FetchedBatch, FetchedItem
+from transport.packer.options import ClientOptions, ServerOptions
 from transport.queue import Claim, QueuedTicket
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.ticket import Ticket
 from transport.weights import ring_engine
+from transport.weights.options import EngineOptions
 from transport.weights.plan import topology
 from transport.weights.transfer import messages
 from transport.wire import frames
@@ -49,6 +51,9 @@ RECORDS = [
     messages.Hello(WORD, "replica"),
     ring_engine.Link(parent="p", address="127.0.0.1", port=1, token=WORD, rank=0, mapped=False),
     topology.Description(name="p", host="h", address="127.0.0.1", port=1, token=WORD),
+    ServerOptions(secret=WORD.encode()),
+    ClientOptions(secret=WORD.encode()),
+    EngineOptions(secret=WORD.encode()),
 ]
 
 

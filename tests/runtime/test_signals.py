@@ -12,14 +12,14 @@ from transport.errors import TransportError
 
 WORKER = """
 import sys
-from transport import UCXXRolloutMixin
+from transport import RingOptions, UCXXRolloutMixin
 from transport.runtime.signals import until_stopped
 
 class Worker(UCXXRolloutMixin): ...
 
 with until_stopped() as stopped:
     worker = Worker()
-    worker.setup_ucxx(slots=4, slot_bytes=64)
+    worker.setup_ucxx(slots=4, ring=RingOptions(slot_bytes=64))
     for step in range(3):
         print(worker.write_to_buffer({"step": step}).to_text(), flush=True)
     print(worker.ring.name, flush=True)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import frame_codec
 import pytest
 from helpers import asynchronous, proven, settings_with, until
 from scripted_peer import (
@@ -100,7 +101,7 @@ async def test_requests_far_ahead_of_their_answers_are_answered_in_order(ring: S
 async def test_a_request_out_of_turn_ends_its_connection(ring: SharedRingBuffer, number: int) -> None:
     async with Stage(ring) as stage:
         peer, other = await stage.connected(), await stage.connected()
-        peer.send(frames.encode_control(number, [Record(Kind.STATE)]), number)  # receives stand for the next two
+        peer.send(frame_codec.encode_control(number, [Record(Kind.STATE)]), number)  # receives stand for the next two
         await peer.task
         assert [answer.code for answer in await other.ask(Record(Kind.BYE))] == [0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import frame_codec
 import pytest
 from helpers import asynchronous
 from hypothesis import given, settings
@@ -40,10 +41,10 @@ def ring() -> Iterator[SharedRingBuffer]:
 # --- garbage --------------------------------------------------------------------------------------
 def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int | None = None) -> bytes:
     """A CONTROL message that says it has ``count`` records, and has ``records``."""
-    message = frames.encode_control(number, [Record(Kind.BYE)] * (count if records is None else records))
+    message = frame_codec.encode_control(number, [Record(Kind.BYE)] * (count if records is None else records))
     message[2:4] = count.to_bytes(2, "little")
-    if len(message) > frames.HEADER_BYTES:
-        message[frames.HEADER_BYTES] = kind
+    if len(message) > frame_codec.HEADER_BYTES:
+        message[frame_codec.HEADER_BYTES] = kind
     return bytes(message)
 
 
@@ -52,15 +53,15 @@ def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int 
     [
         b"",
         b"garbage",
-        b"\xff" * frames.CONTROL_BYTES,
-        b"x" * (frames.CONTROL_BYTES + 1),
-        bytes(frames.CONTROL_BYTES),
+        b"\xff" * frame_codec.CONTROL_BYTES,
+        b"x" * (frame_codec.CONTROL_BYTES + 1),
+        bytes(frame_codec.CONTROL_BYTES),
         b"\x03" + control()[1:],
         b"\x01" + control()[1:],  # spoken here, but not on this connection
         control(number=1),
         control(number=2**24),
         control(number=2**32 - 1),
-        bytes(frames.encode_status(0, [])),
+        bytes(frame_codec.encode_status(0, [])),
         control(count=0),
         control(count=64, records=63),
         control(count=0xFFFF, records=63),
@@ -93,7 +94,7 @@ async def test_nothing_of_a_message_is_done_when_a_part_of_it_is_garbage(ring: S
     ticket = ring.write_raw(LARGE)
     async with Stage(ring) as stage:
         peer = await stage.connected()
-        peer.send(frames.encode_control(1, [ack(ticket), read(ticket), Record(Kind.CONTROL)]))
+        peer.send(frame_codec.encode_control(1, [ack(ticket), read(ticket), Record(Kind.CONTROL)]))
         await peer.task
     assert states(ring) == READY
     assert (ring.statistics().pins, ring.statistics().consumes) == (0, 0)
@@ -117,7 +118,7 @@ async def test_garbage_after_reading_gives_the_pin_back(
 def mutated(draw: st.DrawFn) -> bytes:
     """Bytes, or a message that is nearly right."""
     if draw(st.booleans()):
-        return draw(st.binary(max_size=frames.CONTROL_BYTES + 8))
+        return draw(st.binary(max_size=frame_codec.CONTROL_BYTES + 8))
     message = bytearray(control(count=draw(st.sampled_from([1, 2, 63])), number=1, kind=Kind.READ))
     for _ in range(draw(st.integers(0, 6))):
         message[draw(st.integers(0, len(message) - 1))] = draw(st.integers(0, 255))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import frame_codec
 import numpy as np
 import pytest
 from helpers import asynchronous, noise, until
@@ -40,9 +41,9 @@ class Said(NamedTuple):
 async def said(peer: Peer, *records: Record) -> Said:
     """Send a message and return its answer; what comes beside it is left where it is."""
     number = peer.tell(*records)
-    buffer = bytearray(frames.status_bytes(frames.MAX_RECORDS, frames.MAX_RECORDS * LIMIT))
+    buffer = bytearray(frame_codec.status_bytes(frames.MAX_RECORDS, frames.MAX_RECORDS * LIMIT))
     await peer.endpoint.receive(buffer, frames.tag(peer.base, number))
-    return Said(int.from_bytes(buffer[8:12], "little"), frames.decode_status(buffer)[1])
+    return Said(int.from_bytes(buffer[8:12], "little"), frame_codec.decode_status(buffer)[1])
 
 
 @asynchronous

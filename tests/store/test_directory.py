@@ -151,14 +151,17 @@ def test_only_a_failure_to_reach_anybody_asks_the_directory(store: SQLiteStore) 
 WORKER = textwrap.dedent("""
     import signal, sys, numpy as np
     from transport.store.directory import Directory
+    from transport.packer.options import RingOptions, ServerOptions
     from transport.packer.rollout import UCXXRolloutMixin
     from transport.settings import Settings
     from transport.store import SQLiteStore
     with SQLiteStore(sys.argv[1]) as store:
         worker = UCXXRolloutMixin()
         worker.setup_ucxx(
-            slots=4, slot_bytes=4096, name=sys.argv[2], mode="thread", addresses=["127.0.0.1"],
-            directory=Directory(store, lease_s=float(sys.argv[3])),
+            slots=4, name=sys.argv[2], mode="thread", ring=RingOptions(slot_bytes=4096),
+            server=ServerOptions(
+                addresses=["127.0.0.1"], directory=Directory(store, lease_s=float(sys.argv[3]))
+            ),
         )
         tickets = worker.ring.tickets() or [
             worker.write_to_buffer({"x": np.arange(5, dtype=np.int32)}) for _ in range(2)

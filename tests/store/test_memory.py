@@ -6,9 +6,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from memory_store import MemoryStore
 from store_conformance import StoreConformance
-
-from transport.store.memory import MemoryStore
 
 
 class MemoryHarness:

@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
 
+import frame_codec
+
 from transport.client.connection import Link, Want
 from transport.settings import Settings
 from transport.ticket import Ticket
@@ -189,20 +191,20 @@ class Side:
     # --- requests -----------------------------------------------------------------------------------
     async def control(self) -> bytes:
         """The next CONTROL message, every byte of it."""
-        buffer = bytearray(b"\xcc" * (frames.CONTROL_BYTES + 8))
+        buffer = bytearray(b"\xcc" * (frame_codec.CONTROL_BYTES + 8))
         await self.endpoint.receive(buffer, frames.tag(self.base, self.number))
         self.number += 1
         count = int.from_bytes(buffer[2:4], "little")
-        end = frames.HEADER_BYTES + count * frames.RECORD_BYTES
+        end = frame_codec.HEADER_BYTES + count * frame_codec.RECORD_BYTES
         assert buffer[end:] == b"\xcc" * (len(buffer) - end)
         return bytes(buffer[:end])
 
     async def asked(self) -> tuple[int, list[Record]]:
         """Number and records of the next CONTROL message."""
-        return frames.decode_control(await self.control())
+        return frame_codec.decode_control(await self.control())
 
     async def status(self, number: int, *answers: Answer) -> None:
-        await self.status_bytes(number, frames.encode_status(number, list(answers)))
+        await self.status_bytes(number, frame_codec.encode_status(number, list(answers)))
 
     async def status_bytes(self, number: int, message: Any) -> None:
         """Any bytes in the place of a STATUS message."""

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 from unittest.mock import patch
 
+import frame_codec
 from helpers import until
 
 from transport.ring.buffer import SharedRingBuffer
@@ -165,16 +166,16 @@ class Peer:
     def tell(self, *records: Record) -> int:
         """Send a message, and take nothing of what it is answered; its number."""
         number = self.number
-        self.send(frames.encode_control(number, list(records), self.welcome.version))
+        self.send(frame_codec.encode_control(number, list(records), self.welcome.version))
         self.number += 1
         return number
 
     async def status(self, number: int, *records: Record) -> list[Answer]:
         """What the answer to the message ``number``, of these records, says."""
         small = sum(each.length for each in records if each.length <= self.welcome.inline_limit)
-        buffer = bytearray(frames.status_bytes(frames.MAX_RECORDS, small))
+        buffer = bytearray(frame_codec.status_bytes(frames.MAX_RECORDS, small))
         await self.endpoint.receive(buffer, frames.tag(self.base, number))
-        answered, answers = frames.decode_status(buffer, self.welcome.version)
+        answered, answers = frame_codec.decode_status(buffer, self.welcome.version)
         assert answered == number
         return answers
 

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     import torch
     from torch.utils.data import DataLoader
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport import BlockingClient, ClientOptions, Schema, SharedRingBuffer, UCXXServer, UpTo
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader
 from transport.errors import UsageError
 from transport.queue.sqlite import SQLiteQueue
@@ -72,7 +72,9 @@ def main() -> None:
         found["after all"] = [queue.depth().done, queue.depth().unfinished]
         if method == "fork":
             found["plain"] = refusal(DataLoader(dataset, batch_size=None, num_workers=1))
-            found["device"] = refusal(TicketLoader(TicketDataset(url, device="torch"), num_workers=1))
+            found["device"] = refusal(
+                TicketLoader(TicketDataset(url, client=ClientOptions(device="torch")), num_workers=1)
+            )
             with SharedRingBuffer.create(SCHEMA, slots=1) as ring, UCXXServer(ring, mode="thread"):
                 ticket = ring.write({"tokens": np.arange(3, dtype=np.int32), "step": 3})
                 with BlockingClient(schemas=[SCHEMA], wire={"tcp"}) as client:

@@ -9,6 +9,7 @@ from typing import Any
 
 from weights_members import version_of
 
+from transport.weights.options import EngineOptions
 from transport.weights.plan.steps import Proof
 from transport.weights.ring_engine import RingEngine
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
@@ -18,7 +19,10 @@ TOTAL = VersionLayout.of(specs_of(version_of(0))).total
 
 
 def engine(name: str, **options: Any) -> RingEngine:
-    return RingEngine(name, **{"bucket_bytes": BUCKET, "address": "127.0.0.1", **options})
+    """Fields of `EngineOptions` stand beside the arguments of `RingEngine`."""
+    further = {key: options.pop(key) for key in EngineOptions.__struct_fields__ if key in options}
+    arguments = {"bucket_bytes": BUCKET, "address": "127.0.0.1", **options}
+    return RingEngine(name, **arguments, options=EngineOptions(**further))
 
 
 @contextlib.asynccontextmanager

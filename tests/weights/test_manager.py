@@ -31,6 +31,7 @@ from transport.errors import (
 )
 from transport.testing import ResourceSnapshot
 from transport.weights.manager import Outcome, WeightUpdate
+from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import State
 from transport.weights.plan.steps import Limits, Step
 from transport.weights.ring_engine import RingEngine
@@ -259,7 +260,7 @@ def test_cancelling_in_any_step_leaves_whole_versions_and_running_replicas(share
 
 def test_a_replica_that_joins_during_an_update_waits_for_the_next_one(shared: Any) -> None:
     async def body(group: MemberGroup) -> None:
-        engine = RingEngine("late", **ENGINE, host="host 1")
+        engine = RingEngine("late", **ENGINE, options=EngineOptions(host="host 1"))
         late = Replica(engine, Worker())
         group.manager._on_step = lambda step, _: group.manager.join(late) if step is Step.INIT else None
         try:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 from transport.adapters.tensors import tensors
@@ -33,6 +34,7 @@ from transport.client.retry import Deadline
 from transport.config import configuration
 from transport.errors import ClosedError, MissingDependencyError, TicketError, TransportError, UsageError
 from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin, ticket_id
 from transport.runtime.installing import install
@@ -146,7 +148,8 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
         freed = 0
         give_up = time.monotonic() + _DISCARD_S
         operator = configuration()
-        secret = self._options.get("secret") or operator.secret()
+        client_options = self._options.get("client") or ClientOptions()
+        secret = client_options.secret or operator.secret()
         with BlockingClient(secret=secret, settings=self._options.get("settings") or operator.settings) as client:
             for text in transfer_ids:
                 left = give_up - time.monotonic()
@@ -195,7 +198,9 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         """Start the client. A CUDA ``device`` has payloads put into its memory. Raises as `setup_ucxx_packer`."""
         device = None if device is None else torch.device(device)
         if device is not None and device.type == "cuda":
-            options.setdefault("device", f"torch:{device.index or 0}")
+            client = options.get("client") or ClientOptions()
+            if client.device is None:
+                options["client"] = msgspec.structs.replace(client, device=f"torch:{device.index or 0}")
         self.setup_ucxx_packer(rank=rank, **options)
 
     def before_join(self) -> None:
@@ -321,7 +326,7 @@ def payload_context(schema: Sequence[Any], *, timeout_s: float | None = None, **
     Args:
         schema: cosmos-rl's TensorSpecs; its sequence fields (`VARLEN_FIELDS`) go with their used rows only.
         timeout_s: how long `publish_tensors` waits while the ring is full; None: until there is room.
-        options: of `UCXXRolloutMixin.setup_ucxx`: slots, readers, ports and so on.
+        options: of `UCXXRolloutMixin.setup_ucxx`: slots, readers, server and so on.
     """
     producer = TicketProducer(schema, timeout_s, options)
     return PayloadContext(NAME, producer, producer.default_layout)

@@ -28,6 +28,7 @@ from transport.adapters.stream import BatchStream
 from transport.adapters.tensors import tensors
 from transport.errors import UsageError
 from transport.packer.mixin import FetchedBatch
+from transport.packer.options import ClientOptions
 from transport.queue.base import TicketQueue
 from transport.queue.open import open_queue
 from transport.ticket import Metadata
@@ -108,8 +109,10 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
                 "this worker was forked from a process that uses UCX, and would hang: give the loader "
                 'multiprocessing_context="spawn", or close every client and server first'
             )
-        if self._options.get("device") is not None:
-            raise UsageError("device= needs num_workers=0: only the trainer's own process reads into its device memory")
+        if self._options.get("client", ClientOptions()).device is not None:
+            raise UsageError(
+                "ClientOptions(device=…) needs num_workers=0: only the trainer's own process reads into its device memory"
+            )
         if not self._orders:
             raise UsageError("a TicketDataset with worker processes needs a TicketLoader; use it instead of DataLoader")
         return _in_a_worker(self, worker.id, self._orders[worker.id])

@@ -20,15 +20,19 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json demo.json"
 
+# Each rollout maps the trainer's ring and the other way round; 16 owner places also serve writer and listener.
+_MOST = 14
 _EMBEDDED = "sqlite"
 _TARGET = 2.0
 _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: cuda would have nothing to carry
 
 
 def demo(
-    rollouts: Annotated[int, typer.Option(min=1, max=14, help="Rollout worker processes.")] = 2,
+    rollouts: Annotated[int, typer.Option(min=1, max=_MOST, help="Rollout worker processes.")] = 2,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes of all rollouts together; each is one payload.")] = 480,
-    readers: Annotated[int, typer.Option(min=1, max=14, help="Trainer processes; each reads every payload once.")] = 1,
+    readers: Annotated[
+        int, typer.Option(min=1, max=_MOST, help="Trainer processes; each reads every payload once.")
+    ] = 1,
     queue: Annotated[
         str,
         typer.Option(
@@ -131,7 +135,7 @@ def _wires(names: str) -> tuple[Wire, ...]:
 
 def _queue_text(queue: str) -> tuple[str | None, str | None]:
     """The place of the queue, None for a temporary file; and that of a run on a server that is to be removed."""
-    from transport.storage.urls import RedisURL, SQLiteURL, parse_url
+    from transport.storage.urls import RedisURL, SQLiteURL, has_scheme, parse_url
 
     if queue == _EMBEDDED:
         return None, None
@@ -139,13 +143,11 @@ def _queue_text(queue: str) -> tuple[str | None, str | None]:
         queue = f"{queue}?run=demo-{secrets.token_hex(6)}"
         parse_url(queue)
         return queue, queue
-    parsed = parse_url(queue) if "://" in queue else SQLiteURL(Path(queue))
+    parsed = parse_url(queue) if has_scheme(queue) else SQLiteURL(Path(queue))
     if isinstance(parsed, RedisURL):
         return queue, None
     if parsed.path.exists():
-        raise UsageError(
-            f"--queue {queue}: the file already exists; give a new file for the demo's tickets"
-        )
+        raise UsageError(f"--queue {queue}: the file already exists; give a new file for the demo's tickets")
     return parsed.text, None
 
 

@@ -20,8 +20,6 @@ POLICY_TOPIC: Final = "policy"
 
 BATCH: Final = 16  # episodes the policy is improved with
 BACKLOG: Final = 4 * BATCH  # episodes on the way; from staler ones than that the policy learns badly
-MAX_ROLLOUTS: Final = 14  # each maps the trainer's ring, whose 16 owner places also serve writer and listener
-MAX_TRAINERS: Final = 14  # likewise, of a rollout's ring
 
 # Whoever dies here is not started again: what it left is read at once or never, and its listeners need not linger.
 # The other two follow: a port's quarantine must end before linger_s does.

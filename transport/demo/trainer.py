@@ -21,6 +21,7 @@ from transport.demo.policy import Learner, Policy
 from transport.demo.worker import LOOK_S, Parent, run, tracing
 from transport.errors import InternalError
 from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.options import ClientOptions, RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import Claim, TicketQueue, open_queue
 from transport.ticket import Ticket
@@ -39,8 +40,8 @@ class PolicyPublisher(UCXXRolloutMixin):
             POLICY_SCHEMA,
             slots=_POLICY_SLOTS,
             readers=config.plan.rollouts,
-            overflow="overwrite",
             name=config.ring,
+            ring=RingOptions(overflow="overwrite"),
             settings=SETTINGS,
         )
 
@@ -70,8 +71,8 @@ class EpisodePacker(UCXXDataPackerMixin):
             rank=config.index,
             consumer=f"trainer {config.index}",
             wire=config.plan.wire_policy,
+            client=ClientOptions(trace=trace),
             settings=SETTINGS,
-            trace=trace,
         )
 
     def batches(self) -> Iterator[list[ReceivedPayload]]:

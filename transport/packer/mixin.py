@@ -26,11 +26,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from transport.client.client import WirePolicy
-from transport.client.device_reads import DeviceReceive
 from transport.client.payload import AckMode, ReceivedPayload
 from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
-from transport.client.trace import Trace
 from transport.config import configuration
 from transport.errors import (
     AuthenticationError,
@@ -46,6 +46,7 @@ from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.options import ClientOptions, check_options
 from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.packer.session import (
     PackerSession,
@@ -61,13 +62,13 @@ from transport.runtime.loop_thread import LoopThread
 from transport.runtime.progress import Progress, bar, silent
 from transport.schema import Schema
 from transport.settings import _MAX_FETCH_ROUNDS, Settings
-from transport.store.directory import Directory
 from transport.ticket import Ticket
 
 __all__ = ["_MAX_FETCH_ROUNDS", "FetchedBatch", "FetchedItem", "PackerStatistics", "UCXXDataPackerMixin"]
 
 log = logging.getLogger(__name__)
 
+_CLIENT = ClientOptions()  # what setup_ucxx_packer() takes where nothing is said
 _BATCH = "the batch that collect_prefetch() returned"
 # With these errors no payload can be read until this trainer's configuration is changed.
 _OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
@@ -88,15 +89,11 @@ class UCXXDataPackerMixin:
         consumer: str | None = None,
         ack: AckMode = "on_consumed",
         max_policy_age: int | None = None,
-        wire: WirePolicy | None = None,
-        secret: bytes | None = None,
-        settings: Settings | None = None,
         consumed: ConsumedRecord | None = None,
-        device: str | None = None,
-        device_receive: DeviceReceive = "staged",
-        directory: Directory | None = None,
         progress: Progress | Literal["bar"] | None = None,
-        trace: Trace | None = None,
+        wire: WirePolicy | None = None,
+        client: ClientOptions = _CLIENT,
+        settings: Settings | None = None,
     ) -> None:
         """Start the background loop and the client. Called again, it cleans up first.
 
@@ -111,22 +108,18 @@ class UCXXDataPackerMixin:
             max_policy_age: how many versions a claimed payload may be older than the ``policy_version`` given to
                 `claim_tickets`; the queue discards and counts older ones.
             consumed: record from a checkpoint, so that a restarted trainer drops the payloads it has trained on.
-            device: "cupy" or "torch" (":1" for the second device): payloads are put into its memory while the trainer
-                computes, and their arrays are that library's. Work that the trainer queues on its stream after it
-                looked up an array runs after the array has arrived.
-            device_receive: how payloads over a wire reach the device; "direct" is for RDMA, see `UCXXClient`.
-            directory: gives a ring's present addresses when the ports in a ticket do not answer.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws it on the terminal.
-            trace: records the phases of each read; the caller closes it.
-            wire, secret, settings: default: the operator's configuration (config.py), which may also turn on metrics.
+            client: further choices, for example ``client=ClientOptions(device="torch")``.
+            wire, settings: default: the operator's configuration (config.py), which may also turn on metrics.
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
         """
         schemas = several(schemas, Schema, "schemas", "several Schemas, in a list")
         rank = whole(rank, "rank")
-        check_shared(queue, directory, settings, secret)
+        check_options(client=(client, ClientOptions))
+        check_shared(queue, client.directory, settings, client.secret)
         if consumed is not None:
             expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")
         if ack not in ("on_consumed", "on_arrival"):
@@ -134,12 +127,13 @@ class UCXXDataPackerMixin:
         self.cleanup_ucxx_packer()
         operator = configuration()
         wire = operator.wire_policy if wire is None else wire
-        secret = operator.secret() if secret is None else secret
+        if client.secret is None:
+            client = msgspec.structs.replace(client, secret=operator.secret())
         settings = operator.settings if settings is None else settings
         name = consumer or f"{socket.gethostname()}:{os.getpid()}"
         thread = LoopThread("transport data packer")
         try:
-            client = thread.run(make_client(schemas, wire, secret, settings, device, device_receive, directory, trace))
+            reader = thread.run(make_client(schemas, wire, settings, client))
         except BaseException:
             thread.close()
             raise
@@ -147,7 +141,7 @@ class UCXXDataPackerMixin:
         record = consumed if consumed is not None else ConsumedRecord(settings)
         shown = contextlib.ExitStack()
         show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
-        self._ucxx = PackerSession(client, thread, settings, rank, claims, record, show, shown)
+        self._ucxx = PackerSession(reader, thread, settings, rank, claims, record, show, shown)
         try:
             exporter = configured_exporter(operator)
         except BaseException:

@@ -11,28 +11,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from transport.config import configuration
 from transport.errors import ClosedError, RingFullError, TransportError
 from transport.observe.metrics import Exporter, configured_exporter
+from transport.packer.options import RingOptions, ServerOptions, check_options
 from transport.packer.session import check_shared
 from transport.queue.base import QueuedTicket, TicketQueue, finished
 from transport.ring.buffer import SharedRingBuffer
-from transport.ring.overflow import Overflow
 from transport.ring.states import RingStatistics
 from transport.runtime.arguments import whole
 from transport.schema import Schema
 from transport.server.server import UCXXServer
 from transport.settings import Settings
-from transport.store.directory import Announcement, Directory
+from transport.store.directory import Announcement
 from transport.ticket import Ticket
-from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 
 _RECONCILE_EVERY_S = 5.0  # while the ring is full
+_RING, _SERVER = RingOptions(), ServerOptions()  # what setup_ucxx() takes where nothing is said
 
 
 def ticket_id(ticket: Ticket) -> str:
@@ -61,71 +61,68 @@ class UCXXRolloutMixin:
         schema: Schema | None = None,
         *,
         slots: int = 64,
-        slot_bytes: int | None = None,
-        readers: int = 1,
-        grouped: bool = False,
-        overflow: Overflow = "block",
-        ports: Sequence[int] = (0,),
         name: str | None = None,
         queue: TicketQueue | None = None,
-        addresses: Sequence[str] | None = None,
-        wires: frozenset[Wire] | None = None,
-        secret: bytes | None = None,
+        readers: int = 1,
+        grouped: bool = False,
         mode: Literal["process", "thread"] = "process",
-        linger_s: float | None = None,
-        directory: Directory | None = None,
+        ring: RingOptions = _RING,
+        server: ServerOptions = _SERVER,
         settings: Settings | None = None,
     ) -> SharedRingBuffer:
         """Create the ring and serve it. Called again, it cleans up first.
 
         Args:
-            schema, slots, slot_bytes, overflow, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a
-                restarted worker takes over its old ring, and `reconcile` publishes payloads missing in the queue.
+            schema, slots, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a restarted worker takes
+                over its old ring, and `reconcile` publishes payloads missing in the queue.
+            queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
             readers: how many ranks read each payload.
             grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
                 the queue (`GroupQueue`), not one for each rank.
-            queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
-            ports, addresses, wires, secret, mode, linger_s: of the server, see `UCXXServer`.
-            directory: the server's addresses are published there while this worker runs.
-            settings: the default of this, of addresses, wires and secret is the operator's configuration (config.py),
-                which may also turn on metrics.
+            mode: of the server, see `UCXXServer`.
+            ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
+            settings: the default of this and of the server's addresses, wires and secret is the operator's
+                configuration (config.py), which may also turn on metrics.
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
         """
-        check_shared(queue, directory, settings, secret)
+        check_options(ring=(ring, RingOptions), server=(server, ServerOptions))
+        check_shared(queue, server.directory, settings, server.secret)
         readers = whole(readers, "readers")
         self.cleanup_ucxx()
         operator = configuration()
-        ring = SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, name=name, overflow=overflow)
+        made = SharedRingBuffer.create(
+            schema, slots=slots, slot_bytes=ring.slot_bytes, name=name, overflow=ring.overflow
+        )
         try:
             self._ucxx_server = UCXXServer(
-                ring,
-                ports,
-                addresses=addresses or operator.addresses or None,
+                made,
+                server.ports,
+                addresses=server.addresses or operator.addresses or None,
                 bind=operator.bind,
                 settings=operator.settings if settings is None else settings,
-                secret=operator.secret() if secret is None else secret,
-                wires=operator.server_wires if wires is None else wires,
+                secret=operator.secret() if server.secret is None else server.secret,
+                wires=operator.server_wires if server.wires is None else server.wires,
                 mode=mode,
-                linger_s=linger_s,
+                linger_s=server.linger_s,
                 log_level=operator.log_level,
                 log_format=operator.log_format,
             ).start()
-            if directory is not None:
-                self._ucxx_announcement = Announcement(directory, ring, self._ucxx_server)
+            if server.directory is not None:
+                self._ucxx_announcement = Announcement(server.directory, made, self._ucxx_server)
             self._ucxx_exporter = configured_exporter(operator)
         except BaseException:
             self.cleanup_ucxx()
-            ring.close()
+            made.close()
             raise
         if self._ucxx_exporter is not None:
-            self._ucxx_exporter.add_ring(ring)
-        self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = ring, queue, readers
+            self._ucxx_exporter.add_ring(made)
+        self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = made, queue, readers
         self._ucxx_grouped = grouped
-        if ring.native.taken_over and queue is not None:
+        if made.native.taken_over and queue is not None:
             self.reconcile()
-        return ring
+        return made
 
     @property
     def ring(self) -> SharedRingBuffer:

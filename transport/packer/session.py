@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 
 from transport.client.acknowledgements import Identity
 from transport.client.client import UCXXClient, WirePolicy
-from transport.client.device_reads import DeviceReceive
 from transport.client.payload import ClientStatistics, ReceivedPayload
-from transport.client.trace import Trace
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.queue.base import Claim, TicketQueue
 from transport.runtime.arguments import expect, several
@@ -130,24 +129,20 @@ class PackerSession:
 async def make_client(
     schemas: Sequence[Schema],
     wire: WirePolicy,
-    secret: bytes | None,
     settings: Settings,
-    device: str | None,
-    device_receive: DeviceReceive,
-    directory: Directory | None = None,
-    trace: Trace | None = None,
+    options: ClientOptions,
 ) -> UCXXClient:
     """The session's client. Always ack="manual": the packer acknowledges to the queue before the ring."""
     return UCXXClient(
         schemas=schemas,
         wire=wire,
         ack="manual",
-        secret=secret,
         settings=settings,
-        device=device,
-        device_receive=device_receive,
-        directory=directory,
-        trace=trace,
+        secret=options.secret,
+        device=options.device,
+        device_receive=options.device_receive,
+        directory=options.directory,
+        trace=options.trace,
     )
 
 

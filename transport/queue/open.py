@@ -5,7 +5,7 @@ from __future__ import annotations
 from transport.queue.base import TicketQueue
 from transport.queue.redis import RedisQueue
 from transport.queue.sqlite import SQLiteQueue
-from transport.storage.urls import SQLiteURL, parse_url
+from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
 
 def open_queue(url: str) -> TicketQueue:
@@ -17,5 +17,8 @@ def open_queue(url: str) -> TicketQueue:
         QueueUnavailableError: the server does not answer.
         MissingDependencyError: the redis package is not installed.
     """
-    parsed = parse_url(url)
-    return SQLiteQueue(parsed.path) if isinstance(parsed, SQLiteURL) else RedisQueue(parsed)
+    match parse_url(url):
+        case SQLiteURL(path):
+            return SQLiteQueue(path)
+        case RedisURL() as parsed:
+            return RedisQueue(parsed)

@@ -13,6 +13,7 @@ from transport.runtime.decoders import hiding
 
 FORMS = "sqlite:file, relative, or sqlite:///path/of/file, or redis://host:port/db?run=name"
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -34,6 +35,11 @@ class RedisURL(NamedTuple):
     url: str  # as the redis package takes it
     run: str
     may_forget: bool = False  # accept a server without append-only file, which loses acknowledgements when it is killed
+
+
+def has_scheme(text: str) -> bool:
+    """Whether ``text`` begins with a URL's scheme, where a plain file path is allowed too."""
+    return _SCHEME.match(text) is not None
 
 
 def parse_url(text: str) -> SQLiteURL | RedisURL:

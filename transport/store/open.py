@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transport.storage.urls import SQLiteURL, parse_url
+from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 from transport.store.base import Store
 from transport.store.redis import RedisStore
 from transport.store.sqlite import SQLiteStore
@@ -17,7 +17,8 @@ def open_store(url: str) -> Store:
         StoreUnavailableError: the server does not answer.
         MissingDependencyError: the redis package is not installed.
     """
-    parsed = parse_url(url)
-    if isinstance(parsed, SQLiteURL):
-        return SQLiteStore(parsed.path)
-    return RedisStore(parsed)
+    match parse_url(url):
+        case SQLiteURL(path):
+            return SQLiteStore(path)
+        case RedisURL() as parsed:
+            return RedisStore(parsed)

@@ -16,11 +16,13 @@ import msgspec
 from transport.client.client import UCXXClient
 from transport.devices.libraries import parse_device
 from transport.errors import InternalError, UsageError, WeightsError
+from transport.runtime.arguments import expect
 from transport.runtime.decoders import hiding
 from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.settings import Settings
 from transport.ticket import host_identity
+from transport.weights.options import EngineOptions
 from transport.weights.plan import topology
 from transport.weights.plan.engine import Metadata, WeightEngine, Weights
 from transport.weights.plan.steps import Proof
@@ -34,12 +36,12 @@ from transport.weights.transfer.sending import Base, Sending, drain
 from transport.weights.transfer.threads import in_thread
 from transport.weights.versions.copies import Copies, Held
 from transport.wire.addresses import advertised
-from transport.wires import Wire
 
 BUCKET_BYTES = 256 << 20
 IN_FLIGHT = 2
 _READ_TIMEOUT_S = 120.0  # of one bucket, retries included
 _LEAST_BUCKET = 4096
+_OPTIONS = EngineOptions()
 # A bucket has one port, and the whole group waits for it: retry soon, or fail soon.
 _SETTINGS = Settings(port_quarantine_s=0.2, port_quarantine_most_s=1.0, backoff_first_s=0.1, backoff_most_s=0.5)
 
@@ -80,16 +82,11 @@ class RingEngine(WeightEngine):
         delta: keep a copy of the last version, and send only the changes if every replica has that version.
         specs: the tensors of `send_weights`, if known before the first version; otherwise the first version is held in
             memory until its iterator ends.
-        shape, fanout: of the relays; those of the trainer apply.
-        host: members with the same value can map each other's memory; default: this host.
         address: to listen on; default: the address of this host's default route.
-        wires: wires that may carry buckets; None: the best one, mapped within a host.
-        secret: shared secret that members prove to each other's listeners; the same for every member.
-        rate: bytes per second over this member's link to all children that pull over a wire; None: no limit.
-        stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
-        prefix: prefix of the random names of its segments, so that a manager can remove those of a killed member.
         device: "cupy" or "torch" (":1" for the second device): received tensors are in its memory, as that library's
             arrays. Tensors that are sent may always be in device memory.
+        progress: called with (done, due, bytes) while a version moves.
+        options: further choices, for example ``options=EngineOptions(secret=b"…")``.
 
     Raises:
         UsageError: invalid sizes, or a missing device.
@@ -104,18 +101,12 @@ class RingEngine(WeightEngine):
         in_flight: int = IN_FLIGHT,
         delta: bool = False,
         specs: Sequence[TensorSpec] | None = None,
-        shape: Shape = "tree",
-        fanout: int = topology.FANOUT,
-        host: str | None = None,
         address: str | None = None,
-        wires: frozenset[Wire] | None = None,
-        secret: bytes | None = None,
-        rate: float | None = None,
-        stall_s: float = 60.0,
-        prefix: str = "",
         device: str | None = None,
         progress: Progress = silent,
+        options: EngineOptions = _OPTIONS,
     ) -> None:
+        expect(options, EngineOptions, "options", "EngineOptions")
         if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
             raise UsageError(
                 f"bucket_bytes={bucket_bytes}, in_flight={in_flight}: give a multiple of 64, {_LEAST_BUCKET} or more, "
@@ -124,12 +115,12 @@ class RingEngine(WeightEngine):
         self.name = name
         self._bucket_bytes = bucket_bytes
         self._specs = None if specs is None else tuple(specs)
-        self._shape: Shape = shape
-        self._fanout = fanout
-        self._host = host or host_identity()
+        self._shape: Shape = options.shape
+        self._fanout = options.fanout
+        self._host = options.host or host_identity()
         self._address = address or advertised()[0]
-        self._wires = wires
-        self._secret = secret
+        self._wires = options.wires
+        self._secret = options.secret
         self._progress = progress
         self._device = None if device is None else parse_device(device)
         self._base = Base() if delta else None
@@ -137,13 +128,13 @@ class RingEngine(WeightEngine):
             bucket_bytes,
             in_flight,
             address=self._address,
-            wires=None if wires is None else wires - {"mapped"} or None,
-            secret=secret,
-            pace=None if rate is None else Pace(rate),
-            stall_s=stall_s,
-            prefix=prefix,
+            wires=None if options.wires is None else options.wires - {"mapped"} or None,
+            secret=options.secret,
+            pace=None if options.rate is None else Pace(options.rate),
+            stall_s=options.stall_s,
+            prefix=options.prefix,
         )
-        self._copies = Copies(prefix)
+        self._copies = Copies(options.prefix)
         self._client: UCXXClient | None = None
         self._feed: Feed | None = None
         self._upstream: Upstream | None = None

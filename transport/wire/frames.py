@@ -16,7 +16,7 @@ Afterwards (tagged messages, little-endian, fixed layouts):
 
 Payloads of at most ``inline_limit`` bytes are joined: they stand behind the answers, in their order, and UCX scatters
 the message into their destinations. If one of them is refused, none of that message is joined.
-native/ucp/frames.hpp has the same layouts for the hot path.
+native/ucp/frames.hpp has the layouts of CONTROL and STATUS, tests/support/frame_codec.py the same in Python.
 
 Versions: HELLO offers a range, and the newest version that both sides know is the connection's. ``VERSION`` and the one
 before it are spoken. The layouts of both are the same; they differ in what a proof covers (authentication.py), and in
@@ -64,22 +64,8 @@ class Kind(enum.IntEnum):
     BYE = 0x24
 
 
-_RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
-
 _PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
-_HEADER = struct.Struct("<BBHIII")  # version, kind, count, message number, joined bytes, reserved
-_RECORD = struct.Struct("<BBHIIIQQ")  # kind, rank, reserved, slot, generation, reserved, key, length
-_ANSWER = struct.Struct("<BBHIQQQ")  # code, flags, record index, reserved, length, checksum, value
-
 PREFIX_BYTES = _PREFIX.size
-HEADER_BYTES = _HEADER.size
-RECORD_BYTES = _RECORD.size
-ANSWER_BYTES = _ANSWER.size
-CONTROL_BYTES = HEADER_BYTES + MAX_RECORDS * RECORD_BYTES
-
-_JOINED = 0x01
-_CHECKED = 0x02
-
 
 # What a peer says is checked when it is decoded, before anything is computed with it.
 TagBase = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # anything else would not fit a tag
@@ -210,50 +196,6 @@ class Record(NamedTuple):
     length: int = 0
 
 
-def encode_control(number: int, records: list[Record], version: int = VERSION) -> bytearray:
-    """One CONTROL message; a bytearray, since UCX reads it in place until the send is complete."""
-    message = bytearray(HEADER_BYTES + len(records) * RECORD_BYTES)
-    _HEADER.pack_into(message, 0, version, Kind.CONTROL, len(records), number, 0, 0)
-    offset = HEADER_BYTES
-    for record in records:
-        _RECORD.pack_into(
-            message,
-            offset,
-            record.kind,
-            record.rank,
-            0,
-            record.slot,
-            record.generation,
-            0,
-            record.key,
-            record.length,
-        )
-        offset += RECORD_BYTES
-    return message
-
-
-def decode_control(message: bytes | bytearray | memoryview, due: int = VERSION) -> tuple[int, list[Record]]:
-    """(message number, records) of a message of version ``due``. Raises ProtocolError for anything malformed."""
-    if len(message) < HEADER_BYTES:
-        raise ProtocolError(f"control message of {len(message)} bytes has no header")
-    version, kind, count, number, _, _ = _HEADER.unpack_from(message, 0)
-    if version != due or kind != Kind.CONTROL:
-        raise ProtocolError(f"expected a control message of version {due}, got kind {kind:#x} version {version}")
-    if not 0 < count <= MAX_RECORDS:
-        raise ProtocolError(f"control message of {count} records; 1 to {MAX_RECORDS} are allowed")
-    if len(message) < HEADER_BYTES + count * RECORD_BYTES:
-        raise ProtocolError(f"control message of {len(message)} bytes is too short for {count} records")
-    records = []
-    for index in range(count):
-        kind, rank, _, slot, generation, _, key, length = _RECORD.unpack_from(
-            message, HEADER_BYTES + index * RECORD_BYTES
-        )
-        if kind not in _RECORD_KINDS:
-            raise ProtocolError(f"record of unknown kind {kind:#x}")
-        records.append(Record(Kind(kind), slot, generation, rank, key, length))
-    return number, records
-
-
 # --- listener to client ------------------------------------------------------------------------
 class SlotFate(enum.IntEnum):
     """Answer to STATE: what became of a payload."""
@@ -279,57 +221,3 @@ class Answer(NamedTuple):
     checksum: int | None = None
     value: int = 0
     joined: memoryview | None = None  # the payload itself
-
-
-def status_bytes(answers: int, joined: int) -> int:
-    """Size of the buffer for a STATUS of ``answers`` answers with ``joined`` bytes of payloads."""
-    return HEADER_BYTES + answers * ANSWER_BYTES + joined
-
-
-def encode_status(number: int, answers: list[Answer], version: int = VERSION) -> bytearray:
-    """One STATUS message, joined payloads copied in."""
-    joined = [answer.joined for answer in answers if answer.joined is not None]
-    message = bytearray(status_bytes(len(answers), 0))
-    _HEADER.pack_into(message, 0, version, Kind.STATUS, len(answers), number, sum(map(len, joined)), 0)
-    for index, answer in enumerate(answers):
-        flags = (_JOINED if answer.joined is not None else 0) | (_CHECKED if answer.checksum is not None else 0)
-        _ANSWER.pack_into(
-            message,
-            HEADER_BYTES + index * ANSWER_BYTES,
-            answer.code,
-            flags,
-            answer.position,
-            0,
-            answer.length,
-            answer.checksum or 0,
-            answer.value,
-        )
-    return message + b"".join(joined)
-
-
-def decode_status(message: bytes | bytearray | memoryview, due: int = VERSION) -> tuple[int, list[Answer]]:
-    """(message number, answers) of a message of version ``due``; joined payloads are views of ``message``.
-
-    Raises ProtocolError when malformed.
-    """
-    view = memoryview(message)
-    if len(view) < HEADER_BYTES:
-        raise ProtocolError(f"status of {len(view)} bytes has no header")
-    version, kind, count, number, joined_bytes, _ = _HEADER.unpack_from(view, 0)
-    if version != due or kind != Kind.STATUS:
-        raise ProtocolError(f"expected a status of version {due}, got kind {kind:#x} version {version}")
-    offset = HEADER_BYTES + count * ANSWER_BYTES
-    end = offset + joined_bytes
-    if count > MAX_RECORDS or len(view) < end:
-        raise ProtocolError(f"status of {count} answers and {joined_bytes} joined bytes does not fit {len(view)} bytes")
-    answers = []
-    for position in range(HEADER_BYTES, HEADER_BYTES + count * ANSWER_BYTES, ANSWER_BYTES):
-        code, flags, index, _, length, checksum, value = _ANSWER.unpack_from(view, position)
-        joined = None
-        if flags & _JOINED:
-            if offset + length > end:
-                raise ProtocolError(f"joined payload of {length} bytes leaves its {joined_bytes} bytes")
-            joined = view[offset : offset + length]
-            offset += length
-        answers.append(Answer(code, index, length, checksum if flags & _CHECKED else None, value, joined))
-    return number, answers

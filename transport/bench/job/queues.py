@@ -12,6 +12,7 @@ import numpy.typing as npt
 from transport.bench.job.work import HEADER, Job, Training, Writing
 from transport.errors import RingFullError
 from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.options import ServerOptions
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import open_queue
@@ -44,7 +45,10 @@ class TicketWriter:
             queue = stack.enter_context(open_queue(job.place))
             stack.callback(self._rollout.cleanup_ucxx)
             ring = self._rollout.setup_ucxx(
-                schema_of(job.size_bytes), slots=job.window, queue=queue, addresses=(LOOPBACK,), linger_s=_LINGER_S
+                schema_of(job.size_bytes),
+                slots=job.window,
+                queue=queue,
+                server=ServerOptions(addresses=(LOOPBACK,), linger_s=_LINGER_S),
             )
             self.address = ring.name
             self.helpers: Sequence[int] = [owner.pid for owner in ring.native.owners() if owner.alive and owner.port]

@@ -17,7 +17,6 @@ from transport.bench.units import show_size
 from transport.errors import LinkError, TransportError
 from transport.runtime.progress import Progress
 
-REPETITIONS = 5
 _PEER_TIMEOUT_S = 90.0
 
 

@@ -21,11 +21,11 @@ import uvloop
 
 from transport.bench.weights.process_member import Answer, Request
 from transport.errors import UsageError
+from transport.weights.options import EngineOptions
 from transport.weights.plan.steps import Proof
 from transport.weights.ring_engine import RingEngine
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.worker import Replica, RolloutWorker
-from transport.wires import Wire
 
 _MOST_LINE = 64 << 20
 _METHODS = frozenset(
@@ -40,7 +40,7 @@ class MemberConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What a member is told.
 
     made: "module:class" of its `Source` (a trainer) or `RolloutWorker` (a replica), called with ``arguments``.
-    engine: keyword arguments of `RingEngine`; ``wires`` as a list.
+    engine: keyword arguments of `RingEngine`, and the fields of its `EngineOptions` beside them.
     """
 
     name: str
@@ -77,11 +77,10 @@ class Trainer:
 
 def make(config: MemberConfig) -> Trainer | Replica:
     """The member that a configuration describes."""
-    options = dict(config.engine)
-    if options.get("wires") is not None:
-        wires: list[Wire] = options["wires"]
-        options["wires"] = frozenset(wires)
-    engine = RingEngine(config.name, **options)
+    further = set(EngineOptions.__struct_fields__)
+    named = {key: value for key, value in config.engine.items() if key not in further}
+    options = {key: value for key, value in config.engine.items() if key in further}
+    engine = RingEngine(config.name, **named, options=msgspec.convert(options, EngineOptions))
     module, _, name = config.made.partition(":")
     made = getattr(importlib.import_module(module), name)(**config.arguments)
     if isinstance(made, RolloutWorker):

@@ -61,11 +61,6 @@ class Feed:
             assert missing  # keeps the value visible in a debugger
 
     @property
-    def waiting_for(self) -> frozenset[str]:
-        """Children that have not connected."""
-        return (self._expected or frozenset()) - self._children.keys()
-
-    @property
     def children(self) -> frozenset[str]:
         """Names of the connected children."""
         return frozenset(self._children)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -40,10 +40,3 @@ async def ended(*tasks: asyncio.Future[Any] | None) -> None:
         task.cancel()
     if left:
         await asyncio.gather(*left, return_exceptions=True)
-
-
-async def maybe(result: Awaitable[T] | T) -> T:
-    """The result of what may be a coroutine."""
-    if isinstance(result, Awaitable):
-        return await result
-    return result

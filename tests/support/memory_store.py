@@ -1,4 +1,4 @@
-"""A store in this process's memory: for tests, simulations, and programs that are their only member."""
+"""A store in this process's memory, for tests and simulations; held to the contract as the others are."""
 
 from __future__ import annotations
 

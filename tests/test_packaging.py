@@ -1,0 +1,97 @@
+"""The wheel holds the licence of everything that is linked into it; what builds and checks it is pinned."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = PYPROJECT["project"]
+VENDOR = ROOT / "native" / "vendor"
+LINKED = {
+    "LICENSE": ("Apache-2.0", "Apache License"),
+    "native/vendor/LICENSE.xxhash": ("BSD-2-Clause", "Yann Collet"),
+    "native/vendor/LICENSE.nanobind": ("BSD-3-Clause", "Wenzel Jakob"),
+    "native/vendor/LICENSE.robin_map": ("MIT", "Thibaut Goetghebuer-Planchon"),
+}
+
+
+def shipped() -> set[str]:
+    """Files that the project's patterns name."""
+    patterns = PROJECT.get("license-files", [])
+    return {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)}
+
+
+@pytest.mark.parametrize("path", LINKED)
+def test_what_is_linked_in_comes_with_its_licence(path: str) -> None:
+    kind, words = LINKED[path]
+    assert path in shipped()
+    assert words in (ROOT / path).read_text(encoding="utf-8")
+    assert kind in PROJECT["license"].split(" AND ")
+
+
+def test_the_list_is_complete() -> None:
+    assert shipped() == set(LINKED)
+    assert {path.name for path in VENDOR.iterdir()} - {"xxhash.h", "README.md"} == {
+        Path(path).name for path in LINKED if path.startswith("native/vendor/")
+    }
+
+
+def test_what_is_installed_has_them() -> None:
+    files = distribution("payload-transport").files or []
+    licences = {file.as_posix().partition(".dist-info/licenses/")[2] for file in files} - {""}
+    assert licences == set(LINKED)
+
+
+def test_origin_and_version_of_what_is_vendored_are_recorded() -> None:
+    page, source = (VENDOR / "README.md").read_text(encoding="utf-8"), (VENDOR / "xxhash.h").read_bytes()
+    numbers = re.findall(rb"#define XXH_VERSION_(?:MAJOR|MINOR|RELEASE) +([0-9]+)", source)
+    assert f"| xxHash | {b'.'.join(numbers).decode()} |" in page
+    assert hashlib.sha256(source).hexdigest() in page
+
+
+def pinned() -> dict[str, str]:
+    """Versions by name, as constraints.txt has them."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def installed_by_make() -> list[Requirement]:
+    """What the Makefile has pip install: to build, to run, and its extras, for either variant of ucxx."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    extras = re.findall(r"^EXTRAS := \$\(UCXX\),(\S+)$", makefile, re.MULTILINE)[0].split(",")
+    optional = PROJECT["optional-dependencies"]
+    lines = [*PYPROJECT["build-system"]["requires"], *PROJECT["dependencies"]]
+    return [
+        Requirement(line) for line in lines + [line for each in (*extras, "cu12", "cu13") for line in optional[each]]
+    ]
+
+
+def test_what_make_installs_has_one_version_which_the_project_admits() -> None:
+    versions = pinned()
+    wrong = [
+        f"{each} is {versions.get(canonicalize_name(each.name), 'not pinned')}"
+        for each in installed_by_make()
+        if not each.specifier.contains(versions.get(canonicalize_name(each.name), "0"))
+    ]
+    assert not wrong, "make constraints writes constraints.txt"
+
+
+def test_every_pip_of_the_makefile_takes_the_constraints() -> None:
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+    assert [line for line in lines if "-m pip" in line and "PIP_CONSTRAINT" not in line] == []
+
+
+def test_the_workflow_runs_what_make_test_runs() -> None:
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert re.findall(r"^ *- run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
+    run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"^(?:exec )?make .*$|^exec .*$", run, re.MULTILINE) == ["exec make test"]

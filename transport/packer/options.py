@@ -1,0 +1,77 @@
+"""What the two mixins pass on: options of the ring, of its server and of the client, each as one struct."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from transport.client.device_reads import DeviceReceive
+from transport.client.trace import Trace
+from transport.ring.overflow import Overflow
+from transport.runtime.arguments import expect
+from transport.runtime.decoders import hiding
+from transport.store.directory import Directory
+from transport.wires import Wire
+
+
+class RingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the ring of a rollout worker; see `SharedRingBuffer.create`.
+
+    Attributes:
+        slot_bytes: of each slot; None: what the schema needs.
+        overflow: what a full ring does.
+    """
+
+    slot_bytes: int | None = None
+    overflow: Overflow = "block"
+
+
+@hiding("secret")
+class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the server of a rollout worker; see `UCXXServer`.
+
+    What is None of addresses, wires and secret is what the operator configured.
+
+    Attributes:
+        ports: one listener each; 0 is any free port.
+        addresses: where trainers reach this host.
+        wires: what readers may use.
+        secret: that a reader has to prove.
+        linger_s: how long listeners outlive a killed worker; None: as the settings say.
+        directory: where the server is published for as long as the worker lives.
+    """
+
+    ports: Sequence[int] = (0,)
+    addresses: Sequence[str] | None = None
+    wires: frozenset[Wire] | None = None
+    secret: bytes | None = None
+    linger_s: float | None = None
+    directory: Directory | None = None
+
+
+@hiding("secret")
+class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the client of a data packer; see `UCXXClient`.
+
+    Attributes:
+        secret: of the listeners; None: the operator's.
+        device: "cupy" or "torch" (":1" for the second device): payloads are put into its memory while the trainer
+            computes, and their arrays are that library's. What the trainer's stream does with an array that it looked
+            up comes after its arrival.
+        device_receive: how payloads over a wire get there; "direct" is for RDMA.
+        directory: asked where a ring is served by now, when a ticket's own ports do not answer.
+        trace: is told what each read spends its time on; the caller closes it.
+    """
+
+    secret: bytes | None = None
+    device: str | None = None
+    device_receive: DeviceReceive = "staged"
+    directory: Directory | None = None
+    trace: Trace | None = None
+
+
+def check_options(**given: tuple[object, type[msgspec.Struct]]) -> None:
+    """UsageError for an argument that is not the struct it has to be."""
+    for what, (value, kind) in given.items():
+        expect(value, kind, what, f"a {kind.__name__}")

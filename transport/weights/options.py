@@ -1,0 +1,34 @@
+"""EngineOptions: how one member's engine of weights is made, beyond what most users choose."""
+
+from __future__ import annotations
+
+import msgspec
+
+from transport.runtime.decoders import hiding
+from transport.weights.plan import topology
+from transport.weights.plan.topology import Shape
+from transport.wires import Wire
+
+
+@hiding("secret")
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a `RingEngine`; the same for all members but ``host``, ``wires`` and ``rate``, which may differ.
+
+    Attributes:
+        shape, fanout: of the relays; the trainer's count.
+        host: whoever has the same one can map this member's memory; None: this host.
+        wires: what may carry buckets; None: whatever is best, mapped on one host.
+        secret: shared secret that members prove to each other's listeners; every member has the same.
+        rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
+        stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
+        prefix: begins the random names of its segments, so that whoever outlives a killed member can remove them.
+    """
+
+    shape: Shape = "tree"
+    fanout: int = topology.FANOUT
+    host: str | None = None
+    wires: frozenset[Wire] | None = None
+    secret: bytes | None = None
+    rate: float | None = None
+    stall_s: float = 60.0
+    prefix: str = ""
