@@ -260,7 +260,7 @@ class RingQueue(TicketQueue):
         return [failure for _, failure in found[:limit]]
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
-        """See `TicketQueue.known`. Of a payload whose slot was written again only rank 0's state is known."""
+        """See `TicketQueue.known`. For a payload whose slot was reused, only rank 0's state is returned."""
         self._check_open()
         endings = {(failure.ticket_id, failure.rank): failure.state for failure in self.failures(1 << 30)}
         states = {}

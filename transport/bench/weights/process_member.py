@@ -131,7 +131,7 @@ class ProcessMember:
         number = self._last
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            with contextlib.suppress(OSError):  # the waiting callers receive the error that ended the process
+            with contextlib.suppress(OSError):  # the process ended: `waiting` raises MemberLostError
                 stdin.write(msgspec.json.encode(Request(number, method, list(arguments))) + b"\n")
                 await stdin.drain()
             return await waiting
