@@ -15,14 +15,14 @@ import typer
 from transport.cli.output import JsonTarget, about, emit
 from transport.errors import MissingDependencyError
 
-EXAMPLE = "Example: transport bench job --queue sqlite,redis --wire tcp --peers all --plot job.png"
+EXAMPLE = "Example: transport bench job --queue rings,sqlite --wire mapped --peers all --plot job.png"
 
 
 def job(
     sizes: Annotated[str, typer.Option(metavar="SIZE,…", help="Payload sizes.")] = "4KiB,64KiB,1MiB",
     writers: Annotated[int, typer.Option(min=1, max=64, help="Processes, each with a ring.")] = 1,
     trainers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the payloads.")] = 1,
-    queue: Annotated[str, typer.Option(metavar="NAME,…", help="Some of rings, sqlite, redis.")] = "sqlite",
+    queue: Annotated[str, typer.Option(metavar="NAME,…", help="Some of rings, sqlite, redis.")] = "rings",
     wire: Annotated[str, typer.Option(metavar="WIRE,…", help="Some of mapped, shm, tcp.")] = "mapped,tcp",
     layout: Annotated[str, typer.Option(help="Of a batch: list, padded or packed.")] = "list",
     peers: Annotated[
@@ -54,9 +54,10 @@ def job(
     from transport.bench.units import parse_sizes
     from transport.runtime.progress import bar_with_time_left
 
-    wires = plan.check_names("--wire", wire, plan.WIRES)
+    plan.check_names("--wire", wire, plan.WIRES)
     others = chosen(peers, JOB_PEERS) if peers is not None else []
     queues, shape = plan.check_queues(queue), plan.check_layout(layout)
+    wires = plan.check_wires(wire, queues)
     if plot is not None:
         check(plot)
     work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle, write_batch)

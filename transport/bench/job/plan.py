@@ -82,6 +82,18 @@ def check_queues(names: str) -> list[str]:
     return queues
 
 
+def check_wires(names: str, queues: Iterable[str]) -> list[str]:
+    """Wires that are known. UsageError: not a wire, or none of them is one that a queue's payloads take."""
+    wires = check_names("--wire", names, WIRES)
+    for queue in queues:
+        carried = KINDS[queue].wires
+        if not set(wires) & set(carried):
+            raise UsageError(
+                f"--queue {queue} --wire {names}: not in this version; with {queue} choose {', '.join(carried)}"
+            )
+    return wires
+
+
 def check_layout(name: str) -> str:
     """The layout of a batch. UsageError: not a layout, or not one of this version."""
     if name not in LAYOUTS:
@@ -114,7 +126,7 @@ def cases(
         raise UsageError(f"--idle has one payload under way at a time: choose --writers 1, not {writers}")
     if min(sizes) <= HEADER.size:
         raise UsageError(f"--sizes {min(sizes)}: a payload has a header of {HEADER.size} bytes and a body; give more")
-    ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires]
+    ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires if wire in KINDS[queue].wires]
     ways += [(peer.name, "", peer.wire, "list") for peer in peers]
     found = []
     for size in sizes:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from transport import _ring
 from transport.bench.job.work import HEADER, Job, Training, Writing
 from transport.errors import RingFullError
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import open_queue
-from transport.schema import Schema, UpTo
+from transport.ring.buffer import SharedRingBuffer
+from transport.ring.several import claim_any
+from transport.schema import ALIGNMENT, Schema, UpTo
 from transport.wire.addresses import LOOPBACK
 from transport.wires import Wire
 
@@ -110,15 +114,95 @@ class TicketTrainer:
         self._open.close()
 
 
+class RingWriter:
+    """Payloads into the ring, which hands them out itself: many with one call."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rollout = _Rollout()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._rollout.cleanup_ucxx)
+            self._ring = self._rollout.setup_ucxx(
+                schema_of(job.size_bytes), slots=job.window, addresses=(LOOPBACK,), linger_s=_LINGER_S
+            )
+            self.address = self._ring.name
+            self.helpers: Sequence[int] = [owner.pid for owner in self._ring.native.owners() if owner.port]
+            self._open = stack.pop_all()
+
+    def prepare(self, body: bytes) -> npt.NDArray[np.uint8]:
+        """As a rollout has it: an array."""
+        return np.frombuffer(body, np.uint8)
+
+    def write_many(self, payloads: Sequence[tuple[bytes, Any]]) -> None:
+        """All with one call; waits while the ring is full."""
+        values = [{"header": np.frombuffer(header, np.uint8), "body": body} for header, body in payloads]
+        while values:
+            self._job.check()
+            try:
+                self._ring.write_many(values, timeout_s=_LOOK_S)
+                break
+            except RingFullError as error:
+                values = values[len(error.written) :]
+
+    def close(self) -> None:
+        """The ring goes, and its listeners."""
+        self._open.close()
+
+
+class RingTrainer:
+    """Claims from the writers' rings, mapped. Bodies stay in their slots until the next claim."""
+
+    def __init__(self, job: Job) -> None:
+        self._turn = job.index
+        self._held: list[tuple[SharedRingBuffer, list[_ring.NativeClaim]]] = []
+        with contextlib.ExitStack() as stack:
+            self._rings = [
+                stack.enter_context(SharedRingBuffer.attach(name, schema_of(job.size_bytes), role="reader"))
+                for name in job.addresses
+            ]
+            self._open = stack.pop_all()
+
+    def claim(self, n: int, timeout_s: float) -> list[tuple[SharedRingBuffer, list[_ring.NativeClaim]]] | None:
+        """What comes first; what was consumed before is let go."""
+        self._let_go()
+        self._turn += 1
+        return claim_any(self._rings, n, timeout_s, first=self._turn) or None
+
+    def consume(self, batch: list[tuple[SharedRingBuffer, list[_ring.NativeClaim]]]) -> Sequence[tuple[Any, Any]]:
+        """Header and body of what was still held, in their slots."""
+        payloads = []
+        for ring, claims in batch:
+            accepted = ring.native.finish_all([claim.id for claim in claims], True)
+            kept = list(itertools.compress(claims, accepted))
+            self._held.append((ring, kept))
+            for claim in kept:
+                memory = ring.native.payload(claim.slot)
+                payloads.append((memory[: HEADER.size], memory[ALIGNMENT : claim.length]))
+        return payloads
+
+    def _let_go(self) -> None:
+        for ring, claims in self._held:
+            for claim in claims:
+                ring.native.unpin(claim.slot, claim.generation)
+        self._held.clear()
+
+    def close(self) -> None:
+        """Claims that are in hand go back."""
+        self._let_go()
+        self._open.close()
+
+
 class Kind(NamedTuple):
     """How a queue is used; ``service`` is what runs beside: "redis", or "" for nothing."""
 
     writer: Callable[[Job], Writing]
     trainer: Callable[[Job], Training]
     service: str = ""
+    wires: tuple[str, ...] = ("mapped", "shm", "tcp")
 
 
 KINDS = {
+    "rings": Kind(RingWriter, RingTrainer, wires=("mapped",)),
     "sqlite": Kind(TicketWriter, TicketTrainer),
     "redis": Kind(TicketWriter, TicketTrainer, "redis"),
 }
