@@ -81,8 +81,7 @@ def test_the_window_has_room_for_four_payloads_and_bounded_memory(size: int) -> 
             "--queue rings --wire tcp: not in this version; with rings choose mapped",
         ),
         (["--queue", "kafka"], "--queue kafka: choose some of rings, sqlite, redis"),
-        (["--layout", "packed"], "--layout packed: not in this version"),
-        (["--layout", "padded"], "--layout padded: not in this version"),
+        (["--queue", "sqlite", "--layout", "packed"], "--queue sqlite --layout packed: batches of sqlite are lists"),
         (["--layout", "tiled"], "--layout tiled: choose one of list, padded, packed"),
         (["--wire", "rdma"], "--wire rdma: choose some of mapped, shm, tcp"),
         (

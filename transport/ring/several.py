@@ -14,6 +14,7 @@ from transport.ring.states import named
 if TYPE_CHECKING:
     from transport.ring.buffer import SharedRingBuffer
 
+_ANY_SIZE: Final = (1 << 64) - 1
 _SLICE_S: Final = 0.1  # between looks for what wakes nobody, such as claimers that died
 
 
@@ -24,11 +25,12 @@ def claim_any(
     *,
     first: int = 0,
     rank: int = 0,
+    most_bytes: int | None = None,
     oldest_version: int | None = None,
     max_deliveries: int = 0,
     consumer: str = "",
     most_held_s: float = 0.0,
-) -> list[tuple[SharedRingBuffer, list[_ring.NativeClaim]]]:
+) -> list[_ring.ClaimedBatch]:
     """Up to ``n`` payloads of these rings, of each the oldest first; waits for the first one, wherever it comes.
 
     The arguments are those of `SharedRingBuffer.claim`. Rings that are closed are left out.
@@ -51,16 +53,17 @@ def claim_any(
             raise ClosedError("the rings are closed")
         alone = len(opened) == 1
         seen = []
-        parts = []
+        parts: list[_ring.ClaimedBatch] = []
         left = n
         for at in range(len(opened)):
-            native = (ring := opened[(first + at) % len(opened)]).native
+            native = opened[(first + at) % len(opened)].native
             try:
                 seen.append((native, native.published_event()))
-                claims = native.claim(
+                part = native.claim_batch(
                     left,
                     max(give_up - time.monotonic(), 0.0) if alone else 0.0,
                     rank=rank,
+                    most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
                     oldest_version=version,
                     most_attempts=attempts,
                     consumer=consumer,
@@ -70,9 +73,9 @@ def claim_any(
                 if fault.code != _ring.FAULT_DETACHED:  # closed meanwhile, by another thread
                     raise named(fault) from None
                 continue
-            if claims:
-                parts.append((ring, claims))
-                left -= len(claims)
+            if part:
+                parts.append(part)
+                left -= len(part)
                 if not left:
                     break
         left_s = give_up - time.monotonic()

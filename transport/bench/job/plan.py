@@ -94,12 +94,13 @@ def check_wires(names: str, queues: Iterable[str]) -> list[str]:
     return wires
 
 
-def check_layout(name: str) -> str:
-    """The layout of a batch. UsageError: not a layout, or not one of this version."""
+def check_layout(name: str, queues: Iterable[str]) -> str:
+    """The layout of a batch. UsageError: not a layout, or not one of these queues."""
     if name not in LAYOUTS:
         raise UsageError(f"--layout {name}: choose one of {', '.join(LAYOUTS)}")
-    if name != "list":
-        raise UsageError(f"--layout {name}: not in this version, whose batches are lists of payloads; choose list")
+    for queue in queues:
+        if name not in KINDS[queue].layouts:
+            raise UsageError(f"--queue {queue} --layout {name}: batches of {queue} are lists of payloads; choose list")
     return name
 
 

@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from transport import _ring
 from transport.bench.job.work import HEADER, Job, Training, Writing
 from transport.errors import RingFullError
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import open_queue
+from transport.ring.batches import BatchLayout, PayloadBatch, claim_batch
 from transport.ring.buffer import SharedRingBuffer
-from transport.ring.several import claim_any
-from transport.schema import ALIGNMENT, Schema, UpTo
+from transport.schema import Schema, UpTo
 from transport.wire.addresses import LOOPBACK
 from transport.wires import Wire
 
@@ -150,11 +149,12 @@ class RingWriter:
 
 
 class RingTrainer:
-    """Claims from the writers' rings, mapped. Bodies stay in their slots until the next claim."""
+    """Batches claimed from the writers' rings, mapped. Bodies of a list stay in their slots until the next claim."""
 
     def __init__(self, job: Job) -> None:
         self._turn = job.index
-        self._held: list[tuple[SharedRingBuffer, list[_ring.NativeClaim]]] = []
+        self._layout: BatchLayout = job.layout  # type: ignore[assignment]
+        self._batch: PayloadBatch | None = None
         with contextlib.ExitStack() as stack:
             self._rings = [
                 stack.enter_context(SharedRingBuffer.attach(name, schema_of(job.size_bytes), role="reader"))
@@ -162,29 +162,20 @@ class RingTrainer:
             ]
             self._open = stack.pop_all()
 
-    def claim(self, n: int, timeout_s: float) -> list[tuple[SharedRingBuffer, list[_ring.NativeClaim]]] | None:
-        """What comes first; what was consumed before is let go."""
+    def claim(self, n: int, timeout_s: float) -> PayloadBatch | None:
+        """What comes first; the memory of the batch before is let go."""
         self._let_go()
         self._turn += 1
-        return claim_any(self._rings, n, timeout_s, first=self._turn) or None
+        self._batch = claim_batch(self._rings, n, timeout_s, layout=self._layout, first=self._turn)
+        return self._batch or None
 
-    def consume(self, batch: list[tuple[SharedRingBuffer, list[_ring.NativeClaim]]]) -> Sequence[tuple[Any, Any]]:
-        """Header and body of what was still held, in their slots."""
-        payloads = []
-        for ring, claims in batch:
-            accepted = ring.native.finish_all([claim.id for claim in claims], True)
-            kept = list(itertools.compress(claims, accepted))
-            self._held.append((ring, kept))
-            for claim in kept:
-                memory = ring.native.payload(claim.slot)
-                payloads.append((memory[: HEADER.size], memory[ALIGNMENT : claim.length]))
-        return payloads
+    def consume(self, batch: PayloadBatch) -> Sequence[tuple[Any, Any]]:
+        """Header and body of what was still held."""
+        return [(each["header"], each["body"]) for each in itertools.compress(batch, batch.consume())]
 
     def _let_go(self) -> None:
-        for ring, claims in self._held:
-            for claim in claims:
-                ring.native.unpin(claim.slot, claim.generation)
-        self._held.clear()
+        if self._batch is not None:
+            self._batch.release()
 
     def close(self) -> None:
         """Claims that are in hand go back."""
@@ -199,10 +190,11 @@ class Kind(NamedTuple):
     trainer: Callable[[Job], Training]
     service: str = ""
     wires: tuple[str, ...] = ("mapped", "shm", "tcp")
+    layouts: tuple[str, ...] = ("list",)
 
 
 KINDS = {
-    "rings": Kind(RingWriter, RingTrainer, wires=("mapped",)),
+    "rings": Kind(RingWriter, RingTrainer, wires=("mapped",), layouts=("list", "padded", "packed")),
     "sqlite": Kind(TicketWriter, TicketTrainer),
     "redis": Kind(TicketWriter, TicketTrainer, "redis"),
 }
