@@ -30,7 +30,7 @@ from transport.errors import BufferUnsuitableError, LengthMismatchError, RankErr
 from transport.ring.several import claim_any
 from transport.ring.states import named
 from transport.runtime.arguments import whole
-from transport.schema import DTYPES, Schema, TensorSpec
+from transport.schema import DTYPES, Layout, Schema, TensorSpec
 from transport.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -155,6 +155,8 @@ class PayloadBatch(Sequence[Mapping[str, Array]]):
         self.dropped = dropped
         self._read_columns()
         self._arrays: dict[str, Array] = {}
+        self._places: list[tuple[_ring.ClaimedBatch, int, tuple[int, ...]]] | None = None
+        self._layouts: dict[tuple[int, ...], Layout] = {}
         self.lengths: dict[str, npt.NDArray[np.int64]] = {}
         self.cu_seqlens: dict[str, npt.NDArray[np.int32]] = {}
 
@@ -332,19 +334,22 @@ class PayloadBatch(Sequence[Mapping[str, Array]]):
         return found
 
     def _in_slot(self, at: int) -> dict[str, Array]:
-        layout = self.schema.layout(tuple(int(each[at]) for each in self.lengths.values()))
-        offset = int(self._offsets[at])
-        part: Any = self._part_of(at)
+        if self._places is None:
+            rows = (
+                zip(*(each.tolist() for each in self.lengths.values()), strict=True)
+                if self.lengths
+                else [()] * len(self)
+            )
+            owners = [part for part in self._parts for _ in range(len(part))]
+            self._places = list(zip(owners, self._offsets.tolist(), rows, strict=True))
+        part: Any
+        part, offset, lengths = self._places[at]
+        layout = self._layouts.get(lengths)
+        if layout is None:  # many payloads of a batch may have the same lengths
+            layout = self._layouts[lengths] = self.schema.layout(lengths)
         return {
             place.name: np.ndarray(place.shape, place.dtype, part, offset + place.offset) for place in layout.placements
         }
-
-    def _part_of(self, at: int) -> _ring.ClaimedBatch:
-        for part in self._parts:
-            if at < len(part):
-                return part
-            at -= len(part)
-        raise IndexError(at)
 
     def _call(self, function: Callable[..., T], *arguments: object) -> T:
         try:
