@@ -36,7 +36,7 @@ from transport.ticket import Ticket
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transport.ring.buffer import SharedRingBuffer
+    from transport.ring.leases import Slots
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class PayloadBatch(Sequence[Mapping[str, Array]]):
 
     def torch(self) -> dict[str, Any]:
         """All tensors of a padded or packed batch as torch's, in the same memory. MissingDependencyError without it."""
-        from transport.adapters.batches import as_tensors
+        from transport.devices.host_tensors import as_tensors
 
         if self.layout == "list":
             raise UsageError("a list has no tensor of the whole batch; choose the layout padded or packed")
@@ -384,7 +384,7 @@ def _cumulated(name: str, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int3
 
 
 def claim_batch(
-    rings: Sequence[SharedRingBuffer],
+    rings: Sequence[Slots],
     n: int,
     timeout_s: float = 0.0,
     *,

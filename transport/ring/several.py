@@ -12,14 +12,14 @@ from transport.errors import ClosedError, UsageError
 from transport.ring.states import named
 
 if TYPE_CHECKING:
-    from transport.ring.buffer import SharedRingBuffer
+    from transport.ring.leases import Slots
 
 _ANY_SIZE: Final = (1 << 64) - 1
 _SLICE_S: Final = 0.1  # between looks for what wakes nobody, such as claimers that died
 
 
 def claim_any(
-    rings: Sequence[SharedRingBuffer],
+    rings: Sequence[Slots],
     n: int,
     timeout_s: float = 0.0,
     *,

@@ -14,7 +14,7 @@ try:
     import torch
 except ImportError as error:
     raise MissingDependencyError(
-        f"this adapter needs torch ({error}): {install('torch')}, or your own build of it"
+        f"torch tensors need torch ({error}): {install('torch')}, or your own build of it"
     ) from error
 
 
