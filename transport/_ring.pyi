@@ -5,7 +5,7 @@ Every call is thread-safe. Calls that may take long (take with a timeout, copies
 """
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 from typing_extensions import Buffer
 
@@ -221,6 +221,19 @@ class Ring:
         claimed ``most_attempts`` times (0: no limit) or is past its deadline is ended and logged instead. Claims held
         for more than ``most_held_s`` (0: no limit) without `renew` end within a second of this call's.
         """
+    def claim_batch(
+        self,
+        most: int,
+        timeout_s: float,
+        *,
+        rank: int = 0,
+        most_bytes: int = ...,
+        oldest_version: int = ...,
+        most_attempts: int = 0,
+        consumer: str = "",
+        most_held_s: float = 0.0,
+    ) -> ClaimedBatch:
+        """`claim`, without an object for each."""
     def renew(self, claim: ClaimId) -> bool:
         """As if it had just been claimed. False: it is not held."""
     @staticmethod
@@ -374,6 +387,45 @@ class WritePlan:
     def notes(self) -> list[bytes]:
         """The encoded tickets of those that are published."""
     def __len__(self) -> int: ...
+
+@final
+class BatchFields:
+    """The tensors of a schema: bytes of a row, entries at most, raggedness of each. Without raggedness: one row."""
+
+    def __init__(self, rows: list[tuple[int, int, bool]]) -> None: ...
+
+BATCH_COLUMNS: tuple[str, ...]
+
+@final
+class ClaimedBatch(Buffer):
+    """Payloads of one ring that were claimed together; exports the memory of the ring's payloads, read-only.
+
+    What is neither consumed nor given back goes back with the object, and kept memory is let go. Not for several
+    threads at a time, which is refused (FAULT_ARGUMENT).
+    """
+
+    ring: Ring
+    def __len__(self) -> int: ...
+    def __bool__(self) -> bool: ...
+    def columns(self, out: Any) -> None:
+        """BATCH_COLUMNS, a row of int64 for each."""
+    def measure(self, fields: BatchFields, out: Any) -> list[int]:
+        """Lengths of the ragged tensors, a row of int64 for each; the payloads whose ticket or size does not fit."""
+    def gather(self, fields: BatchFields, targets: list[tuple[Any, int, int, bool, bytes]], verify: bool) -> list[int]:
+        """Copy each field to its memory: bytes from row to row, of the first row, packed, pattern behind a payload's
+        rows. The payloads whose checksum is wrong."""
+    def verify(self) -> list[int]:
+        """The payloads whose checksum is wrong."""
+    def finish(self, keep: bool = False, arrived: bool = False) -> bytes:
+        """`Ring.finish` of each that was not finished before: 1 or 0 for each. With ``keep`` memory stays pinned."""
+    def renew(self) -> int:
+        """`Ring.renew` of each; how many are held."""
+    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+        """The payload leaves the batch, dead or to be claimed again after the delay."""
+    def release(self, delay_s: float = 0.0) -> None:
+        """Give back what was not finished, after the delay, and let kept memory go. Idempotent."""
+    def note(self, index: int) -> bytes:
+        """The encoded ticket."""
 
 def copy(destination: Buffer, source: Buffer) -> None:
     """Contiguous bytes to contiguous bytes of the same length."""

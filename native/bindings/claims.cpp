@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "bindings/batches.hpp"
 #include "bindings/ring_bindings.hpp"
 #include "ring/futex_any.hpp"
 #include "ring/ring.hpp"
@@ -44,6 +45,13 @@ std::vector<Claimed> claim(Ring& ring, std::size_t most, double timeout_s, unsig
     const std::shared_ptr<Mapping> keep = ring.mapping();
     woken = sleep_without_gil(published, before, Deadline(static_cast<double>(wait_ns) * 1e-9));
   }
+}
+
+nb::object claim_batch(nb::handle_t<Ring> ring, std::size_t most, double timeout_s, unsigned rank,
+                       std::uint64_t most_bytes, std::int64_t oldest_version, unsigned most_attempts,
+                       const std::string& consumer, double most_held_s) {
+  return claimed_batch(ring, claim(*nb::inst_ptr<Ring>(ring), most, timeout_s, rank, most_bytes, oldest_version,
+                                   most_attempts, consumer, most_held_s));
 }
 
 // Until one of the rings has something new to claim, an interval for looking again is over, or the time is.
@@ -140,6 +148,9 @@ void bind_claim_types(nb::module_& module) {
 void bind_claims(nb::class_<Ring>& ring) {
   ring.def_static("wait_any", wait_any, "rings"_a, "seen"_a, "timeout_s"_a);
   ring.def("claim", claim, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
+           "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
+           "consumer"_a = "", "most_held_s"_a = 0.0)
+      .def("claim_batch", claim_batch, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
            "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
            "consumer"_a = "", "most_held_s"_a = 0.0)
       .def("renew", &Ring::renew, "claim"_a)

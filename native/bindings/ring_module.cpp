@@ -89,4 +89,5 @@ NB_MODULE(_ring, module) {
   bind_ring(module);
   bind_views(module);
   bind_writes(module);
+  bind_batches(module);
 }

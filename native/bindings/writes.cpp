@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/ring_bindings.hpp"
+#include "bindings/without_gil.hpp"
 #include "common/copy.hpp"
 #include "ring/ring.hpp"
 #include "common/siphash.hpp"
@@ -156,9 +157,7 @@ class WritePlan {
       slot = Lease{nb::cast<std::uint32_t>(pair[0]), nb::cast<std::uint32_t>(pair[1])};
     }
     const Terms terms{readers, created, deadline, policy_version};
-    const Ring::InUse in_use(ring);
-    const std::shared_ptr<Mapping> keep = ring.mapping();
-    const nb::gil_scoped_release release;
+    const WithoutGil without(ring);
     while (written_.size() < planned_.size()) {
       if (!slot) slot = ring.try_take();
       if (!slot) break;

@@ -78,4 +78,106 @@ inline void encode_note(std::string& out, const NoteFields& fields) {
   pack.raw(fields.metadata);
 }
 
+// Reads a note again, whoever wrote it: nothing of it is believed.
+class MessagePackReader {
+ public:
+  explicit MessagePackReader(std::string_view data) : data_(data) {}
+
+  // The number of what follows: elements of an array.
+  std::optional<std::uint64_t> array() {
+    const auto tag = byte();
+    if (!tag) return std::nullopt;
+    if ((*tag & 0xF0) == 0x90) return *tag & 0x0F;
+    if (*tag == 0xDC) return big_endian(2);
+    if (*tag == 0xDD) return big_endian(4);
+    return std::nullopt;
+  }
+  std::optional<std::uint64_t> unsigned_number() {
+    const auto tag = byte();
+    if (!tag) return std::nullopt;
+    if (*tag < 0x80) return *tag;
+    if (*tag < 0xCC || *tag > 0xCF) return std::nullopt;
+    return big_endian(std::size_t{1} << (*tag - 0xCC));
+  }
+  // Passes over so many values with all that is in them. False: they end behind the data, or are not MessagePack.
+  bool skip(std::uint64_t values) {
+    while (values > 0) {
+      const auto tag = byte();
+      if (!tag || *tag == 0xC1) return false;
+      --values;
+      std::optional<std::uint64_t> bytes = 0, inner = 0;
+      if (*tag >= 0x80 && *tag <= 0x8F)
+        inner = 2 * (*tag & 0x0Fu);
+      else if (*tag >= 0x90 && *tag <= 0x9F)
+        inner = *tag & 0x0Fu;
+      else if (*tag >= 0xA0 && *tag <= 0xBF)
+        bytes = *tag & 0x1Fu;
+      else if (*tag >= 0xC4 && *tag <= 0xC6)  // bytes
+        bytes = big_endian(std::size_t{1} << (*tag - 0xC4));
+      else if (*tag >= 0xC7 && *tag <= 0xC9)  // an extension, with its type
+        bytes = plus_one(big_endian(std::size_t{1} << (*tag - 0xC7)));
+      else if (*tag == 0xCA || *tag == 0xCE || *tag == 0xD2)
+        bytes = 4;
+      else if (*tag == 0xCB || *tag == 0xCF || *tag == 0xD3)
+        bytes = 8;
+      else if (*tag == 0xCC || *tag == 0xD0)
+        bytes = 1;
+      else if (*tag == 0xCD || *tag == 0xD1)
+        bytes = 2;
+      else if (*tag >= 0xD4 && *tag <= 0xD8)  // an extension of 1 to 16 bytes
+        bytes = 1 + (std::uint64_t{1} << (*tag - 0xD4));
+      else if (*tag >= 0xD9 && *tag <= 0xDB)  // text
+        bytes = big_endian(std::size_t{1} << (*tag - 0xD9));
+      else if (*tag == 0xDC || *tag == 0xDD)
+        inner = big_endian(*tag == 0xDC ? 2 : 4);
+      else if (*tag == 0xDE || *tag == 0xDF)
+        inner = twice(big_endian(*tag == 0xDE ? 2 : 4));
+      if (!bytes || !inner || *bytes > data_.size()) return false;
+      data_.remove_prefix(*bytes);
+      values += *inner;  // each has a byte of its own, so the data ends before this overflows
+      if (values > data_.size()) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::optional<unsigned> byte() {
+    if (data_.empty()) return std::nullopt;
+    const auto value = static_cast<unsigned char>(data_.front());
+    data_.remove_prefix(1);
+    return value;
+  }
+  std::optional<std::uint64_t> big_endian(std::size_t bytes) {
+    if (data_.size() < bytes) return std::nullopt;
+    std::uint64_t value = 0;
+    for (std::size_t i = 0; i < bytes; ++i) value = value << 8 | static_cast<unsigned char>(data_[i]);
+    data_.remove_prefix(bytes);
+    return value;
+  }
+  static std::optional<std::uint64_t> plus_one(std::optional<std::uint64_t> value) {
+    return value ? std::optional(*value + 1) : value;
+  }
+  static std::optional<std::uint64_t> twice(std::optional<std::uint64_t> value) {
+    return value ? std::optional(*value * 2) : value;
+  }
+
+  std::string_view data_;
+};
+
+inline constexpr std::string_view kNoteMagic = "TK\x01";
+inline constexpr std::size_t kNoteElements = 17, kLengthsElement = 13;
+
+// The lengths of the ragged tensors that a note tells, exactly `count` of them. False: it is not such a note.
+inline bool read_lengths(std::string_view note, std::uint64_t* lengths, std::size_t count) {
+  if (!note.starts_with(kNoteMagic)) return false;
+  MessagePackReader reader(note.substr(kNoteMagic.size()));
+  if (reader.array() != kNoteElements || !reader.skip(kLengthsElement) || reader.array() != count) return false;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto length = reader.unsigned_number();
+    if (!length) return false;
+    lengths[i] = *length;
+  }
+  return reader.skip(kNoteElements - kLengthsElement - 1);
+}
+
 }  // namespace transport

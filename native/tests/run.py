@@ -24,6 +24,7 @@ TESTS = {
     "address": [
         "slot_word_test",
         "siphash_test",
+        "note_test",
         "block_pool_test",
         "ring_test",
         "claims_test",
@@ -32,10 +33,19 @@ TESTS = {
         "creation_test",
         "crash_test",
     ],
-    "thread": ["slot_word_test", "siphash_test", "block_pool_test", "ring_test", "claims_test", "ring_fuzz"],
+    "thread": [
+        "slot_word_test",
+        "siphash_test",
+        "note_test",
+        "block_pool_test",
+        "ring_test",
+        "claims_test",
+        "ring_fuzz",
+    ],
     "none": [
         "slot_word_test",
         "siphash_test",
+        "note_test",
         "block_pool_test",
         "ring_test",
         "claims_test",

@@ -167,6 +167,8 @@ def test_ctrl_c_leaves_neither_processes_nor_segments(tmp_path: Path, number: si
         "job",
         "--sizes",
         "64KiB",
+        "--queue",
+        "sqlite",
         "--wire",
         "tcp",
         "--seconds",

@@ -52,4 +52,4 @@ def test_the_command_takes_a_schema(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("arguments", [[], ["--slot-bytes", "1MiB", "--schema", "x.json"]])
 def test_one_of_schema_and_size_is_needed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["size", *arguments]) == 2
-    assert "one of them" in capsys.readouterr().err
+    assert "give either --schema FILE or --slot-bytes SIZE" in capsys.readouterr().err

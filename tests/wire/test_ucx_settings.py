@@ -80,7 +80,7 @@ def test_any_ucx_variable_of_the_users_is_usable(env: dict[str, str]) -> None:
 TOO_OLD = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from transport.cli import main
+from transport.__main__ import main
 sys.argv[1:] = ["doctor", "--no-transfer"]
 main()
 """

@@ -13,7 +13,6 @@ import typer
 
 from transport.cli import bench, cooldown, demo, doctor, read, reclaim, serve, size, top
 from transport.errors import TransportError, UsageError
-from transport.runtime import interruption
 
 __all__ = ["main", "run"]
 
@@ -90,15 +89,3 @@ def _named(arguments: Sequence[str]) -> list[str]:
 def _failed(status: int, command: str, what: str) -> int:
     print(f"{command}: {' '.join(what.split())}", file=sys.stderr)
     return status
-
-
-def main() -> None:
-    """Entry point."""
-    with interruption.bounded() as watch:
-        try:
-            status = run(sys.argv[1:])
-        except KeyboardInterrupt:  # before `run` could catch it
-            status = interruption.STATUS
-    if watch.begun:
-        watch.exit(status)
-    sys.exit(status)

@@ -16,7 +16,7 @@ from transport.cli.output import JsonTarget, about, emit
 from transport.errors import MissingDependencyError
 from transport.runtime.installing import install
 
-EXAMPLE = "Example: transport bench job --queue sqlite,redis --wire tcp --peers all --plot job.png"
+EXAMPLE = "Example: transport bench job --queue rings,sqlite --wire mapped --peers all --plot job.png"
 
 
 def job(
@@ -27,7 +27,7 @@ def job(
     trainers: Annotated[int, typer.Option(min=1, max=64, help="Trainer processes that share the payloads.")] = 1,
     queue: Annotated[
         str, typer.Option(metavar="NAME,…", help="Queues to measure: some of rings, sqlite, redis.")
-    ] = "sqlite",
+    ] = "rings",
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help="Wires to measure: some of mapped, shm, tcp.")
     ] = "mapped,tcp",
@@ -69,9 +69,10 @@ def job(
     from transport.bench.units import parse_sizes
     from transport.runtime.progress import bar_with_time_left
 
-    wires = plan.check_names("--wire", wire, plan.WIRES)
+    plan.check_names("--wire", wire, plan.WIRES)
     others = chosen(peers, JOB_PEERS) if peers is not None else []
-    queues, shape = plan.check_queues(queue), plan.check_layout(layout)
+    queues = plan.check_queues(queue)
+    wires, shape = plan.check_wires(wire, queues), plan.check_layout(layout, queues)
     if plot is not None:
         check(plot)
     work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle, write_batch)

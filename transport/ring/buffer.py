@@ -38,6 +38,7 @@ from transport.errors import (
 )
 from transport.ring import attachment
 from transport.ring.attachment import Attachment
+from transport.ring.batches import MAX_DELIVERIES, BatchLayout, PayloadBatch, claim_batch
 from transport.ring.claimed import ClaimedPayload
 from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
 from transport.ring.overflow import Overflow, Overflowing
@@ -556,6 +557,59 @@ class SharedRingBuffer(Attachment):
             most_held_s=most_held_s,
         )
         return [ClaimedPayload(self, claim) for claim in claims]
+
+    def claim_batch(
+        self,
+        n: int,
+        timeout_s: float = 0.0,
+        *,
+        layout: BatchLayout = "list",
+        fill: complex | Mapping[str, complex] = 0,
+        pad_to: Literal["longest"] | int = "longest",
+        out: Mapping[str, Any] | None = None,
+        verify: bool | None = None,
+        rank: int = 0,
+        most_bytes: int | None = None,
+        oldest_version: int | None = None,
+        max_deliveries: int = MAX_DELIVERIES,
+        consumer: str = "",
+        most_held_s: float = 0.0,
+    ) -> PayloadBatch:
+        """`claim`, as one batch; empty when nothing came in time. Each tensor is written where it belongs in one pass.
+
+        What arrives with wrong bytes is left out and may be claimed again, until ``max_deliveries``. The other
+        arguments are those of `claim`. Several rings together: `transport.ring.batches.claim_batch`.
+
+        Args:
+            layout: "list", payloads in their slots; "padded", (batch, longest, …); "packed", with `cu_seqlens`.
+            fill: behind the rows of a padded tensor; a number for all, or by name (0 where there is none).
+            pad_to: entries that a padded tensor has for each payload.
+            out: writable contiguous memory by name, larger than needed where you like: numpy, or what speaks DLPack
+                on the host, pinned memory included. Tensors without one get pooled memory.
+            verify: the checksums; default True but for "list", whose bytes are not read here.
+
+        Raises:
+            SchemaError: the ring was attached to without its schema, or ``fill`` or ``out`` name no tensor of it.
+            UsageError: another argument makes no sense.
+            LengthMismatchError: a payload is longer than ``pad_to``, or too many entries to be packed.
+            BufferUnsuitableError: ``out`` does not fit. With all of these, and MemoryError, the payloads go back.
+        """
+        return claim_batch(
+            [self],
+            n,
+            timeout_s,
+            layout=layout,
+            fill=fill,
+            pad_to=pad_to,
+            out=out,
+            verify=verify,
+            rank=rank,
+            most_bytes=most_bytes,
+            oldest_version=oldest_version,
+            max_deliveries=max_deliveries,
+            consumer=consumer,
+            most_held_s=most_held_s,
+        )
 
     def consume(self, claims: Sequence[ClaimedPayload], *, keep_memory: bool = False) -> list[ClaimedPayload]:
         """Say that these were used, in one call; returns those that were still this attachment's, and only those count.

@@ -131,7 +131,7 @@ class _Run:
             return f"sqlite://{self._folder / 'tickets.sqlite3'}" if ours else ""
         place: str = service.answer()["place"]
         self._helpers.append(service.pid)
-        return f"redis://{place}/0?run=job" if ours else place
+        return f"redis://{place}/0?run=job&may_forget=yes" if ours else place
 
     def flow(self, count: int) -> bool:
         """Have ``count`` payloads of each writer written and consumed; False when no more come before all are there."""

@@ -83,12 +83,25 @@ def check_queues(names: str) -> list[str]:
     return queues
 
 
-def check_layout(name: str) -> str:
-    """The layout of a batch. UsageError: not a layout, or not one of this version."""
+def check_wires(names: str, queues: Iterable[str]) -> list[str]:
+    """Wires that are known. UsageError: not a wire, or none of them is one that a queue's payloads take."""
+    wires = check_names("--wire", names, WIRES)
+    for queue in queues:
+        carried = KINDS[queue].wires
+        if not set(wires) & set(carried):
+            raise UsageError(
+                f"--queue {queue} --wire {names}: not in this version; with {queue} choose {', '.join(carried)}"
+            )
+    return wires
+
+
+def check_layout(name: str, queues: Iterable[str]) -> str:
+    """The layout of a batch. UsageError: not a layout, or not one of these queues."""
     if name not in LAYOUTS:
         raise UsageError(f"--layout {name}: choose one of {', '.join(LAYOUTS)}")
-    if name != "list":
-        raise UsageError(f"--layout {name}: not in this version; choose list")
+    for queue in queues:
+        if name not in KINDS[queue].layouts:
+            raise UsageError(f"--queue {queue} --layout {name}: batches of {queue} are lists of payloads; choose list")
     return name
 
 
@@ -114,8 +127,8 @@ def cases(
     if idle and writers > 1:
         raise UsageError(f"--idle needs --writers 1, got {writers}")
     if min(sizes) <= HEADER.size:
-        raise UsageError(f"--sizes {min(sizes)}: give more than {HEADER.size} bytes, the size of a payload's header")
-    ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires]
+        raise UsageError(f"--sizes {min(sizes)}: a payload has a header of {HEADER.size} bytes and a body; give more")
+    ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires if wire in KINDS[queue].wires]
     ways += [(peer.name, "", peer.wire, "list") for peer in peers]
     found = []
     for size in sizes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from transport.packer.options import ServerOptions
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import open_queue
+from transport.ring.batches import BatchLayout, PayloadBatch, claim_batch
+from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
 from transport.wire.addresses import LOOPBACK
 from transport.wires import Wire
@@ -114,15 +117,90 @@ class TicketTrainer:
         self._open.close()
 
 
+class RingWriter:
+    """Payloads into the ring, which hands them out itself: many with one call."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._rollout = _Rollout()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._rollout.cleanup_ucxx)
+            self._ring = self._rollout.setup_ucxx(
+                schema_of(job.size_bytes),
+                slots=job.window,
+                server=ServerOptions(addresses=(LOOPBACK,), linger_s=_LINGER_S),
+            )
+            self.address = self._ring.name
+            self.helpers: Sequence[int] = [owner.pid for owner in self._ring.native.owners() if owner.port]
+            self._open = stack.pop_all()
+
+    def prepare(self, body: bytes) -> npt.NDArray[np.uint8]:
+        """As a rollout has it: an array."""
+        return np.frombuffer(body, np.uint8)
+
+    def write_many(self, payloads: Sequence[tuple[bytes, Any]]) -> None:
+        """All with one call; waits while the ring is full."""
+        values = [{"header": np.frombuffer(header, np.uint8), "body": body} for header, body in payloads]
+        while values:
+            self._job.check()
+            try:
+                self._ring.write_many(values, timeout_s=_LOOK_S)
+                break
+            except RingFullError as error:
+                values = values[len(error.written) :]
+
+    def close(self) -> None:
+        """The ring goes, and its listeners."""
+        self._open.close()
+
+
+class RingTrainer:
+    """Batches claimed from the writers' rings, mapped. Bodies of a list stay in their slots until the next claim."""
+
+    def __init__(self, job: Job) -> None:
+        self._turn = job.index
+        self._layout: BatchLayout = job.layout  # type: ignore[assignment]
+        self._batch: PayloadBatch | None = None
+        with contextlib.ExitStack() as stack:
+            self._rings = [
+                stack.enter_context(SharedRingBuffer.attach(name, schema_of(job.size_bytes), role="reader"))
+                for name in job.addresses
+            ]
+            self._open = stack.pop_all()
+
+    def claim(self, n: int, timeout_s: float) -> PayloadBatch | None:
+        """What comes first; the memory of the batch before is let go."""
+        self._let_go()
+        self._turn += 1
+        self._batch = claim_batch(self._rings, n, timeout_s, layout=self._layout, first=self._turn)
+        return self._batch or None
+
+    def consume(self, batch: PayloadBatch) -> Sequence[tuple[Any, Any]]:
+        """Header and body of what was still held."""
+        return [(each["header"], each["body"]) for each in itertools.compress(batch, batch.consume())]
+
+    def _let_go(self) -> None:
+        if self._batch is not None:
+            self._batch.release()
+
+    def close(self) -> None:
+        """Claims that are in hand go back."""
+        self._let_go()
+        self._open.close()
+
+
 class Kind(NamedTuple):
     """How a queue is used; ``service`` is what runs beside: "redis", or "" for nothing."""
 
     writer: Callable[[Job], Writing]
     trainer: Callable[[Job], Training]
     service: str = ""
+    wires: tuple[str, ...] = ("mapped", "shm", "tcp")
+    layouts: tuple[str, ...] = ("list",)
 
 
 KINDS = {
+    "rings": Kind(RingWriter, RingTrainer, wires=("mapped",), layouts=("list", "padded", "packed")),
     "sqlite": Kind(TicketWriter, TicketTrainer),
     "redis": Kind(TicketWriter, TicketTrainer, "redis"),
 }

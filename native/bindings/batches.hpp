@@ -1,0 +1,13 @@
+// Claims of one call without a Python object for each.
+#pragma once
+
+#include <vector>
+
+#include "bindings/ring_bindings.hpp"
+#include "ring/ring.hpp"
+
+namespace transport::python {
+
+nb::object claimed_batch(nb::handle_t<Ring> ring, std::vector<Claimed> claims);
+
+}  // namespace transport::python

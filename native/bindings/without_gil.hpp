@@ -1,0 +1,29 @@
+// The use of a ring without the GIL.
+#pragma once
+
+#include <memory>
+
+#include "bindings/ring_bindings.hpp"
+#include "ring/ring.hpp"
+
+namespace transport::python {
+
+// While it lives the GIL is released and close() waits. The use ends before the GIL is taken again: close() waits with
+// the GIL. The memory stays mapped.
+class WithoutGil {
+ public:
+  explicit WithoutGil(Ring& ring) : mapping_(ring.mapping()), in_use_(std::make_unique<Ring::InUse>(ring)), state_(PyEval_SaveThread()) {}
+  ~WithoutGil() {
+    in_use_.reset();
+    PyEval_RestoreThread(state_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  std::shared_ptr<Mapping> mapping_;
+  std::unique_ptr<Ring::InUse> in_use_;
+  PyThreadState* state_;
+};
+
+}  // namespace transport::python

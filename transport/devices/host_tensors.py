@@ -1,0 +1,32 @@
+"""A batch's arrays as torch tensors, in the same memory, through DLPack where it knows the dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from transport.errors import BufferUnsuitableError, MissingDependencyError
+from transport.runtime.installing import install
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingDependencyError(
+        f"torch tensors need torch ({error}): {install('torch')}, or your own build of it"
+    ) from error
+
+
+def as_tensors(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """Tensors over the arrays' memory. BufferUnsuitableError: torch has no such dtype."""
+    return {name: _as_tensor(name, array) for name, array in arrays.items()}
+
+
+def _as_tensor(name: str, array: np.ndarray[Any, Any]) -> Any:
+    if array.dtype.kind in "biufc" and array.dtype.isbuiltin == 1:
+        return torch.from_dlpack(array)
+    dtype = getattr(torch, array.dtype.name, None)  # bfloat16 and the float8 kinds, which numpy's DLPack does not know
+    if dtype is None:
+        raise BufferUnsuitableError(f"{name}: torch has no {array.dtype.name}")
+    return torch.from_dlpack(array.view(f"u{array.itemsize}")).view(dtype)
