@@ -127,7 +127,7 @@ def cases(
     if idle and writers > 1:
         raise UsageError(f"--idle needs --writers 1, got {writers}")
     if min(sizes) <= HEADER.size:
-        raise UsageError(f"--sizes {min(sizes)}: a payload has a header of {HEADER.size} bytes and a body; give more")
+        raise UsageError(f"--sizes {min(sizes)}: give more than {HEADER.size} bytes, the size of a payload's header")
     ways = [(OURS, queue, wire, layout) for queue in queues for wire in wires if wire in KINDS[queue].wires]
     ways += [(peer.name, "", peer.wire, "list") for peer in peers]
     found = []
