@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transport.errors import ProtocolError, VersionMismatchError
 from transport.settings import DEFAULTS
 from transport.wire import frames
-from transport.wire.frames import Challenge, Hello, Kind, Proof, Welcome
+from transport.wire.frames import Challenge, Hello, Kind, Proof, Record, Welcome
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -118,24 +118,26 @@ def hello(oldest: int, newest: int) -> Hello:
     return Hello(oldest=oldest, newest=newest, ring="", tag_base=0, nonce=NONCE)
 
 
-def test_the_version_and_the_one_before_it_are_spoken() -> None:
-    assert max(1, frames.VERSION - 1) == frames.OLDEST_VERSION
+def test_the_version_and_those_before_it_are_spoken() -> None:
+    assert (frames.OLDEST_VERSION, frames.VERSION) == (1, 3)
 
 
 @pytest.mark.parametrize(
-    ("oldest", "newest", "agreed"), [(1, 1, 1), (0, 1, 1), (1, 2, 2), (2, 2, 2), (2, 3, 2), (1, 9, 2), (-5, 2**63, 2)]
+    ("oldest", "newest", "agreed"), [(1, 1, 1), (0, 1, 1), (1, 2, 2), (2, 2, 2), (2, 3, 3), (1, 9, 3), (-5, 2**63, 3)]
 )
 def test_the_newest_common_version_is_agreed(oldest: int, newest: int, agreed: int) -> None:
     assert frames.agree_version(hello(oldest, newest)) == agreed
 
 
-@pytest.mark.parametrize(("oldest", "newest"), [(3, 4), (0, 0), (1, 0), (5, 2)])
+@pytest.mark.parametrize(("oldest", "newest"), [(4, 5), (0, 0), (1, 0), (5, 2)])
 def test_without_a_common_version_both_ranges_are_named(oldest: int, newest: int) -> None:
-    with pytest.raises(VersionMismatchError, match=rf"{oldest} to {newest}.*1 to 2"):
+    with pytest.raises(VersionMismatchError, match=rf"{oldest} to {newest}.*1 to 3"):
         frames.agree_version(hello(oldest, newest))
 
 
-def header(version: int = 2, kind: int = Kind.CONTROL, count: int = 1, number: int = 0, joined: int = 0) -> bytes:
+def header(
+    version: int = frames.VERSION, kind: int = Kind.CONTROL, count: int = 1, number: int = 0, joined: int = 0
+) -> bytes:
     return struct.pack("<BBHIII", version, kind, count, number, joined, 0)
 
 
@@ -150,11 +152,11 @@ def test_control_of_too_few_or_too_many_records_is_refused(count: int) -> None:
 
 @pytest.mark.parametrize(
     "start",
-    [header(version=3), header(version=1), header(version=0), header(kind=Kind.STATUS), header(kind=0)],
+    [header(version=4), header(version=2), header(version=0), header(kind=Kind.STATUS), header(kind=0)],
     ids=["newer", "older", "none", "status", "zeros"],
 )
 def test_control_of_another_version_or_kind_is_refused(start: bytes) -> None:
-    with pytest.raises(ProtocolError, match="expected a control message of version 2"):
+    with pytest.raises(ProtocolError, match="expected a control message of version 3"):
         frames.decode_control(start + BYE)
 
 
@@ -170,7 +172,14 @@ def test_control_that_is_cut_off_is_refused(count: int, size: int) -> None:
         frames.decode_control((header(count=count) + BYE * count)[:size])
 
 
-@pytest.mark.parametrize("kind", [0, Kind.HELLO, Kind.CONTROL, Kind.STATUS, 0x1F, 0x25, 255])
+@pytest.mark.parametrize("kind", [Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW])
+def test_records_of_version_3_are_unknown_to_the_versions_before(kind: Kind) -> None:
+    assert frames.decode_control(frames.encode_control(0, [Record(kind)]))
+    with pytest.raises(ProtocolError, match="record of unknown kind"):
+        frames.decode_control(frames.encode_control(0, [Record(kind)], version=2), 2)
+
+
+@pytest.mark.parametrize("kind", [0, Kind.HELLO, Kind.CONTROL, Kind.STATUS, 0x1F, 0x2A, 255])
 def test_record_of_an_unknown_kind_is_refused(kind: int) -> None:
     with pytest.raises(ProtocolError, match="record of unknown kind"):
         frames.decode_control(header(count=2) + BYE + bytes((kind,)) + BYE[1:])
@@ -179,15 +188,15 @@ def test_record_of_an_unknown_kind_is_refused(kind: int) -> None:
 @pytest.mark.parametrize(
     "start",
     [
-        header(version=3, kind=Kind.STATUS),
-        header(version=1, kind=Kind.STATUS),
+        header(version=4, kind=Kind.STATUS),
+        header(version=2, kind=Kind.STATUS),
         header(kind=Kind.CONTROL),
         header(version=0, kind=0),
     ],
     ids=["newer", "older", "control", "zeros"],
 )
 def test_status_of_another_version_or_kind_is_refused(start: bytes) -> None:
-    with pytest.raises(ProtocolError, match="expected a status of version 2"):
+    with pytest.raises(ProtocolError, match="expected a status of version 3"):
         frames.decode_status(start + bytes(32))
 
 
@@ -239,7 +248,7 @@ def test_control_of_any_bytes_is_read_or_refused_by_name(data: bytes) -> None:
         number, found = frames.decode_control(data)
     except ProtocolError:
         return
-    assert data[:2] == b"\x02\x10"
+    assert data[:2] == b"\x03\x10"
     assert 1 <= len(found) <= 63
     # What was read is all there was to read: nothing is made up.
     reread = frames.decode_control(frames.encode_control(number, found))
@@ -278,7 +287,7 @@ def test_status_of_any_bytes_is_read_or_refused_by_name(data: bytes) -> None:
         number, answers = frames.decode_status(bytearray(data))
     except ProtocolError:
         return
-    assert data[:2] == b"\x02\x11"
+    assert data[:2] == b"\x03\x11"
     payloads = [answer.joined for answer in answers if answer.joined is not None]
     assert [len(joined) for joined in payloads] == [answer.length for answer in answers if answer.joined is not None]
     start = frames.HEADER_BYTES + len(answers) * frames.ANSWER_BYTES

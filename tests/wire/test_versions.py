@@ -169,12 +169,12 @@ async def test_a_handshake_that_is_handed_on_unchanged_succeeds(ring: SharedRing
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        (lowered, AuthenticationError, "knows wire version 2 and was made to choose 1"),
+        (lowered, AuthenticationError, "knows wire version 3 and was made to choose 1"),
         (lowered_and_covered_up, AuthenticationError, "heard another HELLO"),
         (unmarked, AuthenticationError, "heard another HELLO"),
         (raised, AuthenticationError, "heard another HELLO"),
         (challenge_lowered, AuthenticationError, "heard another HELLO"),
-        (welcome_lowered, ProtocolError, "chose version 1 after it had proven 2"),
+        (welcome_lowered, ProtocolError, "chose version 1 after it had proven 3"),
     ],
 )
 @asynchronous
