@@ -56,7 +56,8 @@ def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int 
         b"\xff" * frame_codec.CONTROL_BYTES,
         b"x" * (frame_codec.CONTROL_BYTES + 1),
         bytes(frame_codec.CONTROL_BYTES),
-        b"\x03" + control()[1:],
+        bytes((frames.VERSION + 1,)) + control()[1:],
+        b"\x02" + control()[1:],
         b"\x01" + control()[1:],  # spoken here, but not on this connection
         control(number=1),
         control(number=2**24),
@@ -71,7 +72,7 @@ def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int 
         control(kind=Kind.CONTROL),
         control(kind=0),
         control(kind=Kind.READ - 1),
-        control(kind=Kind.BYE + 1),
+        control(kind=Kind.RENEW + 1),
         control(kind=255),
     ],
     ids=lambda message: f"{message[:4].hex()} {len(message)}",
