@@ -358,10 +358,10 @@ def unacknowledged_attempts_end(found: Configuration) -> bool:
 
 
 def staging_pool(found: Configuration) -> int:
-    from transport.client.device_reads import Landing
+    from transport.client.device_reads import DeviceReads
 
     async def bound() -> int:
-        return Landing(None, "staged", found.settings.staging_bytes)._staging._most
+        return DeviceReads(None, "staged", found.settings.staging_bytes)._staging._most
 
     return asyncio.run(bound())
 

@@ -79,7 +79,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["demo", "--queue", "amqp:tickets"],
-            "transport demo: a place of the kind 'amqp' is not known: give sqlite:file, relative, or "
+            "transport demo: unknown URL scheme 'amqp': give sqlite:file, relative, or "
             "sqlite:///path/of/file, or redis://host:port/db?run=name",
         ),
         (

@@ -134,4 +134,4 @@ def test_where_it_may_forget_a_payload_may_be_trained_on_twice_and_the_worker_sa
     with redis_server(*FORGETFUL) as server, caplog.at_level(logging.WARNING):
         place = server.place() + "&may_forget=yes"
         assert killed_behind_an_acknowledgement(server, run, place) == [7, 7]
-    assert "payloads published before that the queue did not know: 1" in caplog.text
+    assert "1 unread payloads were unknown to the queue" in caplog.text

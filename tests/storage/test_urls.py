@@ -54,9 +54,9 @@ def test_a_place_without_a_file_is_refused_with_the_forms(text: str) -> None:
 
 @pytest.mark.parametrize("opened", [open_queue, open_store, parse_url])
 @pytest.mark.parametrize("text", ["amqp://host/0?run=x", "amqp:q.db", "unix:///run/redis.sock", "SQLITE2:q.db"])
-def test_a_place_of_another_kind_is_refused_by_its_name(text: str, opened: Callable[[str], Any]) -> None:
+def test_a_url_of_another_scheme_is_refused_by_its_name(text: str, opened: Callable[[str], Any]) -> None:
     kind = text.partition(":")[0].lower()
-    with pytest.raises(ConfigurationError, match=f"a place of the kind '{kind}' is not known: give sqlite:file"):
+    with pytest.raises(ConfigurationError, match=f"unknown URL scheme '{kind}': give sqlite:file"):
         opened(text)
 
 

@@ -111,7 +111,7 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
             )
         if self._options.get("client", ClientOptions()).device is not None:
             raise UsageError(
-                "ClientOptions(device=…) needs num_workers=0: only the trainer's own process reads into its device memory"
+                "ClientOptions(device=…) needs num_workers=0: only the trainer process reads into its device memory"
             )
         if not self._orders:
             raise UsageError("a TicketDataset with worker processes needs a TicketLoader; use it instead of DataLoader")
