@@ -1,13 +1,13 @@
-"""The whole job over one ring: one process writes in batches, another claims or takes, verifies and consumes.
+"""The whole job over the network: one process writes in batches, another takes over tcp, verifies and consumes.
 
-    .venv/bin/python benchmarks/ring_job.py [--wire tcp] [--sizes 4096,65536] [--payloads 100000] [--repeats 3]
-                                            [--batch 32] [--ahead 2] [--zeromq]
+    .venv/bin/python benchmarks/take_job.py [--sizes 4096,65536] [--payloads 100000] [--repeats 3] [--batch 32]
+                                            [--ahead 2] [--zeromq]
 
-Over "mapped" the trainer claims in the ring itself; over "tcp" it takes through a listener process, with ``ahead``
-demands under way. ``--zeromq`` adds PUSH/PULL over tcp with the same checksums, if pyzmq is installed.
+The trainer takes through one listener process, with ``ahead`` demands under way. ``--zeromq`` adds PUSH/PULL over tcp
+with the same checksums, if pyzmq is installed. benchmarks/ring_job.py measures readers of the same host.
 
 Every payload is verified by its checksum, which the reader computes. Prints a JSON line per size: payloads a second,
-GB/s, and microseconds of each process per payload.
+GB/s, and microseconds of processor time of each process per payload.
 """
 
 from __future__ import annotations
@@ -29,21 +29,8 @@ from transport import Schema, SharedRingBuffer, TensorSpec, UCXXClient, UCXXServ
 SLOTS = 256
 
 
-def read(name: str, batch: int, total: int, told: Connection) -> None:
-    """Claim, verify and consume ``total`` payloads; tells its own times."""
-    with SharedRingBuffer.attach(name, role="reader") as ring:
-        told.send("ready")
-        left, cpu = total, time.process_time()
-        while left:
-            claims = ring.claim(min(batch, left), 30.0)
-            for claim in claims:
-                claim.verify()
-            left -= len(ring.consume(claims))
-        told.send((time.perf_counter(), time.process_time() - cpu))
-
-
 def take(address: str, batch: int, total: int, ahead: int, told: Connection) -> None:
-    """As `read`, over tcp."""
+    """Take, verify and consume ``total`` payloads; tells its end and processor time."""
 
     async def train() -> None:
         async with UCXXClient(wire={"tcp"}) as client:
@@ -70,7 +57,7 @@ def take(address: str, batch: int, total: int, ahead: int, told: Connection) -> 
 
 
 def pull(address: str, batch: int, total: int, told: Connection) -> None:
-    """As `read`, from ZeroMQ, which promises nothing."""
+    """As `take`, from ZeroMQ, which promises nothing."""
     import zmq
 
     socket = zmq.Context.instance().socket(zmq.PULL)
@@ -113,18 +100,15 @@ def _row(total: int, took_s: float, writer_cpu: float, reader_cpu: float) -> dic
     }
 
 
-def run(size: int, batch: int, total: int, wire: str, ahead: int) -> dict[str, float]:
+def run(size: int, batch: int, total: int, ahead: int) -> dict[str, float]:
     schema = Schema((TensorSpec("data", "uint8", (size,)),))
     payloads = [{"data": np.random.default_rng(n).integers(0, 255, size, np.uint8)} for n in range(batch)]
     with contextlib.ExitStack() as stack:
         ring = stack.enter_context(SharedRingBuffer.create(schema, slots=SLOTS))
         ours, theirs = multiprocessing.Pipe()
-        if wire == "tcp":
-            stack.enter_context(UCXXServer(ring))
-            target, arguments = take, (f"127.0.0.1:{ring.native.ports()[0]}", batch, total, ahead, theirs)
-        else:
-            target, arguments = read, (ring.name, batch, total, theirs)
-        child = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+        stack.enter_context(UCXXServer(ring))
+        arguments = (f"127.0.0.1:{ring.native.ports()[0]}", batch, total, ahead, theirs)
+        child = multiprocessing.get_context("spawn").Process(target=take, args=arguments)
         child.start()
         ours.recv()
         begun, cpu = time.perf_counter(), time.process_time()
@@ -137,40 +121,12 @@ def run(size: int, batch: int, total: int, wire: str, ahead: int) -> dict[str, f
     return _row(total, ended - begun, writer_cpu, reader_cpu)
 
 
-def alone(size: int, batch: int) -> dict[str, float]:
-    """Each step by itself, in one process, microseconds per payload."""
-    schema = Schema((TensorSpec("data", "uint8", (size,)),))
-    payloads = [{"data": np.random.default_rng(n).integers(0, 255, size, np.uint8)} for n in range(batch)]
-    steps: dict[str, list[float]] = {"write_many": [], "claim": [], "verify": [], "consume": [], "write": []}
-    with SharedRingBuffer.create(schema, slots=batch) as ring:
-        for _ in range(200):
-            times = [time.perf_counter()]
-            ring.write_many(payloads)
-            times.append(time.perf_counter())
-            claims = ring.claim(batch)
-            times.append(time.perf_counter())
-            for claim in claims:
-                claim.verify()
-            times.append(time.perf_counter())
-            ring.consume(claims)
-            times.append(time.perf_counter())
-            for step, begun, ended in zip(steps, times, times[1:], strict=False):
-                steps[step].append((ended - begun) / batch * 1e6)
-            begun = time.perf_counter()
-            for payload in payloads:
-                ring.write(payload)
-            steps["write"].append((time.perf_counter() - begun) / batch * 1e6)
-            ring.consume(ring.claim(batch))
-    return {f"{step}_us": round(statistics.median(each), 2) for step, each in steps.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4096,65536")
     parser.add_argument("--payloads", type=int, default=100_000)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--wire", choices=("mapped", "tcp"), default="mapped")
     parser.add_argument("--ahead", type=int, default=2)
     parser.add_argument("--zeromq", action="store_true")
     options = parser.parse_args()
@@ -181,16 +137,14 @@ def main() -> None:
         total = max(options.batch, options.payloads * 4096 // max(size, 4096)) // options.batch * options.batch
         for peer in peers:
             runs = [
-                run(size, options.batch, total, options.wire, options.ahead)
+                run(size, options.batch, total, options.ahead)
                 if peer == "rings"
                 else run_zeromq(size, options.batch, total)
                 for _ in range(options.repeats)
             ]
             row = {key: round(statistics.median(each[key] for each in runs), 2) for key in runs[0]}
             row |= {"gb_per_s": round(row["payloads_per_s"] * size / 1e9, 2)}
-            wire = options.wire if peer == "rings" else "tcp"
-            steps = alone(size, options.batch) if (peer, wire) == ("rings", "mapped") else {}
-            print(json.dumps({"peer": peer, "wire": wire, "size_bytes": size, "batch": options.batch, **row, **steps}))
+            print(json.dumps({"peer": peer, "size_bytes": size, "batch": options.batch, **row}), flush=True)
 
 
 if __name__ == "__main__":

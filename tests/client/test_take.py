@@ -17,7 +17,6 @@ from helpers import Child, asynchronous, until
 from scripted_peer import Stage
 
 from transport import Schema, SharedRingBuffer, TensorSpec, UCXXClient, UCXXServer, _ring
-from transport.client.taken import TAKEN, TakenBatch
 from transport.errors import (
     BusyError,
     ClosedError,
@@ -27,6 +26,7 @@ from transport.errors import (
     VersionMismatchError,
 )
 from transport.settings import Settings
+from transport.taking.batch import TAKEN, TakenBatch
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
 from transport.wire.ucx import engine

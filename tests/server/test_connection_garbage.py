@@ -90,6 +90,24 @@ async def test_garbage_closes_that_connection_only(ring: SharedRingBuffer, messa
         assert [answer.code for answer in await other.ask(read(mine), read(others))] == [0, 0]
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", [Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW], ids=str)
+@asynchronous
+async def test_records_of_version_3_are_garbage_to_the_versions_before(
+    ring: SharedRingBuffer, kind: Kind, version: int
+) -> None:
+    ring.write_raw(SMALL)
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        await peer.greet(newest=version)
+        assert peer.welcome.version == version
+        peer.send(frame_codec.encode_control(0, [Record(kind, slot=1, length=100)], version=version))
+        await peer.task
+        assert peer.closed
+        depth = ring.native.depth(0)
+        assert (depth["ready"], depth["claimed"]) == (1, 0)
+
+
 @asynchronous
 async def test_nothing_of_a_message_is_done_when_a_part_of_it_is_garbage(ring: SharedRingBuffer) -> None:
     ticket = ring.write_raw(LARGE)

@@ -25,7 +25,6 @@ from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
 from transport.client.status_socket import StatusSocket
-from transport.client.taken import TakenBatch
 from transport.client.taking import MOST_BYTES, Taking, port_of
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
@@ -35,6 +34,7 @@ from transport.runtime.arguments import at_least, expect, seconds, several
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import MAY_HAVE_MOVED, Directory, Finder
+from transport.taking.batch import TakenBatch
 from transport.ticket import Ticket
 from transport.wire.frames import Kind, Record, SlotFate, fate_of
 from transport.wires import Wire, named_wires

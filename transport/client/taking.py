@@ -20,7 +20,6 @@ import numpy as np
 
 from transport import _ring
 from transport.client.connection import Link, Want, refusal
-from transport.client.taken import JOINED, TAKEN, Rows, TakenBatch, parsed
 from transport.devices.buffers import BufferPool
 from transport.errors import (
     ConnectionLostError,
@@ -32,6 +31,7 @@ from transport.errors import (
 )
 from transport.schema import Schema
 from transport.settings import Settings
+from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, parsed
 from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Kind, Record

@@ -21,11 +21,11 @@ the message into their destinations. If one of them is refused, none of that mes
 native/ucp/frames.hpp has the layouts of CONTROL and STATUS, tests/support/frame_codec.py the same in Python.
 
 TAKE asks for payloads of the ring itself, whichever come first: up to so many, of so many bytes together, waited for so
-long. They are claimed for this connection. Its answer has a 48-byte row for each (transport/client/taken.py), their
+long. They are claimed for this connection. Its answer has a 48-byte row for each (transport/taking/batch.py), their
 encoded tickets, and the payloads, each at a multiple of 64 bytes from the first one, which stands at a multiple of 64
 bytes itself. A payload beyond what the demand has room for is claimed and not joined: it is asked for by READ. FINISH
-consumes a claim, which is accepted or not; GIVE_BACK gives it up, to be claimed again after a delay; RENEW says that the
-holder is alive; UNTAKE takes a demand back that waits. Claims end with their connection.
+consumes a claim, which is accepted or not; GIVE_BACK gives it up, to be claimed again after a delay; RENEW shows that
+the holder is alive; UNTAKE withdraws a demand that waits. Claims end with their connection.
 
 Versions: HELLO offers a range, and the newest version that both sides know is the connection's. All from
 ``OLDEST_VERSION`` to ``VERSION`` are spoken. Their layouts are the same; they differ in what a proof covers (1 and 2,

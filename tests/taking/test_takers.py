@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.client.takers import Ask, Close, Open, Takers, Untake
+from transport.taking.takers import Ask, Close, Open, Takers, Untake
 
 
 def opened(ahead: int, *places: str) -> Takers:

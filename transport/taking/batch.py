@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from transport import _ring
 from transport.ring.packing import views
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
-
-if TYPE_CHECKING:
-    from transport.client.taking import TakeLink
 
 # A payload in the answer to TAKE, as native/ucp/frames.hpp has it.
 TAKEN = np.dtype(
@@ -39,6 +36,22 @@ _ALIGNMENT = 64
 _HEADER = struct.Struct("<BBHIII")
 
 Rows = np.ndarray[Any, Any]
+Verdicts = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Holder(Protocol):
+    """The connection that holds the claims of a batch."""
+
+    ring: str
+
+    @property
+    def lost(self) -> bool: ...
+
+    def renew(self) -> None: ...
+
+    async def finish(self, rows: Rows) -> Verdicts: ...
+
+    async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts: ...
 
 
 def _aligned(value: Any) -> Any:
@@ -114,7 +127,7 @@ class TakenBatch:
 
     def __init__(
         self,
-        link: TakeLink,
+        link: Holder,
         rows: Rows,
         buffer: Any,
         notes: Rows,
@@ -169,7 +182,7 @@ class TakenBatch:
         """Say that the holder is alive; a silent one loses its claims after the listener's ``ack_timeout_s``."""
         self._link.renew()
 
-    async def consume(self, which: Sequence[int] | None = None) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
         """Say that the payloads were used, all or those at some positions: True for each that was accepted.
 
         Drop what was made of the others: their claims had ended (the connection was lost, this process was stopped for
@@ -178,9 +191,7 @@ class TakenBatch:
         """
         return await self._link.finish(self._chosen(which))
 
-    async def give_back(
-        self, which: Sequence[int] | None = None, delay_s: float = 0.0
-    ) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
         """Give the claims up: anybody may take the payloads, after the delay. False: it had ended already."""
         return await self._link.give_back(self._chosen(which), delay_s)
 
