@@ -53,7 +53,7 @@ class Engine:
     abandoned: int  # that UCX will never complete: their peer died in the middle of a message
     spin_s: float  # how long it waits for an answer at present before it sleeps
     closed: bool
-    dropped: int  # messages that nobody had asked for
+    dropped: int  # messages that arrived without a posted receive
     turned_away: int  # clients beyond a listener's limit
 
     def __init__(self, worker: int, owner: object) -> None:

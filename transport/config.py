@@ -61,7 +61,7 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def server_wires(self) -> frozenset[Wire] | None:
-        """The wires as a server takes them; None: whatever UCX finds best. Nobody serves a mapped payload."""
+        """The wires as a server takes them; None: whatever UCX finds best. Mapped payloads need no server."""
         return frozenset(self.wires) - {"mapped"} or None
 
     def secret(self) -> bytes | None:

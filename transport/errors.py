@@ -285,7 +285,7 @@ class RunError(TransportError):
 
 
 class JoinTimeoutError(RunError, TimeoutError):
-    """The round did not come together in time: too few members joined, and nobody closed the run."""
+    """The round timed out: too few members joined, and the run was not closed."""
 
 
 class StaleRoundError(RunError):
@@ -347,7 +347,7 @@ class ParentLostError(MemberLostError):
 
 
 class ChildrenLostError(MemberLostError):
-    """Nobody is left who pulls from this member. A consequence: their own errors are the cause."""
+    """No member pulls from this one any more. A consequence: the errors of those members are the cause."""
 
 
 class MemberFailedError(WeightsError):
@@ -355,7 +355,7 @@ class MemberFailedError(WeightsError):
 
 
 class InvalidAdmission(WeightsError):
-    """A replica was told an event that its state does not have."""
+    """A replica received an event for which its state has no transition."""
 
 
 # --- our own defects ---------------------------------------------------------------------------

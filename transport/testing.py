@@ -24,7 +24,7 @@ _CORE = "/transport/_native."  # in the memory map of every process that uses th
 _MARK = "LEAK_CHECK_RUN"  # not TRANSPORT_…: unknown names of that kind are errors of configuration
 SEGMENT_PREFIX = "transport-"
 
-# Drivers and the fabric keep these open for the life of a process once they were used; nobody can close them.
+# Drivers and the fabric keep these open for the life of a process after the first use; they cannot be closed.
 _FOR_LIFE = ("/dev/nvidia", "/dev/infiniband", "/dev/urandom")
 
 

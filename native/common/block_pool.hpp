@@ -55,7 +55,7 @@ class BlockPool {
   // Memory of the size class, at least 64-byte aligned, its content whatever was there; null if there is none to
   // be had. size <= size_class::kLargest.
   std::byte* take(std::size_t size);
-  // What `take` gave for a size of this class. Nobody looks at it any more.
+  // What `take` gave for a size of this class. It is not in use any more.
   void give_back(std::byte* memory, unsigned class_index) noexcept;
   // Frees all idle blocks.
   void clear() noexcept;

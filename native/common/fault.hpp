@@ -19,7 +19,7 @@
 namespace transport::fault {
 
 inline constexpr std::array<std::string_view, 49> kPoints{
-    "create.opened",         // the name exists, nobody keeps it
+    "create.opened",         // the name exists, without a keeper
     "create.locked",         // kept, no memory
     "create.allocated",      // memory, no header
     "create.header",         // header, not initialised
@@ -44,13 +44,13 @@ inline constexpr std::array<std::string_view, 49> kPoints{
     "event.advanced",        // event advanced, waiters asleep
     "reclaim.proven",        // the dead owner's byte is locked, its bits still set
     "reclaim.cleared",       // one of its slots cleared
-    "reclaim.disclaimed",    // a dead owner's claims are nobody's, its bit still set
-    "claim.pinned",          // word READING, the claim word nobody's
-    "claim.claimed",         // claimed, nobody told
+    "reclaim.disclaimed",    // a dead owner's claims have no holder, its bit still set
+    "claim.pinned",          // word READING, the claim word without a holder
+    "claim.claimed",         // claimed, not yet announced
     "claim.withdrawn",       // the ready hint is gone, not yet looked again
-    "give_back.dropped",     // the claim word is nobody's, the pin still there
+    "give_back.dropped",     // the claim word has no holder, the pin still there
     "return.unhinted",       // to be claimed again, its ready hint perhaps not set
-    "return.unannounced",    // hint set, nobody told
+    "return.unannounced",    // hint set, not yet announced
     "failure.counted",       // an entry of the log is begun
     "reclaim.vacated",       // its owner number free, its byte still locked
     "close.released",        // own bits cleared, owner number still taken
@@ -82,7 +82,7 @@ struct Trap {
   std::atomic<std::int64_t> passes_left{0};
 };
 inline std::array<Trap, kPoints.size()> traps;
-inline std::atomic<int> report_to{-1};  // descriptor that is told which trap has closed; -1: none
+inline std::atomic<int> report_to{-1};  // descriptor to which a closed trap is reported; -1: none
 
 inline void set(std::size_t index, int signal, std::int64_t after) {
   traps[index].passes_left.store(after);

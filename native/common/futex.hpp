@@ -1,7 +1,7 @@
 // An event counter in shared memory that processes can sleep on.
 //
 // A sleeper raises `waiting` and sleeps while `count` is what it has seen. A waker takes `waiting` down,
-// advances `count`, looks at `waiting` again, and wakes everybody if it was up either time. `waiting` is
+// advances `count`, looks at `waiting` again, and wakes all sleepers if it was up either time. `waiting` is
 // a flag and not a number of sleepers, so a sleeper that is killed costs one needless wake-up and
 // nothing after it.
 //
@@ -10,7 +10,7 @@
 // two sees the other: either the kernel refuses to sleep, or the waker wakes.
 // The flag goes down before `count` is advanced, never after: a sleeper whose flag a waker has taken
 // down then either finds another count, or sleeps before that waker wakes. Taken down after, it may be
-// the flag of a sleeper that has seen the new count and comes back, and the next waker wakes nobody.
+// the flag of a sleeper that has seen the new count and comes back, and the next waker wakes no sleeper.
 // native/model/futex.pml searches all of it.
 // A waker killed in between loses the wake-up: sleepers look again after kRecheck_ns.
 #pragma once
@@ -44,7 +44,7 @@ inline long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t
 }
 
 inline void advance(EventWord& event) {
-  // Looking first spares everybody who wakes nobody the write.
+  // Looking first spares the write where there is no sleeper to wake.
   const bool lowered = event.waiting.load(std::memory_order_seq_cst) != 0 &&
                        event.waiting.exchange(0, std::memory_order_seq_cst) != 0;  // SYNC W
   event.count.fetch_add(1, std::memory_order_seq_cst);                             // SYNC W

@@ -1,5 +1,5 @@
-// SipHash-2-4 with a 64-bit result (Aumasson and Bernstein, 2012): a keyed hash that nobody without the key
-// can predict, made for messages as short as ours.
+// SipHash-2-4 with a 64-bit result (Aumasson and Bernstein, 2012): a keyed hash that cannot be predicted
+// without the key, made for messages as short as ours.
 #pragma once
 
 #include <array>

@@ -5,7 +5,7 @@
 // exclude each other by a kernel lock, which dies with them (Ring::write_board).
 //
 // SYNC B: words are stored before the version that shows them and loaded after it; a reader whose
-// version is still current afterwards has read one copy that nobody was writing.
+// version is still current afterwards has read one copy that was not being written.
 #pragma once
 
 #include <atomic>

@@ -16,7 +16,7 @@ struct Change {
 };
 
 // SYNC S: every change of a slot word acquires what the changes before it released. So the writer's
-// payload is seen by whoever pins, and the readers' last look is over before the next writer's first
+// payload is seen by a reader that pins, and the readers' last look is over before the next writer's first
 // byte. The chain holds through any mix of operations, since all are read-modify-writes of one word.
 template <class Transition>
 Change change(std::atomic<std::uint64_t>& word, Transition transition) {

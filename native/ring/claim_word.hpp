@@ -1,19 +1,19 @@
 // The claim word: whose hands one rank's delivery of a payload is in, and how often it was claimed, in 16 bits.
 //
 //    15        5 4       0
-//   | attempts  | holder  |      holder: nobody (0), or 1 + the owner's place
+//   | attempts  | holder  |      holder: none (0), or 1 + the owner's place
 //
 //   operation   from                 to                        by whom
 //   ----------  -------------------  ------------------------  --------------------------------------------------
-//   claim       nobody               me, attempts + 1          an owner whose pin stands in the slot's word
-//   hold        nobody               me                        the same; to end the delivery, which is no attempt
-//   drop        holder               nobody                    who may clear the holder's pin, before clearing it
-//   lapse       holder               nobody                    any owner, of a claim that is held for too long
-//   (publish)   anything             nobody, 0                 the writer, before the slot is READY
+//   claim       none                 me, attempts + 1          an owner whose pin stands in the slot's word
+//   hold        none                 me                        the same; to end the delivery, which is no attempt
+//   drop        holder               none                      who may clear the holder's pin, before clearing it
+//   lapse       holder               none                      any owner, of a claim that is held for too long
+//   (publish)   anything             none, 0                   the writer, before the slot is READY
 //
 // So a claim is a pin and this word, and a rank that is not done and held by an owner has that owner's pin beside it:
-// what lets no claim be lost is that whoever finds the dead owner's bit finds its claims by it. A rank that is done
-// keeps its word until the next publish; nobody looks at it any more.
+// no claim is lost, because a process that finds the dead owner's bit finds its claims by it. A rank that is done keeps
+// its word until the next publish; it is not read any more.
 // A claim that lapses leaves its holder's pin, which protects the memory until the holder asks and is refused; the done
 // bit decides between it and the next one.
 // The attempts are the fence: (holder, attempts) was never another claim of this generation and rank.
@@ -48,7 +48,7 @@ struct ClaimWord {
 
   friend constexpr bool operator==(ClaimWord, ClaimWord) = default;
 };
-static_assert(kMaxOwners < (1u << ClaimWord::kHolderBits), "a holder is one of the owners, or nobody");
+static_assert(kMaxOwners < (1u << ClaimWord::kHolderBits), "a holder is one of the owners, or none");
 static_assert(ClaimWord{}.attempts() == 0 && !ClaimWord{}.held(), "a zero-filled segment has no claims");
 
 }  // namespace transport

@@ -80,7 +80,7 @@ bool Ring::drop_claim(std::uint64_t slot, unsigned rank, unsigned owner) {
   std::atomic<std::uint16_t>& word = claims(slot).claims[rank];
   std::uint16_t expected = word.load(std::memory_order_relaxed);
   const ClaimWord held{expected};
-  // A claim that lapses meanwhile may be somebody else's by now.
+  // A claim that lapses meanwhile may belong to another owner by now.
   return held.held_by(owner) && word.compare_exchange_strong(expected, held.dropped().bits, std::memory_order_acq_rel,
                                                              std::memory_order_relaxed);
 }
@@ -101,8 +101,8 @@ unsigned Ring::pins_of_claims(std::uint64_t slot) const {
   return static_cast<unsigned>(std::popcount(own_claims_[slot]));
 }
 
-// Before a pin of this attachment goes that is named by its slot alone: where all its pins there are claims', one of
-// them goes with it, and is nobody's from here on.
+// Called before this attachment drops a pin that is named by its slot alone. Where all its pins on the slot belong to
+// claims, one of these claims is dropped with the pin, and then has no holder.
 bool Ring::disclaim_own(std::uint64_t slot) {
   if (own_claims_[slot] == 0 || own_pins_[slot] > pins_of_claims(slot)) return false;
   const auto rank = static_cast<unsigned>(std::countr_zero(own_claims_[slot]));
@@ -140,7 +140,7 @@ void Ring::offer_ready_slots() {
       ready_.offer_again(slot);
 }
 
-// Ends claims that are held for too long, whoever holds them. The time is written before the word, so a claim that is just
+// Ends claims that any owner has held for too long. The time is written before the word, so a claim that is just
 // being taken looks no older than it is; the holder's pin stays until it asks and is refused.
 void Ring::lapse(std::uint64_t most_held_ns, std::uint64_t now_ns) {
   for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) {
@@ -419,7 +419,7 @@ void Ring::trained(unsigned rank, std::uint64_t deliveries) {
   tally(rank, Tally::done, std::min(now, deliveries));
 }
 
-// By the holder of the owner's byte, when the owner ends. Which payloads they were nobody knows any more.
+// Called by the holder of the owner's byte, when the owner ends. Which payloads they were is no longer known.
 void Ring::count_lost(unsigned owner) {
   for (unsigned rank = 0; rank < kMaxReaders; ++rank) {
     const std::uint64_t lost = rank_counts(owner, rank).counts[static_cast<unsigned>(Tally::arrived)].exchange(0);

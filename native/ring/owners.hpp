@@ -7,12 +7,12 @@
 // segment.cpp).
 //
 //   byte       held by
-//   keeper     the process that created the ring or took it over, and whoever removes its name
-//   owner i    the owner at place i, or whoever has proven it dead and clears what it left
+//   keeper     the process that created the ring or took it over, or one that removes its name
+//   owner i    the owner at place i, or a process that has proven it dead and clears what it left
 //   board      a writer of the ports or addresses
 //
-// Rule: the pins bit of owner i is changed only by the holder of byte i. Whoever claims a place clears
-// its leftovers before using it; whoever reclaims holds a DeadOwner, which is the lock.
+// Rule: the pins bit of owner i is changed only by the holder of byte i. A process that claims
+// a place clears its leftovers before using it; one that reclaims holds a DeadOwner, which is the lock.
 #pragma once
 
 #include <array>
@@ -66,7 +66,7 @@ inline bool held_elsewhere(int fd, off_t first, off_t count = 1) {
   return range.l_type != F_UNLCK;
 }
 
-// The proof that owner `index` is dead, which lasts as long as the object: nobody can claim the place.
+// The proof that owner `index` is dead. While the object exists, the place cannot be claimed.
 class DeadOwner {
  public:
   static std::optional<DeadOwner> prove(int fd, unsigned index) {

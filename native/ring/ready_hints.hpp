@@ -1,7 +1,7 @@
 // Where a payload may be that can be claimed: one bit per slot, and above it one bit per 64 of them, as free_hints.hpp.
 // Only slot and claim words are the truth. Claimers look at the bits without taking them, since what they find may be
-// for another rank, and whoever took a bit and died would hide a payload. A bit that promises too much is withdrawn by
-// who notices; one that is missing after a crash is offered again.
+// for another rank, and a claimer that took a bit and died would hide a payload. A bit that promises too
+// much is withdrawn by the claimer that notices; one that is missing after a crash is set again.
 //
 // SYNC R: the words change before the bit is set; who withdraws a bit looks at the words again afterwards, and sets it
 // if they promise something. Both change the same leaf with read-modify-writes that acquire and release, so either the

@@ -107,7 +107,7 @@ bool Ring::publish(std::uint64_t slot, std::uint64_t generation, const Publicati
 
   const auto me = static_cast<unsigned>(me_);
   SlotControl& c = control(slot);
-  // While it is WRITING and ours, nobody else changes the word: what holds now holds until the swap.
+  // While it is WRITING and ours, only we change the word: what holds now holds until the swap.
   if (!slot_word::publish(Word{c.word.load(std::memory_order_relaxed)}, generation, me, p.readers)) return false;
   c.length.store(p.length, std::memory_order_release);  // SYNC F, as all that follow
   c.checksum.store(p.checksum, std::memory_order_release);

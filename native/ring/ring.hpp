@@ -62,7 +62,7 @@ struct Claimed {
 
 enum class PinAnswer : int { ok = 0, stale = 1, done = 2 };
 
-// What a ticket says of a payload, for whoever reads it on this host.
+// What a ticket says of a payload, for a reader on this host.
 struct Wanted {
   std::uint64_t slot, generation, key, length;
   unsigned rank;
@@ -111,15 +111,15 @@ class Ring {
     const Ring& ring_;
   };
 
-  // Memory of a slot that this owner holds goes to somebody, and comes back. After close() the last return of a slot
+  // Memory of a slot that this owner holds is lent to a caller, and comes back. After close() the last return of a slot
   // gives the slot up, and the last of all the place.
   void lend(std::uint64_t slot);
   void loan_ended(std::uint64_t slot) noexcept;
   std::uint64_t lent() const;
 
   void close();
-  // close() for whoever removes what nobody needs: the segment goes with the last return, where nobody else is left,
-  // and with only_empty no payload either. give_up_unread: discards what is unread; how many payloads that were.
+  // close() that also removes what is no longer needed: the segment goes with the last return, where no other owner is
+  // left, and with only_empty no payload either. give_up_unread: discards what is unread; how many payloads that were.
   unsigned leave(bool give_up_unread, bool only_empty);
   bool closed() const { return closed_ || segment_.description->fd() < 0; }
   // readers_may_stay: for a writer that closes, whose readers keep the memory and need no name.
@@ -138,7 +138,7 @@ class Ring {
   bool publish(std::uint64_t slot, std::uint64_t generation, const Publication& publication);
   bool abort(std::uint64_t slot, std::uint64_t generation);
   PinAnswer pin(std::uint64_t slot, std::uint64_t generation, unsigned rank);
-  // Pins what is wanted if the key is right, nobody's deadline has passed and the length agrees; else leaves no pin,
+  // Pins what is wanted if the key is right, the deadline has not passed and the length agrees; else leaves no pin,
   // and an expired payload is discarded.
   ReadAnswer begin_read(const Wanted& wanted);
   bool unpin(std::uint64_t slot, std::uint64_t generation);

@@ -54,7 +54,7 @@ Ring::~Ring() { close(); }
 
 void Ring::claim_place(Role role) {
   FAULT_POINT("attach.found");
-  // A place may be locked for a moment by whoever proves its owner dead, so one look is not enough.
+  // A process that proves an owner dead locks its place for a moment, so one look is not enough.
   constexpr int kLooks = 20;
   for (int look = 0; me_ < 0; ++look) {
     if (look == kLooks)
@@ -63,7 +63,7 @@ void Ring::claim_place(Role role) {
     for (unsigned index = 0; index < kMaxOwners && me_ < 0; ++index)
       if (try_lock(fd(), kOwnerByte + off_t{index})) me_ = static_cast<int>(index);
   }
-  // Whoever removes the name holds every place: after that we hold a place of a ring that nobody finds.
+  // A process that removes the name holds every place: after that we hold a place of a ring that cannot be found.
   if (!segment_.description->still_named(segment_.name)) fail(Fault::not_found, segment_.name + " was removed");
   FAULT_POINT("attach.locked");
   const Cleared left = clear_bits(static_cast<unsigned>(me_));
@@ -74,7 +74,7 @@ void Ring::claim_place(Role role) {
   mine.port.store(0, std::memory_order_relaxed);
   mine.started_ns.store(realtime_ns(), std::memory_order_relaxed);
   mine.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
-  mine.occupied.store(1, std::memory_order_release);  // SYNC O: whoever sees the place occupied sees by whom
+  mine.occupied.store(1, std::memory_order_release);  // SYNC O: a process that sees the place occupied sees by whom
   mine.count(Counter::reclaimed_writing, left.writing);
   mine.count(Counter::reclaimed_reading, left.reading);
   FAULT_POINT("attach.claimed");
@@ -105,7 +105,7 @@ std::uint64_t Ring::lent() const {
 
 void Ring::close() {
   if (closed_.exchange(true)) return;
-  // In a forked child those are other threads of the parent, and nobody ends their use.
+  // In a forked child those are other threads of the parent, whose use never ends here.
   while (users_.load() != 0 && fd() >= 0) std::this_thread::yield();
   const std::lock_guard hold(loans_mutex_);
   if (fd() < 0) {  // a forked child, which owns nothing
@@ -120,7 +120,7 @@ void Ring::close() {
   }
   if (lent_ == 0) return detach();
   const std::lock_guard locks(locks_mutex_);
-  if (std::exchange(keeper_, false)) unlock(fd(), kKeeperByte);  // whoever takes the ring over need not wait
+  if (std::exchange(keeper_, false)) unlock(fd(), kKeeperByte);  // the next keeper need not wait
 }
 
 unsigned Ring::leave(bool give_up_unread, bool only_empty) {
@@ -136,7 +136,7 @@ unsigned Ring::leave(bool give_up_unread, bool only_empty) {
   return given_up;
 }
 
-// The caller has seen that nobody uses the slot's memory on our behalf.
+// The caller has checked that the slot's memory is not in use on our behalf.
 void Ring::give_up(std::uint64_t slot) {
   Cleared left;
   clear_slot(slot, static_cast<unsigned>(me_), left);

@@ -187,9 +187,9 @@ bool Ring::unlink_if_last(bool readers_may_stay) {
   return remove_name(readers_may_stay);
 }
 
-// Holding the keeper's byte and that of every place but those of readers who may stay, nobody can join before the name
-// is gone. The row of a place that is being claimed right now may still say whose it was: whoever claims it finds the
-// name gone, or has a ring that nobody else finds, like the readers that stay.
+// We hold the keeper's byte and that of every place but those of readers who may stay, so no process can join before
+// the name is gone. The row of a place that is being claimed right now may still name its last owner: the claimer finds
+// the name gone, or has a ring that no other process finds, like the readers that stay.
 bool Ring::remove_name(bool readers_may_stay) {
   const std::lock_guard hold(locks_mutex_);
   if (!keeper_ && !try_lock(fd(), kKeeperByte)) return false;

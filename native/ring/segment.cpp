@@ -227,7 +227,7 @@ Bytes16 random_bytes() {
 }
 
 // In pieces, since tmpfs undoes a whole request when a signal arrives: a profiler's timer would never let
-// a large one end. What can be seen not to fit is refused before it has taken everybody's memory.
+// a large one end. What can be seen not to fit is refused before it has taken the memory of all processes.
 void reserve_memory(const Description& description, const std::string& name, std::uint64_t bytes) {
   struct statvfs space {};
   if (fstatvfs(description.fd(), &space) != 0) fail_errno(errno, "fstatvfs", name);
@@ -271,7 +271,7 @@ void initialise(Segment& segment, std::uint64_t slot_count, std::uint64_t slot_c
 
 // A name goes through three states: absent; present and kept; present and not kept, which is a ring to
 // take over, or rubbish of a creator that died. The keeper lock decides, and it lies on the file and
-// not on the name: whoever has got it looks whether the file still has the name, and else begins anew.
+// not on the name: the process that gets it checks whether the file still has the name, and else starts over.
 Segment Segment::create(const std::string& name, std::uint64_t slot_count, std::uint64_t slot_capacity,
                         const Bytes16& fingerprint) {
   check_name(name);

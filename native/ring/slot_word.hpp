@@ -9,7 +9,7 @@
 //   take           FREE                           WRITING, generation+1, done=∅,        not FREE
 //                                                 pins={me}
 //   overwrite      READY, no rank of readers      WRITING, generation+1, done=∅,        a rank has consumed, or
-//                  has consumed                   pins={me}                             somebody pins
+//                  has consumed                   pins={me}                             an owner pins
 //   publish        WRITING, pins={me}             READY, done={ranks ≥ readers},        not mine
 //                                                 pins=∅
 //   abort          WRITING, pins={me}             FREE                                  not mine
@@ -29,7 +29,7 @@
 // therefore "published and pinned", and a payload is consumed (done) independently of whether its
 // memory is still being read (pins).
 //
-// Ranks that a payload was not written for are born done, so "every rank is done" is done == all.
+// Ranks that a payload was not written for start as done, so "every rank is done" is done == all.
 // FREE keeps the done bits of what the slot held last: all set tells a consumed or discarded payload
 // from one that was never published. Generation 0 is a slot that was never taken.
 //

@@ -54,7 +54,7 @@ inline std::string ring_name(const char* what) {
   return std::string(kNamePrefix) + "test-" + what + "-" + std::to_string(getpid());
 }
 
-// Removes what a test leaves, also when it is somebody else's by now.
+// Removes what a test leaves, also when another owner has it by now.
 struct NameGuard {
   std::string name;
   ~NameGuard() {

@@ -73,7 +73,7 @@ inline void check_survivors(Ring& ring, const std::set<unsigned>& living_places 
     CHECK(ring.note(slot, info.generation).has_value());
     for (unsigned rank = 0; rank < info.readers; ++rank) CHECK(!ring.claim_word(slot, rank).held() || (info.done >> rank & 1) != 0);
   }
-  for (unsigned rank = 0; rank < kMaxReaders; ++rank) {  // what is still to be done can be claimed, by whoever asks
+  for (unsigned rank = 0; rank < kMaxReaders; ++rank) {  // what is still to be done can be claimed by any owner
     const std::uint64_t ready = ring.depth(rank).ready;
     std::vector<Claimed> claimed;
     const Deadline patience(20);  // a lost hint is found after a re-check interval

@@ -1,5 +1,5 @@
 // Owners that die in the middle: children are killed at each passing of each fault point, and at random
-// under load. Whoever is left must find a ring that works and a payload for every promise.
+// under load. The processes left must find a ring that works and a payload for every promise.
 #include <array>
 #include <atomic>
 #include <memory>
@@ -94,7 +94,7 @@ TEST(an_owner_killed_at_any_passing_of_any_point_is_reclaimed) {
   std::printf("   %u kills\n", kills);
 }
 
-// Claimed by one who is killed while another one reclaims: nothing is claimed by both, nothing by nobody.
+// Claimed by one that is killed while another one reclaims: each payload is claimed by exactly one of them.
 TEST(a_claim_of_a_killed_owner_is_claimed_again_by_its_reclaimer_and_counts_its_attempts) {
   const NameGuard guard{ring_name("claimed")};
   const auto ring = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});

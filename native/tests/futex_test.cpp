@@ -31,7 +31,7 @@ TEST(a_waker_that_was_held_up_does_not_take_down_the_flag_of_a_sleeper_that_has_
   EventWord event{};
   CHECK(std::signal(SIGUSR1, wait_in_trap) != SIG_ERR);
   fault::set(kAdvanced, SIGUSR1, 0);
-  event.waiting.store(1);  // somebody sleeps, or did
+  event.waiting.store(1);  // a sleeper is there, or was
 
   std::atomic<bool> start{false};
   std::thread waker([&] {
@@ -51,7 +51,7 @@ TEST(a_waker_that_was_held_up_does_not_take_down_the_flag_of_a_sleeper_that_has_
   event.waiting.store(1);
   go_on.store(true);
   waker.join();
-  CHECK(event.waiting.load() == 1);  // so that whoever advances next wakes it
+  CHECK(event.waiting.load() == 1);  // so that the next advance wakes it
   fault::set(kAdvanced, 0, 0);
   CHECK(!sleep_slice(event, before, Deadline(0)));  // nothing has come since
   advance(event);

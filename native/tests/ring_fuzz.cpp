@@ -201,7 +201,7 @@ void claim(World& w, Ring& ring, std::uint64_t salt) {
   for (const Claimed& one : held) ended(one, random());
 }
 
-// Attaches, holds something, and goes: its place and its slots are somebody else's at once.
+// Attaches, holds something, and detaches: its place and its slots are free for others at once.
 void come_and_go(World& w, std::uint64_t salt) {
   std::mt19937_64 random(w.seed + salt);
   while (!w.stop.load()) {
@@ -226,7 +226,7 @@ void look(World& w, std::uint64_t salt) {
     if (info.generation == t.generation && (info.state == State::ready || info.state == State::reading))
       CHECK(info.checksum == mix(t.id, 0) && info.readers == t.readers);
     if (const auto note = ring->note(t.slot, t.generation)) CHECK(*note == std::to_string(t.id));
-    CHECK(ring->reclaim() == 0);  // everybody lives
+    CHECK(ring->reclaim() == 0);  // all owners live
   }
 }
 

@@ -248,7 +248,7 @@ TEST(a_writer_that_closes_removes_the_name_beside_readers_and_beside_nobody_else
   CHECK(!f.ring->unlink_if_last(true));
   writer->close();
   CHECK(!f.ring->unlink_if_last());
-  CHECK(!reader->unlink_if_last(true));  // somebody keeps it
+  CHECK(!reader->unlink_if_last(true));  // the ring has a keeper
   CHECK(f.ring->unlink_if_last(true));
   CHECK(refused(Fault::not_found, [&] { Ring::attach(f.guard.name, Role::reader, false); }));
   CHECK(reader->try_take());  // the memory outlives the name

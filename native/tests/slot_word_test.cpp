@@ -9,7 +9,7 @@ using namespace transport::slot_word;
 namespace {
 
 constexpr std::uint32_t g = 7;               // the slot's generation
-constexpr std::uint16_t two = born_done(2);  // nobody of two readers has consumed
+constexpr std::uint16_t two = born_done(2);  // neither of two readers has consumed
 constexpr unsigned me = 3, other = 5;
 constexpr std::uint16_t mine = bit(me), theirs = bit(other), both = bit(me) | bit(other);
 constexpr std::uint16_t all = Word::kAll;

@@ -71,10 +71,10 @@ void Endpoint::failed(void* self, ucp_ep_h, ucs_status_t status) {
 }
 
 // UCX ends the sends of a failed endpoint. Its receives belong to the worker and would wait for ever: those that no
-// message has matched can be cancelled, the others may be missing fragments that will not come. So whoever waits is
-// told now, and `abort` sees to the memory.
+// message has matched can be cancelled, the others may be missing fragments that will not come. So waiting
+// callers get the error now, and `abort` sees to the memory.
 void Endpoint::lost() {
-  const auto keep = shared_from_this();  // whoever is told may let go of it
+  const auto keep = shared_from_this();  // a callback may release the last reference
   cancel_receives();
   std::vector<Request*> matched;
   for (Request* each = first_; each != nullptr; each = each->next)
@@ -83,7 +83,7 @@ void Endpoint::lost() {
   if (on_lost) std::exchange(on_lost, nullptr)(failure_);
 }
 
-// UCX tells whoever waits from inside of a cancellation, and they may cancel others: from the begin after each.
+// UCX calls the callbacks from inside of a cancellation, and they may cancel others: so start over after each.
 void Endpoint::cancel_receives() {
   for (Request* each = first_; each != nullptr;) {
     if (each->receives && each->handle != nullptr && !each->cancelled) {

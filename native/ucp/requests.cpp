@@ -1,4 +1,4 @@
-// Requests: how each kind begins, and how its end is told, exactly once.
+// Requests: how each kind begins, and how its end is reported, exactly once.
 #include "ucp/engine.hpp"
 
 #include <algorithm>

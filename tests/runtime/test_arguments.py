@@ -125,7 +125,7 @@ OUT_OF_RANGE: list[tuple[Wrong, str]] = [
     (lambda queue: queue.failures(2**70), "limit.* 64 bits"),
     (lambda queue: queue.announce("t", 2**70), "version.* 64 bits"),
     (lambda queue: queue.latest("t", 2**70), "newer_than.* 64 bits"),
-    (lambda queue: queue.retry(CLAIM, float("inf")), "delay_s.* no limit"),
+    (lambda queue: queue.retry(CLAIM, float("inf")), "delay_s.* is infinite"),
 ]
 
 

@@ -103,7 +103,7 @@ class Worker:
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
-        # Whoever leaves early has not taken the last answer: it may fill the pipe, and its writer then waits in it.
+        # A caller that leaves early has not read the last answer: it may fill the pipe and block its writer.
         draining = threading.Thread(target=self._drain, daemon=True)
         draining.start()
         try:

@@ -1,7 +1,7 @@
 """One round of a run with many simulated members: what it costs the store, and how long the host's read takes.
 
 Every member is a real `Session`, stepped by one thread; the store is a real one. So the counts are those of a real run,
-and the times are those of one client that does everybody's work in turn. Between rounds a real member makes one call
+and the times are those of one client that does all members' work in turn. Between rounds a real member makes one call
 per poll, and one per beat.
 """
 
@@ -26,8 +26,8 @@ from transport.store.open import open_store
 
 Row = dict[str, Any]
 
-_LEASE_S = 3600.0  # nobody beats while a round is measured: beats depend on time, not on the round
-_LOOKS = 7  # of the host at everybody, once the round runs
+_LEASE_S = 3600.0  # no member beats while a round is measured: beats depend on time, not on the round
+_LOOKS = 7  # of the host at all members, once the round runs
 _CHUNK = 1000
 
 
@@ -98,7 +98,7 @@ def measure(counts: Sequence[int], url: str | None, progress: Progress) -> list[
 
 
 def one_round(inner: Store, members: int) -> Row:
-    """Join, complete, learn the places, and look at everybody some more."""
+    """Join, complete, learn the places, and let the host look at all members some more."""
     store = CountingStore(inner)
     now = 0.0
     run = f"bench-{secrets.token_hex(6)}"
@@ -114,7 +114,7 @@ def one_round(inner: Store, members: int) -> Row:
             session.join()
         joined = time.perf_counter()
         now += rules.host_poll_most_s
-        host.step()  # looks at everybody and completes the round
+        host.step()  # looks at all members and completes the round
         completed = time.perf_counter()
         for session in sessions:
             session.step()

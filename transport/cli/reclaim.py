@@ -97,7 +97,7 @@ def _look(name: str) -> Segment | None:
     try:
         return _described(ring, size)
     finally:
-        ring.native.close()  # not ring.close(), which removes a segment that nobody else is attached to
+        ring.native.close()  # not ring.close(), which removes a segment without other attachments
 
 
 def _described(ring: SharedRingBuffer, size: int) -> Segment:
@@ -124,6 +124,6 @@ def _remove(segment: Segment) -> None:
     from transport import _ring
 
     try:
-        segment.removed = _ring.Ring.unlink_if_dead(segment.name)  # looks again: somebody may have attached
+        segment.removed = _ring.Ring.unlink_if_dead(segment.name)  # checks again: a process may have attached
     except _ring.RingFault as fault:
         segment.unreadable = str(fault.args[1])

@@ -110,7 +110,7 @@ class Epoch:
             return set(epochs), record
 
     async def end(self, plan: Plan, updates: int) -> EpochRecord:
-        """The cooldown: whoever of the elected is first uploads the last version."""
+        """The cooldown: the first of the elected members to get there uploads the last version."""
         if plan.epoch is None:
             raise RunError("the run has no epoch to end")
         clients = ["trainer-0", *(f"rollout-{index}" for index in range(plan.rollouts))]

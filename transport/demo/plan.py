@@ -1,4 +1,4 @@
-"""What a run of the demo is: its size, what moves in it, and what each of its processes is told."""
+"""What a run of the demo is: its size, what moves in it, and the configuration of each of its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLICY_TOPIC: Final = "policy"
 BATCH: Final = 16  # episodes the policy is improved with
 BACKLOG: Final = 4 * BATCH  # episodes on the way; from staler ones than that the policy learns badly
 
-# Whoever dies here is not started again: what it left is read at once or never, and its listeners need not linger.
+# A process that dies is not started again: what it left is read at once or never, and its listeners need not linger.
 # The other two follow: a port's quarantine must end before linger_s does.
 SETTINGS: Final = Settings(linger_s=2.0, port_quarantine_s=0.5, port_quarantine_most_s=1.0)
 
@@ -73,7 +73,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rollout or trainer is told, on the first line of its standard input."""
+    """The configuration of one rollout or trainer: the first line of its standard input."""
 
     plan: Plan
     index: int  # of the rollout, or rank of the trainer

@@ -90,7 +90,7 @@ def summarise(
     ended: EpochRecord | None = None,
     resumed_from: int = 0,
 ) -> Summary:
-    """Add up what everybody reported. The first trainer is rank 0."""
+    """Add up the reports of all workers. The first trainer is rank 0."""
     published = sum(rollout.published for rollout in rollouts)
     consumed = sum(trainer.consumed for trainer in trainers)
     by_wire: Counter[str] = Counter()

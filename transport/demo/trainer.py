@@ -31,7 +31,7 @@ _POLICY_SLOTS = 4  # the newest version, and older ones that a rollout is still 
 
 
 class PolicyPublisher(UCXXRolloutMixin):
-    """Offers the newest parameters to the rollouts: each may fetch them, none has to, and nobody is waited for."""
+    """Offers the newest parameters to the rollouts: each may fetch them, none has to; the trainer waits for none."""
 
     def __init__(self, config: WorkerConfig, queue: TicketQueue) -> None:
         self._queue = queue
@@ -50,8 +50,8 @@ class PolicyPublisher(UCXXRolloutMixin):
         parameters = policy.parameters()
         replaced, self._newest = self._newest, self.write_to_buffer(parameters)
         self._queue.announce(POLICY_TOPIC, policy.version, offer(self._newest, parameters, policy.version))
-        # Only now: whoever finds the old version gone finds a newer one announced. Overwriting would not do, since
-        # it leaves alone what some rollouts have read and others never will.
+        # Only now: a rollout that finds the old version gone finds a newer one announced. Overwriting would not do,
+        # since it leaves alone what some rollouts have read and others never will.
         if replaced is not None:
             self.ring.discard(replaced)
 

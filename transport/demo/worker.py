@@ -36,7 +36,7 @@ class Parent:
         self._out = out
 
     def send(self, message: messages.Message) -> None:
-        """Tell the parent; where it is gone, nobody."""
+        """Send a message to the parent; dropped where the parent has ended."""
         try:
             self._out.write(messages.encode(message))
             self._out.flush()
@@ -78,7 +78,7 @@ def run(work: Callable[[WorkerConfig, Parent], None]) -> int:
 
 
 def tracing(config: WorkerConfig, stack: contextlib.ExitStack, kind: str) -> Trace | None:
-    """Where the phases of this worker's reads and writes go, until the stack unwinds; None: nobody asked."""
+    """Where the phases of this worker's reads and writes go, until the stack unwinds; None: not requested."""
     return stack.enter_context(Trace(config.trace, f"{kind} {config.index}")) if config.trace else None
 
 

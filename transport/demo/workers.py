@@ -75,7 +75,7 @@ class Workers:
 
     @contextlib.asynccontextmanager
     async def at_work(self, directory: Path, queue: str, *, trace: bool = False) -> AsyncIterator[None]:
-        """Start everybody; at the end of the ``with`` everybody has stopped.
+        """Start all workers; at the end of the ``with`` all have stopped.
 
         ``trace``: each writes a file ``*.trace`` into the directory.
         """
@@ -91,7 +91,7 @@ class Workers:
             await asyncio.shield(self._stop())
 
     async def work_done(self) -> None:
-        """Until everybody has reported the end of its work. Raises WorkerFailedError as soon as one cannot."""
+        """Wait until each worker has reported the end of its work. Raises WorkerFailedError as soon as one cannot."""
         everybody = asyncio.gather(*(worker.done for worker in self.all))
         awaited: list[asyncio.Future[Any]] = [everybody, *self._watchers]
         finished, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
@@ -117,7 +117,7 @@ class Workers:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the parent, which stops everybody in order
+            start_new_session=True,  # Ctrl-C is for the parent, which stops all workers in order
             env={**_ENVIRONMENT, **os.environ},
         )
         worker = Worker(kind, config, process)
@@ -128,7 +128,7 @@ class Workers:
         return worker
 
     async def _watch(self, worker: Worker) -> None:
-        """Take in what a worker reports. Ends only by raising WorkerFailedError: nobody leaves before `_stop`."""
+        """Process a worker's reports. Ends only by raising WorkerFailedError: no worker may end before `_stop`."""
         if worker.process.stdout is None:
             raise WorkerFailedError(f"{worker.name} has no standard output")
         async for line in worker.process.stdout:
@@ -149,7 +149,7 @@ class Workers:
 
     # --- the end ----------------------------------------------------------------------------------------
     async def _stop(self) -> None:
-        """Have everybody stop; kill who does not; wait for the processes below them; remove what is left."""
+        """Stop all workers; kill those that do not stop; wait for their child processes; remove what is left."""
         for watcher in self._watchers:
             watcher.cancel()
         for worker in self.all:

@@ -51,7 +51,7 @@ def address(configured: Sequence[str], bind: str, rdma: Sequence[tuple[str, str 
 
 def _port(port: int, bind: str, name: str = "port") -> Check:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as UCX is told to
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as UCX is configured to do
         try:
             probe.bind((bind, port))
         except OSError as error:

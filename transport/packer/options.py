@@ -61,7 +61,7 @@ class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
             up comes after its arrival.
         device_receive: how payloads over a wire get there; "direct" is for RDMA.
         directory: asked where a ring is served by now, when a ticket's own ports do not answer.
-        trace: is told what each read spends its time on; the caller closes it.
+        trace: records what each read spends its time on; the caller closes it.
     """
 
     secret: bytes | None = None

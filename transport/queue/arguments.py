@@ -84,7 +84,7 @@ def given_back(claim: Any, delay_s: Any, reason: Any, call: str) -> float:
     held([claim], call)
     seconds(delay_s, f"delay_s of {call}()")
     if math.isinf(delay_s):
-        raise UsageError(f"delay_s of {call}() has no limit: nobody would be handed this delivery again; discard it")
+        raise UsageError(f"delay_s of {call}() is infinite: this delivery would never be handed out again; discard it")
     expect(reason, str, f"reason of {call}()", "text")
     return float(delay_s)
 

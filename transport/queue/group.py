@@ -7,7 +7,7 @@ ranks of the group, and published as one delivery (``setup_ucxx(..., grouped=Tru
     leader     claim ──► record "claims/k" ──► every follower's claim k: the same tickets, the same order
     each rank  ack: votes yes    discard, retry: votes no
     leader     all voted yes ──► acks at the queue        ──► decided yes: every rank's ack returned True
-               one voted no, or is silent ──► gives back  ──► decided no: nobody trains on it
+               one voted no, or is silent ──► gives back  ──► decided no: no rank trains on it
 
 A decision is made once and stored, so ranks never differ in what they train on. The claims of a group that died are
 claimed by another group when the leader's lease ends. A rank that cannot read a decision raises GroupBrokenError: the

@@ -13,7 +13,7 @@ what. Around that, all in scripts, stands what streams lack:
 * The stream is never trimmed, since MAXLEN would take unread entries: a ticket leaves it when its last rank is done.
   ``max_tickets`` is the bound, and publishing beyond it raises QueueFullError.
 
-While the server is away nobody can renew: leases that end meanwhile have ended.
+While the server is unreachable, leases cannot be renewed: those that end meanwhile have ended.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Names: ``seq`` is a ticket's number, never used twice, and its entry in the stream is ``seq-0``. A delivery is
 ``seq/rank``; it has a row once it was claimed or is to be remembered, and is READY before. All scripts but the notices'
-first end the leases whose time has come, so what they see never depends on whether somebody looked before.
+first end the expired leases, so what they see never depends on whether another call came before.
 """
 
 from __future__ import annotations

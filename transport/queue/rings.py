@@ -4,8 +4,8 @@ A payload that a writer publishes in its ring is published; `publish` only looks
 a queue of its own:
 
 * A claim needs no lease. It ends with its holder: the attachment that claimed it, whose death any other notices; then
-  the payload can be claimed again at once. With a ``lease_s`` one ends, too, that was not renewed for so long, its
-  trainer being stopped or stuck; whoever claims with a lease ends it, within a second.
+  the payload can be claimed again at once. With a ``lease_s`` a claim ends, too, when it was not renewed for so long
+  because its trainer is stopped or stuck; the next process that claims with a lease ends it, within a second.
 * A payload that a dead holder had claimed for the last time is dead when the next one asks for it.
 * What ended is remembered as counts, and as the last failures of each ring; ids of payloads whose slot has been written
   anew since are done, unless the failures say otherwise.
@@ -39,7 +39,7 @@ from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.ring.claimed import ClaimedPayload
 from transport.settings import DEFAULTS
 
-_SLICE_S: Final = 0.1  # between looks whether the queue was closed, and for what wakes nobody
+_SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
 _ENDINGS: Final = {
     "discarded": DeliveryState.DISCARDED,
     "aged": DeliveryState.DISCARDED,
@@ -260,7 +260,7 @@ class RingQueue(TicketQueue):
         return [failure for _, failure in found[:limit]]
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
-        """See `TicketQueue.known`. Of a payload whose slot was written anew only rank 0's state is told."""
+        """See `TicketQueue.known`. For a payload whose slot was reused, only rank 0's state is returned."""
         self._check_open()
         endings = {(failure.ticket_id, failure.rank): failure.state for failure in self.failures(1 << 30)}
         states = {}

@@ -1,7 +1,7 @@
 """Ticket queue in one SQLite file, for the processes of one host. See base.py for the contract of a queue.
 
-Every operation is one transaction that first ends the leases whose time has come, so what an operation sees
-never depends on whether somebody else looked before. Survives the death of any process at any instruction; a power
+Every operation is one transaction that first ends the expired leases, so what an operation sees
+never depends on whether another process called before. Survives the death of any process at any instruction; a power
 loss may cost the last transactions unless ``synchronous="FULL"``.
 """
 

@@ -5,7 +5,7 @@
     RUN/7/slots         counter: the last slot taken in round 7
     RUN/7/seat/0        Seat: who took slot 0 of round 7, under a lease that its heartbeat renews
     RUN/7/place/0       Place: rank or standby, written when the round is complete
-    RUN/7/roster        Roster: everybody with a rank, in the order of ranks
+    RUN/7/roster        Roster: all members with a rank, in the order of ranks
 
 Only RUN/round and RUN/host are rewritten: their values contain round and term, and the store refuses a write with an
 older version. Values are JSON, so that an operator can read them; enums are stored by name.

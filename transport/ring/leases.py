@@ -234,7 +234,7 @@ class ReadLease:
     def _consume(self) -> bool:
         if self._ring.mark_consumed(self.ticket, self.rank):
             return True
-        self._ring.release_reading(self.ticket)  # refused: somebody was faster, but the pin is still ours to give back
+        self._ring.release_reading(self.ticket)  # refused: another reader was faster, but we still hold the pin
         return False
 
     def acknowledge(self) -> bool:

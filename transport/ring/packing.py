@@ -276,7 +276,7 @@ def _array_at(base: np.ndarray, placement: Placement) -> np.ndarray:
 def check_destination(out: Any, size: int) -> memoryview | DeviceArray:
     """The memory of `out` that a payload of `size` bytes may be received into.
 
-    UCX writes where it is told to, read-only and strided memory included, so this is what guards both.
+    UCX writes to any address it is given, even in read-only or strided memory, so this check protects both.
     Returns a flat writable memoryview of exactly `size` bytes of unsigned char, or `out` itself for device memory.
     BufferUnsuitableError for memory that is read-only, not C-contiguous, too small, holds Python objects, belongs to a
     torch tensor that requires gradients, or cannot be reached from here.

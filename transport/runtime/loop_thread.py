@@ -114,7 +114,7 @@ class LoopThread:
             self._loop = uvloop.new_event_loop()
             self._thread.start()
             self._at_exit = AtExit(self._end)
-        except BaseException:  # an interrupt, too: nobody has this object to end its thread
+        except BaseException:  # an interrupt, too: the caller gets no object through which to end the thread
             if hasattr(self, "_loop"):
                 self._loop.call_soon_threadsafe(self._loop.stop)
                 if self._thread.ident is not None:  # else it has not begun; if it still does, it ends at once

@@ -358,7 +358,7 @@ def _living_writers(ring: Attachment) -> set[tuple[int, int]]:
 
 async def _supervise(config: SupervisorConfig) -> int:
     loop = asyncio.get_running_loop()
-    own_writers = _writers_of(config.listener.segment)  # whoever comes while we wait has a supervisor of its own
+    own_writers = _writers_of(config.listener.segment)  # a writer that starts while we wait has its own supervisor
     for _ in range(int(_PREDECESSOR_S / 0.05)):
         if not supervised(config.listener.segment):
             break

@@ -1,9 +1,9 @@
 """Store on a Redis server, for the members of a cluster. See base.py for the contract of a store.
 
 Every operation is one Lua script, which the server runs in one step; each first removes the records whose lease has
-ended by the server's clock (its wall clock: a step of it moves leases). While the server is away nobody can renew:
-leases that end meanwhile have ended. What survives its restart is what its append-only file has: everything that was
-answered with ``appendfsync always``, up to the last second with ``everysec``.
+ended by the server's clock (its wall clock: a step of it moves leases). While the server is unreachable, leases cannot
+be renewed: those that end meanwhile have ended. What survives its restart is what its append-only file has: everything
+that was answered with ``appendfsync always``, up to the last second with ``everysec``.
 
 Values and versions are two hashes, so that a counter is the server's own; a sorted set of keys serves `scan`, one of
 lease ends serves their end. A revision of the whole store gives the versions.

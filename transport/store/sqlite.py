@@ -1,7 +1,7 @@
 """Store in one SQLite file, for the processes of one host. See base.py for the contract of a store.
 
 Every write is one transaction that first removes the records whose lease has ended, so that what it compares with never
-depends on whether somebody else looked before. Reads are single statements, which see one moment, and pass over ended
+depends on whether another process called before. Reads are single statements, which see one moment, and pass over ended
 records without waiting for writers. Survives the death of any process at any instruction; a power loss may cost the
 last writes unless ``synchronous="FULL"``.
 """

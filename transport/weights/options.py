@@ -16,12 +16,12 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         shape, fanout: of the relays; the trainer's count.
-        host: whoever has the same one can map this member's memory; None: this host.
+        host: members with the same one can map this member's memory; None: this host.
         wires: what may carry buckets; None: whatever is best, mapped on one host.
         secret: shared secret that members prove to each other's listeners; every member has the same.
         rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
         stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
-        prefix: begins the random names of its segments, so that whoever outlives a killed member can remove them.
+        prefix: begins the random names of its segments, so that another process can remove those of a killed member.
     """
 
     shape: Shape = "tree"

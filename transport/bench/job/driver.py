@@ -25,7 +25,7 @@ from transport.errors import LinkError, MissingDependencyError
 
 _LOOK_S = 0.004
 _STALL_S = 30.0  # without a payload consumed
-_OTHERS_S = 1.0  # whoever fails first takes others with it, and may end after them
+_OTHERS_S = 1.0  # the first to fail makes others fail, and may end after them
 _MOST_PAYLOADS = 1_000_000
 _IDLE_PAYLOADS = 300  # so that the 99th percentile is not the greatest
 _IDLE_S = 0.004  # about what one takes, with the pause before it

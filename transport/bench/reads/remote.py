@@ -4,8 +4,8 @@
           ──────────────────►  an empty line for each batch            and the tickets of the batch
           ◄─── UCX: payloads   from listeners of a writing process, over the wire that is measured
 
-The control connection is plain JSON lines without a secret, for trusted networks like everything here. Whoever reaches
-the port can have this host make a ring of at most ``MOST_BYTES`` while he stays connected.
+The control connection is plain JSON lines without a secret, for trusted networks like everything here. A client
+that reaches the port can make this host create a ring of at most ``MOST_BYTES`` while it stays connected.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RemoteWriter:
     """The fetching side's end of a control connection; answers like the writing process of this host would.
 
     Raises:
-        UnreachableError: nobody answers there.
+        UnreachableError: no answer from that address.
         LinkError: the other side refused, or ended.
     """
 
@@ -156,7 +156,7 @@ class RemoteWriter:
             greeting = msgspec.convert(self._answer(), Greeting)
             if greeting.error:
                 raise LinkError(f"{self._where}: {greeting.error}")
-        except BaseException:  # whatever it was, nobody has this object to close its connection
+        except BaseException:  # any error: the caller gets no object through which to close the connection
             self.close()
             raise
         self.machine = greeting.machine

@@ -21,7 +21,7 @@ class Writing(msgspec.Struct, frozen=True, kw_only=True):
     """What to write: ``payloads`` at each request. ``listeners`` 0: for readers that map the ring.
 
     device: from device memory.
-    prefix: of the segment's name, for whoever outlives a killed writer.
+    prefix: of the segment's name, so that another process can remove a killed writer's segment.
     addresses: what tickets advertise; empty: the loopback address.
     reachable: from other hosts, then as any server chooses.
     """

@@ -37,7 +37,7 @@ _METHODS = frozenset(
 
 
 class MemberConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a member is told.
+    """The configuration of a member.
 
     made: "module:class" of its `Source` (a trainer) or `RolloutWorker` (a replica), called with ``arguments``.
     engine: keyword arguments of `RingEngine`, and the fields of its `EngineOptions` beside them.

@@ -131,7 +131,7 @@ class ProcessMember:
         number = self._last
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
-            with contextlib.suppress(OSError):  # what ended it is told to who waits
+            with contextlib.suppress(OSError):  # the process ended: `waiting` raises MemberLostError
                 stdin.write(msgspec.json.encode(Request(number, method, list(arguments))) + b"\n")
                 await stdin.drain()
             return await waiting
@@ -177,7 +177,7 @@ class ProcessMember:
         await self.call("resume_generation")
 
     async def tidy(self) -> None:
-        """Remove the segments that a killed process has left, once nobody has them mapped any more."""
+        """Remove the segments that a killed process has left, once no process has them mapped any more."""
         await in_thread(remove_dead, self.prefix)
 
     async def close(self) -> None:
