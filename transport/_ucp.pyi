@@ -20,7 +20,7 @@ from transport.ticket import Ticket
 _Memory: TypeAlias = Buffer | tuple[int, int, object]
 _Outcome: TypeAlias = int | list[int] | tuple[int, str]
 # kind, slot, generation, rank, key, length; or an acknowledgement: ring, slot, generation, rank, key
-_Record: TypeAlias = tuple[int, int, int, int, int, int] | tuple[str, int, int, int, int]
+_Record: TypeAlias = tuple[int, int, int, int, int, int, int, int] | tuple[str, int, int, int, int]
 _Want: TypeAlias = tuple[Ticket, int, Any, int | None]  # ticket, rank, destination (_Memory), checksum to verify
 
 class UcxFault(Exception):
@@ -101,6 +101,7 @@ class Link:
     next_number: int
     usable: bool  # alive, and with numbers left for a request and a farewell
     under_way: int  # messages without their answer
+    version: int  # of the connection
 
     def __init__(self, endpoint: Endpoint, tag_base: int, their_base: int, inline_limit: int, version: int) -> None: ...
     def read(self, token: object, wants: Sequence[_Want], acks: Sequence[_Record]) -> int:
@@ -108,6 +109,30 @@ class Link:
     def ask(self, token: object, record: _Record, before: Sequence[_Record]) -> int:
         """Outcome: [code, value]."""
     def tell(self, records: Sequence[_Record]) -> int: ...
+    def take(
+        self,
+        token: object,
+        memory: object,
+        *,
+        most: int,
+        wait_ms: int,
+        most_bytes: int,
+        joined_most: int,
+        rank: int,
+        oldest_version: int,
+        most_attempts: int,
+        verify: bool,
+    ) -> int:
+        """TAKE into memory of `room_for` bytes. Outcome: [code, payloads, positions of those with wrong bytes …]."""
+    def settle(self, token: object, kind: int, rows: object, delay_ms: int = 0) -> int:
+        """FINISH or GIVE_BACK for up to 63 claims, rows of `wire.TAKEN`. Outcome: a list of codes."""
+
+MOST_TAKEN: int
+MOST_TAKEN_BYTES: int
+TAKING_VERSION: int
+
+def room_for(most: int, most_bytes: int) -> int:
+    """Bytes of the longest answer to a TAKE."""
 
 # what must be equal to transport/errors.py and transport/wire/frames.py
 CODES: dict[str, int]
@@ -124,6 +149,8 @@ class Service:
 
     draining: bool  # while it is set, reads are told that the listener is busy
     attempts: int
+    waiting: int  # demands
+    demand_descriptor: int  # readable when `look` should be called
 
     def __init__(
         self,
@@ -138,6 +165,12 @@ class Service:
     ) -> None: ...
     def when_quiet(self, future: object) -> None:
         """Resolve the future as soon as there is no attempt."""
+    def look(self) -> None:
+        """Answer demands that have waited for what is published now, or long enough."""
+    def dismiss(self) -> None:
+        """Tell all who wait that the listener is busy."""
+    def watch_no_more(self) -> None:
+        """End the thread that waits for what is published, and the descriptor."""
 
 @final
 class Connection:
@@ -146,6 +179,7 @@ class Connection:
     last_active: float  # monotonic seconds
     attempts: int
     unsent: int  # answers and payloads under way
+    waiting: int  # demands
     oldest: float | None  # by when the bytes of the attempt that is late first should have been through
     reason: str  # why it ended
 

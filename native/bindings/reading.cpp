@@ -40,11 +40,11 @@ Want want_of(nb::handle object) {
   return want;
 }
 
-// (kind, slot, generation, rank, key, length), as wire.Record, or (ring, slot, generation, rank, key), as acks.Ack
+// (kind, slot, generation, rank, key, length, attempts, joined_most), as wire.Record, or (ring, slot, generation, rank, key), as acks.Ack
 Record record_of(nb::handle object) {
   const auto row = nb::cast<nb::tuple>(object);
   const bool ack = row.size() == 5;
-  if (!ack && row.size() != 6) throw nb::value_error("a record has six fields, an acknowledgement five");
+  if (!ack && row.size() != 8) throw nb::value_error("a record has eight fields, an acknowledgement five");
   Record record{};
   record.kind = ack ? static_cast<std::uint8_t>(Kind::ack) : number_at<std::uint8_t>(row, 0);
   record.slot = number_at<std::uint32_t>(row, 1);
@@ -112,8 +112,8 @@ void bind_reading(nb::module_& module) {
   module.attr("WRONG_CHECKSUM") = kWrongChecksum;
   module.attr("WRONG_LENGTH") = kWrongLength;
   module.attr("PROTOCOL") = kProtocol;
-  nb::class_<Link>(module, "Link", nb::is_final(), "The client's side of a connection after the handshake.")
-      .def(nb::new_([](const std::shared_ptr<Endpoint>& endpoint, std::uint32_t tag_base, std::uint32_t their_base,
+  nb::class_<Link> link(module, "Link", nb::is_final(), "The client's side of a connection after the handshake.");
+  link.def(nb::new_([](const std::shared_ptr<Endpoint>& endpoint, std::uint32_t tag_base, std::uint32_t their_base,
                        std::uint64_t inline_limit, std::uint8_t version) {
              return std::make_shared<Link>(endpoint, tag_base, their_base, inline_limit, version);
            }),
@@ -124,6 +124,7 @@ void bind_reading(nb::module_& module) {
       .def_prop_rw("next_number", &Link::next_number, &Link::set_next_number)
       .def_prop_ro("usable", &Link::usable)
       .def_prop_ro("under_way", &Link::under_way);
+  bind_takes(module, link);
 }
 
 }  // namespace transport::ucp::python

@@ -62,6 +62,14 @@ void bind_serving(nb::module_& module) {
            "numbers"_a, nb::keep_alive<0, kSecond>())
       .def_rw("draining", &Service::draining, "While set, reads are refused: the listener is busy.")
       .def_prop_ro("attempts", &Service::attempts)
+      .def_prop_ro("waiting", &Service::waiting)
+      .def_prop_ro("demand_descriptor", &Service::demand_descriptor)
+      .def("look", &Service::look, nb::call_guard<nb::gil_scoped_release>(),
+           "Answer demands that have waited for what is published now, or long enough.")
+      .def("dismiss", &Service::dismiss, nb::call_guard<nb::gil_scoped_release>(),
+           "Tell all who wait that the listener is busy.")
+      .def("watch_no_more", &Service::watch_no_more, nb::call_guard<nb::gil_scoped_release>(),
+           "End the thread that waits for what is published, and the descriptor.")
       .def(
           "when_quiet", [](Service& service, nb::handle future) { service.when_quiet(own(future)); }, "future"_a,
           "Resolve the future as soon as no attempt is active.");
@@ -73,6 +81,7 @@ void bind_serving(nb::module_& module) {
       .def_prop_ro("last_active", &Connection::last_active)
       .def_prop_ro("attempts", &Connection::attempts)
       .def_prop_ro("unsent", &Connection::unsent)
+      .def_prop_ro("waiting", &Connection::waiting)
       .def_prop_ro("oldest", oldest)
       .def_prop_ro("reason", &Connection::reason)
       .def(

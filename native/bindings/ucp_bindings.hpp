@@ -8,6 +8,10 @@
 
 #include "ucp/engine.hpp"
 
+namespace transport::ucp {
+class Link;
+}
+
 namespace transport::ucp::python {
 
 namespace nb = nanobind;
@@ -15,6 +19,7 @@ namespace nb = nanobind;
 void bind_engine(nb::module_& module);
 void bind_reading(nb::module_& module);
 void bind_serving(nb::module_& module);
+void bind_takes(nb::module_& module, nb::class_<Link>& link);
 
 // An owned reference, given back by the event that carries it to Python.
 inline void* own(nb::handle object) { return object.inc_ref().ptr(); }

@@ -18,7 +18,7 @@
 
 namespace transport::fault {
 
-inline constexpr std::array<std::string_view, 45> kPoints{
+inline constexpr std::array<std::string_view, 49> kPoints{
     "create.opened",         // the name exists, without a keeper
     "create.locked",         // kept, no memory
     "create.allocated",      // memory, no header
@@ -61,6 +61,10 @@ inline constexpr std::array<std::string_view, 45> kPoints{
     "serve.sending",         // a large payload is UCX's
     "serve.sent",            // UCX has let go of a payload, its pin is still there
     "serve.acknowledging",   // an acknowledgement is here, the ring does not know
+    "demand.waits",          // a demand waits, nothing watches for it
+    "demand.claimed",        // payloads are claimed for it, nothing is sent
+    "demand.answered",       // its answer is UCX's
+    "finish.asked",          // a claim is to be consumed, the ring does not know
     "read.asked",            // the request is UCX's
     "read.answered",         // the answer is here, perhaps not all payloads
     "read.arrived",          // everything is here, unverified, not reported

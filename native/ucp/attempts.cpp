@@ -22,7 +22,8 @@ Service::Service(Engine& engine, Ring& ring, const Limits& limits)
       limits_(limits),
       mapping_(ring.mapping()),
       slot_count_(ring.identity().slot_count),
-      of_slot_(slot_count_) {
+      of_slot_(slot_count_),
+      watch_(mapping_, ring.published()) {
   ring.require_open();
   engine_->sort_unexpected = [this](ucp_tag_t tag, std::size_t length, ucp_tag_message_h message) {
     return keep(tag, length, message);
@@ -60,24 +61,23 @@ Code Service::begin(Connection& connection, const Record& record, Attempt*& atte
   answer.flags = kChecked;
   answer.length = info.length;
   answer.checksum = info.checksum;
-  attempt = std::exchange(free_, free_->next);
-  const double through_s = static_cast<double>(info.length) / limits_.slowest_rate;
-  *attempt = {&connection,
-              record.slot,
-              record.generation,
-              record.rank,
-              Attempt::State::sending,
-              connection.last_active_ + through_s,
-              nullptr,
-              connection.first_,
-              nullptr,
-              of_slot_[record.slot]};
+  attempt = adopt(connection, record.slot, record.generation, record.rank, info.length);
+  return Code::accepted;
+}
+
+// The caller has seen to it that one is free.
+Attempt* Service::adopt(Connection& connection, std::uint32_t slot, std::uint32_t generation, std::uint8_t rank,
+                        std::uint64_t length) {
+  Attempt* const attempt = std::exchange(free_, free_->next);
+  const double through_s = static_cast<double>(length) / limits_.slowest_rate;
+  *attempt = {&connection, slot, generation, rank, Attempt::State::sending, connection.last_active_ + through_s,
+              nullptr, connection.first_, nullptr, of_slot_[slot]};
   if (attempt->next != nullptr) attempt->next->previous = attempt;
   if (attempt->next_of_slot != nullptr) attempt->next_of_slot->previous_of_slot = attempt;
-  connection.first_ = of_slot_[record.slot] = attempt;
+  connection.first_ = of_slot_[slot] = attempt;
   ++connection.attempts_;
   ++attempts_;
-  return Code::accepted;
+  return attempt;
 }
 
 // A reader has the payload, whichever connection or port it came through.
@@ -89,7 +89,7 @@ void Service::acknowledge(const Record& record) {
     return each.generation == record.generation && each.rank == record.rank;
   };
   for (Attempt* each = of_slot_[record.slot]; each != nullptr; each = each->next_of_slot)
-    if (same(*each) && each->idle()) marked = each;
+    if (same(*each) && each->idle() && each->hold == Attempt::Hold::pin) marked = each;
   if (marked == nullptr)
     ring_.consume(record.slot, record.generation, record.rank);
   else if (ring_.mark_consumed(record.slot, record.generation, record.rank))
@@ -127,11 +127,13 @@ void Service::sent(Attempt& attempt) {
 }
 
 void Service::end(Attempt& attempt) {
-  const std::uint32_t slot = attempt.slot, generation = attempt.generation;
+  const ClaimId claim = attempt.claim();
+  const Attempt::Hold hold = attempt.hold;
   drop(attempt);
   const Ring::InUse use(ring_);
   try {
-    ring_.unpin(slot, generation);
+    if (hold == Attempt::Hold::pin) ring_.unpin(claim.slot, claim.generation);
+    if (hold == Attempt::Hold::claim) ring_.give_back(claim);
   } catch (const RingFault&) {  // the ring was closed, and its pins with it
   }
 }

@@ -12,6 +12,7 @@ static_assert(std::endian::native == std::endian::little, "frames are little-end
 
 inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
+inline constexpr std::uint8_t kTakingVersion = 3;  // the first that knows TAKE
 
 enum class Kind : std::uint8_t {
   control = 0x10,
@@ -21,6 +22,11 @@ enum class Kind : std::uint8_t {
   discard = 0x22,
   state = 0x23,
   bye = 0x24,
+  take = 0x25,  // these from version 3 on
+  finish = 0x26,
+  give_back = 0x27,
+  untake = 0x28,
+  renew = 0x29,
 };
 
 // Of CONTROL and STATUS. `version` is what the handshake has agreed on; the layouts here are those of all versions.
@@ -33,8 +39,8 @@ static_assert(sizeof(Header) == 16);
 
 struct Record {
   std::uint8_t kind, rank;
-  std::uint16_t reserved;
-  std::uint32_t slot, generation, reserved2;
+  std::uint16_t attempts;  // of TAKE: the limit; of FINISH and GIVE_BACK: the claim's
+  std::uint32_t slot, generation, joined_most;
   std::uint64_t key, length;
 };
 static_assert(sizeof(Record) == 32);
@@ -50,6 +56,38 @@ struct Answer {
   std::uint64_t length, checksum, value;
 };
 static_assert(sizeof(Answer) == 32);
+
+// --- TAKE ---------------------------------------------------------------------------------------------------
+// The record, which stands alone in its message: `slot` is how many payloads at most, `generation` for how many
+// milliseconds it may wait, `length` how many bytes of payloads, `joined_most` the largest that is joined, `key` the
+// oldest policy version (signed). Its STATUS, whose `reserved` is a code:
+//
+//    header | a Taken for each payload | their notes | zeros up to a multiple of 64 | payloads, each at a multiple of 64
+//
+// Payloads without kJoined are claimed, and asked for by READ. `joined_bytes` are those from the first multiple on.
+struct Taken {
+  std::uint32_t slot, generation;
+  std::uint8_t rank, flags;
+  std::uint16_t attempts;
+  std::uint32_t note_bytes;
+  std::uint64_t length, checksum, sequence;
+  std::int64_t policy_version;
+};
+static_assert(sizeof(Taken) == 48);
+
+inline constexpr std::uint32_t kMostTaken = 256;
+inline constexpr std::uint64_t kMostTakenBytes = std::uint64_t{1} << 30;
+inline constexpr std::uint16_t kMostTries = 2047;
+inline constexpr std::uint8_t kRanks = 16;
+inline constexpr std::size_t kTakenAlignment = 64;
+
+constexpr std::uint64_t aligned_taken(std::uint64_t bytes) {
+  return (bytes + kTakenAlignment - 1) / kTakenAlignment * kTakenAlignment;
+}
+// No answer to a TAKE is longer.
+constexpr std::uint64_t taken_room(std::uint64_t most, std::uint64_t most_bytes, std::uint64_t note_capacity) {
+  return aligned_taken(sizeof(Header) + most * (sizeof(Taken) + note_capacity)) + most_bytes + most * kTakenAlignment;
+}
 
 inline constexpr std::size_t kControlBytes = sizeof(Header) + kMostRecords * sizeof(Record);
 inline constexpr std::size_t kStatusBytes = sizeof(Header) + kMostRecords * sizeof(Answer);
@@ -86,9 +124,14 @@ inline const char* control_fault(const std::byte* message, std::size_t length, s
   if (header.count == 0 || header.count > kMostRecords) return "a control message of too few or too many records";
   if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
   for (std::size_t index = 0; index < header.count; ++index) {
-    const std::uint8_t kind = record_at(message, index).kind;
-    if (kind < static_cast<std::uint8_t>(Kind::read) || kind > static_cast<std::uint8_t>(Kind::bye))
-      return "a record of unknown kind";
+    const Record record = record_at(message, index);
+    const auto last = static_cast<std::uint8_t>(version >= kTakingVersion ? Kind::renew : Kind::bye);
+    if (record.kind < static_cast<std::uint8_t>(Kind::read) || record.kind > last) return "a record of unknown kind";
+    if (record.kind != static_cast<std::uint8_t>(Kind::take)) continue;
+    if (header.count != 1) return "a demand that does not stand alone";
+    if (record.slot == 0 || record.slot > kMostTaken) return "a demand for too few or too many payloads";
+    if (record.length > kMostTakenBytes) return "a demand for too many bytes";
+    if (record.rank >= kRanks || record.attempts > kMostTries) return "a demand of no rank, or for too many attempts";
   }
   if (header.number != due) return "a control message with the wrong message number";
   return nullptr;

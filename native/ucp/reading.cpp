@@ -26,7 +26,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     asked_ = asked;
     under_way_ = 1;  // this call itself: requests may complete at once
     failure_ = UCS_OK;
-    protocol_ = answered_ = false;
+    protocol_ = answered_ = each_ = false;
     records_ = 0;
     wants_.clear();
     outcomes_.assign(asked, 0);
@@ -41,6 +41,8 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     store(control_.data() + sizeof(Header) + records_ * sizeof(Record), record);
     ++records_;
   }
+
+  void tell_each() { each_ = true; }
 
   void add(Want&& want) {
     add(Record{static_cast<std::uint8_t>(Kind::read), want.rank, 0, want.slot, want.generation, 0, want.key, want.size});
@@ -186,7 +188,8 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
       return {token, failure_ == UCS_ERR_CANCELED && seen != UCS_OK ? seen : failure_, nullptr, link->endpoint_};
     }
     if (protocol_) return {token, kProtocol};
-    if (wants_.empty()) return {token, 0, std::make_unique<std::vector<long>>(std::vector<long>{outcomes_[0], value_})};
+    if (wants_.empty() && !each_)
+      return {token, 0, std::make_unique<std::vector<long>>(std::vector<long>{outcomes_[0], value_})};
     if (wants_.size() == 1) return {token, outcomes_[0]};
     return {token, 0, std::make_unique<std::vector<long>>(outcomes_)};
   }
@@ -199,7 +202,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   std::size_t before_ = 0, asked_ = 0, records_ = 0;  // records without an answer, with one, all
   std::size_t under_way_ = 0;
   ucs_status_t failure_ = UCS_OK;
-  bool protocol_ = false, answered_ = false;
+  bool protocol_ = false, answered_ = false, each_ = false;
   long value_ = 0;
   std::vector<std::byte> control_, status_;
   std::vector<Want> wants_;
@@ -250,6 +253,16 @@ std::uint32_t Link::ask(void* token, const Record& record, std::span<const Recor
   const std::uint32_t number = next_number_;
   const auto operation = begin(token, before, 1);
   operation->add(record);
+  operation->post_receives();
+  operation->send();
+  return number;
+}
+
+std::uint32_t Link::settle(void* token, std::span<const Record> records) {
+  const std::uint32_t number = next_number_;
+  const auto operation = begin(token, {}, records.size());
+  for (const Record& record : records) operation->add(record);
+  operation->tell_each();
   operation->post_receives();
   operation->send();
   return number;

@@ -37,6 +37,9 @@ inline constexpr long kWrongLength = 1001;  // the listener accepted, and announ
 inline constexpr long kProtocol = 1002;     // of the whole operation: an answer that does not fit its request
 
 class Operation;
+class TakeOperation;
+struct TakeTerms;
+struct TakeRoom;
 
 class Link : public std::enable_shared_from_this<Link> {
  public:
@@ -50,6 +53,10 @@ class Link : public std::enable_shared_from_this<Link> {
   std::uint32_t read(void* token, std::span<Want> wants, std::span<const Record> acks);
   std::uint32_t ask(void* token, const Record& record, std::span<const Record> before);  // outcomes: code, value
   std::uint32_t tell(std::span<const Record> records);
+  // Records of one kind that are each answered with a code; outcomes: the codes.
+  std::uint32_t settle(void* token, std::span<const Record> records);
+  std::uint32_t take(void* token, const TakeTerms& terms, TakeRoom room);  // takes.hpp
+  std::uint8_t version() const { return version_; }
 
   std::uint32_t next_number() const { return next_number_; }
   void set_next_number(std::uint32_t number) { next_number_ = number; }
@@ -60,6 +67,7 @@ class Link : public std::enable_shared_from_this<Link> {
 
  private:
   friend class Operation;
+  friend class TakeOperation;
   std::shared_ptr<Operation> begin(void* token, std::span<const Record> before, std::size_t asked);
 
   const std::shared_ptr<Endpoint> endpoint_;

@@ -139,6 +139,8 @@ void Connection::run() {
 // --- connection: answers and payloads out -------------------------------------------------------------------
 void Connection::answer(const std::byte* message) {
   const auto header = load<Header>(message);
+  if (const Record first = record_at(message, 0); first.kind == static_cast<std::uint8_t>(Kind::take))
+    return service_->take(*this, header.number, first);
   auto reply = service_->take_reply();
   std::byte* const first = reply->status.data() + sizeof(Header);
   std::array<Payload, kMostRecords> payloads;
@@ -171,6 +173,17 @@ void Connection::answer(const std::byte* message) {
         else
           said.code = static_cast<std::uint8_t>(Code::wrong_key);
         break;
+      case Kind::finish:
+        said.code = static_cast<std::uint8_t>(service_->finish(*this, record));
+        break;
+      case Kind::give_back:
+        said.code = static_cast<std::uint8_t>(service_->give_back(*this, record));
+        break;
+      case Kind::untake:
+        service_->untake(*this, record.slot);
+        continue;
+      case Kind::renew:  // its message is the sign of life
+        continue;
       case Kind::bye:  // everything in front of it is done
         break;
       default:  // `control_fault` lets none pass; a kind that only one of the two knows is not taken for another
@@ -252,7 +265,7 @@ void Connection::sent(ucs_status_t status) {
 const Attempt* Connection::oldest() const {
   const Attempt* oldest = first_;
   for (const Attempt* each = first_; each != nullptr; each = each->next)
-    if (each->sent_by < oldest->sent_by) oldest = each;
+    if (counts_from(*each) < counts_from(*oldest)) oldest = each;
   return oldest;
 }
 
@@ -268,11 +281,11 @@ void Connection::end_consumed() {
 long Connection::expire(double before) {
   const Ring::InUse use(service_->ring_);
   for (const Attempt* each = first_; each != nullptr; each = each->next)
-    if (each->sent_by < before && !each->idle()) return -1;
+    if (counts_from(*each) < before && !each->idle()) return -1;
   long ended = 0;
   for (Attempt* each = first_; each != nullptr;) {
     Attempt* const next = each->next;
-    if (each->sent_by < before) {
+    if (counts_from(*each) < before) {
       service_->end(*each);
       ++ended;
     }
@@ -296,6 +309,7 @@ void Connection::close() {
   endpoint_->abort();
   service_->engine().forget(*this);
   service_->of_base_.erase(tag_base_);
+  service_->forget(*this);
   while (!ahead_.empty()) service_->engine().drop(take_ahead().message);
   while (first_ != nullptr) service_->end(*first_);
 }

@@ -10,9 +10,12 @@
 // ends a connection, UCX is out of the slots' memory before their pins go. ENDED is told once, by an event; `close` is
 // left to whoever hears of it, since it makes progress.
 //
+// A claim that was answered to a TAKE (taking.cpp) is an attempt, too: over, its payload may be claimed again.
+//
 // Not thread-safe: everything belongs to the engine's thread, and nothing in here needs Python's lock.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -24,6 +27,7 @@
 #include "ring/ring.hpp"
 #include "ucp/engine.hpp"
 #include "ucp/frames.hpp"
+#include "ucp/publish_watch.hpp"
 
 namespace transport::ucp {
 
@@ -46,10 +50,13 @@ struct Limits {
   std::uint32_t numbers = kMessageNumbers;
   std::size_t most_ahead = std::size_t{4} << 20;  // per connection: bytes of messages whose turn has not come
   std::size_t most_ahead_of_all = std::size_t{64} << 20;
+  std::size_t most_waiting = 4;  // per connection: demands that wait
 };
 
 struct Attempt {
   enum class State : std::uint8_t { sending, acknowledged, idle };
+  // What goes with its end: a pin, a claim and its pin, or nothing any more.
+  enum class Hold : std::uint8_t { pin, claim, nothing };
 
   Connection* connection = nullptr;
   std::uint32_t slot = 0, generation = 0;
@@ -58,8 +65,11 @@ struct Attempt {
   double sent_by = 0;  // when its bytes are through at the slowest normal rate, in seconds of the monotonic clock
   Attempt *previous = nullptr, *next = nullptr;  // of the connection
   Attempt *previous_of_slot = nullptr, *next_of_slot = nullptr;
+  Hold hold = Hold::pin;
+  std::uint16_t tries = 0;  // of a claim: what tells it from others of the same delivery
 
   bool idle() const { return state == State::idle; }
+  ClaimId claim() const { return {slot, generation, rank, tries}; }
 };
 
 // A STATUS message under way: header and answers, then the payloads that it carries, straight from their slots.
@@ -72,6 +82,25 @@ struct Reply : std::enable_shared_from_this<Reply> {
   std::array<ucp_dt_iov_t, 1 + kMostRecords> pieces;
   std::array<std::byte, kStatusBytes> status;
   std::shared_ptr<Mapping> mapping;  // UCX may be left with a send that it never completes
+};
+
+// The answer to a TAKE under way: its head, then payloads straight from their slots, with zeros in between.
+struct TakeReply : std::enable_shared_from_this<TakeReply> {
+  explicit TakeReply(std::shared_ptr<Mapping> slots) : mapping(std::move(slots)) {}
+
+  Connection* connection = nullptr;
+  std::vector<std::byte> head;
+  std::vector<ucp_dt_iov_t> pieces;
+  std::vector<Attempt*> joined;
+  std::shared_ptr<Mapping> mapping;
+};
+
+// A TAKE that has no answer yet.
+struct Demand {
+  Connection* connection;
+  std::uint32_t number;
+  Asked asked;
+  std::uint64_t joined_most, until_ns;
 };
 
 // What the connections of a listener share.
@@ -88,6 +117,13 @@ class Service {
   // An event with `token`, an owned reference, as soon as there is no attempt, or when another one waits.
   void when_quiet(void* token);
 
+  // --- demands (taking.cpp): those that wait are served in the order in which they came -------------
+  int demand_descriptor() const { return watch_.descriptor(); }  // readable when `look` should be called
+  void look();
+  void dismiss();  // tells all who wait that the listener is busy
+  void watch_no_more() { watch_.close(); }
+  std::size_t waiting() const { return waiting_.size(); }
+
   bool draining = false;  // what is under way is finished, nothing is begun
 
  private:
@@ -95,6 +131,19 @@ class Service {
 
   bool known(const Record& record) const;
   Code begin(Connection& connection, const Record& record, Attempt*& attempt, Answer& answer);
+  Attempt* adopt(Connection& connection, std::uint32_t slot, std::uint32_t generation, std::uint8_t rank,
+                 std::uint64_t length);
+  void take(Connection& connection, std::uint32_t number, const Record& record);
+  bool serve(Demand& demand);
+  void answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed = {});
+  std::size_t serve_waiting();
+  void forget(const Connection& connection);
+  void untake(const Connection& connection, std::uint32_t number);
+  void arm(std::uint32_t before);
+  Attempt* held(const Connection& connection, const Record& record) const;
+  Code finish(Connection& connection, const Record& record);
+  Code give_back(Connection& connection, const Record& record);
+  void end_reads(const Connection& connection, const Record& record);
   void acknowledge(const Record& record);
   std::uint64_t fate(const Record& record) const;
   void sent(Attempt& attempt);
@@ -120,6 +169,11 @@ class Service {
   std::deque<Attempt> made_;
   Attempt* free_ = nullptr;
   std::vector<std::shared_ptr<Reply>> replies_;
+  std::deque<Demand> waiting_;
+  std::vector<Claimed> claimed_;
+  std::vector<std::shared_ptr<TakeReply>> take_replies_;
+  std::uint64_t reclaimed_ns_ = 0;
+  PublishWatch watch_;
 };
 
 // A client's connection after WELCOME.
@@ -142,6 +196,11 @@ class Connection : public Deferred {
   const char* reason() const { return reason_; }       // why it ended, in words
   void count_as(Counter carried) { carried_ = carried; }
   const Attempt* oldest() const;                       // the attempt that is late first
+  // From when on an attempt is late. Claims age with their holder's silence.
+  double counts_from(const Attempt& attempt) const {
+    return attempt.hold == Attempt::Hold::claim ? std::max(attempt.sent_by, last_active_) : attempt.sent_by;
+  }
+  std::size_t waiting() const { return waiting_; }  // demands
 
   // End attempts that were acknowledged through other listeners.
   void end_consumed();
@@ -186,6 +245,7 @@ class Connection : public Deferred {
   static void received(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
   static void received_stream(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
   static void reply_sent(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
+  static void take_sent(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
   static void payload_sent(void* self, std::uint32_t index, ucs_status_t status, std::size_t length);
 
   void run() override;
@@ -212,6 +272,7 @@ class Connection : public Deferred {
   std::size_t ahead_bytes_ = 0;
   std::size_t unsent_ = 0;
   std::size_t attempts_ = 0;
+  std::size_t waiting_ = 0;
   Attempt* first_ = nullptr;
   double last_active_ = 0;
   Counter carried_ = Counter::bytes_tcp;  // what its payloads' bytes are counted as

@@ -56,7 +56,8 @@ def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int 
         b"\xff" * frame_codec.CONTROL_BYTES,
         b"x" * (frame_codec.CONTROL_BYTES + 1),
         bytes(frame_codec.CONTROL_BYTES),
-        b"\x03" + control()[1:],
+        bytes((frames.VERSION + 1,)) + control()[1:],
+        b"\x02" + control()[1:],
         b"\x01" + control()[1:],  # spoken here, but not on this connection
         control(number=1),
         control(number=2**24),
@@ -71,7 +72,7 @@ def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int 
         control(kind=Kind.CONTROL),
         control(kind=0),
         control(kind=Kind.READ - 1),
-        control(kind=Kind.BYE + 1),
+        control(kind=Kind.RENEW + 1),
         control(kind=255),
     ],
     ids=lambda message: f"{message[:4].hex()} {len(message)}",
@@ -87,6 +88,24 @@ async def test_garbage_closes_that_connection_only(ring: SharedRingBuffer, messa
         assert peer.closed
         assert list(stage.listener._connections) == [other.connection]
         assert [answer.code for answer in await other.ask(read(mine), read(others))] == [0, 0]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", [Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW], ids=str)
+@asynchronous
+async def test_records_of_version_3_are_garbage_to_the_versions_before(
+    ring: SharedRingBuffer, kind: Kind, version: int
+) -> None:
+    ring.write_raw(SMALL)
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        await peer.greet(newest=version)
+        assert peer.welcome.version == version
+        peer.send(frame_codec.encode_control(0, [Record(kind, slot=1, length=100)], version=version))
+        await peer.task
+        assert peer.closed
+        depth = ring.native.depth(0)
+        assert (depth["ready"], depth["claimed"]) == (1, 0)
 
 
 @asynchronous

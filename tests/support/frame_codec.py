@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 
 from transport.errors import ProtocolError
-from transport.wire.frames import MAX_RECORDS, VERSION, Answer, Kind, Record
+from transport.wire.frames import MAX_RECORDS, TAKING_VERSION, VERSION, Answer, Kind, Record
 
 _RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
+_TAKING_KINDS = frozenset({Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW})
 
 HEADER = struct.Struct("<BBHIII")  # version, kind, count, message number, joined bytes, reserved
-RECORD = struct.Struct("<BBHIIIQQ")  # kind, rank, reserved, slot, generation, reserved, key, length
+RECORD = struct.Struct("<BBHIIIQQ")  # kind, rank, attempts, slot, generation, joined_most, key, length
 ANSWER = struct.Struct("<BBHIQQQ")  # code, flags, record index, reserved, length, checksum, value
 
 HEADER_BYTES = HEADER.size
@@ -33,10 +34,10 @@ def encode_control(number: int, records: list[Record], version: int = VERSION) -
             offset,
             record.kind,
             record.rank,
-            0,
+            record.attempts,
             record.slot,
             record.generation,
-            0,
+            record.joined_most,
             record.key,
             record.length,
         )
@@ -57,12 +58,12 @@ def decode_control(message: bytes | bytearray | memoryview, due: int = VERSION) 
         raise ProtocolError(f"control message of {len(message)} bytes is too short for {count} records")
     records = []
     for index in range(count):
-        kind, rank, _, slot, generation, _, key, length = RECORD.unpack_from(
+        kind, rank, attempts, slot, generation, joined_most, key, length = RECORD.unpack_from(
             message, HEADER_BYTES + index * RECORD_BYTES
         )
-        if kind not in _RECORD_KINDS:
+        if kind not in _RECORD_KINDS and not (due >= TAKING_VERSION and kind in _TAKING_KINDS):
             raise ProtocolError(f"record of unknown kind {kind:#x}")
-        records.append(Record(Kind(kind), slot, generation, rank, key, length))
+        records.append(Record(Kind(kind), slot, generation, rank, key, length, attempts, joined_most))
     return number, records
 
 

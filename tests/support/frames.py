@@ -28,6 +28,20 @@ RECORDS: dict[str, tuple[Record, str]] = {
         "23 01 0000 01000000 02000000 00000000 0300000000000000 0000000000000000",
     ),
     "bye": (Record(Kind.BYE), "24" + "00" * 31),
+    "take": (
+        Record(Kind.TAKE, slot=32, generation=500, rank=2, key=BIG, length=1 << 20, attempts=7, joined_most=4096),
+        "25 02 0700 20000000 f4010000 00100000 1032547698badcfe 0000100000000000",
+    ),
+    "finish": (
+        Record(Kind.FINISH, slot=17, generation=42, rank=3, attempts=2),
+        "26 03 0200 11000000 2a000000 00000000 0000000000000000 0000000000000000",
+    ),
+    "give back": (
+        Record(Kind.GIVE_BACK, slot=17, generation=42, rank=3, attempts=2, length=250),
+        "27 03 0200 11000000 2a000000 00000000 0000000000000000 fa00000000000000",
+    ),
+    "untake": (Record(Kind.UNTAKE, slot=9), "28 00 0000 09000000" + "00" * 24),
+    "renew": (Record(Kind.RENEW), "29" + "00" * 31),
 }
 
 u32 = st.integers(0, 2**32 - 1)

@@ -14,6 +14,8 @@ from frames import BIG, NONCE, RECORDS, handshakes, u32, u64
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from transport._ring import MAX_READERS
+from transport.taking.batch import TAKEN
 from transport.wire import frames
 from transport.wire.frames import Answer, Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
 
@@ -46,9 +48,9 @@ HANDSHAKES: dict[str, tuple[Any, str]] = {
     ),
 }
 
-CONTROL_HEADER = "02 10 0100 03020100 00000000 00000000"  # version, kind, one record, message 0x010203
+CONTROL_HEADER = "03 10 0100 03020100 00000000 00000000"  # version, kind, one record, message 0x010203
 
-STATUS_HEADER = "02 11 0100 03020100"  # then joined bytes and four reserved
+STATUS_HEADER = "03 11 0100 03020100"  # then joined bytes and four reserved
 ANSWERS: dict[str, tuple[Answer, str]] = {
     "separate": (
         Answer(0, 1, length=0x100000000, checksum=BIG),
@@ -97,16 +99,18 @@ def test_control_golden(name: str) -> None:
     assert frame_codec.decode_control(data) == (0x010203, [record])
 
 
-def test_frames_of_the_version_before_differ_by_their_first_byte_only() -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_frames_of_earlier_versions_differ_by_their_first_byte_only(version: int) -> None:
     # Each stands as it was when that version was the newest; a build that speaks no other must understand it.
-    for number, (record, golden) in enumerate(RECORDS.values()):
-        old = bytes.fromhex("01 10 0100") + number.to_bytes(4, "little") + bytes(8) + bytes.fromhex(golden)
-        assert frame_codec.encode_control(number, [record], version=1) == old
-        assert frame_codec.decode_control(old, 1) == (number, [record])
+    known = [(record, golden) for record, golden in RECORDS.values() if record.kind <= Kind.BYE]
+    for number, (record, golden) in enumerate(known):
+        old = bytes.fromhex(f"{version:02x} 10 0100") + number.to_bytes(4, "little") + bytes(8) + bytes.fromhex(golden)
+        assert frame_codec.encode_control(number, [record], version=version) == old
+        assert frame_codec.decode_control(old, version) == (number, [record])
     for answer, golden in ANSWERS.values():
-        old = bytes.fromhex("01 11 0100 03020100" + golden)
-        assert frame_codec.encode_status(0x010203, [answer], version=1) == old
-        assert frame_codec.decode_status(old, 1) == (0x010203, [answer])
+        old = bytes.fromhex(f"{version:02x} 11 0100 03020100" + golden)
+        assert frame_codec.encode_status(0x010203, [answer], version=version) == old
+        assert frame_codec.decode_status(old, version) == (0x010203, [answer])
 
 
 def test_a_challenge_of_the_first_version_names_no_version() -> None:
@@ -159,12 +163,14 @@ def test_a_joined_payload_is_a_view_of_the_message() -> None:
 # --- round trips ----------------------------------------------------------------------------------
 records = st.builds(
     Record,
-    kind=st.sampled_from([Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE]),
+    kind=st.sampled_from([kind for kind in Kind if kind >= Kind.READ]),
     slot=u32,
     generation=u32,
     rank=st.integers(0, 255),
     key=u64,
     length=u64,
+    attempts=st.integers(0, 2**16 - 1),
+    joined_most=u32,
 )
 
 
@@ -244,7 +250,11 @@ def test_every_part_of_the_largest_message_has_a_tag() -> None:
 
 # --- native code ----------------------------------------------------------------------------------
 FRAMES = (Path(__file__).resolve().parents[2] / "native" / "ucp" / "frames.hpp").read_text()
-FORMATS = {"std::uint8_t": "B", "std::uint16_t": "H", "std::uint32_t": "I", "std::uint64_t": "Q"}
+FORMATS = {"std::uint8_t": "B", "std::uint16_t": "H", "std::uint32_t": "I", "std::uint64_t": "Q", "std::int64_t": "q"}
+LETTERS = {("u", 1): "B", ("u", 2): "H", ("u", 4): "I", ("u", 8): "Q", ("i", 8): "q"}
+TAKEN_STRUCT = struct.Struct(
+    "<" + "".join(LETTERS[TAKEN[name].kind, TAKEN[name].itemsize] for name in TAKEN.names or ())
+)
 
 
 def native_layout(name: str) -> struct.Struct:
@@ -262,7 +272,13 @@ def native_number(name: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "python"), [("Header", frame_codec.HEADER), ("Record", frame_codec.RECORD), ("Answer", frame_codec.ANSWER)]
+    ("name", "python"),
+    [
+        ("Header", frame_codec.HEADER),
+        ("Record", frame_codec.RECORD),
+        ("Answer", frame_codec.ANSWER),
+        ("Taken", TAKEN_STRUCT),
+    ],
 )
 def test_frames_of_native_code_have_the_same_layout(name: str, python: struct.Struct) -> None:
     native = native_layout(name)
@@ -274,6 +290,9 @@ def test_frames_of_native_code_have_the_same_layout(name: str, python: struct.St
 def test_numbers_of_native_code_are_the_same() -> None:
     assert native_number("kMostRecords") == frames.MAX_RECORDS
     assert native_number("kMessageNumbers") == frames.MESSAGE_NUMBERS
+    assert native_number("kTakingVersion") == frames.TAKING_VERSION
+    assert native_number("kMostTries") == frames.MOST_ATTEMPTS
+    assert native_number("kRanks") == MAX_READERS
     assert native_number("kJoined") == frame_codec.JOINED
     assert native_number("kChecked") == frame_codec.CHECKED
     kinds = re.search(r"enum class Kind : std::uint8_t {\n(.*?)};", FRAMES, re.DOTALL)

@@ -170,12 +170,12 @@ async def test_a_handshake_that_is_handed_on_unchanged_succeeds(ring: SharedRing
 @pytest.mark.parametrize(
     ("change", "error", "said"),
     [
-        (lowered, AuthenticationError, "supports wire version 2 but chose 1"),
+        (lowered, AuthenticationError, "supports wire version 3 but chose 1"),
         (lowered_and_covered_up, AuthenticationError, "received a modified HELLO"),
         (unmarked, AuthenticationError, "received a modified HELLO"),
         (raised, AuthenticationError, "received a modified HELLO"),
         (challenge_lowered, AuthenticationError, "received a modified HELLO"),
-        (welcome_lowered, ProtocolError, "version mismatch: CHALLENGE 2, WELCOME 1"),
+        (welcome_lowered, ProtocolError, "version mismatch: CHALLENGE 3, WELCOME 1"),
     ],
 )
 @asynchronous

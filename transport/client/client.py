@@ -25,6 +25,7 @@ from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
 from transport.client.status_socket import StatusSocket
+from transport.client.taking import MOST_BYTES, Taking, port_of
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, StaleSlotError, TransportError, UsageError
@@ -33,6 +34,7 @@ from transport.runtime.arguments import at_least, expect, seconds, several
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import MAY_HAVE_MOVED, Directory, Finder
+from transport.taking.batch import TakenBatch
 from transport.ticket import Ticket
 from transport.wire.frames import Kind, Record, SlotFate, fate_of
 from transport.wires import Wire, named_wires
@@ -103,8 +105,12 @@ class UCXXClient:
         self._remote = RemoteReads(self._links, self._settings, self._wires, verify, trace)
         self._finder = None if directory is None else Finder(directory)
         self._trace = trace
+        self._verify = verify
         self._buffers = BufferPool()
         self._deliveries = Deliveries(schemas, ack, self._links, self._mapped, self._buffers, trace)
+        self._taking = Taking(
+            self._links, self._settings, self._buffers, {schema.fingerprint_hex: schema for schema in schemas}
+        )
         self._counts = dict.fromkeys(("stale", "failed_reads"), 0)
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -365,6 +371,47 @@ class UCXXClient:
                 outcomes.append(ReadOutcome(want.ticket, None, _bare(failure)))
         return outcomes, left
 
+    # --- taking -------------------------------------------------------------------------------------
+    async def take(
+        self,
+        address: str,
+        n: int,
+        *,
+        most_bytes: int = MOST_BYTES,
+        wait_s: float = 0.0,
+        rank: int = 0,
+        oldest_version: int | None = None,
+        most_attempts: int = 0,
+    ) -> TakenBatch:
+        """Take up to ``n`` payloads from the ring that is served at ``address`` ("host:port"), without tickets.
+
+        They are nobody else's for this rank until they are consumed or given back; a connection that is lost gives
+        all of its payloads back. Without any for ``wait_s`` the batch is empty. Cancelling it loses nothing.
+
+        Args:
+            most_bytes: of all payloads together; a single larger one comes alone.
+            oldest_version: payloads of an older policy are discarded instead.
+            most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
+
+        Raises:
+            UsageError: nothing was asked.
+            VersionMismatchError: the listener is of an older build that gives nothing out by itself.
+            BusyError: the listener is shutting down, or this client has more demands or claims than it may.
+            LinkError kinds: no connection, or it broke and the claims of its payloads have ended.
+        """
+        if self._closed:
+            raise ClosedError("this client is closed")
+        link = await self._taking.link(port_of(address))
+        return await link.take(
+            n,
+            most_bytes=most_bytes,
+            wait_s=wait_s,
+            rank=rank,
+            oldest_version=oldest_version,
+            most_attempts=most_attempts,
+            verify=self._verify,
+        )
+
     # --- acknowledgements and what else can be said about a payload ------------------------------------
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """Acknowledge a payload; it goes with the next request to its ring, or alone after ``ack_delay_s``.
@@ -448,6 +495,7 @@ class UCXXClient:
     async def _close(self) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self.end)
+            self._taking.close()
             await self._links.close()
 
     def end(self) -> None:
@@ -459,6 +507,7 @@ class UCXXClient:
             stack.callback(self._remote.close)
             stack.callback(self._device_reads.close)
             stack.callback(self._links.end)
+            stack.callback(self._taking.close)
             self._status.close()
 
     async def __aenter__(self) -> Self:

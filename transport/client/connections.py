@@ -207,6 +207,24 @@ class Links:
 
     async def _open(self, port: PortKey, ring: str) -> Link:
         """A new link in the place that the caller has taken in the pool."""
+        try:
+            link = await self._connect(port, ring)
+        except BaseException:
+            self._pool.open_failed(port)
+            self._announce_place(port)
+            raise
+        self._pool.opened(port, link)
+        self._check_wire(port, link)
+        self.routes.listeners_said(ring, link.ports)
+        return link
+
+    async def open_apart(self, port: PortKey, ring: str = "") -> Link:
+        """A link that is not the pool's: whoever asked for it ends it, by `break_off`. "": whatever ring is served."""
+        link = await self._connect(port, ring)
+        self._check_wire(port, link)
+        return link
+
+    async def _connect(self, port: PortKey, ring: str) -> Link:
         base = new_tag_base(self._opening_bases | set(self._tag_bases.values()))
         self._opening_bases.add(base)
         try:
@@ -214,15 +232,13 @@ class Links:
                 raise ClosedError("this client is closed")
             self.quarantine.begin(port, time.monotonic())
             link = await self._connected(port, ring, base)
-        except BaseException:
-            self._pool.open_failed(port)
-            self._announce_place(port)
-            raise
         finally:
             self._opening_bases.discard(base)
-        self._pool.opened(port, link)
         self._tag_bases[link] = base
         self.opened += 1
+        return link
+
+    def _check_wire(self, port: PortKey, link: Link) -> None:
         if self._wires is not None and link.wire not in self._wires:
             try:
                 chosen = ", ".join("/".join(each) for each in link.transports())
@@ -231,8 +247,6 @@ class Links:
             raise WireNotAllowedError(
                 f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires or ())}"
             )
-        self.routes.listeners_said(ring, link.ports)
-        return link
 
     async def _connected(self, port: PortKey, ring: str, base: int) -> Link:
         """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""

@@ -206,6 +206,8 @@ class Connection:
         native.end_consumed()
         oldest = native.oldest
         if oldest is None:
+            if native.waiting:  # an answer is due to it, not from it
+                return
             if now - native.last_active > settings.listener_idle_eviction_s:
                 self.close()
             return

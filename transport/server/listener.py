@@ -122,9 +122,11 @@ class Listener:
                 most_unsent=_MOST_UNSENT,
                 numbers=frames.MESSAGE_NUMBERS,
             )
+            asyncio.get_running_loop().add_reader(self._service.demand_descriptor, self._look)
             most = self.settings.connections_per_listener + _MOST_REFUSED
             self._listening = self._worker.listen(port, self._accept, self._bind, most)
         except BaseException:
+            self._look_no_more()
             self._worker.close()
             raise
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="transport listener sweep")
@@ -141,6 +143,9 @@ class Listener:
             self._listening = None
         if self._service is not None:
             self._service.draining = True
+            self._service.dismiss()
+            if self._worker is not None:
+                self._worker.kick()
             await self._drain(self._service, drain_s)
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -148,9 +153,21 @@ class Listener:
         for connection in list(self._connections):
             connection.close()
         await asyncio.gather(*tasks, *([self._sweeper] if self._sweeper else []), return_exceptions=True)
+        self._look_no_more()
         if self._worker is not None and not exiting:
             self._worker.close()
             self._worker = self._service = None
+
+    def _look(self) -> None:
+        """Something was published while a demand waits, or one has waited long enough."""
+        if self._service is not None and self._worker is not None:
+            self._service.look()
+            self._worker.kick()
+
+    def _look_no_more(self) -> None:
+        if self._service is not None:
+            asyncio.get_running_loop().remove_reader(self._service.demand_descriptor)
+            self._service.watch_no_more()
 
     async def _drain(self, service: _ucp.Service, drain_s: float) -> None:
         if not service.attempts or drain_s <= 0:

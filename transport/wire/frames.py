@@ -10,18 +10,27 @@ Handshake (over the stream of the endpoint, before tags are agreed), each an 8-b
 
 Afterwards (tagged messages, little-endian, fixed layouts):
 
-    CONTROL  client → listener     16-byte header, then up to 63 records of 32 bytes: READ, ACK, DISCARD, STATE, BYE
-    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE and BYE, joined payloads
+    CONTROL  client → listener     16-byte header, then up to 63 records of 32 bytes: READ, ACK, DISCARD, STATE, BYE;
+                                   from version 3 on also TAKE, alone, and FINISH, GIVE_BACK, UNTAKE, RENEW
+    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE, BYE, FINISH and GIVE_BACK, joined
+                                   payloads; or the answer to a TAKE
     payload  listener → client     raw bytes, one message per payload that is not joined
 
 Payloads of at most ``inline_limit`` bytes are joined: they stand behind the answers, in their order, and UCX scatters
 the message into their destinations. If one of them is refused, none of that message is joined.
 native/ucp/frames.hpp has the layouts of CONTROL and STATUS, tests/support/frame_codec.py the same in Python.
 
-Versions: HELLO offers a range, and the newest version that both sides know is the connection's. ``VERSION`` and the one
-before it are spoken. The layouts of both are the same; they differ in what a proof covers (authentication.py), and in
-the version byte of CONTROL and STATUS. The prefix of handshake messages has a version of its own, which stays, so that
-two builds without a common version can still say so.
+TAKE asks for payloads of the ring itself, whichever come first: up to so many, of so many bytes together, waited for so
+long. They are claimed for this connection. Its answer has a 48-byte row for each (transport/taking/batch.py), their
+encoded tickets, and the payloads, each at a multiple of 64 bytes from the first one, which stands at a multiple of 64
+bytes itself. A payload beyond what the demand has room for is claimed and not joined: it is asked for by READ. FINISH
+consumes a claim, which is accepted or not; GIVE_BACK gives it up, to be claimed again after a delay; RENEW shows that
+the holder is alive; UNTAKE withdraws a demand that waits. Claims end with their connection.
+
+Versions: HELLO offers a range, and the newest version that both sides know is the connection's. All from
+``OLDEST_VERSION`` to ``VERSION`` are spoken. Their layouts are the same; they differ in what a proof covers (1 and 2,
+authentication.py), in the records that are known (3), and in the version byte of CONTROL and STATUS. The prefix of
+handshake messages has a version of its own, which stays, so that two builds without a common version can still say so.
 
 The receiver chooses the tag base, because UCX matches tags per worker: a base is unique among the receiver's
 own connections. A tag is used once: base (32 bits) · message number (24) · part (8).
@@ -39,12 +48,14 @@ from transport import _ring
 from transport.errors import ProtocolError, VersionMismatchError
 from transport.runtime.decoders import hiding, ready
 
-VERSION = 2
+VERSION = 3
 OLDEST_VERSION = 1
+TAKING_VERSION = 3  # the first that knows TAKE
 FRAMING = 1  # of handshake messages, whatever is agreed by them
 
 MAX_HANDSHAKE_BYTES = 4096
 MAX_RECORDS = 63
+MOST_ATTEMPTS = 2047  # that a claim counts
 MESSAGE_NUMBERS = 1 << 24  # a connection is retired when it has used them
 
 
@@ -62,6 +73,11 @@ class Kind(enum.IntEnum):
     DISCARD = 0x22
     STATE = 0x23
     BYE = 0x24
+    TAKE = 0x25
+    FINISH = 0x26
+    GIVE_BACK = 0x27
+    UNTAKE = 0x28
+    RENEW = 0x29
 
 
 _PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
@@ -194,6 +210,8 @@ class Record(NamedTuple):
     rank: int = 0
     key: int = 0
     length: int = 0
+    attempts: int = 0  # of TAKE the limit, of FINISH and GIVE_BACK the claim's
+    joined_most: int = 0  # of TAKE
 
 
 # --- listener to client ------------------------------------------------------------------------

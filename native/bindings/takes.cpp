@@ -1,0 +1,64 @@
+// TAKE and the end of claims, for transport/client/taking.py.
+#include <nanobind/stl/shared_ptr.h>
+
+#include <array>
+
+#include "ring/segment.hpp"
+#include "bindings/ucp_bindings.hpp"
+#include "ucp/takes.hpp"
+
+namespace transport::ucp::python {
+
+using namespace nb::literals;
+
+namespace {
+
+std::uint64_t room_for(std::uint64_t most, std::uint64_t most_bytes) {
+  return taken_room(most, most_bytes, kNoteCapacity);
+}
+
+std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_t most, std::uint32_t wait_ms,
+                   std::uint64_t most_bytes, std::uint32_t joined_most, std::uint8_t rank, std::int64_t oldest_version,
+                   std::uint16_t most_attempts, bool verify) {
+  if (link.version() < kTakingVersion) throw nb::value_error("the connection's version knows no demands");
+  if (most == 0 || most > kMostTaken || most_bytes > kMostTakenBytes || rank >= kRanks || most_attempts > kMostTries)
+    throw nb::value_error("a demand that no listener accepts");
+  if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
+  Place place = Place::of(memory, true);
+  if (place.memory != UCS_MEMORY_TYPE_HOST || place.size < room_for(most, most_bytes))
+    throw nb::value_error("host memory with room for the longest answer");
+  return link.take(own(token),
+                   {most, wait_ms, most_bytes, joined_most, rank, oldest_version, most_attempts, verify},
+                   {place.data, place.size, std::move(place.keep)});
+}
+
+// `rows` are as in the answers to TAKE: Taken, one behind the other.
+std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle rows, std::uint64_t delay_ms) {
+  const Memory memory(rows, false);
+  const std::size_t count = memory.size() / sizeof(Taken);
+  if (count == 0 || count > kMostRecords || memory.size() != count * sizeof(Taken))
+    throw nb::value_error("a message has 1 to 63 records");
+  if (link.version() < kTakingVersion) throw nb::value_error("the connection's version knows no demands");
+  if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
+  std::array<Record, kMostRecords> records{};
+  for (std::size_t at = 0; at < count; ++at) {
+    const auto taken = load<Taken>(memory.data() + at * sizeof(Taken));
+    records[at] = {kind, taken.rank, taken.attempts, taken.slot, taken.generation, 0, 0, delay_ms};
+  }
+  return link.settle(own(token), {records.data(), count});
+}
+
+}  // namespace
+
+void bind_takes(nb::module_& module, nb::class_<Link>& link) {
+  module.attr("MOST_TAKEN") = kMostTaken;
+  module.attr("MOST_TAKEN_BYTES") = kMostTakenBytes;
+  module.attr("TAKING_VERSION") = kTakingVersion;
+  module.def("room_for", room_for, "most"_a, "most_bytes"_a, "Bytes of the longest answer to a TAKE.");
+  link.def("take", take, "token"_a, "memory"_a, nb::kw_only(), "most"_a, "wait_ms"_a, "most_bytes"_a, "joined_most"_a,
+           "rank"_a, "oldest_version"_a, "most_attempts"_a, "verify"_a)
+      .def("settle", settle, "token"_a, "kind"_a, "rows"_a, "delay_ms"_a = 0)
+      .def_prop_ro("version", &Link::version);
+}
+
+}  // namespace transport::ucp::python

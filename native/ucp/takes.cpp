@@ -1,0 +1,158 @@
+#include "ucp/takes.hpp"
+
+#include <array>
+#include <bit>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "ring/segment.hpp"
+#include "common/checksum.hpp"
+#include "common/fault.hpp"
+
+namespace transport::ucp {
+
+namespace {
+
+Taken taken_at(const std::byte* message, std::size_t index) {
+  return load<Taken>(message + sizeof(Header) + index * sizeof(Taken));
+}
+
+}  // namespace
+
+const char* taken_fault(const std::byte* message, std::size_t length, std::uint8_t version, std::uint32_t due,
+                        const TakeTerms& terms) {
+  if (length < sizeof(Header)) return "an answer to a demand has no header";
+  const auto header = load<Header>(message);
+  if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::status))
+    return "not a status message of the connection's version";
+  if (header.number != due) return "a status message of another number than was due";
+  if (header.count > terms.most) return "more payloads than were asked for";
+  if (header.reserved > 0xff || (header.reserved != 0 && header.count != 0)) return "payloads beside a refusal";
+  std::uint64_t head = sizeof(Header) + header.count * sizeof(Taken);
+  if (length < head) return "a status message is too short for its payloads";
+  std::uint64_t joined = 0;
+  bool any = false;
+  for (std::size_t at = 0; at < header.count; ++at) {
+    const Taken taken = taken_at(message, at);
+    if (taken.note_bytes > kNoteCapacity) return "a ticket that is too long";
+    if (taken.rank != terms.rank) return "a payload for another rank";
+    head += taken.note_bytes;
+    if ((taken.flags & kJoined) == 0) continue;
+    if (taken.length > terms.most_bytes) return "a payload that is too large to be joined";
+    joined = aligned_taken(joined) + taken.length;
+    any = any || taken.length != 0;
+  }
+  if (any) head = aligned_taken(head);
+  if (joined != header.joined_bytes || length != head + joined) return "more or fewer bytes than its payloads have";
+  return nullptr;
+}
+
+class TakeOperation final : public Deferred, public std::enable_shared_from_this<TakeOperation> {
+ public:
+  TakeOperation(std::shared_ptr<Link> link, void* token, const TakeTerms& terms, TakeRoom room)
+      : link_(std::move(link)),
+        engine_(link_->endpoint_->engine().shared_from_this()),
+        token_(token),
+        terms_(terms),
+        room_(std::move(room)),
+        number_(link_->next_number_++) {}
+  ~TakeOperation() override {
+    if (queued()) engine_->forget(*this);
+  }
+
+  std::uint32_t start() {
+    self_ = shared_from_this();
+    ++link_->under_way_;
+    ++engine_->expecting;
+    Endpoint& endpoint = *link_->endpoint_;
+    endpoint.receive(room_.data, room_.size, tag_of(link_->tag_base_, number_), {&TakeOperation::arrived, this}, self_);
+    store(control_.data(), Header{link_->version_, static_cast<std::uint8_t>(Kind::control), 1, number_, 0, 0});
+    store(control_.data() + sizeof(Header),
+          Record{static_cast<std::uint8_t>(Kind::take), terms_.rank, terms_.most_attempts, terms_.most, terms_.wait_ms,
+                 terms_.joined_most, std::bit_cast<std::uint64_t>(terms_.oldest_version), terms_.most_bytes});
+    endpoint.send(control_.data(), control_.size(), tag_of(link_->their_base_, number_), {&TakeOperation::sent, this},
+                  self_);
+    FAULT_POINT("read.asked");
+    engine_->expect_soon();
+    const std::uint32_t number = number_;
+    one_less();
+    return number;
+  }
+
+ private:
+  static void sent(void* self, std::uint32_t, ucs_status_t status, std::size_t) {
+    auto& operation = *static_cast<TakeOperation*>(self);
+    operation.note(status);
+    operation.one_less();
+  }
+  static void arrived(void* self, std::uint32_t, ucs_status_t status, std::size_t length) {
+    auto& operation = *static_cast<TakeOperation*>(self);
+    FAULT_POINT("read.answered");
+    operation.note(status);
+    operation.length_ = length;
+    operation.one_less();
+  }
+
+  void note(ucs_status_t status) {
+    if (status != UCS_OK && failure_ == UCS_OK) failure_ = status;
+  }
+  void one_less() {
+    if (--under_way_ == 0) engine_->defer(*this);
+  }
+
+  void run() override {
+    const std::shared_ptr<TakeOperation> keep = std::move(self_);
+    --link_->under_way_;
+    --engine_->expecting;
+    engine_->emit(event());
+    engine_->release(std::move(room_.keep));
+    engine_->release(keep);
+  }
+
+  Event event() {
+    void* const token = std::exchange(token_, nullptr);
+    if (failure_ == UCS_ERR_MESSAGE_TRUNCATED) return {token, kProtocol};
+    if (failure_ != UCS_OK) {
+      const ucs_status_t seen = link_->endpoint_->failure();
+      return {token, failure_ == UCS_ERR_CANCELED && seen != UCS_OK ? seen : failure_, nullptr, link_->endpoint_};
+    }
+    if (taken_fault(room_.data, length_, link_->version_, number_, terms_) != nullptr) return {token, kProtocol};
+    const auto header = load<Header>(room_.data);
+    auto outcomes = std::make_unique<std::vector<long>>();
+    outcomes->push_back(static_cast<long>(header.reserved));
+    outcomes->push_back(header.count);
+    if (terms_.verify) verify(header, *outcomes);
+    return {token, 0, std::move(outcomes)};
+  }
+
+  void verify(const Header& header, std::vector<long>& outcomes) const {
+    std::uint64_t at_bytes = length_ - header.joined_bytes, joined = 0;
+    for (std::size_t at = 0; at < header.count; ++at) {
+      const Taken taken = taken_at(room_.data, at);
+      if ((taken.flags & kJoined) == 0) continue;
+      joined = aligned_taken(joined);
+      if (checksum(room_.data + at_bytes + joined, taken.length) != taken.checksum)
+        outcomes.push_back(static_cast<long>(at));
+      joined += taken.length;
+    }
+  }
+
+  const std::shared_ptr<Link> link_;
+  const std::shared_ptr<Engine> engine_;
+  std::shared_ptr<TakeOperation> self_;  // while under way
+  void* token_;
+  const TakeTerms terms_;
+  TakeRoom room_;
+  const std::uint32_t number_;
+  unsigned under_way_ = 3;  // the message, its answer, and `start` itself: requests may complete at once
+  ucs_status_t failure_ = UCS_OK;
+  std::size_t length_ = 0;
+  std::array<std::byte, sizeof(Header) + sizeof(Record)> control_{};
+};
+
+std::uint32_t Link::take(void* token, const TakeTerms& terms, TakeRoom room) {
+  return std::make_shared<TakeOperation>(shared_from_this(), token, terms, std::move(room))->start();
+}
+
+}  // namespace transport::ucp

@@ -1,0 +1,305 @@
+// TAKE at the listener: payloads are claimed for a client and sent with the answer; a demand that finds nothing waits.
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "common/clock.hpp"
+#include "common/fault.hpp"
+#include "ucp/serving.hpp"
+
+namespace transport::ucp {
+
+namespace {
+
+constexpr std::size_t kTakeRepliesKept = 8;
+// What a death leaves, a lost hint or a claim, is looked for now and then while somebody waits.
+constexpr std::uint64_t kLookAgain_ns = 250'000'000;
+constexpr std::uint64_t kMillisecond = 1'000'000;
+constexpr std::array<std::byte, kTakenAlignment> kZeros{};
+
+}  // namespace
+
+// --- demands ----------------------------------------------------------------------------------------
+void Service::take(Connection& connection, std::uint32_t number, const Record& record) {
+  Demand demand{&connection,
+                number,
+                {record.rank, record.slot, record.length, std::bit_cast<std::int64_t>(record.key), record.attempts,
+                 connection.endpoint_->peer()},
+                record.joined_most,
+                monotonic_ns() + record.generation * kMillisecond};
+  if (draining || connection.waiting_ >= limits_.most_waiting || connection.attempts_ >= limits_.most_attempts)
+    return answer(demand, Code::busy);
+  const std::uint32_t before = seen(ring_.published());
+  if (waiting_.empty() && serve(demand)) return;  // else whoever waits has the first choice
+  if (record.generation == 0 && waiting_.empty()) return answer(demand, Code::accepted);
+  waiting_.push_back(demand);
+  ++connection.waiting_;
+  FAULT_POINT("demand.waits");
+  if (waiting_.size() == 1)
+    arm(before);
+  else
+    look();
+}
+
+// True: it has its answer.
+bool Service::serve(Demand& demand) {
+  Connection& connection = *demand.connection;
+  Asked asked = demand.asked;
+  asked.most = std::min(asked.most, limits_.most_attempts - std::min(limits_.most_attempts, connection.attempts_));
+  if (asked.most == 0 || connection.unsent_ > limits_.most_unsent) return false;
+  std::size_t spare = 0;  // memory first: afterwards nothing may fail with claims in hand
+  for (const Attempt* each = free_; each != nullptr && spare < asked.most; each = each->next) ++spare;
+  for (; spare < asked.most; ++spare) {
+    Attempt& made = made_.emplace_back();
+    made.next = std::exchange(free_, &made);
+  }
+  claimed_.clear();
+  claimed_.reserve(asked.most);
+  try {
+    if (ring_.claim(asked, claimed_) == 0) return false;
+    FAULT_POINT("demand.claimed");
+    answer(demand, Code::accepted, claimed_);
+  } catch (...) {
+    for (const Claimed& each : claimed_) {  // those that are attempts by now go with their connection
+      const Attempt* known = of_slot_[each.id.slot];
+      while (known != nullptr && !(known->hold == Attempt::Hold::claim && known->rank == each.id.rank))
+        known = known->next_of_slot;
+      if (known == nullptr) ring_.give_back(each.id);
+    }
+    throw;
+  }
+  return true;
+}
+
+void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed) {
+  Connection& connection = *demand.connection;
+  std::shared_ptr<TakeReply> reply;
+  if (take_replies_.empty()) {
+    reply = std::make_shared<TakeReply>(mapping_);
+  } else {
+    reply = std::move(take_replies_.back());
+    take_replies_.pop_back();
+  }
+  reply->connection = &connection;
+  reply->pieces.clear();
+  reply->joined.clear();
+  reply->pieces.reserve(1 + 2 * claimed.size());
+  reply->joined.reserve(claimed.size());
+  std::vector<std::byte>& head = reply->head;
+  head.clear();
+  head.resize(sizeof(Header) + claimed.size() * sizeof(Taken));
+  reply->pieces.push_back({});
+
+  const double now_s = static_cast<double>(monotonic_ns()) * 1e-9;
+  std::uint64_t joined = 0;  // bytes from the end of the head on
+  for (std::size_t at = 0; at < claimed.size(); ++at) {
+    const Claimed& one = claimed[at];
+    const auto note = ring_.note(one.id.slot, one.id.generation);
+    const std::size_t note_bytes = note ? note->size() : 0;
+    Taken taken{one.id.slot,
+                one.id.generation,
+                static_cast<std::uint8_t>(one.id.rank),
+                kChecked,
+                static_cast<std::uint16_t>(one.id.attempts),
+                static_cast<std::uint32_t>(note_bytes),
+                one.length,
+                one.checksum,
+                one.sequence,
+                one.policy_version};
+    if (note) {
+      const auto* const text = reinterpret_cast<const std::byte*>(note->data());
+      head.insert(head.end(), text, text + note_bytes);
+    }
+    Attempt& attempt = *adopt(connection, one.id.slot, one.id.generation, taken.rank, one.length);
+    attempt.hold = Attempt::Hold::claim;
+    attempt.tries = taken.attempts;
+    attempt.state = Attempt::State::idle;
+    attempt.sent_by += std::max(0.0, now_s - connection.last_active_);  // it may have waited
+    const std::uint64_t at_bytes = aligned_taken(joined);
+    if (one.length <= demand.joined_most && one.length <= demand.asked.most_bytes &&
+        at_bytes + one.length <= demand.asked.most_bytes + at * kTakenAlignment) {
+      taken.flags |= kJoined;
+      if (at_bytes != joined) reply->pieces.push_back({const_cast<std::byte*>(kZeros.data()), at_bytes - joined});
+      if (one.length != 0) reply->pieces.push_back({ring_.payload(one.id.slot), one.length});
+      joined = at_bytes + one.length;
+      attempt.state = Attempt::State::sending;
+      reply->joined.push_back(&attempt);
+    }
+    store(head.data() + sizeof(Header) + at * sizeof(Taken), taken);
+    ring_.count(connection.carried_, one.length);
+  }
+  if (joined != 0) head.resize(aligned_taken(head.size()));
+  store(head.data(), Header{connection.version_, static_cast<std::uint8_t>(Kind::status),
+                            static_cast<std::uint16_t>(claimed.size()), demand.number,
+                            static_cast<std::uint32_t>(joined), static_cast<std::uint32_t>(code)});
+  reply->pieces[0] = {head.data(), head.size()};
+
+  TakeReply& going = *reply;
+  ++connection.unsent_;
+  const Waiter waiter{&Connection::take_sent, &going};
+  const ucp_tag_t tag = tag_of(connection.client_base_, demand.number);
+  if (going.pieces.size() == 1)
+    connection.endpoint_->send(head.data(), head.size(), tag, waiter, std::move(reply));
+  else
+    connection.endpoint_->send_pieces(going.pieces.data(), going.pieces.size(), tag, waiter, std::move(reply));
+  FAULT_POINT("demand.answered");
+}
+
+void Connection::take_sent(void* self, std::uint32_t, ucs_status_t status, std::size_t) {
+  auto& reply = *static_cast<TakeReply*>(self);
+  Connection& connection = *reply.connection;
+  Service& service = *connection.service_;
+  for (Attempt* const attempt : reply.joined) service.sent(*attempt);
+  if (status == UCS_OK && service.take_replies_.size() < kTakeRepliesKept)
+    service.take_replies_.push_back(reply.shared_from_this());  // else UCX may have it for ever
+  connection.sent(status);
+}
+
+// --- those that wait ----------------------------------------------------------------------------------
+void Service::look() {
+  watch_.clear();
+  if (waiting_.empty()) return;
+  const Ring::InUse use(ring_);
+  const std::uint32_t before = seen(ring_.published());
+  std::size_t served = 0;
+  try {
+    served = serve_waiting();
+    const std::uint64_t now = monotonic_ns();
+    if (served == 0 && now - reclaimed_ns_ >= kLookAgain_ns) {
+      reclaimed_ns_ = now;
+      if (ring_.reclaim() > 0) serve_waiting();
+    }
+    if (!waiting_.empty()) arm(before);
+  } catch (const std::exception&) {  // the ring was closed under us, or there is no memory: serve nobody any more
+    for (const Demand& each : waiting_) {
+      each.connection->waiting_ = 0;
+      each.connection->end(End::internal, "the ring cannot be served any more");
+    }
+    waiting_.clear();
+  }
+}
+
+// One round; how many have their answer with payloads. What found nothing for a rank finds nothing for the next one.
+std::size_t Service::serve_waiting() {
+  std::uint32_t empty = 0;
+  std::size_t served = 0;
+  const std::uint64_t now = monotonic_ns();
+  std::size_t kept = 0;
+  for (std::size_t at = 0; at < waiting_.size(); ++at) {
+    Demand demand = waiting_[at];
+    Connection& connection = *demand.connection;
+    bool over = connection.over_ || !connection.endpoint_->alive();
+    if (!over && (empty >> demand.asked.rank & 1) == 0) {
+      over = serve(demand);
+      served += over;
+      if (!over && connection.unsent_ <= limits_.most_unsent) empty |= 1U << demand.asked.rank;
+    }
+    if (!over && now >= demand.until_ns) {
+      answer(demand, Code::accepted);
+      over = true;
+    }
+    if (over)
+      --connection.waiting_;
+    else
+      waiting_[kept++] = demand;
+  }
+  waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(kept), waiting_.end());
+  return served;
+}
+
+void Service::arm(std::uint32_t before) {
+  const std::uint64_t now = monotonic_ns();
+  std::uint64_t until = now + kLookAgain_ns;
+  for (const Demand& each : waiting_) {
+    until = std::min(until, each.until_ns);
+    if (const std::uint64_t due = ring_.next_due_ns(each.asked.rank); due > now) until = std::min(until, due);
+  }
+  watch_.arm(before, until);
+}
+
+void Service::dismiss() {
+  for (const Demand& each : std::exchange(waiting_, {})) {
+    --each.connection->waiting_;
+    if (!each.connection->over_) answer(each, Code::busy);
+  }
+}
+
+// Those of a connection that ends: nothing was taken for them.
+void Service::forget(const Connection& connection) {
+  std::erase_if(waiting_, [&](const Demand& each) { return each.connection == &connection; });
+}
+
+// Whoever asked does not want it any more: the answer is an empty one, unless it is on its way.
+void Service::untake(const Connection& connection, std::uint32_t number) {
+  const auto found = std::find_if(waiting_.begin(), waiting_.end(), [&](const Demand& each) {
+    return each.connection == &connection && each.number == number;
+  });
+  if (found == waiting_.end()) return;
+  const Demand demand = *found;
+  waiting_.erase(found);
+  --demand.connection->waiting_;
+  answer(demand, Code::accepted);
+}
+
+// --- the end of a claim ----------------------------------------------------------------------------------
+// The claim that the record names, if it was given to this connection and has not ended.
+Attempt* Service::held(const Connection& connection, const Record& record) const {
+  if (record.slot >= slot_count_) return nullptr;
+  for (Attempt* each = of_slot_[record.slot]; each != nullptr; each = each->next_of_slot)
+    if (each->hold == Attempt::Hold::claim && each->connection == &connection && each->rank == record.rank &&
+        each->generation == record.generation && each->tries == record.attempts &&
+        each->state != Attempt::State::acknowledged)
+      return each;
+  return nullptr;
+}
+
+Code Service::finish(Connection& connection, const Record& record) {
+  Attempt* const attempt = held(connection, record);
+  if (attempt == nullptr) return Code::stale;
+  FAULT_POINT("finish.asked");
+  bool accepted = false;
+  if (attempt->idle()) {
+    accepted = ring_.finish(attempt->claim());
+    drop(*attempt);  // its pin went with it
+  } else {  // UCX has not said that it is out of the slot
+    accepted = ring_.finish(attempt->claim(), true);
+    attempt->hold = accepted ? Attempt::Hold::pin : Attempt::Hold::nothing;
+    attempt->state = Attempt::State::acknowledged;
+  }
+  end_reads(connection, record);
+  return accepted ? Code::accepted : Code::stale;
+}
+
+Code Service::give_back(Connection& connection, const Record& record) {
+  Attempt* const attempt = held(connection, record);
+  if (attempt == nullptr) return Code::stale;
+  bool accepted = true;
+  if (attempt->idle()) {
+    accepted = ring_.give_back(attempt->claim(), std::min(record.length, ~std::uint64_t{0} / kMillisecond) * kMillisecond);
+    drop(*attempt);
+  } else {
+    attempt->state = Attempt::State::acknowledged;
+  }
+  end_reads(connection, record);
+  return accepted ? Code::accepted : Code::stale;
+}
+
+// What was read under a claim, because it was too large to be joined to the answer.
+void Service::end_reads(const Connection& connection, const Record& record) {
+  for (Attempt* each = of_slot_[record.slot]; each != nullptr;) {
+    Attempt* const next = each->next_of_slot;
+    if (each->connection == &connection && each->hold == Attempt::Hold::pin && each->rank == record.rank &&
+        each->generation == record.generation) {
+      if (each->idle())
+        end(*each);
+      else
+        each->state = Attempt::State::acknowledged;
+    }
+    each = next;
+  }
+}
+
+}  // namespace transport::ucp

@@ -1,0 +1,346 @@
+"""Taking payloads from a ring over the network: one connection to one listener, which holds the claims.
+
+    take ──► the listener claims what is ready, or waits ──► one message with tickets and payloads ──► TakenBatch
+              └ payloads that are too large for the answer are read under their claims
+    consume / give_back ──► FINISH / GIVE_BACK, up to 63 claims a message ──► accepted or not, each
+
+The claims live and die with the connection: it is not one of the pool's, which come and go. Everything belongs to the
+client's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from transport import _ring
+from transport.client.connection import Link, Want, refusal
+from transport.devices.buffers import BufferPool
+from transport.errors import (
+    ConnectionLostError,
+    ProtocolError,
+    ReadTimeoutError,
+    TransportError,
+    UsageError,
+    VersionMismatchError,
+)
+from transport.schema import Schema
+from transport.settings import Settings
+from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, parsed
+from transport.ticket import Ticket
+from transport.wire import frames
+from transport.wire.frames import Kind, Record
+from transport.wire.ucx import engine
+
+if TYPE_CHECKING:
+    from transport.client.connections import Links
+    from transport.client.pool import PortKey
+
+MOST_BYTES = 8 << 20  # of payloads in one answer, unless the caller says otherwise
+_LONGEST_WAIT_S = 3600.0
+
+
+def port_of(address: str) -> PortKey:
+    """(host, port) of "host:port". Raises UsageError."""
+    host, colon, number = address.rpartition(":")
+    if not colon or not host or not number.isdecimal() or not 0 < int(number) < 1 << 16:
+        raise UsageError(f"{address!r} is not host:port")
+    return host, int(number)
+
+
+class TakeLink:
+    """A connection that holds claims.
+
+    Args:
+        link: of the version that knows TAKE; owned by this object from here on.
+        end: ends it.
+        buffers: where memory for answers comes from.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        end: Callable[[Link], object],
+        settings: Settings,
+        buffers: BufferPool,
+        schemas: Mapping[str, Schema],
+    ) -> None:
+        if link.native.version < frames.TAKING_VERSION:
+            end(link)
+            raise VersionMismatchError(
+                f"{link.port[0]}:{link.port[1]} speaks wire version {link.native.version}, and taking needs "
+                f"{frames.TAKING_VERSION}: upgrade the rollout's side, or read by tickets from a queue"
+            )
+        self.link = link
+        self.ring = link.ring
+        self._end = end
+        self._settings = settings
+        self._buffers = buffers
+        self._schemas = schemas
+        self._closed = False
+        self.checksum_failures = 0
+
+    def __repr__(self) -> str:
+        return f"<TakeLink {self.link!r}{' lost' if self.lost else ''}>"
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection is gone, and with it every claim."""
+        return self._closed or not self.link.usable
+
+    # --- taking -------------------------------------------------------------------------------------
+    async def take(
+        self,
+        n: int,
+        *,
+        most_bytes: int = MOST_BYTES,
+        wait_s: float = 0.0,
+        rank: int = 0,
+        oldest_version: int | None = None,
+        most_attempts: int = 0,
+        verify: bool = True,
+        joined_most: int | None = None,
+    ) -> TakenBatch:
+        """Up to ``n`` payloads that nobody else has; none after ``wait_s``. What is cancelled loses nothing.
+
+        Args:
+            most_bytes: of all payloads together; a single larger one comes alone.
+            oldest_version: payloads of an older policy are discarded instead.
+            most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
+            joined_most: larger payloads do not come with the answer, but one by one; None: all come with it.
+
+        Raises:
+            UsageError, RankError: nothing was asked.
+            BusyError: the listener is shutting down, or this connection has more demands or claims than it may.
+            LinkError kinds: the connection is broken, and its claims have ended.
+        """
+        native = engine()
+        if not 1 <= n <= native.MOST_TAKEN:
+            raise UsageError(f"n={n}; a demand is for 1 to {native.MOST_TAKEN} payloads")
+        if not 0 <= most_bytes <= native.MOST_TAKEN_BYTES:
+            raise UsageError(f"most_bytes={most_bytes}; give 0 to {native.MOST_TAKEN_BYTES}")
+        if not 0 <= rank < _ring.MAX_READERS:
+            raise UsageError(f"rank={rank}; ranks are 0 to {_ring.MAX_READERS - 1}")
+        if not 0 <= most_attempts <= frames.MOST_ATTEMPTS:
+            raise UsageError(f"most_attempts={most_attempts}; at most {frames.MOST_ATTEMPTS} are counted")
+        if not 0 <= wait_s <= _LONGEST_WAIT_S:
+            raise UsageError(f"wait_s={wait_s}; give 0 to {_LONGEST_WAIT_S:.0f}")
+        self._check()
+        buffer = self._buffers.take(native.room_for(n, most_bytes))
+        future = self.link.worker.loop.create_future()
+        number = self.link.native.take(
+            future,
+            buffer,
+            most=n,
+            wait_ms=math.ceil(wait_s * 1000),
+            most_bytes=most_bytes,
+            joined_most=min(most_bytes if joined_most is None else joined_most, (1 << 32) - 1),
+            rank=rank,
+            oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
+            most_attempts=most_attempts,
+            verify=verify,
+        )
+        self.link.worker.kick()
+        try:
+            outcome = await self._outcome(future, wait_s + self._settings.read_timeout(most_bytes), "a demand")
+        except asyncio.CancelledError:
+            self._abandon(number, future, buffer)
+            raise
+        return await self._batch(outcome, buffer, verify)
+
+    async def _batch(self, outcome: Any, buffer: Any, verify: bool) -> TakenBatch:
+        rows, notes, offsets = self._parsed(outcome, buffer)
+        wrong = outcome[2:]
+        self.checksum_failures += len(wrong)
+        read: dict[int, Any] = {}
+        if len(rows) and not (rows["flags"] & JOINED).all():
+            try:
+                read, failed = await self._read(rows, notes, buffer, verify)
+            except BaseException:
+                self._return(rows)
+                raise
+            wrong = [*wrong, *failed]
+        if wrong:
+            self._return(rows[wrong])
+            kept = np.setdiff1d(np.arange(len(rows)), wrong)
+            read = {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
+            rows, notes, offsets = rows[kept], notes[kept], offsets[kept]
+        return TakenBatch(self, rows, buffer, notes, offsets, read, self._schemas)
+
+    def _parsed(self, outcome: Any, buffer: Any) -> tuple[Rows, Rows, Rows]:
+        if isinstance(outcome, int):
+            self.abort()
+            raise ProtocolError(f"{self!r} sent an answer that does not fit its demand")
+        code, count = outcome[:2]
+        if code:
+            raise refusal(code, "a demand")
+        return parsed(buffer, count)
+
+    async def _read(self, rows: Rows, notes: Rows, buffer: Any, verify: bool) -> tuple[dict[int, Any], list[int]]:
+        """The payloads that did not come with the answer, by position; and the positions of those that failed."""
+        view = memoryview(buffer)
+        wants: list[Want] = []
+        apart = np.flatnonzero((rows["flags"] & JOINED) == 0).tolist()
+        for at in apart:
+            row = rows[at]
+            begin = int(notes[at])
+            ticket = Ticket.decode(bytes(view[begin : begin + int(row["note_bytes"])]))
+            block = self._buffers.take(int(row["length"]))
+            wants.append(Want(ticket, int(row["rank"]), block, int(row["checksum"]) if verify else None))
+        read: dict[int, Any] = {}
+        failed: list[int] = []
+        for begin in range(0, len(wants), frames.MAX_RECORDS):
+            group = wants[begin : begin + frames.MAX_RECORDS]
+            self._check()
+            _, future = self.link.read(group, [])
+            size = sum(want.ticket.size for want in group)
+            try:
+                outcome = await self._outcome(future, self._settings.read_timeout(size), "payloads")
+            except asyncio.CancelledError:
+                self.abort()  # UCX writes into memory that goes back to its pool
+                raise
+            errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
+            for at, want, error in zip(apart[begin:], group, errors, strict=False):
+                if error is None:
+                    read[at] = want.destination
+                else:
+                    failed.append(at)
+        return read, failed
+
+    def _abandon(self, number: int, future: asyncio.Future[Any], buffer: Any) -> None:
+        """Nobody waits for the answer any more: what it brings is given back."""
+
+        def arrived(future: asyncio.Future[Any]) -> None:
+            if future.cancelled() or future.exception() is not None or self.lost:
+                return
+            outcome = future.result()
+            if isinstance(outcome, list) and outcome[1]:
+                self._return(parsed(buffer, outcome[1])[0])
+
+        future.add_done_callback(arrived)
+        if not future.done() and not self.lost:
+            self.link.tell([Record(Kind.UNTAKE, slot=number)])
+
+    def _return(self, rows: Rows) -> None:
+        """Give claims back, without waiting for the answer."""
+        if not self.lost:
+            self._settle(Kind.GIVE_BACK, rows, 0)
+
+    # --- the end of claims --------------------------------------------------------------------------
+    async def finish(self, rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Consume claims; which were accepted. None is, where the connection is gone."""
+        return await self._settled(Kind.FINISH, rows, 0)
+
+    async def give_back(self, rows: Rows, delay_s: float = 0.0) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Give claims up; which were still held."""
+        if not 0 <= delay_s < 1e9:
+            raise UsageError(f"delay_s={delay_s}: give seconds, 0 or more")
+        return await self._settled(Kind.GIVE_BACK, rows, math.ceil(delay_s * 1000))
+
+    def renew(self) -> None:
+        """Say that the holder is alive: from here on ``ack_timeout_s`` of silence count anew. Does not wait."""
+        if not self.lost:
+            self.link.tell([Record(Kind.RENEW)])
+
+    def _settle(self, kind: Kind, rows: Rows, delay_ms: int) -> list[asyncio.Future[Any]]:
+        native, worker = self.link.native, self.link.worker
+        rows = np.ascontiguousarray(rows, TAKEN)
+        futures = []
+        for begin in range(0, len(rows), frames.MAX_RECORDS):
+            future = worker.loop.create_future()
+            native.settle(future, kind, rows[begin : begin + frames.MAX_RECORDS].view(np.uint8), delay_ms)
+            futures.append(future)
+        worker.kick()
+        return futures
+
+    async def _settled(self, kind: Kind, rows: Rows, delay_ms: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        refused = np.zeros(len(rows), np.bool_)
+        if self.lost or not len(rows):
+            return refused
+        codes: list[int] = []
+        for future in self._settle(kind, rows, delay_ms):
+            try:
+                outcome = await self._outcome(future, self._settings.read_timeout(0), "the end of claims")
+            except TransportError:
+                outcome = None
+            if not isinstance(outcome, list):
+                self.abort()
+                codes += [1] * (len(rows) - len(codes))
+                break
+            codes += outcome
+        accepted: np.ndarray[Any, np.dtype[np.bool_]] = np.equal(np.asarray(codes, np.int64), 0)
+        return accepted
+
+    # --- the connection -----------------------------------------------------------------------------
+    def _check(self) -> None:
+        if self.lost:
+            raise ConnectionLostError(f"{self!r}: its connection is gone, and every claim with it")
+
+    async def _outcome(self, future: asyncio.Future[Any], limit_s: float, what: str) -> Any:
+        """The future's, which goes on when this is cancelled. When it does not come in time, the connection ends."""
+        if not future.done():
+            await asyncio.wait((future,), timeout=limit_s)
+        if not future.done():
+            self.abort()
+            raise ReadTimeoutError(
+                f"{self.link.port[0]}:{self.link.port[1]} did not answer {what} within {limit_s:.1f} s"
+            )
+        try:
+            return future.result()
+        except TransportError:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """End the connection and every claim. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._end(self.link)
+
+
+class Taking:
+    """The take connections of one client: one per port, opened when first asked for."""
+
+    def __init__(self, links: Links, settings: Settings, buffers: BufferPool, schemas: Mapping[str, Schema]) -> None:
+        self._all = links
+        self._settings = settings
+        self._buffers = buffers
+        self._schemas = schemas
+        self._links: dict[PortKey, TakeLink] = {}
+        self._opening: dict[PortKey, asyncio.Task[TakeLink]] = {}
+
+    async def link(self, port: PortKey) -> TakeLink:
+        """The port's connection, a new one where there is none or the last one broke."""
+        known = self._links.get(port)
+        if known is not None:
+            if not known.lost:
+                return known
+            known.abort()
+            del self._links[port]
+        opening = self._opening.get(port)
+        if opening is None:
+            opening = self._opening[port] = asyncio.get_running_loop().create_task(self._open(port))
+            opening.add_done_callback(partial(self._opened, port))
+        return await asyncio.shield(opening)
+
+    async def _open(self, port: PortKey) -> TakeLink:
+        link = await self._all.open_apart(port)
+        return TakeLink(link, self._all.break_off, self._settings, self._buffers, self._schemas)
+
+    def _opened(self, port: PortKey, task: asyncio.Task[TakeLink]) -> None:
+        self._opening.pop(port, None)
+        if not task.cancelled() and task.exception() is None:
+            self._links[port] = task.result()
+
+    def close(self) -> None:
+        """End every connection: what was taken and not consumed is anybody's."""
+        for opening in list(self._opening.values()):
+            opening.cancel()
+        for link in self._links.values():
+            link.abort()
+        self._links.clear()

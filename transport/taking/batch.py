@@ -1,0 +1,212 @@
+"""What one TAKE brought: payloads that are claimed for this connection, their bytes in one buffer.
+
+The batch is columns (`TakenBatch.rows`); an object for one payload is made only where somebody looks at it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from transport import _ring
+from transport.ring.packing import views
+from transport.schema import Layout, Schema
+from transport.ticket import Ticket
+
+# A payload in the answer to TAKE, as native/ucp/frames.hpp has it.
+TAKEN = np.dtype(
+    [
+        ("slot", "<u4"),
+        ("generation", "<u4"),
+        ("rank", "u1"),
+        ("flags", "u1"),
+        ("attempts", "<u2"),
+        ("note_bytes", "<u4"),
+        ("length", "<u8"),
+        ("checksum", "<u8"),
+        ("sequence", "<u8"),
+        ("policy_version", "<i8"),
+    ]
+)
+JOINED = 0x01
+_ALIGNMENT = 64
+_HEADER = struct.Struct("<BBHIII")
+
+Rows = np.ndarray[Any, Any]
+Verdicts = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+class Holder(Protocol):
+    """The connection that holds the claims of a batch."""
+
+    ring: str
+
+    @property
+    def lost(self) -> bool: ...
+
+    def renew(self) -> None: ...
+
+    async def finish(self, rows: Rows) -> Verdicts: ...
+
+    async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts: ...
+
+
+def _aligned(value: Any) -> Any:
+    return (value + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+class TakenPayload:
+    """One payload of a batch. It is nobody else's for this rank until its claim ends."""
+
+    __slots__ = ("_at", "_batch")
+
+    def __init__(self, batch: TakenBatch, at: int) -> None:
+        self._batch = batch
+        self._at = at
+
+    def __repr__(self) -> str:
+        row = self._batch.rows[self._at]
+        return (
+            f"<TakenPayload {self._batch.ring[:4]}…/{row['slot']}@{row['generation']} rank {row['rank']}, "
+            f"attempt {row['attempts']}, {row['length']} bytes>"
+        )
+
+    @property
+    def name(self) -> str:
+        """``ring/slot/generation``: the id that queues give the payload's ticket."""
+        row = self._batch.rows[self._at]
+        return f"{self._batch.ring}/{row['slot']}/{row['generation']}"
+
+    @property
+    def attempts(self) -> int:
+        """How often this delivery was claimed, this time included."""
+        return int(self._batch.rows["attempts"][self._at])
+
+    @property
+    def policy_version(self) -> int | None:
+        """Of the policy that made the payload, where the writer said so."""
+        version = int(self._batch.rows["policy_version"][self._at])
+        return None if version == _ring.NO_VERSION else version
+
+    @property
+    def encoded(self) -> bytes:
+        """The payload's ticket, encoded."""
+        return bytes(self._batch.note(self._at))
+
+    @property
+    def ticket(self) -> Ticket:
+        """The payload's ticket."""
+        return Ticket.decode(self.encoded)
+
+    @property
+    def data(self) -> memoryview:
+        """The payload's bytes, read-only; they stay after the claim has ended."""
+        return self._batch.data(self._at)
+
+    def layout(self) -> Layout:
+        """Where the tensors stand, by the ticket's own schema or the one that the client was given."""
+        ticket = self.ticket
+        return ticket.layout(self._batch.schemas.get(ticket.schema_fingerprint))
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The tensors by name, read-only, in the batch's memory."""
+        return views(self.layout(), self.data, writable=False)
+
+
+class TakenBatch:
+    """Payloads that one TAKE brought, in the order of their writing.
+
+    Attributes:
+        rows: one row of `TAKEN` for each payload.
+        ring: whose payloads they are.
+        nbytes: of all payloads together.
+    """
+
+    def __init__(
+        self,
+        link: Holder,
+        rows: Rows,
+        buffer: Any,
+        notes: Rows,
+        offsets: Rows,
+        read: Mapping[int, Any],
+        schemas: Mapping[str, Schema],
+    ) -> None:
+        self._link = link
+        self.rows = rows
+        self.schemas = schemas
+        self._buffer = memoryview(buffer).toreadonly()
+        self._notes = notes
+        self._offsets = offsets
+        self._read = read  # by position: payloads that were not joined to the answer
+        self.ring = link.ring
+        self.nbytes = int(rows["length"].sum())
+
+    def __repr__(self) -> str:
+        return f"<TakenBatch of {len(self)} payloads, {self.nbytes} bytes, ring {self.ring[:4]}…>"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: int) -> TakenPayload:
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        return TakenPayload(self, at % len(self))
+
+    def __iter__(self) -> Iterator[TakenPayload]:
+        return (TakenPayload(self, at) for at in range(len(self)))
+
+    def note(self, at: int) -> memoryview:
+        """The encoded ticket of the payload at this position."""
+        begin = int(self._notes[at])
+        return self._buffer[begin : begin + int(self.rows["note_bytes"][at])]
+
+    def data(self, at: int) -> memoryview:
+        """The bytes of the payload at this position, read-only."""
+        length = int(self.rows["length"][at])
+        own = self._read.get(at)
+        if own is not None:
+            return memoryview(own).toreadonly()[:length]
+        begin = int(self._offsets[at])
+        return self._buffer[begin : begin + length]
+
+    @property
+    def lost(self) -> bool:
+        """Whether the connection of the claims is gone, and every claim with it."""
+        return self._link.lost
+
+    def renew(self) -> None:
+        """Say that the holder is alive; a silent one loses its claims after the listener's ``ack_timeout_s``."""
+        self._link.renew()
+
+    async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
+        """Say that the payloads were used, all or those at some positions: True for each that was accepted.
+
+        Drop what was made of the others: their claims had ended (the connection was lost, this process was stopped for
+        too long), and somebody else may have them. Where the connection is lost between the question and its answer, a
+        payload may count as consumed although it is False here.
+        """
+        return await self._link.finish(self._chosen(which))
+
+    async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
+        """Give the claims up: anybody may take the payloads, after the delay. False: it had ended already."""
+        return await self._link.give_back(self._chosen(which), delay_s)
+
+    def _chosen(self, which: Sequence[int] | None) -> Rows:
+        return self.rows if which is None else self.rows[np.asarray(which, dtype=np.intp)]
+
+
+def parsed(buffer: Any, count: int) -> tuple[Rows, Rows, Rows]:
+    """(rows, where each ticket begins, where each joined payload begins) of an answer that native code has checked."""
+    rows = np.frombuffer(buffer, TAKEN, count, _HEADER.size).copy()
+    head = _HEADER.size + count * TAKEN.itemsize
+    sizes = rows["note_bytes"].astype(np.int64)
+    ends = head + np.cumsum(sizes)
+    notes = ends - sizes
+    lengths = np.where(rows["flags"] & JOINED, rows["length"], 0).astype(np.int64)
+    spans = _aligned(lengths)
+    first = int(_aligned(ends[-1])) if count else head
+    return rows, notes, first + np.cumsum(spans) - spans
