@@ -72,6 +72,7 @@ class Endpoint:
     peer: str  # address and port
     open: bool  # not aborted by this side
     alive: bool  # and the peer is not known to be gone
+    failure: int  # status, 0 while alive
     under_way: int  # requests
 
     @staticmethod
@@ -81,6 +82,8 @@ class Endpoint:
     def send_stream(self, token: object, memory: _Memory) -> None: ...
     def receive_stream(self, token: object, memory: _Memory) -> None: ...
     def abort(self) -> None: ...
+    def probe(self) -> bool:
+        """Whether an empty message, which nobody receives, left without waiting."""
     def transports(self) -> list[tuple[str, str]]: ...
 
 @final

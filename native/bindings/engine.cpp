@@ -226,6 +226,7 @@ void bind_engine(nb::module_& module) {
       .def_prop_ro("peer", &Endpoint::peer)
       .def_prop_ro("open", &Endpoint::open)
       .def_prop_ro("alive", &Endpoint::alive)
+      .def_prop_ro("failure", [](const Endpoint& endpoint) { return static_cast<int>(endpoint.failure()); })
       .def_prop_ro("under_way", &Endpoint::under_way)
       .def("send", send, "token"_a, "memory"_a, "tag"_a)
       .def(
@@ -249,6 +250,7 @@ void bind_engine(nb::module_& module) {
           },
           "token"_a, "memory"_a)
       .def("abort", abort_endpoint, "Close at once; on return UCX no longer uses the memory of its requests.")
+      .def("probe", &Endpoint::probe, "Whether an empty message, which nobody receives, left without waiting.")
       .def("transports", &Endpoint::transports);
 
   nb::class_<PyListener>(module, "Listener", nb::is_final(), "A listening port.")

@@ -138,6 +138,10 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // (transport, device) of each lane, as UCX reports them.
   std::vector<std::pair<std::string, std::string>> transports() const;
 
+  // Sends an empty message that nobody receives, unless it would have to wait: true if it left, so that every lane stands.
+  // Not while UCX may be replacing lanes (see `Endpoint.joined` in transport/wire/ucx.py).
+  bool probe();
+
   // Told once, from deferred work, when the peer is found to be gone; not by `abort`. Receives have been cancelled.
   std::function<void(ucs_status_t)> on_lost;
 

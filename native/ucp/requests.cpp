@@ -87,6 +87,9 @@ Request* Endpoint::start(bool receives, Waiter waiter, std::shared_ptr<void> kee
 
 namespace {
 
+// Its part is 255, which no message has: who receives it drops it.
+constexpr ucp_tag_t kNobodysTag = ~ucp_tag_t{0};
+
 // Without it UCX looks up the kind of every buffer.
 void set_memory(ucp_request_param_t& param, ucs_memory_type_t memory) {
   if (memory == UCS_MEMORY_TYPE_UNKNOWN) return;
@@ -111,6 +114,13 @@ Request* Endpoint::send(const void* data, std::size_t size, ucp_tag_t tag, Waite
     length = size;
     return ucp_tag_send_nbx(handle_, data, size, tag, &with);
   });
+}
+
+bool Endpoint::probe() {
+  if (!alive()) return false;
+  ucp_request_param_t param{};
+  param.op_attr_mask = UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL;  // else UCX answers that it has no resource, and keeps nothing
+  return ucp_tag_send_nbx(handle_, nullptr, 0, kNobodysTag, &param) == nullptr;
 }
 
 Request* Endpoint::send_pieces(const ucp_dt_iov_t* pieces, std::size_t count, ucp_tag_t tag, Waiter waiter,

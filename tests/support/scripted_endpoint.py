@@ -87,6 +87,11 @@ class ScriptedEndpoint:
             self.deliver(tag, self._early.pop(tag))
         return future
 
+    def joined(self) -> asyncio.Future[None]:
+        future = self._future()
+        future.set_result(None)
+        return future
+
     def send_stream(self, buffer: Any) -> asyncio.Future[None]:
         future = self._future()
         future.set_result(None)

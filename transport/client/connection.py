@@ -123,6 +123,7 @@ class Link:
         try:
             async with asyncio.timeout(settings.connect_timeout_s + settings.handshake_timeout_s):
                 endpoint = await worker.connect(host, port)
+                await endpoint.joined()
                 welcome = await _shake_hands(endpoint, ring, tag_base, secret)
             return cls(endpoint, (host, port), tag_base, welcome)
         except BaseException as error:

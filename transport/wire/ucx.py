@@ -40,6 +40,7 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.runtime.installing import install
+from transport.wire.joining import MAPPED, Joining, maps_memory, of_this_host
 from transport.wires import Wire, settings_to_load, user_settings
 
 if TYPE_CHECKING:
@@ -210,6 +211,8 @@ class Worker:
             self.engine: _ucp.Engine = native.Engine(worker.handle, (worker, context))
         # UCXX's own test returns True for every context, because it uses the number of the memory type as a bit mask.
         self.device_memory: bool = native.knows_cuda_memory(context.handle)  # else UCX would crash in it
+        self.maps_memory = maps_memory(settings)
+        self._joining: list[Joining] = []
         self._endpoint_type = native.Endpoint
         self._descriptor: int = self.engine.descriptor
         self._scheduled = False
@@ -242,6 +245,8 @@ class Worker:
         if self._closed:
             return
         events = self.engine.drive(SPIN_S)
+        if self._joining:
+            self._look(True)
         if events is not None:
             self._tell(events)
             self.kick()  # the callbacks of these results run first and may post more
@@ -262,9 +267,21 @@ class Worker:
             except Exception:  # one failure must not keep the other results from their futures
                 log.exception("delivering a UCX result failed; continuing with the next one")
 
+    def _look(self, progressed: bool) -> None:
+        moved = [each.look(progressed) for each in self._joining]
+        if any(moved):
+            self.kick()
+        self._joining = [each for each in self._joining if not each.over]
+
+    def join(self, joining: Joining) -> None:
+        """Have a connection looked at after each round of progress, until it stands or has failed."""
+        self._joining.append(joining)
+        self.kick()
+
     def settle(self) -> None:
         """Deliver the results of completed requests now."""
         self._tell(self.engine.collect())
+        self._look(False)
         self.kick()
 
     async def connect(self, host: str, port: int) -> Endpoint:
@@ -282,7 +299,7 @@ class Worker:
         with translated(f"connecting to {host}:{port}"):
             native = self._endpoint_type.connect(self.engine, found[0][4][0], port)
         self.kick()
-        return Endpoint(self, native, f"{host}:{port}")
+        return Endpoint(self, native, f"{host}:{port}", self.maps_memory and of_this_host(str(found[0][4][0])))
 
     def listen(
         self, port: int, accept: Callable[[Endpoint], None], address: str = "", most: int = sys.maxsize
@@ -355,8 +372,9 @@ class Listening:
 class Endpoint:
     """One connection. Sends and receives return futures; the buffers stay referenced until UCX is done with them."""
 
-    def __init__(self, worker: Worker, native: _ucp.Endpoint, name: str) -> None:
+    def __init__(self, worker: Worker, native: _ucp.Endpoint, name: str, maps_memory: bool = False) -> None:
         self.worker = worker
+        self._maps_memory = maps_memory  # it is this side that connects, and shared memory may be joined
         self.native = native
         self.name = name
         worker.endpoints.add(self)
@@ -376,6 +394,23 @@ class Endpoint:
             raise ConnectionLostError(f"{doing} {self.name}: the peer disconnected")
         self.worker.kick()
         return self.worker.loop.create_future()
+
+    def joined(self) -> asyncio.Future[None]:
+        """Done when something may be sent: where shared memory may be joined, not before all lanes stand.
+
+        What is sent earlier crashes UCX where that memory cannot be joined (joining.py).
+        """
+        future: asyncio.Future[Any] = self._future("connecting to")
+        if self._maps_memory:
+            self.worker.join(
+                Joining(self.native, lambda: failure(self.native.failure, f"connecting to {self.name}"), future)
+            )
+        else:
+            future.set_result(None)
+        return future
+
+    def _lost(self) -> TransportError:
+        return failure(self.native.failure, f"connecting to {self.name}")
 
     def send(self, buffer: Any, tag: int) -> asyncio.Future[int]:
         """Send ``buffer``. When done, the buffer may be reused; the peer need not have received it."""
@@ -419,6 +454,6 @@ class Endpoint:
         names = {name for name, _ in self.transports()}
         if any(name.startswith(("rc", "dc", "ud")) for name in names):
             return "rdma"
-        if names & {"sysv", "posix", "xpmem", "cma", "knem"}:
+        if names & MAPPED:
             return "shm"
         return "tcp"
