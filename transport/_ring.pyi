@@ -161,7 +161,7 @@ class Ring:
     @property
     def lent(self) -> int: ...  # loans that have not ended
     def unlink_if_last(self, *, readers_may_stay: bool = False) -> bool:
-        """Remove the segment's name if no other owner (or none but readers) is alive and nobody else keeps it."""
+        """Remove the segment's name if no other owner (or none but readers) is alive and no other process keeps it."""
     @staticmethod
     def unlink_if_dead(name: str) -> bool:
         """Remove a segment whose keeper and owners are all dead. False if one lives. FAULT_NOT_FOUND."""
@@ -176,7 +176,7 @@ class Ring:
     def take(self, timeout_s: float) -> tuple[int, int] | None:
         """try_take, waiting on the futex while full (and reclaiming dead owners' slots); None after timeout_s."""
     def try_overwrite(self) -> tuple[int, int] | None:
-        """oldest READY that no rank has consumed and nobody pins → WRITING, generation+1."""
+        """oldest READY that no rank has consumed and no owner pins → WRITING, generation+1."""
     def publish(
         self,
         slot: int,
@@ -215,7 +215,7 @@ class Ring:
         consumer: str = "",
         most_held_s: float = 0.0,
     ) -> list[NativeClaim]:
-        """Up to ``most`` payloads that nobody has claimed for this rank, the oldest first; waits for the first one.
+        """Up to ``most`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
 
         No more than ``most_bytes``, unless the first one alone has more. What is older than ``oldest_version``, was
         claimed ``most_attempts`` times (0: no limit) or is past its deadline is ended and logged instead. Claims held
@@ -305,7 +305,7 @@ class Hold:
     def acknowledge(self) -> bool:
         """Consume now; the memory stays pinned as long as the view. False: it had been consumed. FAULT_DETACHED."""
     def deliver(self) -> None:
-        """Letting go is an acknowledgement from now on: somebody has been handed the payload."""
+        """Letting go is an acknowledgement from now on: the caller has received the payload."""
     def abandon(self) -> None:
         """Letting go is no acknowledgement: the payload stays for another attempt."""
 
@@ -345,7 +345,7 @@ class Views:
     def close(self) -> bool:
         """Acknowledge what letting go would acknowledge. True: no view is out; else the last one calls owner.close."""
     def let_go(self) -> None:
-        """End every view as if nobody looked any more; their memory stays mapped."""
+        """End every view as if it were unused; their memory stays mapped."""
     def __len__(self) -> int: ...
 
 @final
@@ -473,7 +473,7 @@ class BufferPool:
     def clear(self) -> None:
         """Let go of everything idle."""
     idle_bytes: int  # kept for the next payloads, at most most_idle_bytes
-    lent: int  # blocks that somebody still looks into
+    lent: int  # blocks that are still in use
 
 def size_class(size: int) -> int:
     """Bytes allocated for ``size``: the next of four steps per power of two, at least 4096."""

@@ -250,7 +250,7 @@ void bind_engine(nb::module_& module) {
           },
           "token"_a, "memory"_a)
       .def("abort", abort_endpoint, "Close at once; on return UCX no longer uses the memory of its requests.")
-      .def("probe", &Endpoint::probe, "Whether an empty message, which nobody receives, left without waiting.")
+      .def("probe", &Endpoint::probe, "Whether an empty message, which has no receiver, left without waiting.")
       .def("transports", &Endpoint::transports);
 
   nb::class_<PyListener>(module, "Listener", nb::is_final(), "A listening port.")

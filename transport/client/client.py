@@ -53,7 +53,7 @@ class UCXXClient:
         schemas: of rings whose tickets do not describe their payloads themselves.
         wire: "auto", or the set of wires that may carry payloads ("mapped", "shm", "tcp", "rdma", "cuda"). A read
             that would go over another one is refused.
-        ack: "on_arrival" acknowledges when a payload, verified, is handed to whoever asked for it: as `read` returns,
+        ack: "on_arrival" acknowledges when a payload, verified, is handed to the caller: as `read` returns,
             as `read_many` yields. "on_consumed" and "manual" leave it to `payload.ack()`. A mapped payload is
             acknowledged by `ack` or at the end of its ``with``.
         secret: shared secret to prove to listeners.
@@ -64,7 +64,7 @@ class UCXXClient:
             there, copied on the stream; "direct": UCX writes large ones into it, where its context knows device memory
             (for RDMA; over shm and tcp staging is as fast or faster, docs/GPU.md).
         directory: where servers publish themselves; asked when a ticket's own ports do not answer.
-        trace: is told what each read spends its time on.
+        trace: records the phases of each read.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class UCXXClient:
         Raises:
             StaleSlotError: consumed by this rank, overwritten, discarded or expired. Final.
             RetriesExhaustedError, DeadlineExceededError: every attempt failed; ``__cause__`` is the last failure.
-            PayloadLostError: every port answers that it serves another ring; or none answers, and nobody has published
+            PayloadLostError: every port answers that it serves another ring; or none answers, and none has published
                 the ring for a while (`transport.store.directory`).
             WireNotAllowedError: only wires that the policy excludes lead there.
             BufferUnsuitableError, RankError: nothing was sent.
@@ -244,7 +244,7 @@ class UCXXClient:
     ) -> AsyncGenerator[ReadOutcome, None]:
         """`read_many`, but for handing over."""
         deadline = self._deadline(timeout)
-        concurrency = at_least(1, concurrency, "concurrency")  # with none, nobody would fetch what is waited for
+        concurrency = at_least(1, concurrency, "concurrency")  # with none, no task would read the payloads
         listed = several(tickets, object, "read_many()", "several tickets, in a list")
         work = grouped([Ticket.of(ticket) for ticket in listed], self._settings)
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
@@ -385,7 +385,7 @@ class UCXXClient:
     ) -> TakenBatch:
         """Take up to ``n`` payloads from the ring that is served at ``address`` ("host:port"), without tickets.
 
-        They are nobody else's for this rank until they are consumed or given back; a connection that is lost gives
+        No other consumer of this rank gets them until they are consumed or given back; a connection that is lost gives
         all of its payloads back. Without any for ``wait_s`` the batch is empty. Cancelling it loses nothing.
 
         Args:
@@ -427,7 +427,7 @@ class UCXXClient:
         return self._deliveries.acknowledge(ticket, rank, None)
 
     async def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:
-        """Free a payload that nobody wants, for all ranks. False when it was gone before.
+        """Free a payload that is not needed, for all ranks. False when it was gone before.
 
         Raises what `read` raises where the ring cannot be reached.
         """

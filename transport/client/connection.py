@@ -1,7 +1,7 @@
 """The client's side of one connection: the handshake here, the requests in native code (native/ucp/reading.hpp).
 
 Every receive is posted before the request is sent, each payload straight into its destination, and checked against its
-checksum before the future is told. After any failure or cancellation the link is aborted by whoever uses it, which
+checksum before the future is set. After any failure or cancellation its user aborts the link, which
 ends UCX's use of the buffers before anyone reuses them.
 """
 
@@ -116,7 +116,7 @@ class Link:
         """Connect and shake hands within the settings' limits.
 
         Raises:
-            LinkError kinds: nobody there, or it broke.
+            LinkError kinds: unreachable, or disconnected.
             RefusedError kinds: another ring, no common version, a wrong secret, too many connections.
         """
         endpoint: Endpoint | None = None

@@ -170,7 +170,7 @@ class Links:
                 del self._waiting[port]
 
     def _pass_on(self, port: PortKey, given: Link | None) -> None:
-        """What somebody was given who went away meanwhile is the next one's."""
+        """Pass on the link or place of a waiter that was cancelled meanwhile."""
         if given is not None:
             self.checkin(given)
         else:
@@ -219,7 +219,7 @@ class Links:
         return link
 
     async def open_apart(self, port: PortKey, ring: str = "") -> Link:
-        """A link that is not the pool's: whoever asked for it ends it, by `break_off`. "": whatever ring is served."""
+        """A link outside the pool: its caller ends it with `break_off`. "": whatever ring is served."""
         link = await self._connect(port, ring)
         self._check_wire(port, link)
         return link
@@ -266,7 +266,7 @@ class Links:
             self.break_off(link)
             return
         if self._waiting and (turn := self._next_turn(link.port)) is not None:
-            turn.set_result(link)  # never idle, so that whoever checked it in cannot be first again
+            turn.set_result(link)  # never idle, so that its last user cannot be first again
         elif surplus := self._pool.checkin(link, time.monotonic()):
             self._break_off_all(surplus)
 
@@ -304,7 +304,7 @@ class Links:
             self._replace_worker(link.worker)
 
     def _replace_worker(self, worker: Worker) -> None:
-        """Begin anew after a peer over shared memory has died, or nothing came in time.
+        """Replace the worker after a peer over shared memory has died, or nothing came in time.
 
         All of them write into one queue of this worker. One that is killed while it writes leaves a gap there that UCX
         waits at for ever: nothing would arrive over shared memory any more, from anybody.

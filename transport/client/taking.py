@@ -106,7 +106,7 @@ class TakeLink:
         verify: bool = True,
         joined_most: int | None = None,
     ) -> TakenBatch:
-        """Up to ``n`` payloads that nobody else has; none after ``wait_s``. What is cancelled loses nothing.
+        """Up to ``n`` payloads that no other consumer has; none after ``wait_s``. What is cancelled loses nothing.
 
         Args:
             most_bytes: of all payloads together; a single larger one comes alone.
@@ -213,7 +213,7 @@ class TakeLink:
         return read, failed
 
     def _abandon(self, number: int, future: asyncio.Future[Any], buffer: Any) -> None:
-        """Nobody waits for the answer any more: what it brings is given back."""
+        """The caller no longer waits for the answer: its payloads are given back."""
 
         def arrived(future: asyncio.Future[Any]) -> None:
             if future.cancelled() or future.exception() is not None or self.lost:

@@ -452,7 +452,7 @@ def _gathered(parts: Sequence[_ring.ClaimedBatch], shape: Shape, max_deliveries:
     for part in parts:
         rows = np.empty((len(names), len(part)), np.int64)
         unfit = part.measure(fields, rows)
-        for at in reversed(unfit):  # whoever claims it next would find the same
+        for at in reversed(unfit):  # the next claimer would find the same
             part.drop(at, _LOST, True, consumer)
         dropped += len(unfit)
         measured.append(np.delete(rows, unfit, axis=1) if unfit else rows)

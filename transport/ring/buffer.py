@@ -108,7 +108,7 @@ class SharedRingBuffer(Attachment):
             slots: payloads the ring holds, unread ones included.
             slot_bytes: payload bytes per slot; default the schema's largest payload.
             name: only for a ring that a restarted writer shall find again; default random.
-            prefix: begins the random name, so that whoever outlives a killed writer knows its segments.
+            prefix: prefix of the random name, by which a parent process finds the segments of a killed writer.
             overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest unread.
 
         Raises:
@@ -148,7 +148,7 @@ class SharedRingBuffer(Attachment):
             ) from error
         ring = cls(native, schema, overflow)
         ring._made_here = True
-        if name is None:  # one with a name may be meant for whoever takes it over
+        if name is None:  # a named ring may be meant for a successor
             ring._forget_with(ring._pages.release, only_empty=False)
         return ring
 
@@ -179,11 +179,11 @@ class SharedRingBuffer(Attachment):
     def close(self) -> None:
         """Give up every hold and detach. Idempotent.
 
-        The writer gives up with it what is still unread: nobody serves that any more; and it removes the segment unless
-        listeners or other writers are attached. Others leave unread payloads, since what a dead writer left may be
-        taken over. The last one removes an empty segment.
+        When the writer closes, it discards unread payloads, because no process serves them. It removes the segment
+        unless listeners or other writers are attached. Others leave unread payloads, because a successor may take over
+        the ring of a dead writer. The last owner removes an empty segment.
 
-        It waits for nobody. A slot that a write, a lease or a view of another thread still uses stays theirs until they
+        It does not wait. A slot that a write, a lease or a view of another thread still uses stays theirs until they
         end, with ClosedError where there is something to publish or to consume, and so does the owner place.
         """
         super().close()
@@ -512,7 +512,7 @@ class SharedRingBuffer(Attachment):
         return False
 
     def discard(self, ticket: Ticket) -> bool:
-        """Free a payload nobody wants, for every rank. False: it was gone."""
+        """Free a payload that is not needed, for every rank. False: it was gone."""
         self.check(ticket)
         return self._call(self.native.discard, ticket.slot, ticket.generation)
 
@@ -529,7 +529,7 @@ class SharedRingBuffer(Attachment):
         consumer: str = "",
         most_held_s: float = 0.0,
     ) -> list[ClaimedPayload]:
-        """Up to ``n`` payloads that nobody has claimed for this rank, the oldest first; waits for the first one.
+        """Up to ``n`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
 
         A claim is this attachment's until it is consumed, released or discarded, or the process ends; then, unless it
         was consumed or discarded, anybody may claim the payload again, at once.
@@ -621,7 +621,7 @@ class SharedRingBuffer(Attachment):
 
     # --- looking and tidying ----------------------------------------------------------------------------
     def get_ready_count(self) -> int:
-        """Slots that are READY: published, and read by nobody at the moment."""
+        """Slots that are READY: published, and not being read."""
         return self._call(self.native.state_counts)[2]
 
     def statistics(self) -> RingStatistics:

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ClaimedPayload:
-    """A claim: the payload is nobody else's for this rank until the claim ends. See `SharedRingBuffer.claim`.
+    """A claim: no other consumer of this rank gets the payload until the claim ends. See `SharedRingBuffer.claim`.
 
     Attributes:
         native: the claim and what the slot says of its payload (length, checksum, sequence, policy_version …).
@@ -116,7 +116,7 @@ class ClaimedPayload:
         return self._call(self._ring.native.give_back, self.id, delay_s)
 
     def discard(self, reason: str, *, consumer: str = "", how: str = "discarded") -> bool:
-        """Nobody of this rank can or should read it; the ring's log says why. False: it was not held any more."""
+        """End this rank's delivery unread; the ring's log keeps the reason. False: it was not held any more."""
         return self._call(self._ring.native.end, self.id, how, reason, consumer)
 
     @staticmethod

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transport.ring.leases import Slots
 
 _ANY_SIZE: Final = (1 << 64) - 1
-_SLICE_S: Final = 0.1  # between looks for what wakes nobody, such as claimers that died
+_SLICE_S: Final = 0.1  # between looks for events without a wake-up, such as dead claimers
 
 
 def claim_any(

@@ -1,6 +1,6 @@
 """What one TAKE brought: payloads that are claimed for this connection, their bytes in one buffer.
 
-The batch is columns (`TakenBatch.rows`); an object for one payload is made only where somebody looks at it.
+The batch is columns (`TakenBatch.rows`); an object for one payload is made only when it is used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _aligned(value: Any) -> Any:
 
 
 class TakenPayload:
-    """One payload of a batch. It is nobody else's for this rank until its claim ends."""
+    """One payload of a batch. No other consumer of this rank gets it until its claim ends."""
 
     __slots__ = ("_at", "_batch")
 
@@ -186,8 +186,8 @@ class TakenBatch:
         """Say that the payloads were used, all or those at some positions: True for each that was accepted.
 
         Drop what was made of the others: their claims had ended (the connection was lost, this process was stopped for
-        too long), and somebody else may have them. Where the connection is lost between the question and its answer, a
-        payload may count as consumed although it is False here.
+        too long), and another consumer may have them. If the connection is lost between the question and its
+        answer, a payload may count as consumed although it is False here.
         """
         return await self._link.finish(self._chosen(which))
 

@@ -57,7 +57,7 @@ class Joining:
         """Whether lanes have changed, so that one more round of progress is due.
 
         Args:
-            progressed: there was a round since the last look; else only a connection that has ended is told.
+            progressed: there was a round since the last look; else only the end of a connection is reported.
         """
         if self._done.done():
             return False
@@ -79,5 +79,5 @@ class Joining:
 
     @property
     def over(self) -> bool:
-        """Whether whoever waits has been told, or has left."""
+        """Whether the waiter has its answer, or has left."""
         return self._done.done()
