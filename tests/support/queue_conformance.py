@@ -98,6 +98,13 @@ class QueueConformance:
         assert queue.renew([claim]) == []
         assert queue.known([claim.ticket_id]) == {claim.ticket_id: (DONE,)}
 
+    def test_no_two_claims_have_one_token(self, harness: Harness, queue: TicketQueue) -> None:
+        queue.publish([ticket(n) for n in range(3)])
+        first = queue.claim(2, consumer="a")
+        assert queue.retry(first[0])
+        claims = [*first, *queue.claim(2, consumer="a")]
+        assert len({claim.token for claim in claims}) == len(claims) == 4
+
     def test_a_claim_ends_with_its_lease_and_another_gets_it(self, harness: Harness, queue: TicketQueue) -> None:
         queue.publish(ticket(0))
         [old] = queue.claim(1, consumer="a")

@@ -339,11 +339,13 @@ def _claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:
         data = claimed.encoded
     except RingError:  # consumed by ticket meanwhile, which the ack will be told
         data = b""
-    return Claim(claimed.name, data, claimed.rank, claimed.attempts, consumer, claimed.policy_version)
+    # Callers keep claims by their tokens, so each claim has one of its own. The consumer's name stands last.
+    token = f"{claimed.name} {claimed.rank} {claimed.attempts} {consumer}"
+    return Claim(claimed.name, data, claimed.rank, claimed.attempts, token, claimed.policy_version)
 
 
 def _consumer_of(claim: Claim) -> str:
-    return claim.token
+    return claim.token.split(" ", 3)[-1]
 
 
 def _ring_of(claim: Claim) -> str:
