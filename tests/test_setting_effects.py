@@ -319,6 +319,7 @@ class Silent:
 
     def __init__(self, oldest: float | None) -> None:
         self.oldest, self.last_active, self.expired = oldest, 100.0, [0.0]
+        self.waiting = 0  # demands that wait for a payload
 
     def end_consumed(self) -> None: ...
 
