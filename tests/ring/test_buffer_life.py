@@ -26,6 +26,7 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
+from transport.ring import attachment
 from transport.ring.attachment import remove_dead
 
 STEPS = Schema.of(obs=("float32", UpTo(10), 3), done=("bool", UpTo(10)), version=("int64",))
@@ -361,3 +362,27 @@ print(ring.name, flush=True)
         ended = subprocess.run([sys.executable, "-c", body, client], capture_output=True, text=True)
         assert (ended.returncode, ended.stderr) == (0, "")
         assert not (SHM / ended.stdout.strip().removeprefix("/")).exists()
+
+
+def test_a_reader_that_was_stopped_while_it_left_removes_no_ring_that_was_filled_meanwhile() -> None:
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100)
+    reader = SharedRingBuffer.attach(writer.name, role="reader")
+    name, left = writer.name, reader.native
+
+    class Stopped:
+        """The reader: while it leaves, a payload is written, and the writer ends as if it was killed."""
+
+        def __getattr__(self, what: str) -> Any:
+            return getattr(left, what)
+
+        def leave(self, **options: bool) -> int:
+            given_up = left.leave(**options)
+            writer.write_raw(b"payload")
+            writer.native.close()
+            return given_up
+
+    attachment.leave(Stopped(), only_empty=True)  # type: ignore[arg-type]
+    assert name in _ring.segments()
+    with SharedRingBuffer.attach(name, role="reader") as again:
+        assert len(again.tickets()) == 1
+    assert attachment.remove_if_dead(name)

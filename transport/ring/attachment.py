@@ -162,7 +162,7 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
     if given_up:
         log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
     if removes and not removed:
-        remove_if_dead(native.name)
+        remove_if_dead(native.name, only_empty=only_empty)
 
 
 def shares_memory(name: str) -> bool:
@@ -178,9 +178,19 @@ def shares_memory(name: str) -> bool:
     return bool(name) and (owner.st_uid, owner.st_gid) == (os.geteuid(), os.getegid())
 
 
-def remove_if_dead(name: str) -> bool:
-    """Remove a segment without living owners, unread payloads included. False: it has some, or is already gone."""
+def remove_if_dead(name: str, *, only_empty: bool = False) -> bool:
+    """Remove a segment without living owners, unread payloads included. False: it has some, or is already gone.
+
+    ``only_empty``: keep a segment with unread payloads. The check is repeated here, because the caller may have been
+    stopped since its own: a writer may have filled the ring meanwhile, and may have been killed since.
+    """
     try:
+        if only_empty:
+            seen = _ring.Ring.attach(name, _ring.ROLE_OBSERVER)
+            _, _, ready, reading = seen.state_counts()
+            seen.close()
+            if ready + reading:
+                return False
         return _ring.Ring.unlink_if_dead(name)
     except _ring.RingFault:  # gone, or another user's
         return False
