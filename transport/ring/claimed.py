@@ -108,7 +108,7 @@ class ClaimedPayload:
         return self._call(self._ring.native.finish, self.id)
 
     def let_go(self) -> None:
-        """Give up memory that `SharedRingBuffer.consume` was told to keep."""
+        """Release the memory that `SharedRingBuffer.consume` kept (``keep_memory``)."""
         self._call(self._ring.native.unpin, self.native.slot, self.native.generation)
 
     def release(self, delay_s: float = 0.0) -> bool:
