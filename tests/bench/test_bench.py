@@ -38,6 +38,8 @@ from transport.errors import ChecksumError, LinkError, UsageError
         (" 2GiB ", 2 << 30),
         ("1TiB", 1 << 40),
         ("3kB", 3000),
+        ("16M", 16 << 20),
+        ("64k", 65536),
     ],
 )
 def test_sizes_are_parsed(text: str, size: int) -> None:

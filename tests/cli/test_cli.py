@@ -59,13 +59,41 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(command in shown for command in COMMANDS)
 
 
+@pytest.mark.parametrize("arguments", [[], ["bench"], ["cooldown"]])
+def test_a_group_alone_is_its_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*arguments, "--help"]) == 0
+    expected = capsys.readouterr().out
+    assert run(arguments) == 0
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == (expected, "")
+    assert "Usage: transport" in expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_can_complete_the_commands(shell: str) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "transport"],
+        env={
+            **os.environ,
+            "_TRANSPORT_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": "transport re",
+            "COMP_CWORD": "1",
+            "_TYPER_COMPLETE_ARGS": "transport re",
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "reclaim" in shown.stdout
+    assert "top" not in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], "transport: Missing command; see `transport --help`"),
         (["juggle"], "transport: No such command 'juggle'; see `transport --help`"),
         (["demo", "--juggle"], "transport demo: No such option: --juggle; see `transport demo --help`"),
-        (["bench"], "transport bench: Missing command; see `transport bench --help`"),
         (["bench", "juggle"], "transport bench: No such command 'juggle'; see `transport bench --help`"),
         (
             ["bench", "ring", "--juggle"],
@@ -162,7 +190,7 @@ def test_a_dry_run_removes_nothing(dead_segment: str, capsys: pytest.CaptureFixt
     first, total = capsys.readouterr().out.splitlines()
     assert first.startswith(dead_segment)
     assert first.endswith("its owners are dead")
-    assert total == "0 of 1 segments removed, 0 B freed"
+    assert total == "0 of 1 segment removed, 0 B freed"
     assert dead_segment in _ring.segments()
 
 
@@ -173,10 +201,12 @@ def test_reclaim_leaves_a_living_writers_segment(capsys: pytest.CaptureFixture[s
         assert ring.name in _ring.segments()
 
 
-def test_a_segment_that_is_gone_is_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["reclaim", "transport-test-that-never-was"]) == 0
-    said = capsys.readouterr().out
-    assert said == "0 of 0 segments removed, 0 B freed; not on this host: /transport-test-that-never-was\n"
+def test_reclaim_of_an_unknown_ring_fails_and_removes_nothing(
+    dead_segment: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["reclaim", dead_segment, "transport-test-that-never-was"]) == 1
+    assert "no ring segment /transport-test-that-never-was on this host" in complaint(capsys)
+    assert dead_segment in _ring.segments()
 
 
 # --- read ------------------------------------------------------------------------------------------------

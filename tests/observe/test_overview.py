@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import msgspec
@@ -162,3 +169,34 @@ def test_names_stay_whole_and_many_ports_do_not_drown_the_table() -> None:
 def test_a_live_view_needs_a_terminal_and_has_no_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["top", "transport-test-that-never-was", *arguments]) == 2
     assert "--once" in capsys.readouterr().err
+
+
+def test_the_view_fits_80_columns_and_the_key_q_ends_it() -> None:
+    keyboard, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    before = termios.tcgetattr(terminal)
+    try:
+        with SharedRingBuffer.create(slots=4, slot_bytes=4096) as ring:
+            ring.write_raw(b"x")
+            command = [sys.executable, "-m", "transport", "top", ring.name, "--interval", "0.1"]
+            told = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+            process = subprocess.Popen(
+                command, stdin=terminal, stdout=terminal, stderr=terminal, env={**told, "TERM": "xterm"}
+            )
+            try:
+                seen = ""
+                while "q ends" not in seen:
+                    seen += os.read(keyboard, 65536).decode(errors="replace")
+                os.write(keyboard, b"q")
+                assert process.wait(30) == 0
+            finally:
+                process.kill()
+                process.wait()
+            assert termios.tcgetattr(terminal) == before
+            lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).splitlines()
+            assert max(map(len, lines)) <= 80
+            assert ring.name in lines[1]
+            assert "slots free/writing/ready/reading 3/0/1/0 of 4×4.1 kB" in seen
+    finally:
+        os.close(keyboard)
+        os.close(terminal)

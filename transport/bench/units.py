@@ -9,6 +9,10 @@ from transport.errors import UsageError
 _UNITS = {
     "": 1,
     "b": 1,
+    "k": 1 << 10,  # as dd, ls -h and most programs mean them
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
     "kib": 1 << 10,
     "mib": 1 << 20,
     "gib": 1 << 30,
@@ -20,7 +24,7 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "64KiB", "1 MiB", "4096" and the like.
+    """Bytes of "64KiB", "1 MiB", "16M", "4096" and the like; K, M and G are KiB, MiB and GiB.
 
     Raises:
         UsageError: not a positive whole number of bytes.
@@ -29,7 +33,7 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(found[2].lower()) if found else None
     size = float(found[1]) * unit if found and unit else 0.0
     if size < 1 or size != int(size):
-        raise UsageError(f"invalid size {text!r}; give bytes, or a number with KiB, MiB, GiB or TiB")
+        raise UsageError(f"invalid size {text!r}; give bytes, or a number with KiB, MiB, GiB or TiB (or K, M, G, T)")
     return int(size)
 
 

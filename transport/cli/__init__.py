@@ -24,7 +24,6 @@ app = typer.Typer(
     name="transport",
     help="Moves reinforcement-learning payloads from rollout memory to trainer memory over UCX.",
     epilog="Example: transport demo --rollouts 4",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
@@ -56,7 +55,9 @@ def _options(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command; returns its exit status. No command, or a group's name alone, is a request for its help."""
+    if _is_group(arguments):
+        arguments = [*arguments, "--help"]
     command = " ".join(["transport", *_named(arguments)])
     try:
         status = app(list(arguments), prog_name="transport", standalone_mode=False)
@@ -71,6 +72,10 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _failed(130, command, "interrupted")
     return status if isinstance(status, int) else 0
+
+
+def _is_group(arguments: Sequence[str]) -> bool:
+    return not arguments or list(arguments) in [[group.name] for group in app.registered_groups]
 
 
 def _named(arguments: Sequence[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from transport.cli.output import JsonTarget, emit, shown
+from transport.cli.output import JsonTarget, count, emit, shown
 
 if TYPE_CHECKING:
     from transport.ring.buffer import SharedRingBuffer
@@ -68,17 +68,16 @@ def reclaim(
 ) -> None:
     """List the ring segments of this host, and remove those whose owners are all dead, unread payloads included."""
     from transport import _ring
+    from transport.observe import overview
 
-    chosen = [f"/{name.lstrip('/')}" for name in names] if names else _ring.segments()
+    chosen = overview.named(names) if names else _ring.segments()
     segments = [segment for name in chosen if (segment := _look(name)) is not None]
     for segment in segments:
         if segment.dead and not dry_run:
             _remove(segment)
     removed = [segment for segment in segments if segment.removed]
     report = Report(segments=segments, removed=len(removed), bytes_freed=sum(segment.bytes for segment in removed))
-    total = f"{report.removed} of {len(segments)} segments removed, {shown(report.bytes_freed)} freed"
-    if names and len(segments) < len(names):
-        total += f"; not on this host: {', '.join(sorted({*chosen} - {segment.name for segment in segments}))}"
+    total = f"{report.removed} of {count(len(segments), 'segment')} removed, {shown(report.bytes_freed)} freed"
     emit(report, "\n".join([*map(str, segments), total]), json_target)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -11,11 +14,14 @@ from transport.cli.output import JsonTarget, count, emit, few, shown
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
     from transport.observe.overview import Rates, RingView, Snapshot
 
 EXAMPLE = "Example: transport top --once --json -"
+
+_WIDE: Final = 120  # columns that the table needs
 
 
 def top(
@@ -29,6 +35,8 @@ def top(
     json_target: JsonTarget = None,
 ) -> None:
     """Show a live view of the rings on this host: slots by state, rates by wire, reads, drops, stale, and clients.
+
+    The key q ends it.
 
     Retries and quarantined ports are those of the clients on this host only.
     """
@@ -52,19 +60,54 @@ def top(
 
 
 def _live(chosen: list[str] | None, interval: float) -> None:
-    import time
-
+    from rich.console import Console
     from rich.live import Live
 
     from transport.observe import overview
 
+    console = Console()
     before = overview.look(chosen)
-    with Live(screen=True, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval)
+    with _keys() as ends_within, Live(console=console, screen=True, auto_refresh=False) as live:
+        while not ends_within(interval):
             now = overview.look(chosen)
-            live.update(_table(now, overview.rates(before, now)), refresh=True)
+            live.update(_picture(now, overview.rates(before, now), console.width, "q ends"), refresh=True)
             before = now
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Read single keys. Yields a function that waits so many seconds, or until `q` was typed: then True."""
+    import select
+    import termios
+    import time
+    import tty
+
+    def slept(seconds: float) -> bool:
+        time.sleep(seconds)
+        return False
+
+    if not sys.stdin.isatty():
+        yield slept
+        return
+
+    def typed(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            if select.select([descriptor], [], [], left_s)[0]:
+                keys = os.read(descriptor, 64)
+                if b"q" in keys.lower():
+                    return True
+                if not keys:  # the terminal is gone
+                    return True
+        return False
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield typed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 def _text(snapshot: Snapshot, rates: dict[str, Rates]) -> str:
@@ -72,18 +115,53 @@ def _text(snapshot: Snapshot, rates: dict[str, Rates]) -> str:
 
     from rich.console import Console
 
+    width = Console().width if sys.stdout.isatty() else _WIDE
     out = StringIO()
-    Console(file=out, width=140).print(_table(snapshot, rates))
+    Console(file=out, width=width).print(_picture(snapshot, rates, width))
     return out.getvalue().rstrip()
 
 
-def _table(snapshot: Snapshot, rates: dict[str, Rates]) -> Table:
+def _picture(snapshot: Snapshot, rates: dict[str, Rates], width: int, hint: str = "") -> RenderableType:
+    """A table where the terminal has room for one, otherwise a few lines for each ring."""
+    return _table(snapshot, rates, hint) if width >= _WIDE else _lines(snapshot, rates, hint)
+
+
+def _lines(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> RenderableType:
+    from rich.text import Text
+
+    text = Text(_title(snapshot), style="italic")
+    for view in snapshot.rings:
+        text.append(f"\n{view.name}", style="bold not italic")
+        values = _row(view, rates.get(view.name))
+        if view.statistics is None:
+            text.append(f"\n  {values[1]}", style="not italic")
+            continue
+        _, slots, processes, writes, reads, speeds, drops, stale, full = (
+            value.replace("\n", ", ").replace(", of", " of") for value in values
+        )
+        for line in (
+            f"slots free/writing/ready/reading {slots}",
+            processes,
+            f"{writes or '-'} writes/s, {reads or '-'} reads/s, MB/s: {speeds}",
+            f"{drops} drops, {stale} stale, {full} waits for a free slot",
+        ):
+            text.append(f"\n  {line}", style="not italic")
+    text.append(f"\n{_caption(snapshot)}")
+    text.append(f"\n{hint}" if hint else "")
+    return text
+
+
+def _title(snapshot: Snapshot) -> str:
+    return f"{count(len(snapshot.rings), 'ring')}, {count(len(snapshot.clients), 'client')} on this host"
+
+
+def _table(snapshot: Snapshot, rates: dict[str, Rates], hint: str) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(
-        title=f"{count(len(snapshot.rings), 'ring')}, {count(len(snapshot.clients), 'client')} on this host",
-        caption=escape(_caption(snapshot)),
+        title=_title(snapshot),
+        caption=escape("\n".join(filter(None, [_caption(snapshot), hint]))),
     )
     table.add_column("ring", no_wrap=True, overflow="fold")  # whole, since `transport top SEGMENT` takes it
     table.add_column("slots free/writing/\nready/reading")
