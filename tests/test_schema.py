@@ -285,3 +285,13 @@ def test_thousands_of_encoded_tensors_are_refused() -> None:
     rows = [(f"t{i}", "int8", (1,), False) for i in range(5000)]
     with pytest.raises(SchemaError, match="not 5000"):
         Schema.decode(msgspec.msgpack.encode((1, rows)))
+
+
+def test_a_dtype_alone_is_a_scalar() -> None:
+    assert Schema.of(reward="float32") == Schema.of(reward=("float32",))
+
+
+@pytest.mark.parametrize("given", [7, (), None, {"float32": 1}])
+def test_what_is_neither_a_dtype_nor_one_with_dimensions_is_refused(given: object) -> None:
+    with pytest.raises(SchemaError, match=r"reward: give \(dtype, \*dimensions\), or a dtype alone"):
+        Schema.of(reward=given)

@@ -152,13 +152,20 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     # --- making one ----------------------------------------------------------------------------
     @classmethod
-    def of(cls, **tensors: tuple[str, *tuple[int | UpTo, ...]]) -> Schema:
-        """`name=(dtype, *dimensions)` for each tensor, in order; a leading `UpTo(n)` makes it ragged.
+    def of(cls, **tensors: str | tuple[str, *tuple[int | UpTo, ...]]) -> Schema:
+        """`name=(dtype, *dimensions)` for each tensor, in order. A leading `UpTo(n)` makes it ragged.
+
+        A dtype alone is a scalar: `Schema.of(tokens=("int32", UpTo(8192)), reward="float32")`.
 
         Names that are not Python identifiers go in as `Schema.of(**{"obs/image": ("uint8", 84, 84)})`.
         """
         specs = []
-        for name, (dtype, *dimensions) in tensors.items():
+        for name, given in tensors.items():
+            if not isinstance(given, str | tuple | list) or not given:
+                raise SchemaError(
+                    f"{name}: give (dtype, *dimensions), or a dtype alone for a scalar; got {given!r:.80}"
+                )
+            dtype, *dimensions = (given,) if isinstance(given, str) else given
             ragged = bool(dimensions) and isinstance(dimensions[0], UpTo)
             sizes = (size.limit if isinstance(size, UpTo) else size for size in dimensions)
             if any(isinstance(size, UpTo) for size in dimensions[1:]):

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from supervised import read_all, write
 
-from transport import BlockingClient, SharedRingBuffer, Ticket, testing
+from transport import BlockingClient, SharedRingBuffer, Ticket
 from transport.client.payload import ReadOutcome
-from transport.testing import ResourceSnapshot, run
+from transport.testing import ResourceSnapshot, leaks, run
 
 
 def test_nothing_is_new_right_away() -> None:
@@ -44,12 +44,12 @@ def test_a_thread_gets_time_to_end() -> None:
 
 def test_a_segment_is_named_unless_a_stranger_may_have_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ResourceSnapshot.take()
-    monkeypatch.setattr(testing, "_strangers_run", lambda ours: False)
-    segment = Path("/dev/shm") / f"{testing.SEGMENT_PREFIX}{uuid.uuid4().hex}"
+    monkeypatch.setattr(leaks, "_strangers_run", lambda ours: False)
+    segment = Path("/dev/shm") / f"{leaks.SEGMENT_PREFIX}{uuid.uuid4().hex}"
     segment.touch()
     try:
         assert f"shared memory {segment}" in before.leaks(grace_s=0)
-        monkeypatch.setattr(testing, "_strangers_run", lambda ours: True)
+        monkeypatch.setattr(leaks, "_strangers_run", lambda ours: True)
         assert before.leaks(grace_s=0) == []
     finally:
         segment.unlink()
@@ -58,8 +58,8 @@ def test_a_segment_is_named_unless_a_stranger_may_have_made_it(monkeypatch: pyte
 def test_a_segment_of_a_process_that_was_there_before_counts_when_that_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(testing, "_strangers_run", lambda ours: False)
-    segment = Path("/dev/shm") / f"{testing.SEGMENT_PREFIX}{uuid.uuid4().hex}"
+    monkeypatch.setattr(leaks, "_strangers_run", lambda ours: False)
+    segment = Path("/dev/shm") / f"{leaks.SEGMENT_PREFIX}{uuid.uuid4().hex}"
     code = (
         "import mmap, sys\n"
         "input()\n"

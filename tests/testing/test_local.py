@@ -1,0 +1,81 @@
+"""Payloads without UCX for users' unit tests: what is written is read, and no network is touched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from transport import Schema, StaleSlotError, Ticket, UpTo
+from transport.errors import RingFullError, TicketError, TransportError
+from transport.testing import LocalTransport, MemoryQueue, a_ticket
+
+SCHEMA = Schema.of(tokens=("int32", UpTo(16)), reward="float32")
+
+
+def test_what_is_written_is_claimed_read_and_consumed() -> None:
+    with LocalTransport(SCHEMA) as local:
+        local.write({"tokens": np.arange(5, dtype=np.int32), "reward": 1.5}, metadata={"prompt": 7})
+        [claim] = local.queue.claim(1, consumer="test")
+        with local.client.read(claim.data) as payload:
+            assert payload["tokens"].tolist() == [0, 1, 2, 3, 4]
+            assert payload["reward"] == 1.5
+            assert payload.metadata == {"prompt": 7}
+            assert local.queue.ack(claim)
+            payload.ack()
+        with pytest.raises(StaleSlotError):
+            local.client.read(claim.data)
+
+
+def test_a_full_ring_raises_where_a_rollout_would_wait() -> None:
+    with LocalTransport(slots=1, slot_bytes=64) as local:
+        local.write({"x": np.zeros(2)})
+        with pytest.raises(RingFullError):
+            local.write({"x": np.zeros(2)})
+
+
+def test_each_rank_reads_what_is_written_for_two() -> None:
+    with LocalTransport(SCHEMA, readers=2) as local:
+        local.write({"tokens": np.ones(1, np.int32), "reward": 0.0})
+        for rank in range(2):
+            [claim] = local.queue.claim(1, rank=rank, consumer="test")
+            with local.client.read(claim.data, rank=rank) as payload:
+                assert payload["tokens"].tolist() == [1]
+                payload.ack()
+
+
+def test_a_queue_of_the_tests_own_is_used_and_its_clock_ends_claims() -> None:
+    now = 0.0
+    with MemoryQueue(lease_s=5, clock=lambda: now) as queue, LocalTransport(SCHEMA, queue=queue) as local:
+        local.write({"tokens": np.ones(1, np.int32), "reward": 0.0})
+        [first] = queue.claim(1, consumer="a")
+        now = 5.0
+        [second] = queue.claim(1, consumer="b")
+        assert not queue.ack(first)
+        assert queue.ack(second)
+
+
+def test_ucx_is_not_loaded() -> None:
+    code = (
+        "import sys, numpy as np\n"
+        "sys.modules['ucxx'] = None\n"
+        "from transport.testing import LocalTransport\n"
+        "with LocalTransport(slot_bytes=64) as local:\n"
+        "    print(local.client.read(local.write({'x': np.ones(3)}))['x'].sum())\n"
+        "assert 'transport._ucp' not in sys.modules\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (0, "3.0\n"), ran.stderr
+
+
+def test_a_made_up_ticket_travels_as_any_other_and_its_payload_is_nowhere() -> None:
+    ticket = a_ticket(SCHEMA, metadata={"prompt": 7}, slot=3)
+    assert Ticket.parse(ticket.encode()) == ticket
+    assert (ticket.slot, ticket.metadata) == (3, {"prompt": 7})
+    assert a_ticket().identity != a_ticket().identity
+    with LocalTransport(SCHEMA) as local, pytest.raises(TransportError):
+        local.client.read(ticket)
+    with pytest.raises(TicketError, match="port"):
+        a_ticket(ports=(0,))

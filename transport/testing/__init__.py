@@ -1,0 +1,29 @@
+"""For tests of programs that use this package: what leaked, a queue in memory, and payloads without UCX.
+
+with LocalTransport(schema) as local:             # no UCX, no service, no other process
+    ticket = local.write({"obs": obs, "reward": 1.0})
+    payload = local.client.read(ticket)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transport.testing.leaks import ResourceSnapshot, mark_descendants, run
+
+if TYPE_CHECKING:
+    from transport.testing.local import LocalTransport, a_ticket
+    from transport.testing.memory_queue import MemoryQueue
+
+__all__ = ["LocalTransport", "MemoryQueue", "ResourceSnapshot", "a_ticket", "mark_descendants", "run"]
+
+_HOMES = {"LocalTransport": "local", "MemoryQueue": "memory_queue", "a_ticket": "local"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: who only looks for leaks needs no ring."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'transport.testing' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"transport.testing.{_HOMES[name]}"), name)

@@ -1,0 +1,322 @@
+"""A ticket queue in the memory of one process, for unit tests. See transport/queue/base.py for the contract.
+
+It keeps the whole contract, and a test moves its clock: `MemoryQueue(clock=lambda: now)`. For work use a queue that
+survives its process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Self, TypeVar
+
+from transport.errors import ClosedError, RankError, UsageError
+from transport.queue import arguments
+from transport.queue.base import (
+    KEEP_FINISHED,
+    MAX_DELIVERIES,
+    Claim,
+    DeliveryState,
+    Failure,
+    Notice,
+    QueueDepth,
+    QueuedTicket,
+    TicketQueue,
+    too_old,
+)
+
+MAX_READERS: Final = 16
+_RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes nobody
+
+Found = TypeVar("Found")
+
+
+class _Delivery:
+    """One ticket for one rank."""
+
+    def __init__(self, sequence: int, ticket: QueuedTicket, rank: int, policy_version: int | None) -> None:
+        self.sequence = sequence
+        self.ticket = ticket
+        self.rank = rank
+        self.policy_version = policy_version
+        self.state = DeliveryState.READY
+        self.attempts = 0
+        self.not_before = 0.0
+        self.lease_ends = 0.0
+        self.consumer = ""
+        self.reason = ""
+
+    @property
+    def token(self) -> str:
+        return f"{self.sequence}:{self.attempts}"
+
+    def held_by(self, claim: Claim) -> bool:
+        return claim.token == self.token and self.state in (DeliveryState.CLAIMED, DeliveryState.ARRIVED)
+
+
+class _Contents:
+    """What all handles of one queue share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.deliveries: dict[tuple[str, int], _Delivery] = {}  # in the order of publication
+        self.readers: dict[str, int] = {}
+        self.counts: dict[int, Counter[str]] = {}
+        self.notices: dict[str, Notice] = {}
+        self.sequence = itertools.count(1)
+
+
+class MemoryQueue(TicketQueue):
+    """A queue in this process's memory.
+
+    Args:
+        lease_s: how long a claim is its claimant's without renewal; None: what the operator configured.
+        max_deliveries: claims in vain after which a delivery is dead.
+        clock: seconds; a test may pass its own.
+    """
+
+    def __init__(
+        self,
+        *,
+        lease_s: float | None = None,
+        max_deliveries: int = MAX_DELIVERIES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lease_s = arguments.lease(lease_s)
+        self._max_deliveries, _ = arguments.bounds(max_deliveries, KEEP_FINISHED)
+        self._clock = clock
+        self._closed = False
+        self._contents = _Contents()
+
+    def __repr__(self) -> str:
+        return f"<MemoryQueue of {len(self._contents.deliveries)} deliveries{' closed' if self._closed else ''}>"
+
+    def another(self, *, max_deliveries: int | None = None) -> Self:
+        """A second handle on the same tickets, as another process would have; `close` ends one handle."""
+        handle = type(self)(
+            lease_s=self.lease_s, max_deliveries=max_deliveries or self._max_deliveries, clock=self._clock
+        )
+        handle._contents = self._contents
+        return handle
+
+    # --- publish and claim -----------------------------------------------------------------------
+    def publish(
+        self,
+        tickets: QueuedTicket | Iterable[QueuedTicket],
+        *,
+        readers: int = 1,
+        policy_version: int | None = None,
+    ) -> int:
+        """See `TicketQueue.publish`."""
+        batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
+        if not 1 <= readers <= MAX_READERS:
+            raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
+        new = 0
+        with self._contents.changed:
+            self._check_open()
+            for ticket in batch:
+                if ticket.id in self._contents.readers:
+                    continue
+                new += 1
+                self._contents.readers[ticket.id] = readers
+                sequence = next(self._contents.sequence)
+                for rank in range(readers):
+                    delivery = _Delivery(sequence, ticket, rank, policy_version)
+                    self._contents.deliveries[ticket.id, rank] = delivery
+            self._contents.changed.notify_all()
+        return new
+
+    def claim(
+        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[Claim]:
+        """See `TicketQueue.claim`."""
+        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
+        if n < 1:
+            raise UsageError(f"n={n}: give at least 1")
+        if not 0 <= rank < MAX_READERS:
+            raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
+        return self._waited(lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s) or []
+
+    def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
+        now = self._end_leases()
+        claims: list[Claim] = []
+        for delivery in self._contents.deliveries.values():
+            if delivery.rank != rank or delivery.state is not DeliveryState.READY or delivery.not_before > now:
+                continue
+            delivery.consumer = consumer
+            version = delivery.policy_version
+            if version is not None and oldest_version is not None and version < oldest_version:
+                delivery.state, delivery.reason = DeliveryState.DISCARDED, too_old(version, oldest_version)
+                self._count(rank, "aged")
+                continue
+            delivery.state, delivery.lease_ends = DeliveryState.CLAIMED, now + self.lease_s
+            delivery.attempts += 1
+            ticket = delivery.ticket
+            claims.append(Claim(ticket.id, ticket.data, rank, delivery.attempts, delivery.token, version))
+            if len(claims) == n:
+                break
+        return claims
+
+    # --- the end of a claim ----------------------------------------------------------------------
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+        """See `TicketQueue.ack_many`."""
+        claims = arguments.held(claims, "ack")
+        return self._move(claims, DeliveryState.CLAIMED, DeliveryState.DONE if trained else DeliveryState.ARRIVED)
+
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.finish`."""
+        return self._move(arguments.held(claims, "finish"), DeliveryState.ARRIVED, DeliveryState.DONE)
+
+    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
+        """See `TicketQueue.retry`."""
+        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
+        last = claim.attempts >= self._max_deliveries
+        moved = self._move(
+            [claim], DeliveryState.CLAIMED, DeliveryState.DEAD if last else DeliveryState.READY, reason, delay_s
+        )
+        for each in moved:
+            self._count(each.rank, "retried")
+        return bool(moved)
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """See `TicketQueue.discard`."""
+        arguments.given_back(claim, 0.0, reason, "discard")
+        return bool(self._move([claim], DeliveryState.CLAIMED, DeliveryState.DISCARDED, reason))
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.renew`."""
+        claims = arguments.held(claims, "renew")
+        with self._contents.changed:
+            self._check_open()
+            until = self._end_leases() + self.lease_s
+            kept = [claim for claim in claims if (delivery := self._of(claim)) and delivery.held_by(claim)]
+            for claim in kept:
+                self._contents.deliveries[claim.ticket_id, claim.rank].lease_ends = until
+        return kept
+
+    def _move(
+        self, claims: Sequence[Claim], held: DeliveryState, to: DeliveryState, reason: str = "", delay_s: float = 0.0
+    ) -> list[Claim]:
+        moved = []
+        with self._contents.changed:
+            self._check_open()
+            now = self._end_leases()
+            for claim in claims:
+                delivery = self._of(claim)
+                if delivery is not None and delivery.held_by(claim) and delivery.state is held:
+                    delivery.state, delivery.reason, delivery.not_before = to, reason, now + delay_s
+                    moved.append(claim)
+            self._contents.changed.notify_all()
+        return moved
+
+    # --- looking -----------------------------------------------------------------------------------
+    def depth(self, rank: int | None = None) -> QueueDepth:
+        """See `TicketQueue.depth`."""
+        rank = arguments.number_or_none(rank, "rank of depth()")
+        with self._contents.changed:
+            self._check_open()
+            self._end_leases()
+            sums: Counter[str] = Counter()
+            for delivery in self._contents.deliveries.values():
+                sums[delivery.state.value] += rank in (None, delivery.rank)
+            for of_rank, counts in self._contents.counts.items():
+                if rank in (None, of_rank):
+                    sums.update(counts)
+        return QueueDepth(**sums)
+
+    def failures(self, limit: int = 100) -> list[Failure]:
+        """See `TicketQueue.failures`."""
+        limit = arguments.number(limit, "limit of failures()")
+        failed = (DeliveryState.DISCARDED, DeliveryState.DEAD, DeliveryState.LOST)
+        with self._contents.changed:
+            self._check_open()
+            self._end_leases()
+            ended = [each for each in self._contents.deliveries.values() if each.state in failed]
+        ended.sort(key=lambda each: (-each.sequence, each.rank))
+        return [
+            Failure(each.ticket.id, each.rank, each.state, each.attempts, each.consumer, each.reason)
+            for each in ended[:limit]
+        ]
+
+    def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
+        """See `TicketQueue.known`."""
+        with self._contents.changed:
+            self._check_open()
+            self._end_leases()
+            return {
+                ticket_id: tuple(
+                    self._contents.deliveries[ticket_id, rank].state
+                    for rank in range(self._contents.readers[ticket_id])
+                )
+                for ticket_id in arguments.asked(ticket_ids)
+                if ticket_id in self._contents.readers
+            }
+
+    # --- notices -----------------------------------------------------------------------------------
+    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
+        """See `TicketQueue.announce`."""
+        version = arguments.announced(topic, version, payload)
+        with self._contents.changed:
+            self._check_open()
+            present = self._contents.notices.get(topic)
+            if present is not None and present.version >= version:
+                return False
+            self._contents.notices[topic] = Notice(topic, version, payload)
+            self._contents.changed.notify_all()
+        return True
+
+    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """See `TicketQueue.latest`."""
+        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
+
+        def look() -> Notice | None:
+            notice = self._contents.notices.get(topic)
+            return notice if notice is not None and (newer_than is None or notice.version > newer_than) else None
+
+        return self._waited(look, timeout_s)
+
+    def close(self) -> None:
+        """End this handle, and waits in other threads with ClosedError. The tickets stay for other handles."""
+        with self._contents.changed:
+            self._closed = True
+            self._contents.changed.notify_all()
+
+    # --- helpers -----------------------------------------------------------------------------------
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the queue is closed")
+
+    def _of(self, claim: Claim) -> _Delivery | None:
+        return self._contents.deliveries.get((claim.ticket_id, claim.rank))
+
+    def _count(self, rank: int, name: str) -> None:
+        self._contents.counts.setdefault(rank, Counter())[name] += 1
+
+    def _end_leases(self) -> float:
+        """End the claims whose lease is over. Returns the time used."""
+        now = self._clock()
+        for delivery in self._contents.deliveries.values():
+            if delivery.state not in (DeliveryState.CLAIMED, DeliveryState.ARRIVED) or delivery.lease_ends > now:
+                continue
+            self._count(delivery.rank, "expired")
+            delivery.reason = f"the lease of {delivery.consumer} ended"
+            if delivery.state is DeliveryState.ARRIVED:
+                delivery.state = DeliveryState.LOST
+            else:
+                last = delivery.attempts >= self._max_deliveries
+                delivery.state = DeliveryState.DEAD if last else DeliveryState.READY
+        return now
+
+    def _waited(self, look: Callable[[], Found | None], timeout_s: float) -> Found | None:
+        give_up = time.monotonic() + timeout_s
+        with self._contents.changed:
+            while True:
+                self._check_open()
+                found = look()
+                left_s = give_up - time.monotonic()
+                if found is not None or left_s <= 0:
+                    return found
+                self._contents.changed.wait(min(left_s, _RECHECK_S))
