@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 # Both CUDA variants of ucxx install the same module, so exactly one is chosen. Neither needs a GPU.
 CUDA := $(shell nvidia-smi 2>/dev/null | grep -oE 'CUDA Version: [0-9]+' | grep -oE '[0-9]+$$')
 UCXX := $(if $(filter-out 0 1 2 3 4 5 6 7 8 9 10 11 12,$(CUDA)),cu13,cu12)
-EXTRAS := $(UCXX),demo,bench,test,lint,site
+DEMO_EXTRAS := $(UCXX),demo
+EXTRAS := bench,test,lint,site
 CUPY := $(if $(filter cu13,$(UCXX)),cupy-cuda13x,cupy-cuda12x)
 NATIVE := $(wildcard native/common/* native/ring/* native/ucp/* native/bindings/* native/vendor/*.h) native/CMakeLists.txt
 NATIVE_TESTS := $(wildcard native/tests/*)
@@ -26,11 +27,19 @@ help: ## list the targets
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
 # Built without isolation, by the packages of .venv: make wheel-test then links what is compiled here.
-$(VENV)/installed: pyproject.toml constraints.txt $(NATIVE) | prerequisites
+$(VENV)/usable: pyproject.toml constraints.txt $(NATIVE) | prerequisites
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (ucxx variant $(UCXX)) …"
 	@$(PIP_INSTALL) scikit-build-core nanobind cmake ninja libucx-$(UCXX)
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[$(DEMO_EXTRAS)]'
+	@touch $@
+
+# What tests, benchmarks, lint and the site need besides; nothing is built again for it.
+$(VENV)/installed: $(VENV)/usable
+	@echo "installing the tools for tests, benchmarks and documentation into $(VENV) …"
+	@$(PIP_INSTALL) --requirement <($(BIN)/python -c 'import sys, tomllib; \
+	  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
+	  print(*(line for name in sys.argv[1].split(",") for line in extras[name]), sep="\n")' $(EXTRAS))
 	@touch $@
 
 .PHONY: prerequisites
@@ -52,7 +61,7 @@ constraints: $(VENV)/installed ## renew constraints.txt: the newest versions tha
 	@$(BIN)/python tests/support/constraints.py
 
 # --- running ----------------------------------------------------------------------------------------------------------
-demo: $(VENV)/installed ## the main job: rollouts play CartPole, a trainer learns from their payloads
+demo: $(VENV)/usable ## the main job: rollouts play CartPole, a trainer learns from their payloads
 	@$(BIN)/transport demo
 
 # Peers are installed once; one that failed is tried again when its folder in build/peers is removed, or by bench-peers.

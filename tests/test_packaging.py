@@ -67,7 +67,8 @@ def pinned() -> dict[str, str]:
 def installed_by_make() -> list[Requirement]:
     """What the Makefile has pip install: to build, to run, and its extras, for either variant of ucxx."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    extras = re.findall(r"^EXTRAS := \$\(UCXX\),(\S+)$", makefile, re.MULTILINE)[0].split(",")
+    lists = re.findall(r"^(?:DEMO_)?EXTRAS := (?:\$\(UCXX\),)?(\S+)$", makefile, re.MULTILINE)
+    extras = [each for found in lists for each in found.split(",")]
     optional = PROJECT["optional-dependencies"]
     lines = [*PYPROJECT["build-system"]["requires"], *PROJECT["dependencies"]]
     return [
