@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.errors import ClosedError, UsageError
-from transport.packer.prefetch import Prefetch, PrefetchState
+from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch, PrefetchState
+from transport.testing import a_ticket
 
 
 def test_a_batch_goes_through_fetching_and_ready_back_to_idle() -> None:
@@ -97,3 +98,14 @@ def test_every_batch_is_started_once_or_given_back_or_refused(events: list[str])
         assert (prefetch.state is PrefetchState.FETCHING) or started == before
     waiting = prefetch.close() is not None
     assert offered == started + given_back + refused + waiting
+
+
+def test_a_fetched_batch_is_a_sequence_of_its_items() -> None:
+    items = [FetchedItem(a_ticket(slot=slot)) for slot in range(3)]
+    batch = FetchedBatch(items)
+    assert len(batch) == 3
+    assert list(batch) == items
+    assert (batch[0], batch[-1], batch[1:]) == (items[0], items[2], items[1:])
+    assert items[1] in batch
+    with pytest.raises(IndexError):
+        batch[3]

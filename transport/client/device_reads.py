@@ -24,7 +24,7 @@ import numpy as np
 from transport import _ring
 from transport.client.payload import ReceivedPayload
 from transport.client.retry import Deadline
-from transport.devices.arrays import kind_of
+from transport.devices.arrays import kind_of, to_host
 from transport.devices.completions import Completions
 from transport.devices.libraries import Library, library_of, parse_device
 from transport.devices.pinned import StagingPool
@@ -129,6 +129,10 @@ class DevicePayload(ReceivedPayload):
 
     def __len__(self) -> int:
         return len(self.layout().placements)
+
+    @staticmethod
+    def _copied(array: Any) -> np.ndarray:
+        return to_host(array)
 
     def release(self) -> None:
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""

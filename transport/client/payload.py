@@ -26,6 +26,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
 
     The arrays own their memory: a pooled buffer is returned, and a mapped slot unpinned, when the last array is
     released. `release` only drops this object's own references. A payload in device memory is a `DevicePayload`.
+    `copy.copy`, `copy.deepcopy` and `pickle` make a dict of arrays of it, with memory of their own.
 
     Attributes:
         ticket: the ticket that was read; its metadata are the writer's small values.
@@ -144,6 +145,14 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""
         self._data = None
         self._arrays = None
+
+    def __reduce__(self) -> tuple[Callable[..., dict[str, np.ndarray]], tuple[dict[str, np.ndarray]]]:
+        """For `copy` and `pickle`: a dict of arrays with memory of their own. The right to acknowledge stays here."""
+        return dict, ({name: self._copied(array) for name, array in self.arrays.items()},)
+
+    @staticmethod
+    def _copied(array: Any) -> np.ndarray:
+        return np.array(array)
 
     def __enter__(self) -> Self:
         return self

@@ -11,9 +11,9 @@ is refused, because memory would not be bounded.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, overload
 
 from transport.client.payload import ReceivedPayload
 from transport.errors import ClosedError, TransportError, UsageError
@@ -107,7 +107,10 @@ class FetchedItem:
 
 @dataclass(slots=True)
 class FetchedBatch:
-    """A batch, in the order of the request."""
+    """A batch, in the order of the request: a sequence of its items, failed ones included.
+
+    `payloads` are those that arrived. `consume(batch)` returns the ones to train on.
+    """
 
     items: Sequence[FetchedItem]
     rounds: int = 0
@@ -115,6 +118,21 @@ class FetchedBatch:
     reported: bool = field(default=False, repr=False)  # the queue knows what failed
     arrived: bool = field(default=False, repr=False)  # with ack="on_arrival": queue and rings know what arrived
     consumed: bool = field(default=False, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[FetchedItem]:
+        return iter(self.items)
+
+    @overload
+    def __getitem__(self, at: int) -> FetchedItem: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[FetchedItem]: ...
+
+    def __getitem__(self, at: int | slice) -> FetchedItem | Sequence[FetchedItem]:
+        return self.items[at]
 
     @property
     def payloads(self) -> list[ReceivedPayload]:
