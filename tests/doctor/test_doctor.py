@@ -14,9 +14,10 @@ from helpers import Child
 
 from transport import config
 from transport.cli import run
-from transport.doctor import host, infiniband, library, network
+from transport.doctor import host, infiniband, library, loopback, network, report
 from transport.doctor.finding import Check
 from transport.doctor.report import settings, ucx_settings
+from transport.errors import RingError
 
 GIB = 1 << 30
 
@@ -258,3 +259,36 @@ def test_a_library_of_the_system_is_used_when_the_variable_says_so(tmp_path: Pat
         assert Path(plain.line()).parent == wheel.parent
     with Child(WHICH, env={"LD_LIBRARY_PATH": str(own), "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY": "1"}) as asked:
         assert Path(asked.line()).parent == own
+
+
+# --- transfers ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("shm_s", "warned"), [(0.001, False), (0.0014, False), (0.006, True)])
+def test_shared_memory_that_is_slower_than_tcp_is_a_warning(shm_s: float, warned: bool) -> None:
+    seconds = {"mapped": 0.0001, "shm": shm_s, "tcp": 0.001}
+    checks = list(loopback._transfers(("mapped", "shm", "tcp"), lambda wire: [seconds[wire], 1.0]))
+    assert ([check.status for check in checks[3:]] == ["warn"]) == warned
+    assert every_bad_one_has_a_remedy(checks)
+    if warned:
+        assert "6.0 times" in checks[3].detail
+        assert checks[3].remedy == "export TRANSPORT_WIRES=mapped,tcp"
+
+
+def test_one_failure_of_several_wires_is_told_once() -> None:
+    def measure(wire: str) -> list[float]:
+        if wire == "mapped":
+            raise RingError("gone")
+        raise RingError("no route to the listener")
+
+    checks = list(loopback._transfers(("mapped", "shm", "tcp"), measure))
+    assert [check.detail for check in checks] == [
+        "RingError: gone",
+        "RingError: no route to the listener",
+        "as by shm, above",
+    ]
+    assert every_bad_one_has_a_remedy(checks)
+
+
+def test_without_ucx_no_transfer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "_plugins", lambda: None)
+    checks = list(report.examine(config.load(), ring_bytes=1, connections=1, ports=(), transfer=True))
+    assert not [check.name for check in checks if check.name.startswith(("transfer", "listener", "ring"))]

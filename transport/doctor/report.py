@@ -42,7 +42,7 @@ def examine(
     yield ucx_settings()
     plugins = _plugins()
     yield from library.checks(gpu=cuda.present())
-    yield from infiniband.checks(asked="rdma" in configuration.wires, verbs="verbs" in plugins)
+    yield from infiniband.checks(asked="rdma" in configuration.wires, verbs="verbs" in (plugins or ()))
     yield from host.checks(ring_bytes, connections, rdma=rdma)
     yield from network.checks(configuration, ports)
     yield from cuda.checks()
@@ -50,13 +50,14 @@ def examine(
         yield from loopback.checks(configuration, rdma=rdma and "verbs" in plugins)
 
 
-def _plugins() -> set[str]:
+def _plugins() -> set[str] | None:
+    """None without UCX: then no transfer is tried, which would fail for the same reason."""
     from transport.wire import ucx
 
     try:
         return library.plugins(ucx.library_path())
     except MissingDependencyError:
-        return set()
+        return None
 
 
 def settings(loaded: Loaded) -> Check:
