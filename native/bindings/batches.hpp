@@ -1,9 +1,10 @@
 // Claims of one call without a Python object for each.
 #pragma once
 
+#include "bindings/ring_bindings.hpp" // first: Python.h sets macros of the system headers
+
 #include <vector>
 
-#include "bindings/ring_bindings.hpp"
 #include "ring/ring.hpp"
 
 namespace transport::python {

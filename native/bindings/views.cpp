@@ -7,10 +7,11 @@
 //
 // Everything here runs with the GIL, which is what guards the list of a Views. The end of a view may come on any
 // thread, in the middle of anything, and in a forked child, whose Ring is closed and holds nothing.
+#include "bindings/ring_bindings.hpp" // first: Python.h sets macros of the system headers
+
 #include <algorithm>
 #include <utility>
 
-#include "bindings/ring_bindings.hpp"
 #include "ring/ring.hpp"
 
 namespace transport::python {

@@ -1,9 +1,10 @@
 // The use of a ring without the GIL.
 #pragma once
 
+#include "bindings/ring_bindings.hpp" // first: Python.h sets macros of the system headers
+
 #include <memory>
 
-#include "bindings/ring_bindings.hpp"
 #include "ring/ring.hpp"
 
 namespace transport::python {

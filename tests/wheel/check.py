@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tarfile
 import time
-import venv
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,14 +63,32 @@ def built() -> tuple[Path, Path]:
 def without_a_compiler(home: Path) -> dict[str, str]:
     """Environment variables with which nothing can be compiled."""
     programs = BUILD / "programs"
-    programs.mkdir()
+    programs.mkdir(exist_ok=True)
     for name in PROGRAMS:
         if found := shutil.which(name):
+            (programs / name).unlink(missing_ok=True)
             (programs / name).symlink_to(found)
     path = f"{home / 'bin'}:{programs}"
     check("no compiler in the environment", "found", {name for name in COMPILERS if shutil.which(name, path=path)})
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV", "LD_"))}
     return kept | {"PATH": path, "CC": "/bin/false", "CXX": "/bin/false"}
+
+
+def used(wheel: Path, extra: str, python: str = sys.executable) -> None:
+    """Install a wheel where there is no compiler, and use it there."""
+    home = BUILD / "environment"
+    run("an environment for it", [python, "-m", "venv", "--clear", str(home)])
+    environment = without_a_compiler(home)
+    python = str(home / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]
+    run("installed", [*pip, f"payload-transport[{extra}] @ {wheel.as_uri()}"], environment)
+    elsewhere = BUILD / "elsewhere"  # the checkout is not in sys.path there
+    elsewhere.mkdir(exist_ok=True)
+    run("a payload written and read", [python, str(Path(__file__).with_name("use.py"))], environment, elsewhere)
+    for arguments in (["--version"], ["bench", "--help"], ["doctor", "--help"]):
+        command = [str(home / "bin" / "transport"), *arguments]
+        run(f"transport {' '.join(arguments)}", command, environment, elsewhere)
+    shutil.rmtree(home)
 
 
 def main() -> None:
@@ -88,19 +105,7 @@ def main() -> None:
         sources = {name.partition("/")[2] for name in packed_sources.getnames()}
     check("sources and licences in the sdist", "missing", IN_THE_SDIST - sources)
 
-    home = BUILD / "environment"
-    venv.create(home, with_pip=True)
-    environment = without_a_compiler(home)
-    python = str(home / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--only-binary", ":all:"]
-    run("installed", [*pip, f"payload-transport[{extra}] @ {wheel.as_uri()}"], environment)
-    elsewhere = BUILD / "elsewhere"  # the checkout is not in sys.path there
-    elsewhere.mkdir()
-    run("a payload written and read", [python, str(Path(__file__).with_name("use.py"))], environment, elsewhere)
-    for arguments in (["--version"], ["bench", "--help"], ["doctor", "--help"]):
-        command = [str(home / "bin" / "transport"), *arguments]
-        run(f"transport {' '.join(arguments)}", command, environment, elsewhere)
-    shutil.rmtree(home)
+    used(wheel, extra)
 
 
 if __name__ == "__main__":
