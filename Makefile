@@ -161,7 +161,7 @@ build/model: $(wildcard native/model/*.pml) native/model/check.py
 FUZZ_SECONDS ?= 60
 FUZZ_FLAGS := -std=c++20 -O1 -g -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Inative \
   -isystem native/vendor -DTRANSPORT_CHECKSUM_KERNEL=checksum_kernel_baseline
-FUZZ_SOURCES := native/common/checksum.cpp native/ring/claims.cpp native/ring/ring.cpp native/ring/ring_life.cpp native/ring/ring_look.cpp native/ring/segment.cpp
+FUZZ_SOURCES := native/common/checksum.cpp native/ring/claims.cpp native/ring/claim_ends.cpp native/ring/finishes.cpp native/ring/ring.cpp native/ring/ring_life.cpp native/ring/ring_look.cpp native/ring/segment.cpp
 
 build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
 	@command -v clang++ >/dev/null || { echo "clang++ is missing: apt-get install clang" >&2; exit 2; }

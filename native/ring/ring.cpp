@@ -293,6 +293,7 @@ void Ring::freed(std::uint64_t slot) {
 
 // The caller holds the lock on `owner`'s byte: as its owner, or as the one who proved it dead.
 Ring::Cleared Ring::clear_bits(unsigned owner) {
+  decide_all(owner);
   Cleared cleared;
   for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) clear_slot(slot, owner, cleared);
   return cleared;

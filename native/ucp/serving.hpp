@@ -34,7 +34,7 @@ namespace transport::ucp {
 class Connection;
 
 // `status` of the classes in transport/errors.py.
-enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8 };
+enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8, unknown = 10 };
 
 // SlotFate of transport/wire/frames.py.
 enum class Fate : std::uint8_t { readable = 1, consumed = 2, gone = 3 };
@@ -143,6 +143,7 @@ class Service {
   Attempt* held(const Connection& connection, const Record& record) const;
   Code finish(Connection& connection, const Record& record);
   Code give_back(Connection& connection, const Record& record);
+  Code outcome(const Record& record);
   void end_reads(const Connection& connection, const Record& record);
   void acknowledge(const Record& record);
   std::uint64_t fate(const Record& record) const;
@@ -273,6 +274,7 @@ class Connection : public Deferred {
   std::size_t unsent_ = 0;
   std::size_t attempts_ = 0;
   std::size_t waiting_ = 0;
+  int taker_ = -1;  // where its finishes are noted, once it has asked for payloads
   Attempt* first_ = nullptr;
   double last_active_ = 0;
   Counter carried_ = Counter::bytes_tcp;  // what its payloads' bytes are counted as

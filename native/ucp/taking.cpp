@@ -58,6 +58,7 @@ bool Service::serve(Demand& demand) {
   }
   claimed_.clear();
   claimed_.reserve(asked.most);
+  if (connection.taker_ < 0) connection.taker_ = ring_.open_taker(taker_token(connection.tag_base_, connection.client_base_));
   try {
     if (ring_.claim(asked, claimed_) == 0) return false;
     FAULT_POINT("demand.claimed");
@@ -262,10 +263,10 @@ Code Service::finish(Connection& connection, const Record& record) {
   FAULT_POINT("finish.asked");
   bool accepted = false;
   if (attempt->idle()) {
-    accepted = ring_.finish(attempt->claim());
+    accepted = ring_.finish(attempt->claim(), false, false, connection.taker_);
     drop(*attempt);  // its pin went with it
   } else {  // UCX has not said that it is out of the slot
-    accepted = ring_.finish(attempt->claim(), true);
+    accepted = ring_.finish(attempt->claim(), true, false, connection.taker_);
     attempt->hold = accepted ? Attempt::Hold::pin : Attempt::Hold::nothing;
     attempt->state = Attempt::State::acknowledged;
   }
@@ -285,6 +286,23 @@ Code Service::give_back(Connection& connection, const Record& record) {
   }
   end_reads(connection, record);
   return accepted ? Code::accepted : Code::stale;
+}
+
+// Of a claim that was finished through a connection that broke, here or at another port.
+Code Service::outcome(const Record& record) {
+  const ClaimId claim{record.slot, record.generation, record.rank, record.attempts};
+  Outcome found = ring_.outcome(record.key, claim);
+  if (found == Outcome::undecided && ring_.reclaim() > 0) found = ring_.outcome(record.key, claim);
+  switch (found) {
+    case Outcome::accepted:
+      return Code::accepted;
+    case Outcome::refused:
+      return Code::stale;
+    case Outcome::undecided:  // its listener lives: it was stopped, or has just begun
+      return Code::busy;
+    default:
+      return Code::unknown;
+  }
 }
 
 // What was read under a claim, because it was too large to be joined to the answer.

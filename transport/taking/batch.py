@@ -186,8 +186,10 @@ class TakenBatch:
         """Say that the payloads were used, all or those at some positions: True for each that was accepted.
 
         Drop what was made of the others: their claims had ended (the connection was lost, this process was stopped for
-        too long), and another consumer may have them. If the connection is lost between the question and its
-        answer, a payload may count as consumed although it is False here.
+        too long), and another consumer may have them. If the connection is lost between the question and its answer,
+        any port of the ring is asked what became of it, for as long as a listener takes to be replaced. Only where the
+        ring is gone, with its host, or out of reach for longer, a payload may count as consumed although it is False
+        here. Where this is cancelled, ask again: the answer is the same.
         """
         return await self._link.finish(self._chosen(which))
 
