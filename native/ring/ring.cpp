@@ -190,6 +190,16 @@ ReadAnswer Ring::begin_read(const Wanted& wanted) {
   return ReadAnswer::ok;
 }
 
+bool Ring::pin_again(std::uint64_t slot) {
+  require_owner();
+  require_slot(slot);
+  const std::lock_guard hold(stripe(slot));
+  if (own_pins_[slot] == 0) return false;
+  ++own_pins_[slot];
+  row().count(Counter::pins);
+  return true;
+}
+
 bool Ring::unpin(std::uint64_t slot, std::uint64_t generation) {
   require_owner();
   require_slot(slot);

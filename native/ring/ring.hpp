@@ -141,6 +141,7 @@ class Ring {
   // Pins what is wanted if the key is right, the deadline has not passed and the length agrees; else leaves no pin,
   // and an expired payload is discarded.
   ReadAnswer begin_read(const Wanted& wanted);
+  bool pin_again(std::uint64_t slot);  // what this owner has pinned; false: it has not
   bool unpin(std::uint64_t slot, std::uint64_t generation);
   bool consume(std::uint64_t slot, std::uint64_t generation, unsigned rank);
   bool mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned rank);

@@ -67,6 +67,7 @@ struct Attempt {
   Attempt *previous_of_slot = nullptr, *next_of_slot = nullptr;
   Hold hold = Hold::pin;
   std::uint16_t tries = 0;  // of a claim: what tells it from others of the same delivery
+  std::uint64_t delay_ns = 0;  // with which it goes back
 
   bool idle() const { return state == State::idle; }
   ClaimId claim() const { return {slot, generation, rank, tries}; }
@@ -134,7 +135,9 @@ class Service {
   Attempt* adopt(Connection& connection, std::uint32_t slot, std::uint32_t generation, std::uint8_t rank,
                  std::uint64_t length);
   void take(Connection& connection, std::uint32_t number, const Record& record);
-  bool serve(Demand& demand);
+  // Held up: by what its connection holds, whatever there is to claim.
+  enum class Served { answered, nothing, held_up };
+  Served serve(Demand& demand);
   void answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed = {});
   std::size_t serve_waiting();
   void forget(const Connection& connection);

@@ -24,6 +24,7 @@ from transport import _ring
 from transport.client.connection import Link, Want, refusal
 from transport.devices.buffers import BufferPool
 from transport.errors import (
+    ClosedError,
     ConnectionLostError,
     ProtocolError,
     ReadTimeoutError,
@@ -365,6 +366,7 @@ class Taking:
         self._links: dict[PortKey, TakeLink] = {}
         self._opening: dict[PortKey, asyncio.Task[TakeLink]] = {}
         self.outcomes = Outcomes(links, settings)
+        self._closed = False
 
     async def link(self, port: PortKey) -> TakeLink:
         """The port's connection, a new one where there is none or the last one broke."""
@@ -378,7 +380,12 @@ class Taking:
         if opening is None:
             opening = self._opening[port] = asyncio.get_running_loop().create_task(self._open(port))
             opening.add_done_callback(partial(self._opened, port))
-        return await asyncio.shield(opening)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if self._closed and opening.cancelled():
+                raise ClosedError("this client is closed") from None
+            raise
 
     async def _open(self, port: PortKey) -> TakeLink:
         link = await self._all.open_apart(port)
@@ -391,6 +398,7 @@ class Taking:
 
     def close(self) -> None:
         """End every connection: what was taken and not consumed is anybody's."""
+        self._closed = True
         for opening in list(self._opening.values()):
             opening.cancel()
         for link in self._links.values():
