@@ -169,9 +169,10 @@ build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
 	@clang++ $(FUZZ_FLAGS) $< $(FUZZ_SOURCES) -lrt -o $@
 
 .PHONY: fuzz
-fuzz: build/fuzz/frames build/fuzz/status build/fuzz/segment ## libFuzzer over frames, answers and segments, FUZZ_SECONDS=60 each
+fuzz: build/fuzz/frames build/fuzz/status build/fuzz/taken build/fuzz/segment ## libFuzzer over frames, answers and segments, FUZZ_SECONDS=60 each
 	@cd build/fuzz && ./frames -max_total_time=$(FUZZ_SECONDS) -max_len=2100 -print_final_stats=1 corpus-frames
 	@cd build/fuzz && ./status -max_total_time=$(FUZZ_SECONDS) -max_len=700 -print_final_stats=1 corpus-status
+	@cd build/fuzz && ./taken -max_total_time=$(FUZZ_SECONDS) -max_len=1200 -print_final_stats=1 corpus-taken
 	@cd build/fuzz && ./segment -max_total_time=$(FUZZ_SECONDS) -max_len=200 -print_final_stats=1 corpus-segment
 
 model: build/model ## the protocol's models: properties hold, planted faults are found (spin)

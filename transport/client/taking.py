@@ -34,9 +34,8 @@ from transport.errors import (
 )
 from transport.schema import Schema
 from transport.settings import Settings
-from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, Verdicts, parsed
+from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, Verdicts, apart, parsed
 from transport.taking.outcomes import Outcomes
-from transport.ticket import Ticket
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
 from transport.wire.ucx import engine
@@ -195,15 +194,21 @@ class TakeLink:
 
     async def _read(self, rows: Rows, notes: Rows, buffer: Any, verify: bool) -> tuple[dict[int, Any], list[int]]:
         """The payloads that did not come with the answer, by position; and the positions of those that failed."""
-        view = memoryview(buffer)
-        wants: list[Want] = []
-        apart = np.flatnonzero((rows["flags"] & JOINED) == 0).tolist()
-        for at in apart:
-            row = rows[at]
-            begin = int(notes[at])
-            ticket = Ticket.decode(bytes(view[begin : begin + int(row["note_bytes"])]))
-            block = self._buffers.take(int(row["length"]))
-            wants.append(Want(ticket, int(row["rank"]), block, int(row["checksum"]) if verify else None))
+        try:
+            tickets = apart(rows, notes, buffer)
+        except ProtocolError:
+            self.abort()
+            raise
+        positions = [at for at, _ in tickets]
+        wants = [
+            Want(
+                ticket,
+                int(rows["rank"][at]),
+                self._buffers.take(ticket.size),
+                int(rows["checksum"][at]) if verify else None,
+            )
+            for at, ticket in tickets
+        ]
         read: dict[int, Any] = {}
         failed: list[int] = []
         for begin in range(0, len(wants), frames.MAX_RECORDS):
@@ -217,7 +222,7 @@ class TakeLink:
                 self.abort()  # UCX writes into memory that goes back to its pool
                 raise
             errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
-            for at, want, error in zip(apart[begin:], group, errors, strict=False):
+            for at, want, error in zip(positions[begin:], group, errors, strict=False):
                 if error is None:
                     read[at] = want.destination
                 else:
