@@ -23,10 +23,9 @@
 #include "ring/claim_word.hpp"
 #include "ring/failure_log.hpp"
 #include "ring/finishes.hpp"
-#include "ring/free_hints.hpp"
+#include "ring/hints.hpp"
 #include "common/futex.hpp"
 #include "ring/owners.hpp"
-#include "ring/ready_hints.hpp"
 #include "ring/slot_word.hpp"
 
 namespace transport {
