@@ -176,7 +176,7 @@ build/model: $(wildcard native/model/*.pml) native/model/check.py
 FUZZ_SECONDS ?= 60
 FUZZ_FLAGS := -std=c++20 -O1 -g -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Inative \
   -isystem native/vendor -DTRANSPORT_CHECKSUM_KERNEL=checksum_kernel_baseline
-FUZZ_SOURCES := native/common/checksum.cpp native/ring/claims.cpp native/ring/ring.cpp native/ring/ring_life.cpp native/ring/ring_look.cpp native/ring/segment.cpp
+FUZZ_SOURCES := native/common/checksum.cpp native/ring/claims.cpp native/ring/claim_ends.cpp native/ring/finishes.cpp native/ring/ring.cpp native/ring/ring_life.cpp native/ring/ring_look.cpp native/ring/segment.cpp
 
 build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
 	@command -v clang++ >/dev/null || { echo "clang++ is missing: apt-get install clang" >&2; exit 2; }
@@ -184,9 +184,10 @@ build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
 	@clang++ $(FUZZ_FLAGS) $< $(FUZZ_SOURCES) -lrt -o $@
 
 .PHONY: fuzz
-fuzz: build/fuzz/frames build/fuzz/status build/fuzz/segment ## libFuzzer over frames, answers and segments, FUZZ_SECONDS=60 each
+fuzz: build/fuzz/frames build/fuzz/status build/fuzz/taken build/fuzz/segment ## libFuzzer over frames, answers and segments, FUZZ_SECONDS=60 each
 	@cd build/fuzz && ./frames -max_total_time=$(FUZZ_SECONDS) -max_len=2100 -print_final_stats=1 corpus-frames
 	@cd build/fuzz && ./status -max_total_time=$(FUZZ_SECONDS) -max_len=700 -print_final_stats=1 corpus-status
+	@cd build/fuzz && ./taken -max_total_time=$(FUZZ_SECONDS) -max_len=1200 -print_final_stats=1 corpus-taken
 	@cd build/fuzz && ./segment -max_total_time=$(FUZZ_SECONDS) -max_len=200 -print_final_stats=1 corpus-segment
 
 model: build/model ## the protocol's models: properties hold, planted faults are found (spin)

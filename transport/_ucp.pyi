@@ -105,6 +105,7 @@ class Link:
     usable: bool  # alive, and with numbers left for a request and a farewell
     under_way: int  # messages without their answer
     version: int  # of the connection
+    token: int  # of the connection, for OUTCOME
 
     def __init__(self, endpoint: Endpoint, tag_base: int, their_base: int, inline_limit: int, version: int) -> None: ...
     def read(self, token: object, wants: Sequence[_Want], acks: Sequence[_Record]) -> int:
@@ -127,8 +128,8 @@ class Link:
         verify: bool,
     ) -> int:
         """TAKE into memory of `room_for` bytes. Outcome: [code, payloads, positions of those with wrong bytes …]."""
-    def settle(self, token: object, kind: int, rows: object, delay_ms: int = 0) -> int:
-        """FINISH or GIVE_BACK for up to 63 claims, rows of `wire.TAKEN`. Outcome: a list of codes."""
+    def settle(self, token: object, kind: int, rows: object, delay_ms: int = 0, key: int = 0) -> int:
+        """FINISH, GIVE_BACK or OUTCOME for up to 63 claims, rows of `wire.TAKEN`. Outcome: a list of codes."""
 
 MOST_TAKEN: int
 MOST_TAKEN_BYTES: int

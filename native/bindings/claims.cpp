@@ -154,7 +154,9 @@ void bind_claims(nb::class_<Ring>& ring) {
            "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
            "consumer"_a = "", "most_held_s"_a = 0.0)
       .def("renew", &Ring::renew, "claim"_a)
-      .def("finish", &Ring::finish, "claim"_a, "keep_pin"_a = false, "arrived"_a = false)
+      .def(
+          "finish", [](Ring& r, const ClaimId& claim, bool keep, bool arrived) { return r.finish(claim, keep, arrived); },
+          "claim"_a, "keep_pin"_a = false, "arrived"_a = false)
       .def("finish_all", finish_all, "claims"_a, "keep_pins"_a = false, "arrived"_a = false)
       .def(
           "due_s",

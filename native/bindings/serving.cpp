@@ -25,7 +25,7 @@ std::shared_ptr<Connection> open(std::shared_ptr<Service> service, std::shared_p
 
 nb::object oldest(const Connection& connection) {
   const Attempt* const oldest = connection.oldest();
-  return oldest != nullptr ? nb::cast(oldest->sent_by) : nb::none();
+  return oldest != nullptr ? nb::cast(connection.counts_from(*oldest)) : nb::none();
 }
 
 // What must be equal to transport/errors.py and transport/wire/frames.py; tests/server/test_connection_requests.py compares.

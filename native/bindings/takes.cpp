@@ -33,7 +33,8 @@ std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_
 }
 
 // `rows` are as in the answers to TAKE: Taken, one behind the other.
-std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle rows, std::uint64_t delay_ms) {
+std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle rows, std::uint64_t delay_ms,
+                     std::uint64_t key) {
   const Memory memory(rows, false);
   const std::size_t count = memory.size() / sizeof(Taken);
   if (count == 0 || count > kMostRecords || memory.size() != count * sizeof(Taken))
@@ -43,7 +44,7 @@ std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle
   std::array<Record, kMostRecords> records{};
   for (std::size_t at = 0; at < count; ++at) {
     const auto taken = load<Taken>(memory.data() + at * sizeof(Taken));
-    records[at] = {kind, taken.rank, taken.attempts, taken.slot, taken.generation, 0, 0, delay_ms};
+    records[at] = {kind, taken.rank, taken.attempts, taken.slot, taken.generation, 0, key, delay_ms};
   }
   return link.settle(own(token), {records.data(), count});
 }
@@ -57,7 +58,8 @@ void bind_takes(nb::module_& module, nb::class_<Link>& link) {
   module.def("room_for", room_for, "most"_a, "most_bytes"_a, "Bytes of the longest answer to a TAKE.");
   link.def("take", take, "token"_a, "memory"_a, nb::kw_only(), "most"_a, "wait_ms"_a, "most_bytes"_a, "joined_most"_a,
            "rank"_a, "oldest_version"_a, "most_attempts"_a, "verify"_a)
-      .def("settle", settle, "token"_a, "kind"_a, "rows"_a, "delay_ms"_a = 0)
+      .def("settle", settle, "token"_a, "kind"_a, "rows"_a, "delay_ms"_a = 0, "key"_a = 0)
+      .def_prop_ro("token", &Link::token)
       .def_prop_ro("version", &Link::version);
 }
 

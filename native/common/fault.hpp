@@ -18,7 +18,7 @@
 
 namespace transport::fault {
 
-inline constexpr std::array<std::string_view, 49> kPoints{
+inline constexpr std::array<std::string_view, 52> kPoints{
     "create.opened",         // the name exists, without a keeper
     "create.locked",         // kept, no memory
     "create.allocated",      // memory, no header
@@ -51,6 +51,9 @@ inline constexpr std::array<std::string_view, 49> kPoints{
     "give_back.dropped",     // the claim word has no holder, the pin still there
     "return.unhinted",       // to be claimed again, its ready hint perhaps not set
     "return.unannounced",    // hint set, not yet announced
+    "taker.building",        // an entry is taken for a connection, not yet in use
+    "outcome.noted",         // a finish is noted, undecided
+    "outcome.decided",       // its note is decided, its pin still there
     "failure.counted",       // an entry of the log is begun
     "reclaim.vacated",       // its owner number free, its byte still locked
     "close.released",        // own bits cleared, owner number still taken

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-MODELS = ("slot", "acks", "claims", "takes", "keepers", "futex")
+MODELS = ("slot", "acks", "claims", "takes", "finishes", "keepers", "futex")
 MEMORY_LIMIT_MB = 3500  # per search; two run at once
 TIME_LIMIT_S = 600  # of each search
 TIME_LIMIT_DEEP_S = 7200  # of those of --deep, which take minutes on an idle machine
@@ -88,6 +88,8 @@ CONFIGURATIONS += (
     Case("keepers: a writer and its successor", "", model="keepers"),
     Case("keepers: one writer", "WRITERS=1", model="keepers"),
     Case("claims: 2 ranks, everything", "RANKS=2 ON_ARRIVAL EXPIRES", size=2, model="claims"),
+    Case("finishes: 3 connections", "CONNECTIONS=3", size=1, model="finishes"),
+    Case("finishes: 2 connections", "", model="finishes"),
     Case("futex: 2 sleepers, 3 wakers", "WAKERS=3", size=2, model="futex"),
     Case("futex: 2 sleepers, 2 wakers twice", "EVENTS=2", size=1, model="futex"),
     Case("futex: 3 sleepers, 2 wakers", "SLEEPERS=3", size=1, model="futex"),
@@ -147,6 +149,12 @@ FAULTS = (
     Case("FREED_BESIDE_A_PIN", "DISCARD", "T5_rewritten_under_a_claim", model="takes"),
     Case("LAPSED_FINISH_KEEPS_PIN", "LAPSE", "T4_stuck", model="takes"),
     Case("FINISH_NOT_FENCED", "", "T6_trained_on_anothers_claim", model="takes"),
+    Case("LOST_ANSWER_IS_NO", "", "V1_told_no_and_consumed", model="finishes"),
+    Case("ASKED_WITHOUT_REVOKING", "", "V1_told_no_and_consumed", model="finishes"),
+    Case("LOOKS_BEFORE_IT_NOTES", "", "V1_told_no_and_consumed", model="finishes"),
+    Case("NOT_NOTED_BEFORE", "", "V1_told_no_and_consumed", model="finishes"),
+    Case("UNPINNED_BEFORE_DECIDED", "", "V1_told_no_and_consumed", model="finishes"),
+    Case("CLEARED_BEFORE_DECIDED", "", "V1_told_no_and_consumed", model="finishes"),
     Case("LISTENER_NOT_ADOPTED", "", "S1_port_served_twice", model="keepers"),
     Case("STOPS_WITH_ITS_WRITER", "", "S2_unlinked_with_payloads_in_time", model="keepers"),
     Case("UNLINKED_WHILE_KEPT", "", "S2_unlinked_with_payloads_in_time", model="keepers"),
@@ -223,7 +231,7 @@ def search(case: Case, folder: str, time_limit_s: float) -> Outcome:
         match = re.search(pattern, text)
         return float(match.group(1)) if match else 0
 
-    named = re.search(r"assertion violated .*?\b((?:[PDQSTF]\d|LIMIT)_\w+)", text)
+    named = re.search(r"assertion violated .*?\b((?:[PDQSTFV]\d|LIMIT)_\w+)", text)
     found = named.group(1) if named else "comes_to_rest" if "acceptance cycle" in text else ""
     errors = re.search(r"errors: (\d+)", text)
     if not trouble and errors is None:

@@ -190,6 +190,16 @@ ReadAnswer Ring::begin_read(const Wanted& wanted) {
   return ReadAnswer::ok;
 }
 
+bool Ring::pin_again(std::uint64_t slot) {
+  require_owner();
+  require_slot(slot);
+  const std::lock_guard hold(stripe(slot));
+  if (own_pins_[slot] == 0) return false;
+  ++own_pins_[slot];
+  row().count(Counter::pins);
+  return true;
+}
+
 bool Ring::unpin(std::uint64_t slot, std::uint64_t generation) {
   require_owner();
   require_slot(slot);
@@ -293,6 +303,7 @@ void Ring::freed(std::uint64_t slot) {
 
 // The caller holds the lock on `owner`'s byte: as its owner, or as the one who proved it dead.
 Ring::Cleared Ring::clear_bits(unsigned owner) {
+  decide_all(owner);
   Cleared cleared;
   for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot) clear_slot(slot, owner, cleared);
   return cleared;

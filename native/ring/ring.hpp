@@ -141,6 +141,7 @@ class Ring {
   // Pins what is wanted if the key is right, the deadline has not passed and the length agrees; else leaves no pin,
   // and an expired payload is discarded.
   ReadAnswer begin_read(const Wanted& wanted);
+  bool pin_again(std::uint64_t slot);  // what this owner has pinned; false: it has not
   bool unpin(std::uint64_t slot, std::uint64_t generation);
   bool consume(std::uint64_t slot, std::uint64_t generation, unsigned rank);
   bool mark_consumed(std::uint64_t slot, std::uint64_t generation, unsigned rank);
@@ -153,7 +154,8 @@ class Ring {
   // Consume decides: true once per delivery, and only while the claim is held. The pin goes in either case, unless
   // `keep_pin`, with which it stays if it is accepted, to be unpinned when the memory is not looked at any more.
   // With `arrived` it is counted so until `trained` says more; what is still so when the owner ends is counted lost.
-  bool finish(const ClaimId& claim, bool keep_pin = false, bool arrived = false);
+  // `taker` of a connection: what becomes of it is noted for `outcome`.
+  bool finish(const ClaimId& claim, bool keep_pin = false, bool arrived = false, int taker = -1);
   void trained(unsigned rank, std::uint64_t deliveries);
   // To be claimed again, by anybody, after the delay. False: it was not held.
   bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0);
@@ -162,6 +164,11 @@ class Ring {
   bool holds(const ClaimId& claim) const;
   // As if it had just been claimed. False: it is not held.
   bool renew(const ClaimId& claim);
+  // --- consumers over the network (finishes.hpp) ---
+  int open_taker(std::uint64_t token);  // -1: as many connections as have room take from this ring already
+  void close_taker(int index);
+  // What became of a claim that the connection had finished when it broke. Nothing more is accepted of it afterwards.
+  Outcome outcome(std::uint64_t token, const ClaimId& claim);
   // CLOCK_MONOTONIC when the earliest delay ends that the last look for this rank came upon; the largest number: none.
   std::uint64_t next_due_ns(unsigned rank) const;
   struct Depth {
@@ -228,6 +235,12 @@ class Ring {
   enum class Hold { none, lapsed, held };
   Hold hold_of(const ClaimId& claim) const;
   bool resolve_lapsed(const ClaimId& claim);
+  bool give_back_held(const ClaimId& claim, std::uint64_t delay_ns);
+  TakerEntry& taker(unsigned index) const;
+  std::atomic<std::uint64_t>* note_finish(int index, const ClaimId& claim);
+  static void decide(std::atomic<std::uint64_t>& note, bool accepted);
+  void decide_all(unsigned owner);
+  bool consumed_under(FinishNote note, unsigned owner) const;
   void lapse(std::uint64_t most_held_ns, std::uint64_t now_ns);
   std::uint16_t& own_attempts(std::uint64_t slot, unsigned rank) const {
     return own_attempts_[slot * kMaxReaders + rank];

@@ -125,7 +125,8 @@ bool Geometry::compute(std::uint64_t slot_count, std::uint64_t slot_capacity, st
   out.owners_offset = kHeaderBytes;
   out.counts_offset = plus(out.owners_offset, (kMaxOwners + 1) * sizeof(OwnerRow));
   out.failures_offset = plus(out.counts_offset, (kMaxOwners + 1) * kMaxReaders * sizeof(RankCounts));
-  out.controls_offset = plus(out.failures_offset, kFailures * sizeof(FailureEntry));
+  out.takers_offset = plus(out.failures_offset, kFailures * sizeof(FailureEntry));
+  out.controls_offset = plus(out.takers_offset, kTakers * sizeof(TakerEntry));
   out.claims_offset = plus(out.controls_offset, times(slot_count, sizeof(SlotControl)));
   out.hints_offset = plus(out.claims_offset, times(slot_count, sizeof(SlotClaim)));
   out.ready_offset = aligned(plus(out.hints_offset, FreeHints::bytes_for(slot_count)), 64);

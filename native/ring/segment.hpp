@@ -1,7 +1,7 @@
 // The segment: how it lies in memory, and how a process gets hold of one.
 //
 //   header (1 page) · owner rows (16, and one that observers share) · their counts by rank · failures (64 KiB)
-//   · slot controls (64 bytes each) · slot claims (192) · free hints · ready hints · notes (2 KiB per slot)
+//   · connections that take (264 KiB) · slot controls (64 bytes each) · slot claims (192) · free hints · ready hints · notes (2 KiB per slot)
 //   · [page boundary] · payload areas (whole pages each)
 //
 // SYNC I: everything in the header is written before `initialised` is stored, and read after it was
@@ -22,16 +22,16 @@
 #include "ring/board.hpp"
 #include "ring/claim_word.hpp"
 #include "ring/failure_log.hpp"
-#include "ring/free_hints.hpp"
+#include "ring/finishes.hpp"
+#include "ring/hints.hpp"
 #include "common/futex.hpp"
 #include "ring/owners.hpp"
-#include "ring/ready_hints.hpp"
 #include "ring/slot_word.hpp"
 
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 3;
+inline constexpr std::uint32_t kLayoutVersion = 4;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::size_t kAddressCapacity = 1000;
@@ -107,7 +107,7 @@ static_assert(sizeof(NoteWords) == kNoteCapacity, "notes lie densely");
 
 // Where everything lies. All offsets follow from the three numbers of Identity.
 struct Geometry {
-  std::uint64_t owners_offset, counts_offset, failures_offset, controls_offset, claims_offset, hints_offset,
+  std::uint64_t owners_offset, counts_offset, failures_offset, takers_offset, controls_offset, claims_offset, hints_offset,
       ready_offset, notes_offset, payload_offset, payload_stride, total_bytes;
 
   // False if the sum does not fit into an off_t.

@@ -7,9 +7,11 @@
 #include <array>
 #include <atomic>
 #include <cinttypes>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.hpp"
@@ -38,6 +40,14 @@ std::uint64_t mix(std::uint64_t id, std::uint64_t i) {
   return (id + 1) * 0x9E3779B97F4A7C15u ^ i * 0xC2B2AE3D27D4EB4Fu;
 }
 
+// A finish through a connection that somebody asks about meanwhile.
+struct Question {
+  std::uint64_t token = 0;
+  ClaimId claim{};
+  std::atomic<Outcome> told{Outcome::unknown};
+  bool accepted = false;
+};
+
 struct World {
   explicit World(std::uint64_t slots, std::uint64_t run_seed)
       : guard{ring_name("fuzz")},
@@ -55,6 +65,8 @@ struct World {
   std::atomic<bool> stop{false};
   std::mutex mutex;
   std::vector<Ticket> tickets;  // under mutex
+  std::mutex questions_mutex;
+  std::vector<std::shared_ptr<Question>> questions;
   std::atomic<std::uint64_t> consumed{0}, discarded{0}, overwritten{0}, published{0};
 
   Ticket random_ticket(std::mt19937_64& random) {
@@ -171,6 +183,23 @@ void read(World& w, Ring& ring, std::uint64_t salt) {
 void claim(World& w, Ring& ring, std::uint64_t salt) {
   std::mt19937_64 random(w.seed + salt);
   std::vector<Claimed> held;
+  std::uint64_t token = 0;
+  int taker = -1;
+  const auto finish_asked_about = [&](const ClaimId& claim) {
+    if (taker < 0) taker = ring.open_taker(token = random());
+    CHECK(taker >= 0);
+    const auto question = std::make_shared<Question>();
+    question->token = token;
+    question->claim = claim;
+    {
+      const std::lock_guard hold(w.questions_mutex);
+      w.questions.push_back(question);
+    }
+    question->accepted = ring.finish(claim, false, false, taker);
+    CHECK(ring.outcome(token, claim) == (question->accepted ? Outcome::accepted : Outcome::refused));
+    ring.close_taker(std::exchange(taker, -1));  // it is revoked now
+    return question->accepted;
+  };
   const auto ended = [&](const Claimed& one, std::uint64_t choice) {
     std::uint64_t id = 0;
     const auto* data = reinterpret_cast<const std::uint64_t*>(ring.payload(one.id.slot));
@@ -179,7 +208,7 @@ void claim(World& w, Ring& ring, std::uint64_t salt) {
     for (std::uint64_t i = 1; i < one.length / 8; ++i) CHECK(data[i] == mix(id, i));
     if (choice % 4 == 0) {
       ring.give_back(one.id, choice % 8 * 100'000);
-    } else if (ring.finish(one.id)) {
+    } else if (choice % 4 == 1 ? finish_asked_about(one.id) : ring.finish(one.id)) {
       CHECK(w.fates[id].consumed[one.id.rank].fetch_add(1) == 0);
       w.consumed.fetch_add(1);
     }
@@ -199,6 +228,24 @@ void claim(World& w, Ring& ring, std::uint64_t salt) {
     held.erase(held.begin() + static_cast<std::ptrdiff_t>(which));
   }
   for (const Claimed& one : held) ended(one, random());
+}
+
+// Asks about finishes before, while and after they are made.
+void ask(World& w, std::uint64_t salt) {
+  std::mt19937_64 random(w.seed + salt);
+  const auto ring = w.ring->attach_again(Role::listener);
+  while (!w.stop.load()) {
+    std::shared_ptr<Question> question;
+    {
+      const std::lock_guard hold(w.questions_mutex);
+      if (w.questions.empty()) continue;
+      question = w.questions[w.questions.size() - 1 - random() % std::min<std::size_t>(w.questions.size(), 2)];
+    }
+    const Outcome told = ring->outcome(question->token, question->claim);
+    if (told == Outcome::unknown || told == Outcome::undecided) continue;
+    const Outcome before = question->told.exchange(told);
+    CHECK(before == Outcome::unknown || before == told);
+  }
 }
 
 // Attaches, holds something, and detaches: its place and its slots are free for others at once.
@@ -244,9 +291,18 @@ void run(std::uint64_t slots, double seconds, std::uint64_t seed) {
   threads.emplace_back([&] { claim(w, *own, 9); });
   threads.emplace_back([&] { come_and_go(w, 6); });
   threads.emplace_back([&] { look(w, 7); });
+  threads.emplace_back([&] { ask(w, 10); });
   std::this_thread::sleep_for(std::chrono::duration<double>(seconds));  // the length of the run, not a rendezvous
   w.stop.store(true);
   for (std::thread& thread : threads) thread.join();
+
+  std::array<std::uint64_t, 4> told{};
+  for (const auto& question : w.questions) {
+    const Outcome answer = question->told.load();
+    ++told[static_cast<std::size_t>(answer)];
+    if (answer != Outcome::unknown) CHECK((answer == Outcome::accepted) == question->accepted);
+  }
+  std::printf("%zu finishes asked about: %" PRIu64 " accepted, %" PRIu64 " refused\n", w.questions.size(), told[2], told[3]);
 
   for (const Ticket& t : w.tickets)  // what is left is consumed now
     for (unsigned rank = 0; rank < t.readers; ++rank)

@@ -32,6 +32,7 @@ TESTS = {
         "futex_test",
         "creation_test",
         "crash_test",
+        "finishes_test",
     ],
     "thread": [
         "slot_word_test",
@@ -52,6 +53,7 @@ TESTS = {
         "futex_test",
         "creation_test",
         "crash_test",
+        "finishes_test",
     ],
 }
 ENVIRONMENT = {

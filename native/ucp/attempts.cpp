@@ -129,11 +129,12 @@ void Service::sent(Attempt& attempt) {
 void Service::end(Attempt& attempt) {
   const ClaimId claim = attempt.claim();
   const Attempt::Hold hold = attempt.hold;
+  const std::uint64_t delay_ns = attempt.delay_ns;
   drop(attempt);
   const Ring::InUse use(ring_);
   try {
     if (hold == Attempt::Hold::pin) ring_.unpin(claim.slot, claim.generation);
-    if (hold == Attempt::Hold::claim) ring_.give_back(claim);
+    if (hold == Attempt::Hold::claim) ring_.give_back(claim, delay_ns);
   } catch (const RingFault&) {  // the ring was closed, and its pins with it
   }
 }

@@ -27,6 +27,7 @@ enum class Kind : std::uint8_t {
   give_back = 0x27,
   untake = 0x28,
   renew = 0x29,
+  outcome = 0x2a,
 };
 
 // Of CONTROL and STATUS. `version` is what the handshake has agreed on; the layouts here are those of all versions.
@@ -39,7 +40,7 @@ static_assert(sizeof(Header) == 16);
 
 struct Record {
   std::uint8_t kind, rank;
-  std::uint16_t attempts;  // of TAKE: the limit; of FINISH and GIVE_BACK: the claim's
+  std::uint16_t attempts;  // of TAKE: the limit; of FINISH, GIVE_BACK and OUTCOME: the claim's
   std::uint32_t slot, generation, joined_most;
   std::uint64_t key, length;
 };
@@ -89,6 +90,11 @@ constexpr std::uint64_t taken_room(std::uint64_t most, std::uint64_t most_bytes,
   return aligned_taken(sizeof(Header) + most * (sizeof(Taken) + note_capacity)) + most_bytes + most * kTakenAlignment;
 }
 
+// What both sides know of a connection and nobody else has: OUTCOME names one that broke, in `key`.
+constexpr std::uint64_t taker_token(std::uint32_t listener_base, std::uint32_t client_base) {
+  return std::uint64_t{listener_base} << 32 | client_base;
+}
+
 inline constexpr std::size_t kControlBytes = sizeof(Header) + kMostRecords * sizeof(Record);
 inline constexpr std::size_t kStatusBytes = sizeof(Header) + kMostRecords * sizeof(Answer);
 
@@ -125,7 +131,7 @@ inline const char* control_fault(const std::byte* message, std::size_t length, s
   if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
   for (std::size_t index = 0; index < header.count; ++index) {
     const Record record = record_at(message, index);
-    const auto last = static_cast<std::uint8_t>(version >= kTakingVersion ? Kind::renew : Kind::bye);
+    const auto last = static_cast<std::uint8_t>(version >= kTakingVersion ? Kind::outcome : Kind::bye);
     if (record.kind < static_cast<std::uint8_t>(Kind::read) || record.kind > last) return "a record of unknown kind";
     if (record.kind != static_cast<std::uint8_t>(Kind::take)) continue;
     if (header.count != 1) return "a demand that does not stand alone";

@@ -57,6 +57,7 @@ class Link : public std::enable_shared_from_this<Link> {
   std::uint32_t settle(void* token, std::span<const Record> records);
   std::uint32_t take(void* token, const TakeTerms& terms, TakeRoom room);  // takes.hpp
   std::uint8_t version() const { return version_; }
+  std::uint64_t token() const { return taker_token(their_base_, tag_base_); }
 
   std::uint32_t next_number() const { return next_number_; }
   void set_next_number(std::uint32_t number) { next_number_ = number; }

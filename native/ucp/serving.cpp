@@ -179,6 +179,9 @@ void Connection::answer(const std::byte* message) {
       case Kind::give_back:
         said.code = static_cast<std::uint8_t>(service_->give_back(*this, record));
         break;
+      case Kind::outcome:
+        said.code = static_cast<std::uint8_t>(service_->outcome(record));
+        break;
       case Kind::untake:
         service_->untake(*this, record.slot);
         continue;
@@ -312,6 +315,8 @@ void Connection::close() {
   service_->forget(*this);
   while (!ahead_.empty()) service_->engine().drop(take_ahead().message);
   while (first_ != nullptr) service_->end(*first_);
+  const Ring::InUse use(service_->ring_);
+  service_->ring_.close_taker(taker_);
 }
 
 }  // namespace transport::ucp

@@ -34,7 +34,7 @@ namespace transport::ucp {
 class Connection;
 
 // `status` of the classes in transport/errors.py.
-enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8 };
+enum class Code : std::uint8_t { accepted = 0, stale = 1, wrong_key = 2, rank = 6, length = 7, busy = 8, unknown = 10 };
 
 // SlotFate of transport/wire/frames.py.
 enum class Fate : std::uint8_t { readable = 1, consumed = 2, gone = 3 };
@@ -67,6 +67,7 @@ struct Attempt {
   Attempt *previous_of_slot = nullptr, *next_of_slot = nullptr;
   Hold hold = Hold::pin;
   std::uint16_t tries = 0;  // of a claim: what tells it from others of the same delivery
+  std::uint64_t delay_ns = 0;  // with which it goes back
 
   bool idle() const { return state == State::idle; }
   ClaimId claim() const { return {slot, generation, rank, tries}; }
@@ -134,7 +135,9 @@ class Service {
   Attempt* adopt(Connection& connection, std::uint32_t slot, std::uint32_t generation, std::uint8_t rank,
                  std::uint64_t length);
   void take(Connection& connection, std::uint32_t number, const Record& record);
-  bool serve(Demand& demand);
+  // Held up: by what its connection holds, whatever there is to claim.
+  enum class Served { answered, nothing, held_up };
+  Served serve(Demand& demand);
   void answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed = {});
   std::size_t serve_waiting();
   void forget(const Connection& connection);
@@ -143,6 +146,7 @@ class Service {
   Attempt* held(const Connection& connection, const Record& record) const;
   Code finish(Connection& connection, const Record& record);
   Code give_back(Connection& connection, const Record& record);
+  Code outcome(const Record& record);
   void end_reads(const Connection& connection, const Record& record);
   void acknowledge(const Record& record);
   std::uint64_t fate(const Record& record) const;
@@ -273,6 +277,7 @@ class Connection : public Deferred {
   std::size_t unsent_ = 0;
   std::size_t attempts_ = 0;
   std::size_t waiting_ = 0;
+  int taker_ = -1;  // where its finishes are noted, once it has asked for payloads
   Attempt* first_ = nullptr;
   double last_active_ = 0;
   Counter carried_ = Counter::bytes_tcp;  // what its payloads' bytes are counted as

@@ -6,47 +6,10 @@
 #include <utility>
 #include <vector>
 
-#include "ring/segment.hpp"
 #include "common/checksum.hpp"
 #include "common/fault.hpp"
 
 namespace transport::ucp {
-
-namespace {
-
-Taken taken_at(const std::byte* message, std::size_t index) {
-  return load<Taken>(message + sizeof(Header) + index * sizeof(Taken));
-}
-
-}  // namespace
-
-const char* taken_fault(const std::byte* message, std::size_t length, std::uint8_t version, std::uint32_t due,
-                        const TakeTerms& terms) {
-  if (length < sizeof(Header)) return "an answer to a demand has no header";
-  const auto header = load<Header>(message);
-  if (header.version != version || header.kind != static_cast<std::uint8_t>(Kind::status))
-    return "not a status message of the connection's version";
-  if (header.number != due) return "a status message of another number than was due";
-  if (header.count > terms.most) return "more payloads than were asked for";
-  if (header.reserved > 0xff || (header.reserved != 0 && header.count != 0)) return "payloads beside a refusal";
-  std::uint64_t head = sizeof(Header) + header.count * sizeof(Taken);
-  if (length < head) return "a status message is too short for its payloads";
-  std::uint64_t joined = 0;
-  bool any = false;
-  for (std::size_t at = 0; at < header.count; ++at) {
-    const Taken taken = taken_at(message, at);
-    if (taken.note_bytes > kNoteCapacity) return "a ticket that is too long";
-    if (taken.rank != terms.rank) return "a payload for another rank";
-    head += taken.note_bytes;
-    if ((taken.flags & kJoined) == 0) continue;
-    if (taken.length > terms.most_bytes) return "a payload that is too large to be joined";
-    joined = aligned_taken(joined) + taken.length;
-    any = any || taken.length != 0;
-  }
-  if (any) head = aligned_taken(head);
-  if (joined != header.joined_bytes || length != head + joined) return "more or fewer bytes than its payloads have";
-  return nullptr;
-}
 
 class TakeOperation final : public Deferred, public std::enable_shared_from_this<TakeOperation> {
  public:

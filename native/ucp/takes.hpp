@@ -12,27 +12,14 @@
 #include <memory>
 
 #include "ucp/reading.hpp"
+#include "ucp/taken_rows.hpp"
 
 namespace transport::ucp {
-
-struct TakeTerms {
-  std::uint32_t most, wait_ms;
-  std::uint64_t most_bytes;
-  std::uint32_t joined_most;
-  std::uint8_t rank;
-  std::int64_t oldest_version;
-  std::uint16_t most_attempts;
-  bool verify;
-};
 
 struct TakeRoom {
   std::byte* data;
   std::size_t size;
   std::shared_ptr<void> keep;
 };
-
-// Why a message of `length` bytes is not an answer to this TAKE, in words; null when it is.
-const char* taken_fault(const std::byte* message, std::size_t length, std::uint8_t version, std::uint32_t due,
-                        const TakeTerms& terms);
 
 }  // namespace transport::ucp

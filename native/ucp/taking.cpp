@@ -33,7 +33,7 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
   if (draining || connection.waiting_ >= limits_.most_waiting || connection.attempts_ >= limits_.most_attempts)
     return answer(demand, Code::busy);
   const std::uint32_t before = seen(ring_.published());
-  if (waiting_.empty() && serve(demand)) return;  // else whoever waits has the first choice
+  if (waiting_.empty() && serve(demand) == Served::answered) return;  // else whoever waits has the first choice
   if (record.generation == 0 && waiting_.empty()) return answer(demand, Code::accepted);
   waiting_.push_back(demand);
   ++connection.waiting_;
@@ -44,12 +44,11 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
     look();
 }
 
-// True: it has its answer.
-bool Service::serve(Demand& demand) {
+Service::Served Service::serve(Demand& demand) {
   Connection& connection = *demand.connection;
   Asked asked = demand.asked;
   asked.most = std::min(asked.most, limits_.most_attempts - std::min(limits_.most_attempts, connection.attempts_));
-  if (asked.most == 0 || connection.unsent_ > limits_.most_unsent) return false;
+  if (asked.most == 0 || connection.unsent_ > limits_.most_unsent) return Served::held_up;
   std::size_t spare = 0;  // memory first: afterwards nothing may fail with claims in hand
   for (const Attempt* each = free_; each != nullptr && spare < asked.most; each = each->next) ++spare;
   for (; spare < asked.most; ++spare) {
@@ -58,8 +57,9 @@ bool Service::serve(Demand& demand) {
   }
   claimed_.clear();
   claimed_.reserve(asked.most);
+  if (connection.taker_ < 0) connection.taker_ = ring_.open_taker(taker_token(connection.tag_base_, connection.client_base_));
   try {
-    if (ring_.claim(asked, claimed_) == 0) return false;
+    if (ring_.claim(asked, claimed_) == 0) return Served::nothing;
     FAULT_POINT("demand.claimed");
     answer(demand, Code::accepted, claimed_);
   } catch (...) {
@@ -71,7 +71,7 @@ bool Service::serve(Demand& demand) {
     }
     throw;
   }
-  return true;
+  return Served::answered;
 }
 
 void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed) {
@@ -193,9 +193,10 @@ std::size_t Service::serve_waiting() {
     Connection& connection = *demand.connection;
     bool over = connection.over_ || !connection.endpoint_->alive();
     if (!over && (empty >> demand.asked.rank & 1) == 0) {
-      over = serve(demand);
+      const Served found = serve(demand);
+      over = found == Served::answered;
       served += over;
-      if (!over && connection.unsent_ <= limits_.most_unsent) empty |= 1U << demand.asked.rank;
+      if (found == Served::nothing) empty |= 1U << demand.asked.rank;
     }
     if (!over && now >= demand.until_ns) {
       answer(demand, Code::accepted);
@@ -262,12 +263,12 @@ Code Service::finish(Connection& connection, const Record& record) {
   FAULT_POINT("finish.asked");
   bool accepted = false;
   if (attempt->idle()) {
-    accepted = ring_.finish(attempt->claim());
+    accepted = ring_.finish(attempt->claim(), false, false, connection.taker_);
     drop(*attempt);  // its pin went with it
-  } else {  // UCX has not said that it is out of the slot
-    accepted = ring_.finish(attempt->claim(), true);
-    attempt->hold = accepted ? Attempt::Hold::pin : Attempt::Hold::nothing;
+  } else {  // UCX has not said that it is out of the slot: a pin stays until then, accepted or not
+    attempt->hold = ring_.pin_again(attempt->slot) ? Attempt::Hold::pin : Attempt::Hold::nothing;
     attempt->state = Attempt::State::acknowledged;
+    accepted = ring_.finish(attempt->claim(), false, false, connection.taker_);
   }
   end_reads(connection, record);
   return accepted ? Code::accepted : Code::stale;
@@ -277,14 +278,33 @@ Code Service::give_back(Connection& connection, const Record& record) {
   Attempt* const attempt = held(connection, record);
   if (attempt == nullptr) return Code::stale;
   bool accepted = true;
+  const std::uint64_t delay_ns = std::min(record.length, ~std::uint64_t{0} / kMillisecond) * kMillisecond;
   if (attempt->idle()) {
-    accepted = ring_.give_back(attempt->claim(), std::min(record.length, ~std::uint64_t{0} / kMillisecond) * kMillisecond);
+    accepted = ring_.give_back(attempt->claim(), delay_ns);
     drop(*attempt);
   } else {
+    attempt->delay_ns = delay_ns;
     attempt->state = Attempt::State::acknowledged;
   }
   end_reads(connection, record);
   return accepted ? Code::accepted : Code::stale;
+}
+
+// Of a claim that was finished through a connection that broke, here or at another port.
+Code Service::outcome(const Record& record) {
+  const ClaimId claim{record.slot, record.generation, record.rank, record.attempts};
+  Outcome found = ring_.outcome(record.key, claim);
+  if (found == Outcome::undecided && ring_.reclaim() > 0) found = ring_.outcome(record.key, claim);
+  switch (found) {
+    case Outcome::accepted:
+      return Code::accepted;
+    case Outcome::refused:
+      return Code::stale;
+    case Outcome::undecided:  // its listener lives: it was stopped, or has just begun
+      return Code::busy;
+    default:
+      return Code::unknown;
+  }
 }
 
 // What was read under a claim, because it was too large to be joined to the answer.

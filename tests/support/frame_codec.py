@@ -8,7 +8,7 @@ from transport.errors import ProtocolError
 from transport.wire.frames import MAX_RECORDS, TAKING_VERSION, VERSION, Answer, Kind, Record
 
 _RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
-_TAKING_KINDS = frozenset({Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW})
+_TAKING_KINDS = frozenset({Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME})
 
 HEADER = struct.Struct("<BBHIII")  # version, kind, count, message number, joined bytes, reserved
 RECORD = struct.Struct("<BBHIIIQQ")  # kind, rank, attempts, slot, generation, joined_most, key, length

@@ -3,6 +3,7 @@
     take ──► the listener claims what is ready, or waits ──► one message with tickets and payloads ──► TakenBatch
               └ payloads that are too large for the answer are read under their claims
     consume / give_back ──► FINISH / GIVE_BACK, up to 63 claims a message ──► accepted or not, each
+                              └ the connection broke before the answer to FINISH: any port is asked (taking/outcomes.py)
 
 The claims live and die with the connection: it is not one of the pool's, which come and go. Everything belongs to the
 client's loop.
@@ -11,6 +12,7 @@ client's loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +24,7 @@ from transport import _ring
 from transport.client.connection import Link, Want, refusal
 from transport.devices.buffers import BufferPool
 from transport.errors import (
+    ClosedError,
     ConnectionLostError,
     ProtocolError,
     ReadTimeoutError,
@@ -31,8 +34,8 @@ from transport.errors import (
 )
 from transport.schema import Schema
 from transport.settings import Settings
-from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, parsed
-from transport.ticket import Ticket
+from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, Verdicts, apart, parsed
+from transport.taking.outcomes import Outcomes
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
 from transport.wire.ucx import engine
@@ -43,6 +46,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S = 3600.0
+
+_Said = tuple[asyncio.Future[Any], int]  # the answer to a FINISH message, and the claim's position in it
 
 
 def port_of(address: str) -> PortKey:
@@ -59,6 +64,7 @@ class TakeLink:
     Args:
         link: of the version that knows TAKE; owned by this object from here on.
         end: ends it.
+        outcomes: asks what became of a FINISH whose answer was lost; None: nobody does.
         buffers: where memory for answers comes from.
     """
 
@@ -69,6 +75,7 @@ class TakeLink:
         settings: Settings,
         buffers: BufferPool,
         schemas: Mapping[str, Schema],
+        outcomes: Outcomes | None = None,
     ) -> None:
         if link.native.version < frames.TAKING_VERSION:
             end(link)
@@ -82,6 +89,10 @@ class TakeLink:
         self._settings = settings
         self._buffers = buffers
         self._schemas = schemas
+        self._outcomes = outcomes
+        self._unanswered = 0  # claims in FINISH messages; as many as `MOST_UNANSWERED` stand in the ring
+        self._answered = asyncio.Event()
+        self._left: dict[bytes, _Said] = {}  # of claims whose `finish` was cancelled after it was sent
         self._closed = False
         self.checksum_failures = 0
 
@@ -183,15 +194,21 @@ class TakeLink:
 
     async def _read(self, rows: Rows, notes: Rows, buffer: Any, verify: bool) -> tuple[dict[int, Any], list[int]]:
         """The payloads that did not come with the answer, by position; and the positions of those that failed."""
-        view = memoryview(buffer)
-        wants: list[Want] = []
-        apart = np.flatnonzero((rows["flags"] & JOINED) == 0).tolist()
-        for at in apart:
-            row = rows[at]
-            begin = int(notes[at])
-            ticket = Ticket.decode(bytes(view[begin : begin + int(row["note_bytes"])]))
-            block = self._buffers.take(int(row["length"]))
-            wants.append(Want(ticket, int(row["rank"]), block, int(row["checksum"]) if verify else None))
+        try:
+            tickets = apart(rows, notes, buffer)
+        except ProtocolError:
+            self.abort()
+            raise
+        positions = [at for at, _ in tickets]
+        wants = [
+            Want(
+                ticket,
+                int(rows["rank"][at]),
+                self._buffers.take(ticket.size),
+                int(rows["checksum"][at]) if verify else None,
+            )
+            for at, ticket in tickets
+        ]
         read: dict[int, Any] = {}
         failed: list[int] = []
         for begin in range(0, len(wants), frames.MAX_RECORDS):
@@ -205,7 +222,7 @@ class TakeLink:
                 self.abort()  # UCX writes into memory that goes back to its pool
                 raise
             errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
-            for at, want, error in zip(apart[begin:], group, errors, strict=False):
+            for at, want, error in zip(positions[begin:], group, errors, strict=False):
                 if error is None:
                     read[at] = want.destination
                 else:
@@ -232,15 +249,73 @@ class TakeLink:
             self._settle(Kind.GIVE_BACK, rows, 0)
 
     # --- the end of claims --------------------------------------------------------------------------
-    async def finish(self, rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Consume claims; which were accepted. None is, where the connection is gone."""
-        return await self._settled(Kind.FINISH, rows, 0)
+    async def finish(self, rows: Rows) -> Verdicts:
+        """Consume claims; which were accepted. Where it is cancelled, asking again has the same answer."""
+        rows = np.ascontiguousarray(rows, TAKEN)
+        said: dict[int, _Said] = {}
+        if self._left:
+            keys = enumerate(row.tobytes() for row in rows)
+            said = {at: self._left.pop(key) for at, key in keys if key in self._left}
+        try:
+            await self._finish(rows, said)
+            return await self._verdicts(rows, said)
+        except BaseException:
+            self._left.update((rows[at].tobytes(), each) for at, each in said.items())
+            raise
 
-    async def give_back(self, rows: Rows, delay_s: float = 0.0) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    async def _finish(self, rows: Rows, said: dict[int, _Said]) -> None:
+        """Send what has not been sent, as there is room for it; nothing once the connection is gone."""
+        fresh = [at for at in range(len(rows)) if at not in said]
+        for begin in range(0, len(fresh), frames.MAX_RECORDS):
+            chunk = fresh[begin : begin + frames.MAX_RECORDS]
+            while self._unanswered + len(chunk) > frames.MOST_UNANSWERED and not self.lost:
+                self._answered.clear()
+                await self._answered.wait()
+            if self.lost:
+                return
+            [future] = self._settle(Kind.FINISH, rows[chunk], 0)
+            self._unanswered += len(chunk)
+            future.add_done_callback(partial(self._now_answered, len(chunk)))
+            said.update((at, (future, index)) for index, at in enumerate(chunk))
+
+    def _now_answered(self, count: int, future: asyncio.Future[Any]) -> None:
+        self._unanswered -= count
+        self._answered.set()
+        if not future.cancelled():
+            future.exception()  # `finish` may have been cancelled
+
+    async def _verdicts(self, rows: Rows, said: dict[int, _Said]) -> Verdicts:
+        accepted = np.zeros(len(rows), np.bool_)
+        unsaid: list[int] = []
+        outcomes = {future: await self._codes(future) for future in dict.fromkeys(each[0] for each in said.values())}
+        for at, (future, index) in said.items():
+            codes = outcomes[future]
+            if codes is None:
+                unsaid.append(at)
+            else:
+                accepted[at] = codes[index] == 0
+        if unsaid and self._outcomes is not None:
+            accepted[unsaid] = np.equal(await self._outcomes.of(self.link, rows[unsaid]), 0)
+        return accepted
+
+    async def _codes(self, future: asyncio.Future[Any]) -> list[int] | None:
+        """The answer to FINISH or GIVE_BACK; None: there is none, and the connection has ended."""
+        with contextlib.suppress(TransportError):
+            outcome = await self._outcome(future, self._settings.read_timeout(0), "the end of claims")
+            if isinstance(outcome, list):
+                return outcome
+        self.abort()
+        return None
+
+    async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts:
         """Give claims up; which were still held."""
         if not 0 <= delay_s < 1e9:
             raise UsageError(f"delay_s={delay_s}: give seconds, 0 or more")
-        return await self._settled(Kind.GIVE_BACK, rows, math.ceil(delay_s * 1000))
+        codes: list[int] = []
+        for future in [] if self.lost else self._settle(Kind.GIVE_BACK, rows, math.ceil(delay_s * 1000)):
+            codes += await self._codes(future) or ()
+        codes += [1] * (len(rows) - len(codes))
+        return np.equal(np.asarray(codes, np.int64), 0)
 
     def renew(self) -> None:
         """Say that the holder is alive: from here on ``ack_timeout_s`` of silence count anew. Does not wait."""
@@ -257,24 +332,6 @@ class TakeLink:
             futures.append(future)
         worker.kick()
         return futures
-
-    async def _settled(self, kind: Kind, rows: Rows, delay_ms: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        refused = np.zeros(len(rows), np.bool_)
-        if self.lost or not len(rows):
-            return refused
-        codes: list[int] = []
-        for future in self._settle(kind, rows, delay_ms):
-            try:
-                outcome = await self._outcome(future, self._settings.read_timeout(0), "the end of claims")
-            except TransportError:
-                outcome = None
-            if not isinstance(outcome, list):
-                self.abort()
-                codes += [1] * (len(rows) - len(codes))
-                break
-            codes += outcome
-        accepted: np.ndarray[Any, np.dtype[np.bool_]] = np.equal(np.asarray(codes, np.int64), 0)
-        return accepted
 
     # --- the connection -----------------------------------------------------------------------------
     def _check(self) -> None:
@@ -313,6 +370,8 @@ class Taking:
         self._schemas = schemas
         self._links: dict[PortKey, TakeLink] = {}
         self._opening: dict[PortKey, asyncio.Task[TakeLink]] = {}
+        self.outcomes = Outcomes(links, settings)
+        self._closed = False
 
     async def link(self, port: PortKey) -> TakeLink:
         """The port's connection, a new one where there is none or the last one broke."""
@@ -326,11 +385,16 @@ class Taking:
         if opening is None:
             opening = self._opening[port] = asyncio.get_running_loop().create_task(self._open(port))
             opening.add_done_callback(partial(self._opened, port))
-        return await asyncio.shield(opening)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if self._closed and opening.cancelled():
+                raise ClosedError("this client is closed") from None
+            raise
 
     async def _open(self, port: PortKey) -> TakeLink:
         link = await self._all.open_apart(port)
-        return TakeLink(link, self._all.break_off, self._settings, self._buffers, self._schemas)
+        return TakeLink(link, self._all.break_off, self._settings, self._buffers, self._schemas, self.outcomes)
 
     def _opened(self, port: PortKey, task: asyncio.Task[TakeLink]) -> None:
         self._opening.pop(port, None)
@@ -339,6 +403,7 @@ class Taking:
 
     def close(self) -> None:
         """End every connection: what was taken and not consumed is anybody's."""
+        self._closed = True
         for opening in list(self._opening.values()):
             opening.cancel()
         for link in self._links.values():

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from transport import _ring
+from transport.errors import ProtocolError, TicketError
 from transport.ring.packing import views
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
@@ -186,8 +187,10 @@ class TakenBatch:
         """Say that the payloads were used, all or those at some positions: True for each that was accepted.
 
         Drop what was made of the others: their claims had ended (the connection was lost, this process was stopped for
-        too long), and another consumer may have them. If the connection is lost between the question and its
-        answer, a payload may count as consumed although it is False here.
+        too long), and another consumer may have them. If the connection is lost between the question and its answer,
+        any port of the ring is asked what became of it, for as long as a listener takes to be replaced. Only where the
+        ring is gone, with its host, or out of reach for longer, a payload may count as consumed although it is False
+        here. Where this is cancelled, ask again: the answer is the same.
         """
         return await self._link.finish(self._chosen(which))
 
@@ -197,6 +200,26 @@ class TakenBatch:
 
     def _chosen(self, which: Sequence[int] | None) -> Rows:
         return self.rows if which is None else self.rows[np.asarray(which, dtype=np.intp)]
+
+
+def apart(rows: Rows, notes: Rows, buffer: Any) -> list[tuple[int, Ticket]]:
+    """Position and ticket of each payload that did not come with the answer. ProtocolError: one contradicts its row."""
+    view = memoryview(buffer)
+    found = []
+    for at in np.flatnonzero((rows["flags"] & JOINED) == 0).tolist():
+        slot, generation, length, size = rows[["slot", "generation", "length", "note_bytes"]][at].item()
+        begin = int(notes[at])
+        try:
+            ticket = Ticket.decode(bytes(view[begin : begin + size]))
+        except TicketError as error:
+            raise ProtocolError(f"an answer to a demand has no ticket for slot {slot}: {error}") from error
+        if (ticket.slot, ticket.generation, ticket.size) != (slot, generation, length):
+            raise ProtocolError(
+                f"an answer to a demand has {length} bytes in slot {slot}@{generation}, and their ticket has "
+                f"{ticket.size} in {ticket.slot}@{ticket.generation}"
+            )
+        found.append((at, ticket))
+    return found
 
 
 def parsed(buffer: Any, count: int) -> tuple[Rows, Rows, Rows]:

@@ -11,9 +11,9 @@ Handshake (over the stream of the endpoint, before tags are agreed), each an 8-b
 Afterwards (tagged messages, little-endian, fixed layouts):
 
     CONTROL  client → listener     16-byte header, then up to 63 records of 32 bytes: READ, ACK, DISCARD, STATE, BYE;
-                                   from version 3 on also TAKE, alone, and FINISH, GIVE_BACK, UNTAKE, RENEW
-    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE, BYE, FINISH and GIVE_BACK, joined
-                                   payloads; or the answer to a TAKE
+                                   from version 3 on also TAKE, alone, and FINISH, GIVE_BACK, UNTAKE, RENEW, OUTCOME
+    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE, BYE, FINISH, GIVE_BACK and OUTCOME,
+                                   joined payloads; or the answer to a TAKE
     payload  listener → client     raw bytes, one message per payload that is not joined
 
 Payloads of at most ``inline_limit`` bytes are joined: they stand behind the answers, in their order, and UCX scatters
@@ -26,6 +26,10 @@ encoded tickets, and the payloads, each at a multiple of 64 bytes from the first
 bytes itself. A payload beyond what the demand has room for is claimed and not joined: it is asked for by READ. FINISH
 consumes a claim, which is accepted or not; GIVE_BACK gives it up, to be claimed again after a delay; RENEW shows that
 the holder is alive; UNTAKE withdraws a demand that waits. Claims end with their connection.
+
+OUTCOME asks any port of the ring what became of a FINISH whose connection broke before its answer. ``key`` names that
+connection by the tag bases of its two sides, the listener's in the upper half. Codes: 0 consumed; 1 not, and a FINISH
+of it that is still on its way is refused from now on; 8 ask again; `UNKNOWN` the ring does not know the connection.
 
 Versions: HELLO offers a range, and the newest version that both sides know is the connection's. All from
 ``OLDEST_VERSION`` to ``VERSION`` are spoken. Their layouts are the same; they differ in what a proof covers (1 and 2,
@@ -56,6 +60,8 @@ FRAMING = 1  # of handshake messages, whatever is agreed by them
 MAX_HANDSHAKE_BYTES = 4096
 MAX_RECORDS = 63
 MOST_ATTEMPTS = 2047  # that a claim counts
+MOST_UNANSWERED = 256  # finishes of a connection: as many stand in the ring
+UNKNOWN = 10  # an answer to OUTCOME
 MESSAGE_NUMBERS = 1 << 24  # a connection is retired when it has used them
 
 
@@ -78,6 +84,7 @@ class Kind(enum.IntEnum):
     GIVE_BACK = 0x27
     UNTAKE = 0x28
     RENEW = 0x29
+    OUTCOME = 0x2A
 
 
 _PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
@@ -210,7 +217,7 @@ class Record(NamedTuple):
     rank: int = 0
     key: int = 0
     length: int = 0
-    attempts: int = 0  # of TAKE the limit, of FINISH and GIVE_BACK the claim's
+    attempts: int = 0  # of TAKE the limit, of FINISH, GIVE_BACK and OUTCOME the claim's
     joined_most: int = 0  # of TAKE
 
 

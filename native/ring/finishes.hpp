@@ -1,0 +1,75 @@
+// What became of the claims that remote consumers finished: so that one whose connection broke between its FINISH and
+// the answer can still find out, from any port of the ring, also when the listener was killed.
+//
+// An entry belongs to one connection, which is named by its token, and has its last finishes, one word each. A client
+// leaves at most kFinishesKept of them unanswered, so what it may ask about has not been written over.
+//
+//   entry    EMPTY ──▶ BUILDING ──▶ LIVE ──connection over, or owner dead──▶ OVER ──▶ BUILDING, for another connection
+//   finish   noted undecided ──▶ the rank's done bit, the pin stays ──▶ noted accepted or refused ──▶ the pin goes
+//
+// An owner that dies leaves undecided ones, and its pins. Who has proven it dead decides them before it clears a pin:
+// until then the generation stays, and the slot's word says whether the rank was consumed.
+// Who asks revokes the entry first: a FINISH that is still on its way is refused, so that the answer stays true.
+// SYNC V: note then look at `revoked`, and revoke then look at the notes, all sequentially consistent. Either the
+// finisher sees that it is revoked, or who asks sees the note, and waits until it is decided.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "ring/claim_word.hpp"
+
+namespace transport {
+
+enum class Outcome : std::uint8_t { unknown = 0, undecided = 1, accepted = 2, refused = 3 };
+
+//    63  62       40 39       16 15   12 11      0
+//   | outcome 2 | generation 22 | slot 24 | rank 4 | 0 | attempts 11 |
+struct FinishNote {
+  static constexpr std::uint64_t kGeneration = (std::uint64_t{1} << 22) - 1;
+
+  std::uint64_t bits = 0;
+
+  // The generation's lower bits: a slot is not taken four million times while a connection has 256 finishes.
+  static constexpr FinishNote of(std::uint64_t slot, std::uint64_t generation, unsigned rank, unsigned attempts,
+                                 Outcome outcome) {
+    return {std::uint64_t{static_cast<std::uint8_t>(outcome)} << 62 | (generation & kGeneration) << 40 | slot << 16 |
+            std::uint64_t{rank} << 12 | attempts};
+  }
+  constexpr Outcome outcome() const { return static_cast<Outcome>(bits >> 62); }
+  constexpr std::uint64_t generation() const { return bits >> 40 & kGeneration; }
+  constexpr std::uint64_t slot() const { return bits >> 16 & 0xFFFFFF; }
+  constexpr unsigned rank() const { return bits >> 12 & 0xF; }
+  constexpr unsigned attempts() const { return bits & 0xFFF; }
+  constexpr FinishNote decided(bool accepted) const {
+    return of(slot(), generation(), rank(), attempts(), accepted ? Outcome::accepted : Outcome::refused);
+  }
+  constexpr bool same_claim(FinishNote other) const { return (bits ^ other.bits) << 2 == 0; }
+};
+static_assert(kMaxReaders <= 1u << 4 && ClaimWord::kMostAttempts < 1u << 12, "rank and attempts have room");
+
+inline constexpr std::size_t kTakers = 128;        // connections of all listeners of a ring, together
+inline constexpr std::size_t kFinishesKept = 256;  // of each
+
+struct alignas(64) TakerEntry {
+  enum Phase : std::uint8_t { empty = 0, building = 1, live = 2, over = 3 };
+
+  std::atomic<std::uint64_t> state;  // uses so far << 16 | owner << 8 | phase
+  std::atomic<std::uint64_t> token;
+  std::atomic<std::uint64_t> used_ns;  // CLOCK_MONOTONIC, by its connection
+  std::atomic<std::uint64_t> next;     // finishes so far
+  std::atomic<std::uint32_t> revoked;
+  alignas(64) std::array<std::atomic<std::uint64_t>, kFinishesKept> notes;
+
+  static constexpr Phase phase_of(std::uint64_t state) { return static_cast<Phase>(state & 0xFF); }
+  static constexpr unsigned owner_of(std::uint64_t state) { return state >> 8 & 0xFF; }
+  static constexpr std::uint64_t in(std::uint64_t state, Phase phase) { return (state & ~std::uint64_t{0xFF}) | phase; }
+  static constexpr std::uint64_t begun(std::uint64_t state, unsigned owner) {
+    return ((state >> 16) + 1) << 16 | std::uint64_t{owner} << 8 | building;
+  }
+};
+static_assert(sizeof(TakerEntry) == 64 + 8 * kFinishesKept, "a line, and the notes");
+
+}  // namespace transport

@@ -1,0 +1,199 @@
+// What became of finishes: the owner is killed or stopped between any two steps, and the slot is used anew meanwhile.
+#include <string_view>
+#include <vector>
+
+#include "crash.hpp"
+
+using namespace transport;
+using namespace transport::test;
+
+namespace {
+
+constexpr std::uint64_t kToken = 0x1234567890ABCDEF;
+
+struct Shared {
+  explicit Shared(const char* what)
+      : guard{ring_name(what)}, ring(Ring::create(guard.name, kSlots, kCapacity, Bytes16{})) {}
+  NameGuard guard;
+  std::unique_ptr<Ring> ring;
+};
+
+ClaimId claimed(Ring& ring) {
+  std::vector<Claimed> claims;
+  CHECK(ring.claim({}, claims) == 1);
+  return claims[0].id;
+}
+
+ClaimId first_claim_of(const Lease& lease) { return {lease.slot, lease.generation, 0, 1}; }
+
+void use_anew(Ring& ring, const Lease& lease) {
+  std::vector<Lease> taken;
+  while (const auto next = ring.try_take()) taken.push_back(*next);
+  for (const Lease& each : taken)
+    CHECK(publish_text(ring, each, 1, 1) && ring.consume(each.slot, each.generation, 0));
+  CHECK(ring.info(lease.slot).generation != lease.generation);
+}
+
+}  // namespace
+
+TEST(a_finish_is_told_by_its_token_and_claim_also_when_its_slot_is_used_anew) {
+  Shared s("told");
+  const auto taker = s.ring->attach_again(Role::listener);
+  const int entry = taker->open_taker(kToken);
+  CHECK(entry >= 0);
+  const Lease lease = published(*s.ring, 1);
+  const ClaimId claim = claimed(*taker);
+  CHECK(taker->finish(claim, false, false, entry) && !taker->finish(claim, false, false, entry));
+  use_anew(*s.ring, lease);
+  CHECK(s.ring->outcome(kToken, claim) == Outcome::accepted);
+  CHECK(s.ring->outcome(kToken, {claim.slot, claim.generation, 0, 2}) == Outcome::refused);
+  CHECK(s.ring->outcome(kToken, {claim.slot, claim.generation + 1, 0, 1}) == Outcome::refused);
+  CHECK(s.ring->outcome(kToken + 1, claim) == Outcome::unknown);
+  CHECK(s.ring->outcome(kToken, {kSlots, 1, 0, 1}) == Outcome::unknown);
+  CHECK(s.ring->outcome(kToken, {0, 1, 255, 1}) == Outcome::unknown);
+  taker->close_taker(entry);
+  CHECK(s.ring->outcome(kToken, claim) == Outcome::accepted);
+}
+
+TEST(what_was_asked_about_is_not_accepted_afterwards_and_can_be_claimed_at_once) {
+  Shared s("revoked");
+  const auto taker = s.ring->attach_again(Role::listener);
+  const int entry = taker->open_taker(kToken);
+  published(*s.ring, 1);
+  const ClaimId claim = claimed(*taker);
+  CHECK(s.ring->outcome(kToken, claim) == Outcome::refused);
+  CHECK(!taker->finish(claim, false, false, entry));
+  CHECK(s.ring->outcome(kToken, claim) == Outcome::refused);
+  const ClaimId again = claimed(*s.ring);
+  CHECK(again.attempts == 2 && s.ring->finish(again));
+  CHECK(s.ring->outcome(kToken, claim) == Outcome::refused);
+}
+
+TEST(what_was_refused_for_another_reason_is_told_so) {
+  Shared s("refused");
+  const auto taker = s.ring->attach_again(Role::listener);
+  const int entry = taker->open_taker(kToken);
+  const Lease lease = published(*s.ring, 1);
+  const ClaimId claim = claimed(*taker);
+  CHECK(s.ring->consume(lease.slot, lease.generation, 0));  // by ticket, beside the claim
+  CHECK(!taker->finish(claim, false, false, entry));
+  CHECK(s.ring->outcome(kToken, claim) == Outcome::refused);
+  CHECK(s.ring->state_counts()[0] == kSlots);
+}
+
+TEST(a_listener_killed_at_any_point_of_a_finish_leaves_one_answer_and_it_is_true) {
+  unsigned undecided = 0, accepted = 0, refused = 0;
+  for (const bool keep : {false, true})
+    for (const std::string_view point : fault::kPoints) {
+      Shared s("killed");
+      const Lease lease = published(*s.ring, 1);
+      const ClaimId claim = first_claim_of(lease);
+      const bool was_killed = killed([&] {
+        const auto taker = Ring::attach(s.guard.name, Role::listener, false);
+        const int entry = taker->open_taker(kToken);
+        claimed(*taker);
+        fault::set(index_of(point), SIGKILL, 0);
+        taker->finish(claim, keep, false, entry);
+        fault::set(index_of(point), 0, 0);
+        raise(SIGKILL);
+      });
+      CHECK(was_killed);
+      const Outcome before = s.ring->outcome(kToken, claim);
+      undecided += before == Outcome::undecided;
+      const auto other = Ring::attach(s.guard.name, Role::reader, false);  // takes the place, and so reclaims it
+      const Outcome after = other->outcome(kToken, claim);
+      CHECK(after == Outcome::accepted || after == Outcome::refused);
+      CHECK(before == Outcome::undecided || before == after);
+      const bool consumed = s.ring->info(lease.slot).state == State::free;
+      CHECK(consumed == (after == Outcome::accepted));
+      (consumed ? accepted : refused) += 1;
+      if (!consumed) CHECK(s.ring->consume(lease.slot, lease.generation, 0));
+      use_anew(*s.ring, lease);
+      CHECK(s.ring->outcome(kToken, claim) == after);
+      check_survivors(*s.ring, {0, static_cast<unsigned>(other->owner())});
+    }
+  CHECK(undecided >= 3 && accepted > 0 && refused > 0);
+}
+
+TEST(a_reclaimer_killed_in_between_leaves_the_answer_to_the_next_one) {
+  for (const std::string_view point : {"outcome.decided", "reclaim.proven", "reclaim.cleared", "reclaim.disclaimed"})
+    for (const std::string_view died : {"outcome.noted", "mark_consumed.marked"}) {
+      Shared s("reclaimer");
+      const Lease lease = published(*s.ring, 1);
+      const ClaimId claim = first_claim_of(lease);
+      CHECK(killed([&] {
+        const auto taker = Ring::attach(s.guard.name, Role::listener, false);
+        const int entry = taker->open_taker(kToken);
+        claimed(*taker);
+        fault::set(index_of(died), SIGKILL, 0);
+        taker->finish(claim, false, false, entry);
+      }));
+      killed([&] {
+        const auto reclaimer = Ring::attach(s.guard.name, Role::observer, false);
+        fault::set(index_of(point), SIGKILL, 0);
+        reclaimer->reclaim();
+      });
+      s.ring->reclaim();
+      const bool consumed = died == "mark_consumed.marked";
+      CHECK(s.ring->outcome(kToken, claim) == (consumed ? Outcome::accepted : Outcome::refused));
+      CHECK((s.ring->info(lease.slot).state == State::free) == consumed);
+    }
+}
+
+TEST(a_listener_that_is_stopped_in_a_finish_is_waited_for) {
+  for (const std::string_view point : {"outcome.noted", "mark_consumed.marked", "outcome.decided"}) {
+    Shared s("stopped");
+    const Lease lease = published(*s.ring, 1);
+    const ClaimId claim = first_claim_of(lease);
+    stopped_at(
+        point,
+        [&] {
+          const auto taker = Ring::attach(s.guard.name, Role::listener, false);
+          const int entry = taker->open_taker(kToken);
+          claimed(*taker);
+          taker->finish(claim, false, false, entry);
+        },
+        [&] {
+          const Outcome meanwhile = s.ring->outcome(kToken, claim);
+          CHECK(meanwhile == (point == "outcome.decided" ? Outcome::accepted : Outcome::undecided));
+        });
+    const bool consumed = point != "outcome.noted";  // it has seen there that it was asked about
+    CHECK(s.ring->outcome(kToken, claim) == (consumed ? Outcome::accepted : Outcome::refused));
+    CHECK((s.ring->info(lease.slot).state == State::free) == consumed);
+  }
+}
+
+TEST(the_last_finishes_of_a_connection_are_told_and_its_entry_is_its_own_while_it_lasts) {
+  Shared s("entries");
+  const auto taker = s.ring->attach_again(Role::listener);
+  std::vector<int> entries;
+  for (std::uint64_t token = 1; token <= kTakers; ++token) entries.push_back(taker->open_taker(token));
+  CHECK(std::set<int>(entries.begin(), entries.end()).size() == kTakers && *std::min_element(entries.begin(), entries.end()) == 0);
+  CHECK(s.ring->open_taker(kToken) == -1);
+  std::vector<ClaimId> claims;
+  for (std::size_t i = 0; i < kFinishesKept + 1; ++i) {
+    published(*s.ring, 1);
+    claims.push_back(claimed(*taker));
+    CHECK(taker->finish(claims.back(), false, false, entries[7]));
+  }
+  CHECK(s.ring->outcome(8, claims[0]) == Outcome::refused);  // written over: a client leaves fewer unanswered
+  for (std::size_t i = 1; i < claims.size(); ++i) CHECK(s.ring->outcome(8, claims[i]) == Outcome::accepted);
+  taker->close_taker(entries[7]);
+  taker->close_taker(entries[3]);
+  CHECK(s.ring->open_taker(kToken) == entries[3]);  // the one that was used longest ago
+  CHECK(s.ring->outcome(8, claims[9]) == Outcome::accepted && s.ring->outcome(4, claims[9]) == Outcome::unknown);
+  CHECK(s.ring->open_taker(kToken + 1) == entries[7] && s.ring->outcome(8, claims[9]) == Outcome::unknown);
+}
+
+TEST(an_owner_killed_while_it_takes_an_entry_leaves_it_to_others) {
+  Shared s("building");
+  CHECK(killed([&] {
+    const auto taker = Ring::attach(s.guard.name, Role::listener, false);
+    fault::set(index_of("taker.building"), SIGKILL, 0);
+    taker->open_taker(kToken);
+  }));
+  s.ring->reclaim();
+  for (std::uint64_t token = 1; token <= kTakers; ++token) CHECK(s.ring->open_taker(token) >= 0);
+}
+
+int main(int argc, char** argv) { return run_all(argc, argv); }

@@ -1,0 +1,169 @@
+"""TAKE at its limits: claims beyond what a connection may hold, answers that are not received, ends in between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers import asynchronous, until
+from scripted_peer import LARGE, Peer, Stage
+
+from transport import SharedRingBuffer, UCXXClient
+from transport.errors import ClosedError
+from transport.ticket import Ticket
+from transport.wire import frames
+from transport.wire.frames import Kind, Record
+
+pytestmark = pytest.mark.ucx
+
+SLOTS = 8
+LONG_S = 60.0
+LONG_MS = 60_000
+
+
+@pytest.fixture
+def ring() -> Iterator[SharedRingBuffer]:
+    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
+        yield made
+
+
+def tcp(**arguments: Any) -> UCXXClient:
+    return UCXXClient(wire={"tcp"}, **arguments)
+
+
+def depth(ring: SharedRingBuffer) -> tuple[int, int]:
+    counts = ring.native.depth(0)
+    return counts["ready"], counts["claimed"]
+
+
+def demand(count: int = 1, wait_ms: int = 0) -> Record:
+    """TAKE for payloads of which each is joined to the answer."""
+    return Record(Kind.TAKE, slot=count, generation=wait_ms, length=1 << 20, joined_most=1 << 20)
+
+
+def end_of(kind: Kind, ticket: Ticket, **changes: int) -> Record:
+    return Record(kind, ticket.slot, ticket.generation, attempts=1)._replace(**changes)
+
+
+async def under_way(stage: Stage, ring: SharedRingBuffer) -> tuple[Peer, Ticket]:
+    """A peer that has taken a payload and does not receive it: UCX is in its slot."""
+    ticket = ring.write_raw(LARGE)
+    peer = await stage.connected()
+    peer.tell(demand())
+    await until(lambda: depth(ring) == (0, 1), "it is claimed")
+    return peer, ticket
+
+
+async def received(peer: Peer, number: int) -> None:
+    """The answer to the peer's TAKE of this number."""
+    buffer = bytearray(1 << 17)
+    await peer.endpoint.receive(buffer, frames.tag(peer.base, number))
+
+
+# --- a connection at its limits -------------------------------------------------------------------------
+@asynchronous
+async def test_a_connection_that_may_hold_no_more_does_not_keep_payloads_from_others(
+    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.server.listener._MOST_ATTEMPTS", 1)
+    async with Stage(ring) as stage, tcp() as full, tcp() as other:
+        address = f"127.0.0.1:{stage.port}"
+        service = stage.listener._service
+        assert service is not None
+        demands = [asyncio.create_task(full.take(address, 1, wait_s=LONG_S)) for _ in range(2)]
+        await until(lambda: service.waiting == 2, "they wait")
+        ring.write_raw(b"the first, after which it may hold no more")
+        await asyncio.wait(demands, return_when=asyncio.FIRST_COMPLETED)
+        waiting = asyncio.create_task(other.take(address, 1, wait_s=LONG_S))
+        await until(lambda: service.waiting == 2, "the other one waits behind it")
+        ring.write_raw(b"the second")
+        async with asyncio.timeout(15.0):
+            assert bytes((await waiting)[0].data) == b"the second"
+        for each in demands:
+            each.cancel()
+        await asyncio.gather(*demands, return_exceptions=True)
+
+
+@asynchronous
+async def test_a_holder_that_gives_signs_of_life_is_not_reported_as_late(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring.write_raw(b"for long")
+    async with Stage(ring, ack_timeout_s=0.5, heartbeat_s=0.1) as stage, tcp() as client:
+        batch = await client.take(f"127.0.0.1:{stage.port}", 1)
+        with caplog.at_level(logging.WARNING, logger="transport.server"):
+            for _ in range(12):
+                await asyncio.sleep(0.1)  # the time that passes is what is tested
+                batch.renew()
+        assert caplog.messages == []
+        assert (await batch.consume()).tolist() == [True]
+
+
+# --- claims that end while UCX is in their slots ------------------------------------------------------------
+@asynchronous
+async def test_what_is_given_back_before_it_was_received_keeps_its_delay(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer, ticket = await under_way(stage, ring)
+        record = end_of(Kind.GIVE_BACK, ticket, length=LONG_MS)
+        [answer] = await peer.status(peer.tell(record), record._replace(length=0))
+        assert answer.code == 0
+        await received(peer, 1)
+        await until(lambda: depth(ring) == (1, 0), "it is given back")
+        assert ring.claim(1) == []
+        assert ring.native.due_s(0) > 1.0
+
+
+@asynchronous
+async def test_a_refused_finish_leaves_the_pin_while_the_payload_is_sent(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer, ticket = await under_way(stage, ring)
+        ring.native.consume(ticket.slot, ticket.generation, 0)  # by its ticket, beside the claim
+        finish = end_of(Kind.FINISH, ticket)
+        number = peer.tell(finish)
+        [answer] = await peer.status(number, finish)
+        assert answer.code == 1
+        assert ring.native.own_pins(ticket.slot) == 1
+        await received(peer, 1)
+        await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
+
+
+@asynchronous
+async def test_a_finish_before_its_payload_was_received_is_accepted_and_frees_the_slot_afterwards(
+    ring: SharedRingBuffer,
+) -> None:
+    async with Stage(ring) as stage:
+        peer, ticket = await under_way(stage, ring)
+        finish = end_of(Kind.FINISH, ticket)
+        number = peer.tell(finish)
+        [answer] = await peer.status(number, finish)
+        assert answer.code == 0
+        assert ring.native.own_pins(ticket.slot) == 1
+        await received(peer, 1)
+        await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
+
+
+@asynchronous
+async def test_a_peer_that_leaves_without_receiving_leaves_its_payload_to_others(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        peer, _ = await under_way(stage, ring)
+        await peer.gone()
+        [again] = ring.claim(1)
+        assert again.attempts == 2
+        assert bytes(again.view) == LARGE
+        assert again.consume()
+
+
+# --- the client's own end -----------------------------------------------------------------------------------
+@asynchronous
+async def test_a_client_that_closes_while_it_connects_says_so(ring: SharedRingBuffer) -> None:
+    async with Stage(ring) as stage:
+        client = tcp()
+        opening = asyncio.create_task(client.take(f"127.0.0.1:{stage.port}", 1))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await client.close()
+        with pytest.raises(ClosedError):
+            await opening

@@ -1,0 +1,136 @@
+"""What became of claims whose FINISH has no answer: asked of any port of the ring, until one knows.
+
+A connection that breaks between FINISH and its answer leaves the trainer with payloads that the ring may have consumed
+for it. The ring keeps the last finishes of each connection (native/ring/finishes.hpp), whatever became of the listener.
+The first question settles it: what was not consumed by then is not consumed any more for that connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
+from transport.settings import Settings
+from transport.taking.batch import TAKEN, Rows
+from transport.wire import frames
+from transport.wire.frames import Kind
+
+log = logging.getLogger(__name__)
+
+_AGAIN = 8  # its listener is at it
+_PAUSE_S = 0.05
+
+
+PortKey = tuple[str, int]
+
+
+class Link(Protocol):
+    """What is used of a connection (transport/client/connection.py)."""
+
+    port: PortKey
+    ports: tuple[int, ...]
+    ring: str
+    native: Any
+
+    @property
+    def worker(self) -> Any: ...
+
+
+class Links(Protocol):
+    """Opens and ends connections (transport/client/connections.py)."""
+
+    async def open_apart(self, port: PortKey, ring: str = "") -> Any: ...
+
+    def break_off(self, link: Any) -> None: ...
+
+
+class Outcomes:
+    """Asks for the outcomes of one client's finishes."""
+
+    def __init__(self, links: Links, settings: Settings) -> None:
+        self._links = links
+        self._settings = settings
+        self.unknown = 0  # claims whose outcome nobody knew
+
+    @property
+    def patience_s(self) -> float:
+        """As long as a listener that hangs needs to be replaced and to be connected to."""
+        settings = self._settings
+        return settings.watchdog_s + settings.connect_timeout_s + settings.handshake_timeout_s
+
+    async def of(self, broken: Link, rows: Rows) -> list[int]:
+        """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
+
+        Every other one is to be dropped: refused, or unknown, because the ring is gone or out of reach.
+        """
+        codes = [frames.UNKNOWN] * len(rows)
+        left = np.arange(len(rows))
+        elsewhere: set[PortKey] = set()  # ports of other rings by now
+        give_up = time.monotonic() + self.patience_s
+        pause_s = _PAUSE_S
+        for port in itertools.cycle(_ports(broken)):
+            try:
+                answers = await self._asked(port, broken, rows[left])
+            except ClosedError:
+                break
+            except WrongRingError:
+                elsewhere.add(port)
+                if elsewhere >= set(_ports(broken)):
+                    break
+            except TransportError as error:
+                log.debug("%s:%d did not tell what became of %d claims: %s", *port, len(left), error)
+            else:
+                for at, code in zip(left.tolist(), answers, strict=True):
+                    codes[at] = code
+                left = left[np.equal(np.asarray(answers), _AGAIN)]
+            if not len(left) or time.monotonic() + pause_s > give_up:
+                break
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 1.0)
+        unknown = sum(code in (frames.UNKNOWN, _AGAIN) for code in codes)
+        if unknown:
+            self.unknown += unknown
+            log.warning(
+                "ring %s: a connection broke before it said whether %d payloads were consumed, and no port of the ring "
+                "knows. They are dropped here; those that were consumed are lost",
+                broken.ring[:8],
+                unknown,
+                extra={"ring": broken.ring},
+            )
+        return codes
+
+    async def _asked(self, port: PortKey, broken: Link, rows: Rows) -> list[int]:
+        rows = np.ascontiguousarray(rows, TAKEN)
+        link = await self._links.open_apart(port, broken.ring)
+        try:
+            answers: list[int] = []
+            for begin in range(0, len(rows), frames.MAX_RECORDS):
+                chunk = rows[begin : begin + frames.MAX_RECORDS]
+                answers += await self._answers(link, chunk.view(np.uint8), broken.native.token)
+            return answers
+        finally:
+            self._links.break_off(link)
+
+    async def _answers(self, link: Link, rows: Any, token: int) -> list[int]:
+        future: asyncio.Future[Any] = link.worker.loop.create_future()
+        link.native.settle(future, Kind.OUTCOME, rows, key=token)
+        link.worker.kick()
+        done, _ = await asyncio.wait((future,), timeout=self._settings.read_timeout(0))
+        if not done:
+            raise ReadTimeoutError(f"{link!r} did not say what became of {len(rows)} claims in time")
+        outcome = future.result()
+        if not isinstance(outcome, list):
+            raise ProtocolError(f"{link!r} sent an answer that does not fit its question")
+        return outcome
+
+
+def _ports(broken: Link) -> list[PortKey]:
+    """Of its ring, its own one last: its listener may hang."""
+    host, own = broken.port
+    return [*((host, port) for port in broken.ports if port != own), (host, own)]
