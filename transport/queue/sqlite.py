@@ -21,6 +21,7 @@ from transport.queue.base import (
     DeliveryState,
     Failure,
     Notice,
+    QueueAddress,
     QueueDepth,
     QueuedTicket,
     TicketQueue,
@@ -131,6 +132,13 @@ class SQLiteQueue(SharedFile, TicketQueue):
         self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
         self._clock = clock
         self._published_since_purge = 0
+        self._options: dict[str, int | float | str | None] = {
+            "max_deliveries": self._max_deliveries,
+            "synchronous": synchronous,
+            "max_bytes": max_bytes,
+            "keep_finished": self._keep_finished,
+            "busy_timeout_s": busy_timeout_s,
+        }
         self._open(
             path,
             schema=_SCHEMA,
@@ -142,6 +150,14 @@ class SQLiteQueue(SharedFile, TicketQueue):
             max_bytes=max_bytes,
             busy_timeout_s=busy_timeout_s,
         )
+
+    @property
+    def address(self) -> QueueAddress | None:
+        """How another process opens the same queue; None for a subclass, or with a clock of its own."""
+        if type(self) is not SQLiteQueue or self._clock is not time.monotonic:
+            return None
+        place = str(self.path)
+        return QueueAddress(kind="sqlite", place=place, options=self._options) if place.isprintable() else None
 
     # --- publishing ----------------------------------------------------------------------------
     def publish(
