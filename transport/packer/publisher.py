@@ -255,6 +255,7 @@ class Publisher:
         with self._changed:
             self._failure = error
             self._failures += 1
+            self._hurry = False  # who waits hears of this attempt before the next one
             first = self._failures == 1
             self._changed.notify_all()
         if first:
