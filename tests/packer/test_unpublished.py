@@ -17,7 +17,9 @@ from packers import SCHEMA, Packer, Worker
 from redis_server import RedisServer, needs_redis, redis_server
 
 from transport.errors import RingNotFoundError
+from transport.packer.publisher import PublishMode
 from transport.packer.republish import Republishing, republish
+from transport.packer.rollout import ticket_id
 from transport.queue import QueueDepth, SQLiteQueue, TicketQueue, open_queue
 from transport.ring.buffer import SharedRingBuffer
 
@@ -157,6 +159,30 @@ def test_a_new_writer_that_took_the_ring_over_is_left_alone(tmp_path: Path) -> N
         assert address is not None
         assert republish(ring, Republishing(segment=ring.name, queue=address)) == 0
         assert queue.depth() == QueueDepth()
+
+
+@pytest.mark.parametrize("publish", ["background", "immediate"])
+def test_a_finished_payload_whose_slot_was_not_freed_is_not_published_again_when_the_queue_has_forgotten_it(
+    tmp_path: Path, publish: PublishMode
+) -> None:
+    worker = Worker()
+    with SQLiteQueue(tmp_path / "tickets.sqlite3", keep_finished=2500) as queue:
+        ring = worker.setup_ucxx(SCHEMA, slots=64, queue=queue, mode="thread", publish=publish)
+        try:
+            values = {"obs": np.zeros((1, 4), np.float32), "step": 1}
+            stuck = worker.write_to_buffer(values)
+            worker.flush_ucxx()
+            assert queue.ack_many(queue.claim(1, consumer="killed before it told the ring"))
+            for _ in range(125):
+                tickets = worker.write_many_to_buffer([values] * 32)
+                worker.flush_ucxx()
+                assert len(queue.ack_many(queue.claim(32, consumer="a"))) == 32
+                for ticket in tickets:
+                    ring.acknowledge(ticket)
+            assert queue.known([ticket_id(stuck)]) == {}
+            assert worker.reconcile() == (0, 0)
+        finally:
+            worker.cleanup_ucxx()
 
 
 def test_reconciling_keeps_the_policy_version_of_a_payload(tmp_path: Path) -> None:

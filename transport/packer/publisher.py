@@ -14,13 +14,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from transport.errors import ClosedError, QueueFullError, QueueUnavailableError, TransportError
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 PublishMode = Literal["background", "immediate"]
 
 MOST_AT_ONCE = 256
+TIDY_EVERY = 1000
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.05, 2.0
 
 
@@ -69,9 +71,12 @@ class Publisher:
     Args:
         mode: "background": `add` returns at once, and a thread publishes. "immediate": `add` publishes.
         most_waiting: tickets that may wait; beyond it `room` waits.
+        tidy: called behind every so many publications, by the thread that publishes.
     """
 
-    def __init__(self, queue: TicketQueue, mode: PublishMode, most_waiting: int) -> None:
+    def __init__(
+        self, queue: TicketQueue, mode: PublishMode, most_waiting: int, tidy: Callable[[], object] | None = None
+    ) -> None:
         self.mode: PublishMode = mode
         self._queue = queue
         self._most_waiting = most_waiting
@@ -80,6 +85,8 @@ class Publisher:
         self._changed = threading.Condition()
         self._waiting: deque[Waiting] = deque()
         self._most_at_once = MOST_AT_ONCE
+        self._tidy = tidy
+        self._until_tidy = TIDY_EVERY
         self._failure: TransportError | None = None  # of the last attempt, until it is raised or an attempt succeeds
         self._failures = 0
         self._hurry = False  # ends the pause after a failure
@@ -232,7 +239,12 @@ class Publisher:
                 self._failures = 0
                 self._failure = None
                 self._changed.notify_all()
-            return True
+        self._until_tidy -= len(batch)
+        if self._until_tidy <= 0 and self._tidy is not None:
+            self._until_tidy = TIDY_EVERY
+            with contextlib.suppress(TransportError):  # it is tried again later, and what it is for can wait
+                self._tidy()
+        return True
 
     def _run(self) -> None:
         while self._wait_for_work():

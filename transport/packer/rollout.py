@@ -23,7 +23,7 @@ from transport.packer.options import RingOptions, ServerOptions, check_options
 from transport.packer.publisher import Publisher, PublishMode, Waiting
 from transport.packer.republish import MODULE, Republishing
 from transport.packer.session import check_shared
-from transport.packer.unpublished import queued, queued_many, reconciled, ticket_id
+from transport.packer.unpublished import Finished, queued, queued_many, reconciled, ticket_id
 from transport.queue import arguments
 from transport.queue.base import TicketQueue
 from transport.ring.buffer import SharedRingBuffer
@@ -137,7 +137,7 @@ class UCXXRolloutMixin:
             self._ucxx_exporter = configured_exporter(operator)
             if queue is not None:
                 how: PublishMode = publish or ("immediate" if after_writer is None else "background")
-                self._ucxx_publisher = Publisher(queue, how, made.slot_count)
+                self._ucxx_publisher = Publisher(queue, how, made.slot_count, Finished(made, queue).look)
         except BaseException:
             self.cleanup_ucxx()
             made.close()

@@ -50,6 +50,28 @@ def queued_many(tickets: Tickets) -> Iterable[QueuedTicket]:
         yield QueuedTicket(f"{place.ring}/{place.slot}/{place.generation}", data)
 
 
+class Finished:
+    """Frees slots whose payloads the queue has as finished, because their trainer was killed before it told the ring.
+
+    A queue remembers a limited number of finished tickets, and one that it has forgotten would be published again. So
+    this is done long before that many have finished. What is finished at two looks is freed: at the first one, its
+    trainer may be about to tell the ring.
+    """
+
+    def __init__(self, ring: SharedRingBuffer, queue: TicketQueue) -> None:
+        self._ring = ring
+        self._queue = queue
+        self._before: set[str] = set()
+
+    def look(self) -> int:
+        """How many slots were freed."""
+        unread = {ticket_id(payload.ticket): payload.ticket for payload in self._ring.unread()}
+        done = {name for name, states in self._queue.known(unread).items() if finished(states)}
+        freed = sum(self._ring.discard(unread[name]) for name in done & self._before)
+        self._before = done
+        return freed
+
+
 class Reconciled(NamedTuple):
     """What making ring and queue agree changed."""
 
