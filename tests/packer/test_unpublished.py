@@ -157,7 +157,7 @@ def test_a_new_writer_that_took_the_ring_over_is_left_alone(tmp_path: Path) -> N
         ring.write({"obs": np.zeros((1, 4), np.float32), "step": 1})
         address = queue.address
         assert address is not None
-        assert republish(ring, Republishing(segment=ring.name, queue=address)) == 0
+        assert republish(Republishing(segment=ring.name, queue=address)) == 0
         assert queue.depth() == QueueDepth()
 
 

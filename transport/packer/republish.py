@@ -14,9 +14,9 @@ import time
 
 import msgspec
 
-from transport.errors import QueueUnsuitableError, RingNotFoundError, TransportError
+from transport.errors import QueueError, QueueUnsuitableError, RingNotFoundError, TransportError
 from transport.packer.unpublished import reconciled
-from transport.queue.base import QueueAddress, TicketQueue
+from transport.queue.base import QueueAddress
 from transport.queue.open import open_address
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.logs import LogFormat, handler
@@ -41,25 +41,25 @@ class Republishing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     log_format: LogFormat = "text"
 
 
-def republish(ring: SharedRingBuffer, task: Republishing) -> int:
-    """How many tickets were published; 0 also where another writer has taken over."""
+def republish(task: Republishing) -> int:
+    """How many tickets were published; 0 also where another writer has taken over.
+
+    Raises RingNotFoundError when the ring is gone.
+    """
     pause_s = _PAUSE_FIRST_S
-    queue: TicketQueue | None = None
-    try:
-        while not ring.native.keeper_alive:
+    while True:
+        with SharedRingBuffer.attach(task.segment, role="observer") as ring:
+            if ring.native.keeper_alive:
+                return 0
             try:
-                queue = open_address(task.queue) if queue is None else queue
-                return reconciled(ring, queue, grouped=task.grouped, free=False).published
+                with open_address(task.queue) as queue:
+                    return reconciled(ring, queue, grouped=task.grouped, free=False).published
             except QueueUnsuitableError:
                 raise
-            except TransportError as error:
+            except QueueError as error:
                 log.warning("what a killed writer had not published is not in the queue yet, trying again: %s", error)
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _PAUSE_MOST_S)
-        return 0
-    finally:
-        if queue is not None:
-            queue.close()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _PAUSE_MOST_S)
 
 
 def main() -> int:
@@ -67,8 +67,7 @@ def main() -> int:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=Republishing)
     logging.basicConfig(level=task.log_level, handlers=[handler(task.log_format, "republish")])
     try:
-        with SharedRingBuffer.attach(task.segment, role="observer") as ring:
-            published = republish(ring, task)
+        published = republish(task)
     except RingNotFoundError:
         return 0
     except TransportError as error:

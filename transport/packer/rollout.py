@@ -265,7 +265,7 @@ class UCXXRolloutMixin:
         if self._ucxx_unsure:
             self._find_interrupted()
         while True:
-            if publisher is not None and not publisher.room(give_up):
+            if publisher is not None and not publisher.room(0.0 if ring.overflow == "error" else give_up):
                 raise RingFullError(
                     f"the tickets of {ring.slot_count} payloads are not published yet: the queue is slower than the "
                     "writer, or does not answer"
