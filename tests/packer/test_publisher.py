@@ -29,7 +29,7 @@ from transport.errors import (
 from transport.packer.publisher import MOST_AT_ONCE, Publisher, PublishMode, Waiting, runs
 from transport.packer.rollout import ticket_id
 from transport.queue import DeliveryState, QueueDepth, QueuedTicket, RedisQueue, SQLiteQueue, TicketQueue
-from transport.storage.urls import parse_url
+from transport.storage.urls import RedisURL, parse_url
 
 NEVER = float("inf")
 
@@ -442,6 +442,34 @@ def test_ctrl_c_in_the_middle_of_writing_leaves_nothing_unpublished(tmp_path: Pa
         child.process.send_signal(signal.SIGINT)
         assert child.line() == "0 True"
         assert child.wait() == 0
+
+
+@needs_redis
+@pytest.mark.ucx
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_server_that_is_away_while_tickets_are_published_loses_and_doubles_nothing(worker: Worker, how: str) -> None:
+    with redis_server() as server:
+        place = parse_url(server.place())
+        assert isinstance(place, RedisURL)
+        with RedisQueue(place, patience_s=0.3) as queue:
+            worker.setup_ucxx(SCHEMA, slots=64, queue=queue, mode="thread", publish="background")
+            tickets = list(worker.write_many_to_buffer([values(step) for step in range(20)]))
+            process = server.process
+            assert process is not None
+            if how == "stopped":
+                process.send_signal(signal.SIGSTOP)
+            else:
+                server.kill()
+            tickets += worker.write_many_to_buffer([values(step) for step in range(20, 40)])
+            with pytest.raises(QueueUnavailableError, match="tickets are not published yet"):
+                worker.flush_ucxx()
+            if how == "stopped":
+                process.send_signal(signal.SIGCONT)
+            else:
+                server.start()
+            eventually(lambda: queue.depth() == QueueDepth(ready=40), "the publisher goes on by itself")
+            assert claimed(queue) == [ticket_id(ticket) for ticket in tickets]
+            worker.cleanup_ucxx()
 
 
 @pytest.mark.ucx
