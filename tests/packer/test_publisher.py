@@ -54,7 +54,7 @@ class Scripted(SQLiteQueue):
         return super().publish(batch, **options)  # type: ignore[arg-type]
 
 
-def failing(error: Exception) -> Callable[[], None]:
+def failing(error: BaseException) -> Callable[[], None]:
     def fail() -> None:
         raise error
 
@@ -407,6 +407,26 @@ def test_cleanup_publishes_what_waits_so_that_it_can_be_drained(worker: Worker, 
     worker.cleanup_ucxx()
     assert len(claimed(queue)) == 8
     assert ring.native.closed
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("error", [QueueError("disk gone"), KeyboardInterrupt()])
+def test_cleanup_that_cannot_publish_says_so_and_still_closes_everything(
+    worker: Worker, queue: Scripted, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    ring = worker.setup_ucxx(SCHEMA, slots=8, queue=queue, mode="thread", publish="background")
+    queue.script = [failing(QueueError("disk gone"))] * 1000
+    worker.write_to_buffer(values(0))
+    publisher = worker._ucxx_publisher
+    assert publisher is not None
+    if isinstance(error, KeyboardInterrupt):
+        monkeypatch.setattr(publisher, "flush", failing_with_interrupt)
+    with pytest.raises(type(error)):
+        worker.cleanup_ucxx()
+    assert ring.native.closed
+    worker.cleanup_ucxx()
+    assert publisher._thread is not None
+    publisher._thread.join()
 
 
 INTERRUPTED = """
