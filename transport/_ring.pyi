@@ -82,6 +82,7 @@ class SlotInfo:
     sequence: int  # order of publishing in this ring, from 1
     created_ns: int  # CLOCK_REALTIME of publishing
     deadline_ns: int  # 0: none; not interpreted here
+    policy_version: int  # NO_VERSION: its writer gave none, or nothing was published
 
 @final
 class OwnerInfo:

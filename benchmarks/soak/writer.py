@@ -112,6 +112,7 @@ def main() -> None:
     worker.start()
     for turn, left in enumerate(range(part.left, 0, -BATCH)):
         worker.batch(min(BATCH, left), single=turn % SINGLE_EVERY == 0)
+    worker.patiently(worker.flush_ucxx)
     worker.journal.say("E", part.number)
     while not select.select([sys.stdin], [], [], 1.0)[0]:
         worker.patiently(worker.reconcile)  # slots of trainers that died between queue and ring

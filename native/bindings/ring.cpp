@@ -217,6 +217,7 @@ void bind_ring(nb::module_& module) {
       .def_ro("sequence", &SlotInfo::sequence)
       .def_ro("created_ns", &SlotInfo::created_ns)
       .def_ro("deadline_ns", &SlotInfo::deadline_ns)
+      .def_ro("policy_version", &SlotInfo::policy_version)
       .def("__repr__", describe_slot);
 
   nb::class_<OwnerInfo>(module, "OwnerInfo", nb::is_final(), "A row of the owner table.")

@@ -77,6 +77,7 @@ struct SlotInfo {
   // Zero unless the generation was published.
   std::uint32_t readers;
   std::uint64_t length, checksum, sequence, created_ns, deadline_ns;
+  std::int64_t policy_version;  // kNoVersion: its writer gave none
 };
 
 struct OwnerInfo {

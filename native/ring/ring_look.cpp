@@ -21,7 +21,7 @@ SlotInfo Ring::info(std::uint64_t slot) const {
   const SlotControl& c = control(slot);
   for (;;) {
     const Word word{c.word.load(std::memory_order_acquire)};  // SYNC S
-    SlotInfo info{word.state(), word.generation(), word.done(), word.pins(), 0, 0, 0, 0, 0, 0};
+    SlotInfo info{word.state(), word.generation(), word.done(), word.pins(), 0, 0, 0, 0, 0, 0, kNoVersion};
     if (word.was_published()) {
       info.readers = c.readers.load(std::memory_order_acquire);  // SYNC F, as all that follow
       info.length = std::min(c.length.load(std::memory_order_acquire), segment_.identity.slot_capacity);
@@ -29,6 +29,7 @@ SlotInfo Ring::info(std::uint64_t slot) const {
       info.sequence = c.sequence.load(std::memory_order_acquire);
       info.created_ns = c.created_ns.load(std::memory_order_acquire);
       info.deadline_ns = c.deadline_ns.load(std::memory_order_acquire);
+      info.policy_version = claims(slot).policy_version.load(std::memory_order_acquire);
     }
     if (c.word.load(std::memory_order_relaxed) == word.bits) return info;
   }

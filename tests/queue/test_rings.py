@@ -86,7 +86,13 @@ class NamedRings(RingQueue):
 
     def _translated(self, claims: Sequence[Claim], kept: list[Claim]) -> list[Claim]:
         left = [(one.ticket_id, one.rank, one.attempts) for one in kept]
-        return [claim for claim in claims if (self.names.own[claim.ticket_id], claim.rank, claim.attempts) in left]
+        translated = []
+        for claim in claims:
+            own = (self.names.own[claim.ticket_id], claim.rank, claim.attempts)
+            if own in left:
+                left.remove(own)
+                translated.append(claim)
+        return translated
 
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
         return self._translated(claims, super().ack_many([self._own(one) for one in claims], trained=trained))

@@ -98,6 +98,17 @@ class QueueConformance:
         assert queue.renew([claim]) == []
         assert queue.known([claim.ticket_id]) == {claim.ticket_id: (DONE,)}
 
+    def test_of_one_call_only_the_claim_that_holds_is_accepted_and_once(self, queue: TicketQueue) -> None:
+        queue.publish(tickets(2), readers=2)
+        old, other = queue.claim(2, consumer="a")
+        assert queue.retry(old)
+        [new] = queue.claim(1, consumer="b")
+        [beside] = queue.claim(1, rank=1, consumer="a")
+        assert queue.renew([old, new, new, other]) in ([new, other], [new, new, other])
+        assert queue.ack_many([old, new, new, beside, other]) == [new, beside, other]
+        assert queue.known([ticket(0).id, ticket(1).id]) == {ticket(0).id: (DONE, DONE), ticket(1).id: (DONE, READY)}
+        assert queue.depth() == QueueDepth(done=3, ready=1, retried=1)
+
     def test_no_two_claims_have_one_token(self, harness: Harness, queue: TicketQueue) -> None:
         queue.publish([ticket(n) for n in range(3)])
         first = queue.claim(2, consumer="a")

@@ -93,6 +93,11 @@ class ClaimBook:
         self.counts["lost_claims"] += len(claims) - len(mine)
         return [item for item in items if item.claim is None or item.claim.token in mine]
 
+    @staticmethod
+    def to_report(batch: FetchedBatch) -> bool:
+        """Whether `report` has something to do; it blocks, so it is called in a thread."""
+        return any(item.duplicate or item.error is not None or item.payload is None for item in batch.items)
+
     def report(self, batch: FetchedBatch) -> None:
         """Report the failures and duplicates of a fetched batch to the queue. The second call does nothing."""
         if batch.reported:

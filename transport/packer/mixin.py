@@ -355,6 +355,8 @@ class UCXXDataPackerMixin:
                 with contextlib.suppress(TransportError):  # best effort: the batch is complete without it
                     packer.client.ack(item.ticket, packer.rank)
         batch.seconds = time.monotonic() - started
+        if not packer.claims.to_report(batch):
+            return batch
         try:
             await asyncio.to_thread(packer.claims.report, batch)
         except TransportError as error:  # the payloads are here; `consume` reports again

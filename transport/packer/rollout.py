@@ -11,38 +11,40 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
 
 from transport.config import configuration
-from transport.errors import ClosedError, RingFullError, TransportError
+from transport.errors import ClosedError, RingFullError, TransportError, UsageError
 from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions, check_options
+from transport.packer.publisher import Publisher, PublishMode, Waiting
+from transport.packer.republish import MODULE, Republishing
 from transport.packer.session import check_shared
-from transport.queue.base import QueuedTicket, TicketQueue, finished
+from transport.packer.unpublished import Finished, queued, queued_many, reconciled, ticket_id
+from transport.queue import arguments
+from transport.queue.base import TicketQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
-from transport.runtime.arguments import whole
+from transport.ring.writes import Tickets, metadata_of
+from transport.runtime.arguments import seconds, whole
 from transport.schema import Schema
+from transport.server.after_writer import AfterWriter
 from transport.server.server import UCXXServer
 from transport.settings import Settings
 from transport.store.directory import Announcement
 from transport.ticket import Ticket
 
+__all__ = ["UCXXRolloutMixin", "queued", "ticket_id"]
+
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _RECONCILE_EVERY_S = 5.0  # while the ring is full
 _RING, _SERVER = RingOptions(), ServerOptions()  # what setup_ucxx() takes where nothing is said
-
-
-def ticket_id(ticket: Ticket) -> str:
-    """The name under which a queue knows a ticket: ring/slot/generation."""
-    return "/".join(map(str, ticket.identity))
-
-
-def queued(ticket: Ticket) -> QueuedTicket:
-    """A ticket as a queue takes it."""
-    return QueuedTicket(ticket_id(ticket), ticket.encode())
 
 
 class UCXXRolloutMixin:
@@ -51,6 +53,8 @@ class UCXXRolloutMixin:
     _ucxx_ring: SharedRingBuffer | None = None
     _ucxx_server: UCXXServer | None = None
     _ucxx_queue: TicketQueue | None = None
+    _ucxx_publisher: Publisher | None = None
+    _ucxx_unsure = False  # a write was interrupted: its payload may be in the ring without anybody who publishes it
     _ucxx_announcement: Announcement | None = None
     _ucxx_readers = 1
     _ucxx_grouped = False
@@ -65,6 +69,7 @@ class UCXXRolloutMixin:
         queue: TicketQueue | None = None,
         readers: int = 1,
         grouped: bool = False,
+        publish: PublishMode | None = None,
         mode: Literal["process", "thread"] = "process",
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
@@ -79,6 +84,11 @@ class UCXXRolloutMixin:
             readers: how many ranks read each payload.
             grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
                 the queue (`GroupQueue`), not one for each rank.
+            publish: "background": `write_to_buffer` returns when the payload is in the ring, and a thread publishes
+                tickets in batches, in the order of writing; `flush_ucxx` waits for it. If this process is killed, the
+                server's supervisor has the rest published. "immediate": `write_to_buffer` publishes. Default:
+                "background" if another process can finish the job (mode "process", and a queue that has an address,
+                as SQLiteQueue and RedisQueue have), else "immediate".
             mode: of the server, see `UCXXServer`.
             ring, server: further choices, for example ``server=ServerOptions(ports=(7001, 7002))``.
             settings: the default of this and of the server's addresses, wires and secret is the operator's
@@ -90,11 +100,23 @@ class UCXXRolloutMixin:
         check_options(ring=(ring, RingOptions), server=(server, ServerOptions))
         check_shared(queue, server.directory, settings, server.secret)
         readers = whole(readers, "readers")
+        if publish not in (None, "background", "immediate"):
+            raise UsageError(f"publish={publish!r}; choose 'background' or 'immediate'")
         self.cleanup_ucxx()
         operator = configuration()
         made = SharedRingBuffer.create(
             schema, slots=slots, slot_bytes=ring.slot_bytes, name=name, overflow=ring.overflow
         )
+        after_writer = None
+        if mode == "process" and queue is not None and (address := queue.address) is not None:
+            task = Republishing(
+                segment=made.name,
+                queue=address,
+                grouped=grouped,
+                log_level=operator.log_level,
+                log_format=operator.log_format,
+            )
+            after_writer = AfterWriter(module=MODULE, message=msgspec.json.encode(task))
         try:
             self._ucxx_server = UCXXServer(
                 made,
@@ -108,10 +130,14 @@ class UCXXRolloutMixin:
                 linger_s=server.linger_s,
                 log_level=operator.log_level,
                 log_format=operator.log_format,
+                after_writer=after_writer,
             ).start()
             if server.directory is not None:
                 self._ucxx_announcement = Announcement(server.directory, made, self._ucxx_server)
             self._ucxx_exporter = configured_exporter(operator)
+            if queue is not None:
+                how: PublishMode = publish or ("immediate" if after_writer is None else "background")
+                self._ucxx_publisher = Publisher(queue, how, made.slot_count, Finished(made, queue).look)
         except BaseException:
             self.cleanup_ucxx()
             made.close()
@@ -140,61 +166,156 @@ class UCXXRolloutMixin:
         deadline_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Ticket:
-        """Write one trajectory and publish its ticket.
+        """Write one trajectory and have its ticket published, see ``publish`` of `setup_ucxx`.
 
-        If publishing fails, the payload is discarded, so the ring contains no payload without a ticket. While the ring
-        is full, it is reconciled with the queue every few seconds.
-
-        Raises what `SharedRingBuffer.write` and the queue's `publish` raise.
+        While the ring is full, it is reconciled with the queue every few seconds. Raises what `SharedRingBuffer.write`
+        raises, and what the queue's `publish` raised: in the background, for tickets of earlier calls, and this call
+        wrote nothing; with publish="immediate", for this one. Its payload is then withdrawn, unless the outcome is
+        unknown (`QueueUnavailableError`): then it stays in the ring, and its ticket is published by a later call.
         """
+        version = arguments.number_or_none(policy_version, "policy_version of write_to_buffer()")
         ring = self.ring
-        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        while True:
+
+        def write(timeout_s: float) -> Ticket:
+            return ring.write(
+                trajectory,
+                readers=self._ucxx_readers,
+                metadata=metadata,
+                policy_version=version,
+                deadline_s=deadline_s,
+                timeout_s=timeout_s,
+            )
+
+        ticket = self._written(write, timeout_s)
+        publisher = self._ucxx_publisher
+        if publisher is not None:
+            waiting = [Waiting(queued(ticket), self._deliveries, version)]
             try:
-                ticket = ring.write(
-                    trajectory,
+                publisher.add(waiting)
+            except BaseException as error:
+                for _ in publisher.refused(error, waiting):
+                    with contextlib.suppress(TransportError):
+                        ring.discard(ticket)
+                raise
+        self._ucxx_unsure = False
+        return ticket
+
+    def write_many_to_buffer(
+        self,
+        trajectories: Iterable[Mapping[str, Any]],
+        *,
+        metadata: Mapping[str, Any] | Iterable[Mapping[str, Any] | None] | None = None,
+        policy_version: int | None = None,
+        deadline_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> Tickets:
+        """Write many trajectories in one call, which costs a fraction of as many `write_to_buffer`; their tickets.
+
+        Raises what `SharedRingBuffer.write_many` raises: with RingFullError, ``written`` has the tickets of those
+        payloads that were written, and these are published. Errors of publishing are as with `write_to_buffer`, but no
+        payload is withdrawn: what was written stays in the ring, and is published by a later call.
+        """
+        version = arguments.number_or_none(policy_version, "policy_version of write_many_to_buffer()")
+        batch = list(trajectories)
+        each = metadata_of(metadata, len(batch))
+        ring = self.ring
+        encoded: list[bytes] = []
+        full: list[bool] = []  # not empty: the ring was full
+        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+
+        def write(timeout_s: float) -> None:
+            # What fits now, so that its tickets are published before this call waits; then the next one alone.
+            few = ring.slot_count if timeout_s <= 0 or not full else 1
+            part = slice(len(encoded), len(encoded) + few)
+            try:
+                done = ring.write_many(
+                    batch[part],
                     readers=self._ucxx_readers,
-                    metadata=metadata,
+                    metadata=each[part],
+                    policy_version=version,
                     deadline_s=deadline_s,
-                    timeout_s=min(_RECONCILE_EVERY_S, max(give_up - time.monotonic(), 0.0)),
+                    timeout_s=timeout_s if few == 1 else 0.0,
                 )
-                break
+            except RingFullError as error:
+                if isinstance(error.written, Tickets):
+                    self._publish_many(error.written, version)
+                    encoded.extend(error.written.encoded)
+                error.written = Tickets(encoded)
+                if few == 1 or timeout_s <= 0:
+                    raise
+                full.append(True)
+                return
+            full.clear()
+            self._publish_many(done, version)
+            encoded.extend(done.encoded)
+
+        while len(encoded) < len(batch):
+            self._written(write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
+            self._ucxx_unsure = False
+        return Tickets(encoded)
+
+    def _publish_many(self, tickets: Tickets, version: int | None) -> None:
+        if self._ucxx_publisher is not None and len(tickets):
+            self._ucxx_publisher.add([Waiting(each, self._deliveries, version) for each in queued_many(tickets)])
+
+    def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
+        """What ``write`` gives, which is called again while the ring is full, and until the time is over."""
+        ring, publisher = self.ring, self._ucxx_publisher
+        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        if self._ucxx_unsure:
+            self._find_interrupted()
+        while True:
+            if publisher is not None and not publisher.room(0.0 if ring.overflow == "error" else give_up):
+                raise RingFullError(
+                    f"the tickets of {ring.slot_count} payloads are not published yet: the queue is slower than the "
+                    "writer, or does not answer"
+                )
+            self._ucxx_unsure = publisher is not None  # until its ticket is with the publisher
+            try:
+                return write(min(_RECONCILE_EVERY_S, max(give_up - time.monotonic(), 0.0)))
             except RingFullError:
+                self._ucxx_unsure = False
                 # A trainer that was killed between the queue's and the ring's acknowledgement leaves slots unfreed.
                 _, freed = self.reconcile()
                 if not freed and (ring.overflow == "error" or time.monotonic() >= give_up):
                     raise
-        if self._ucxx_queue is not None:
-            try:
-                self._ucxx_queue.publish(
-                    queued(ticket), readers=self._deliveries(ticket), policy_version=policy_version
-                )
-            except BaseException:
-                with contextlib.suppress(TransportError):
-                    ring.discard(ticket)
+            except Exception:
+                self._ucxx_unsure = False  # nothing was written
                 raise
-        return ticket
 
-    def _deliveries(self, ticket: Ticket) -> int:
-        return 1 if self._ucxx_grouped else ticket.readers
+    def _find_interrupted(self) -> None:
+        """A write was interrupted (Ctrl-C): what it may have put into the ring is published."""
+        self.reconcile()
+        self._ucxx_unsure = False
+
+    @property
+    def _deliveries(self) -> int:
+        return 1 if self._ucxx_grouped else self._ucxx_readers
+
+    def flush_ucxx(self, timeout_s: float | None = None) -> None:
+        """Wait until the queue has the tickets of everything that was written.
+
+        Raises:
+            TimeoutError: it has not after ``timeout_s``; publishing continues.
+            QueueError kinds: an attempt failed; with publish="background" another one follows.
+        """
+        seconds(timeout_s, "timeout_s of flush_ucxx()", none=True)
+        if self._ucxx_publisher is not None:
+            if self._ucxx_unsure:
+                self._find_interrupted()
+            self._ucxx_publisher.flush(timeout_s)
 
     def reconcile(self) -> tuple[int, int]:
         """Make ring and queue agree after either restarted; returns (tickets published again, slots freed).
 
         Unread payloads that the queue does not have are published again; those it records as finished are freed.
         """
-        ring, queue = self.ring, self._ucxx_queue
+        ring, queue, publisher = self.ring, self._ucxx_queue, self._ucxx_publisher
         if queue is None:
             return 0, 0
-        tickets = ring.tickets()
-        known = queue.known(ticket_id(ticket) for ticket in tickets)
-        published = freed = 0
-        for ticket in tickets:
-            states = known.get(ticket_id(ticket))
-            if states is None:
-                published += queue.publish(queued(ticket), readers=self._deliveries(ticket))
-            elif finished(states):
-                freed += ring.discard(ticket)
+        # What the publisher has is not unknown; read before the ring, so that none is missed in between.
+        waiting = set() if publisher is None else publisher.pending()
+        published, freed = reconciled(ring, queue, grouped=self._ucxx_grouped, waiting=waiting)
         if published and not ring.native.taken_over:  # a writer that was killed may not have published its last one
             log.warning(
                 "%d unread payloads were unknown to the queue and are published again; if the queue lost its records, "
@@ -214,15 +335,22 @@ class UCXXRolloutMixin:
         return None if self._ucxx_exporter is None else self._ucxx_exporter.port
 
     def cleanup_ucxx(self, drain_s: float = 0.0) -> None:
-        """Stop serving and close the ring. Any state; idempotent.
+        """Publish what waits for it, stop serving, and close the ring. Any state; idempotent.
+
+        Raises what the queue raises if that fails, when everything else is done.
 
         Args:
             drain_s: wait this long for unread payloads to be consumed first.
         """
+        if self._ucxx_unsure and drain_s > 0:
+            with contextlib.suppress(TransportError):
+                self._find_interrupted()
+        self._ucxx_unsure = False
         server, self._ucxx_server = self._ucxx_server, None
         ring, self._ucxx_ring = self._ucxx_ring, None
         announcement, self._ucxx_announcement = self._ucxx_announcement, None
         exporter, self._ucxx_exporter = self._ucxx_exporter, None
+        publisher, self._ucxx_publisher = self._ucxx_publisher, None
         self._ucxx_queue = None
         with contextlib.ExitStack() as stack:  # the ring is closed even if the server fails to stop
             if ring is not None:
@@ -233,3 +361,6 @@ class UCXXRolloutMixin:
                 stack.callback(server.close, drain_s)
             if exporter is not None:
                 stack.callback(exporter.close)
+            if publisher is not None:
+                stack.callback(publisher.abort)
+                stack.callback(publisher.close)  # first: what is drained has to be published

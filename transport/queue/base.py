@@ -30,7 +30,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from transport.runtime.decoders import hiding
+from transport.runtime.decoders import hiding, ready
 
 MAX_DELIVERIES = 20
 KEEP_FINISHED = 100_000
@@ -115,9 +115,30 @@ class Notice(msgspec.Struct, frozen=True):
     payload: bytes
 
 
+@hiding("place")
+class QueueAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How another process opens the same queue, to publish in it.
+
+    Attributes:
+        kind: "sqlite" or "redis".
+        place: the file's path, or the server's URL, which may contain a password.
+        run: the run's name on a Redis server.
+        options: further arguments of the queue's class.
+    """
+
+    kind: str
+    place: str
+    run: str = ""
+    may_forget: bool = False
+    options: dict[str, int | float | str | None] = {}
+
+
 def finished(states: Sequence[DeliveryState]) -> bool:
     """Whether a ticket with these states (from ``known``) no longer needs its payload."""
     return all(state.final for state in states)
+
+
+ready(QueueAddress)
 
 
 def too_old(version: int, oldest_version: int) -> str:
@@ -132,6 +153,11 @@ class TicketQueue(abc.ABC):
     """
 
     lease_s: float  # of claims; renew at a third of it
+
+    @property
+    def address(self) -> QueueAddress | None:
+        """How another process opens the same queue; None: it cannot."""
+        return None
 
     @abc.abstractmethod
     def publish(

@@ -29,6 +29,7 @@ from transport.queue.base import (
     DeliveryState,
     Failure,
     Notice,
+    QueueAddress,
     QueueDepth,
     QueuedTicket,
     TicketQueue,
@@ -263,6 +264,11 @@ class GroupQueue(TicketQueue):
         return self._store.compare_and_set(key, msgspec.msgpack.encode(vote), ABSENT, lease_s=_KEEP_S) is not None
 
     # --- as of the queue -----------------------------------------------------------------------
+    @property
+    def address(self) -> QueueAddress | None:
+        """Of the queue beneath."""
+        return self._queue.address
+
     def publish(
         self,
         tickets: QueuedTicket | Iterable[QueuedTicket],

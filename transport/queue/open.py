@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from transport.queue.base import TicketQueue
+from typing import Any
+
+from transport.queue.base import QueueAddress, TicketQueue
 from transport.queue.redis import RedisQueue
 from transport.queue.sqlite import SQLiteQueue
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
+
+
+def open_address(address: QueueAddress) -> TicketQueue:
+    """Open the queue whose `TicketQueue.address` this is. Raises what `open_queue` raises."""
+    options: dict[str, Any] = dict(address.options)
+    if address.kind == "sqlite":
+        return SQLiteQueue(address.place, **options)
+    return RedisQueue(RedisURL(address.place, address.run, address.may_forget), **options)
 
 
 def open_queue(url: str) -> TicketQueue:

@@ -37,6 +37,7 @@ from transport.queue.base import (
     DeliveryState,
     Failure,
     Notice,
+    QueueAddress,
     QueueDepth,
     QueuedTicket,
     TicketQueue,
@@ -102,10 +103,25 @@ class RedisQueue(TicketQueue):
         self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
         self._max_tickets = None if max_tickets is None else at_least(1, max_tickets, "max_tickets")
         self._clock = clock
+        self._url = url
+        self._options: dict[str, int | float | str | None] = {
+            "max_deliveries": self._max_deliveries,
+            "max_tickets": self._max_tickets,
+            "keep_finished": self._keep_finished,
+            "patience_s": patience_s,
+        }
         self._connection = RedisConnection(url, "queue", _WORDS, patience_s=patience_s)
 
     def __repr__(self) -> str:
         return f"<RedisQueue {self._connection.name} {'closed' if self._connection.closed else 'open'}>"
+
+    @property
+    def address(self) -> QueueAddress | None:
+        """How another process opens the same queue; None for a subclass, or with a clock of its own."""
+        if type(self) is not RedisQueue or self._clock is not None:
+            return None
+        url, run, may_forget = self._url
+        return QueueAddress(kind="redis", place=url, run=run, may_forget=may_forget, options=self._options)
 
     def close(self) -> None:
         """Close the connections and end waits in other threads with ClosedError. The tickets stay."""

@@ -17,13 +17,49 @@ local failed, finished, counts, sequence, notices = KEYS[8], KEYS[9], KEYS[10], 
 local channel, max_deliveries, keep_finished = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
 
-local function row_of(delivery)
-    local packed = redis.call('HGET', rows, delivery)
-    return packed and cmsgpack.unpack(packed)
-        or {state = 'ready', attempts = 0, consumer = '', reason = '', token = ''}
+-- Each call of a command costs more than what it does here. Rows and tickets are therefore fetched many at a time,
+-- changed in these tables, and what a script has changed is written by `write_back`, with which it ends.
+local row_cache, ticket_cache, dirty_rows, dirty_tickets = {}, {}, {}, {}
+local added, unleased, passed, closed = {}, {}, {}, {}
+
+local function bulk(command, key, words, first)
+    for at = 1, #words, 1000 do
+        local upto = math.min(at + 999, #words)
+        if first then
+            redis.call(command, key, first, unpack(words, at, upto))
+        else
+            redis.call(command, key, unpack(words, at, upto))
+        end
+    end
 end
-local function keep_row(delivery, row) redis.call('HSET', rows, delivery, cmsgpack.pack(row)) end
-local function count(rank, name, amount) redis.call('HINCRBY', counts, rank .. '/' .. name, amount) end
+local function fetch(cache, key, names)
+    local missing = {}
+    for _, name in ipairs(names) do
+        if cache[name] == nil then missing[#missing + 1] = name end
+    end
+    for at = 1, #missing, 1000 do
+        local found = redis.call('HMGET', key, unpack(missing, at, math.min(at + 999, #missing)))
+        for offset, packed in ipairs(found) do
+            cache[missing[at + offset - 1]] = packed and cmsgpack.unpack(packed) or false
+        end
+    end
+end
+local function row_of(delivery)
+    if row_cache[delivery] == nil then fetch(row_cache, rows, {delivery}) end
+    if not row_cache[delivery] then
+        row_cache[delivery] = {state = 'ready', attempts = 0, consumer = '', reason = '', token = ''}
+    end
+    return row_cache[delivery]
+end
+local function ticket_of(seq)
+    if ticket_cache[seq] == nil then fetch(ticket_cache, info, {seq}) end
+    return ticket_cache[seq]
+end
+local function keep_row(delivery) dirty_rows[delivery] = true end
+local function count(rank, name, amount)
+    local field = rank .. '/' .. name
+    added[field] = (added[field] or 0) + amount
+end
 local function parts(delivery)
     local seq, rank = string.match(delivery, '(%d+)/(%d+)')
     return seq, tonumber(rank)
@@ -34,7 +70,7 @@ local function back_of(rank) return back .. ':' .. rank end
 local function delayed_of(rank) return back .. ':delayed:' .. rank end
 
 local function forget(seq)
-    local ticket = cmsgpack.unpack(redis.call('HGET', info, seq))
+    local ticket = ticket_of(seq)
     redis.call('HDEL', ids, ticket.id)
     redis.call('HDEL', info, seq)
     for rank = 0, ticket.readers - 1 do
@@ -45,15 +81,38 @@ end
 
 -- The delivery will not be claimed any more. With its last one, the ticket's bytes go.
 local function close(seq, rank)
-    redis.call('XACK', tickets, 'rank' .. rank, seq .. '-0')
-    local ticket = cmsgpack.unpack(redis.call('HGET', info, seq))
+    passed[rank] = passed[rank] or {}
+    table.insert(passed[rank], seq .. '-0')
+    local ticket = ticket_of(seq)
     ticket.open = ticket.open - 1
-    redis.call('HSET', info, seq, cmsgpack.pack(ticket))
-    if ticket.open == 0 then
-        redis.call('XDEL', tickets, seq .. '-0')
-        redis.call('RPUSH', finished, seq)
-        while redis.call('LLEN', finished) > keep_finished do forget(redis.call('LPOP', finished)) end
+    dirty_tickets[seq] = true
+    if ticket.open == 0 then closed[#closed + 1] = seq end
+end
+
+local function written(dirty, cache)
+    local words = {}
+    for name in pairs(dirty) do
+        words[#words + 1] = name
+        words[#words + 1] = cmsgpack.pack(cache[name])
     end
+    return words
+end
+local function write_back()
+    bulk('HSET', rows, written(dirty_rows, row_cache))
+    bulk('HSET', info, written(dirty_tickets, ticket_cache))
+    bulk('ZREM', leases, unleased)
+    for rank, entries in pairs(passed) do bulk('XACK', tickets, entries, 'rank' .. rank) end
+    if #closed > 0 then
+        local entries = {}
+        for at, seq in ipairs(closed) do entries[at] = seq .. '-0' end
+        bulk('XDEL', tickets, entries)
+        bulk('RPUSH', finished, closed)
+        for _ = 1, redis.call('LLEN', finished) - keep_finished do forget(redis.call('LPOP', finished)) end
+    end
+    for field, amount in pairs(added) do
+        if amount ~= 0 then redis.call('HINCRBY', counts, field, amount) end
+    end
+    dirty_rows, dirty_tickets, added, unleased, passed, closed = {}, {}, {}, {}, {}, {}
 end
 
 -- The only function that changes a state after publication. Returns whether the delivery can be claimed now.
@@ -63,9 +122,9 @@ local function move(delivery, row, to, reason, ready_at)
     count(rank, to, 1)
     row.state = to
     if reason then row.reason = reason end
-    keep_row(delivery, row)
+    keep_row(delivery)
     if to == 'arrived' then return false end
-    redis.call('ZREM', leases, delivery)
+    unleased[#unleased + 1] = delivery
     if to == 'ready' then
         if ready_at and ready_at > now then
             redis.call('ZADD', delayed_of(rank), ready_at, seq)
@@ -91,7 +150,10 @@ for _, delivery in ipairs(ended) do
     if row.state == 'arrived' then to = 'lost' elseif row.attempts >= max_deliveries then to = 'dead' end
     move(delivery, row, to, 'the lease of ' .. row.consumer .. ' ended')
 end
-if #ended > 0 then redis.call('PUBLISH', channel, '') end
+if #ended > 0 then
+    write_back()
+    redis.call('PUBLISH', channel, '')
+end
 """
 _ONCE = """
 local before = remembered()
@@ -106,21 +168,31 @@ PUBLISH = Script(
     + """
 local readers, version, bound = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local new, seen = {}, {}
-for at = 8, #ARGV, 2 do
-    if not seen[ARGV[at]] and redis.call('HEXISTS', ids, ARGV[at]) == 0 then
-        seen[ARGV[at]] = true
-        new[#new + 1] = at
+for start = 8, #ARGV, 2000 do
+    local asked = {}
+    for at = start, math.min(start + 1998, #ARGV), 2 do asked[#asked + 1] = ARGV[at] end
+    for offset, known in ipairs(redis.call('HMGET', ids, unpack(asked))) do
+        if not known and not seen[asked[offset]] then
+            seen[asked[offset]] = true
+            new[#new + 1] = start + 2 * (offset - 1)
+        end
     end
 end
 if bound and #new > 0 and redis.call('XLEN', tickets) + #new > bound then return -1 end
-for _, at in ipairs(new) do
-    local seq = string.format('%.0f', redis.call('INCR', sequence))
-    redis.call('HSET', ids, ARGV[at], seq)
-    redis.call('HSET', info, seq, cmsgpack.pack({id = ARGV[at], readers = readers, open = readers, version = version}))
-    redis.call('XADD', tickets, seq .. '-0', 'data', ARGV[at + 1])
-end
 if #new > 0 then
+    local last = redis.call('INCRBY', sequence, #new) - #new
+    local named, described = {}, {}
+    for offset, at in ipairs(new) do
+        local seq = string.format('%.0f', last + offset)
+        named[2 * offset - 1], named[2 * offset] = ARGV[at], seq
+        local ticket = {id = ARGV[at], readers = readers, open = readers, version = version}
+        described[2 * offset - 1], described[2 * offset] = seq, cmsgpack.pack(ticket)
+        redis.call('XADD', tickets, seq .. '-0', 'data', ARGV[at + 1])
+    end
+    bulk('HSET', ids, named)
+    bulk('HSET', info, described)
     for rank = 0, readers - 1 do count(rank, 'ready', #new) end
+    write_back()
     redis.call('PUBLISH', channel, '')
 end
 return remember(#new)
@@ -139,7 +211,7 @@ local taken = remembered()
 local answer = {}
 local function give(seq, data)
     local row = row_of(seq .. '/' .. rank)
-    local ticket = cmsgpack.unpack(redis.call('HGET', info, seq))
+    local ticket = ticket_of(seq)
     for _, word in ipairs({ticket.id, data, row.attempts, row.token, ticket.version}) do answer[#answer + 1] = word end
 end
 if taken then
@@ -151,10 +223,11 @@ if taken then
     return answer
 end
 taken = {}
+local leased = {}
 local function take(seq, data)
     local delivery = seq .. '/' .. rank
     local row = row_of(delivery)
-    local version = tonumber(cmsgpack.unpack(redis.call('HGET', info, seq)).version)
+    local version = tonumber(ticket_of(seq).version)
     if oldest and version and version < oldest then
         row.consumer = consumer
         count(rank, 'aged', 1)
@@ -166,8 +239,9 @@ local function take(seq, data)
     count(rank, 'claimed', 1)
     row.state, row.consumer, row.attempts = 'claimed', consumer, row.attempts + 1
     row.token = seq .. ':' .. row.attempts .. ':' .. random
-    keep_row(delivery, row)
-    redis.call('ZADD', leases, now + lease, delivery)
+    keep_row(delivery)
+    leased[#leased + 1] = now + lease
+    leased[#leased + 1] = delivery
     taken[#taken + 1] = seq
     give(seq, data)
 end
@@ -187,15 +261,23 @@ while #taken < wanted and redis.call('EXISTS', tickets) == 1 do
     local left = wanted - #taken
     local streams = redis.call('XREADGROUP', 'GROUP', group, consumer, 'COUNT', left, 'STREAMS', tickets, '>')
     if not streams then break end
-    for _, entry in ipairs(streams[1][2]) do
-        local seq = string.match(entry[1], '%d+')
-        if cmsgpack.unpack(redis.call('HGET', info, seq)).readers > rank then
-            take(seq, entry[2][2])
+    local entries, seqs, deliveries = streams[1][2], {}, {}
+    for at, entry in ipairs(entries) do
+        seqs[at] = string.match(entry[1], '%d+')
+        deliveries[at] = seqs[at] .. '/' .. rank
+    end
+    fetch(ticket_cache, info, seqs)
+    fetch(row_cache, rows, deliveries)
+    for at, entry in ipairs(entries) do
+        if ticket_of(seqs[at]).readers > rank then
+            take(seqs[at], entry[2][2])
         else
             redis.call('XACK', tickets, group, entry[1])  -- written for fewer ranks
         end
     end
 end
+bulk('ZADD', leases, leased)
+write_back()
 if #taken > 0 then remember(taken) end
 return answer
 """
@@ -217,8 +299,15 @@ MOVE = Script(
     + """
 local held, to, reason, delay = ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
 local accepted, wake = {}, false
+local seqs, deliveries = {}, {}
 for at = 9, #ARGV, 2 do
-    local delivery = string.match(ARGV[at], '%d+') .. '/' .. ARGV[at + 1]
+    seqs[#seqs + 1] = string.match(ARGV[at], '%d+')
+    deliveries[#deliveries + 1] = seqs[#seqs] .. '/' .. ARGV[at + 1]
+end
+fetch(row_cache, rows, deliveries)
+fetch(ticket_cache, info, seqs)
+for at = 9, #ARGV, 2 do
+    local delivery = deliveries[(at - 7) / 2]
     local row = row_of(delivery)
     if row.state == held and row.token == ARGV[at] then
         local target = to
@@ -232,6 +321,7 @@ for at = 9, #ARGV, 2 do
         accepted[#accepted + 1] = 0
     end
 end
+write_back()
 if wake then redis.call('PUBLISH', channel, '') end
 return remember(accepted)
 """
@@ -261,7 +351,7 @@ for at = 5, #ARGV do
     local seq = redis.call('HGET', ids, ARGV[at])
     local states = {}
     if seq then
-        for rank = 0, cmsgpack.unpack(redis.call('HGET', info, seq)).readers - 1 do
+        for rank = 0, ticket_of(seq).readers - 1 do
             states[#states + 1] = row_of(seq .. '/' .. rank).state
         end
     end
@@ -281,7 +371,7 @@ local answer = {}
 for _, delivery in ipairs(redis.call('ZREVRANGE', failed, 0, ARGV[5] - 1)) do
     local seq, rank = parts(delivery)
     local row = row_of(delivery)
-    local id = cmsgpack.unpack(redis.call('HGET', info, seq)).id
+    local id = ticket_of(seq).id
     for _, word in ipairs({id, rank, row.state, row.attempts, row.consumer, row.reason}) do
         answer[#answer + 1] = word
     end

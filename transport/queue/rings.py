@@ -184,14 +184,15 @@ class RingQueue(TicketQueue):
         by_ring: dict[str, list[Claim]] = {}
         for claim in claims:
             by_ring.setdefault(_ring_of(claim), []).append(claim)
-        accepted: set[int] = set()
+        accepted: list[Claim] = []
         for ring_id, of_ring in by_ring.items():
             ring = self._rings.get(ring_id)
             if ring is None or ring.native.closed:
                 continue
             kept = ring.native.finish_all([_id_of(claim) for claim in of_ring], arrived=not trained)
-            accepted.update(id(claim) for claim, held in zip(of_ring, kept, strict=True) if held)
-        ours = [claim for claim in claims if id(claim) in accepted]
+            accepted += [claim for claim, held in zip(of_ring, kept, strict=True) if held]
+        by_position = {id(claim): at for at, claim in enumerate(claims)}  # a claim given twice was accepted once
+        ours = sorted(accepted, key=lambda claim: by_position[id(claim)])
         if not trained:
             with self._lock:
                 for claim in ours:

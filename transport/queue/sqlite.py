@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
 
 from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError, RankError, UsageError
 from transport.queue import arguments
@@ -21,6 +24,7 @@ from transport.queue.base import (
     DeliveryState,
     Failure,
     Notice,
+    QueueAddress,
     QueueDepth,
     QueuedTicket,
     TicketQueue,
@@ -31,11 +35,12 @@ from transport.storage.shared_file import SharedFile
 from transport.storage.sqlite_file import Synchronous, Words
 
 APPLICATION_ID = 0x5452_5051  # "TRPQ"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAX_READERS = 16
 _WORDS = Words("queue", QueueError, QueueFullError, QueueBusyError, QueueUnsuitableError)
 
 RECHECK_S = 1.0  # a wake-up may be lost with the process that sends it, and the end of a lease causes no wake-up
+_MOST_ROWS = 64  # of one INSERT, with four parameters each
 _PURGE_EVERY = 1000  # tickets published
 _IDS_PER_QUERY = 500  # below the number of parameters that any SQLite takes
 
@@ -56,17 +61,6 @@ CREATE INDEX deliveries_leased ON deliveries (lease_ends) WHERE lease_ends IS NO
 CREATE INDEX deliveries_failed ON deliveries (seq) WHERE state IN ('discarded', 'dead', 'lost');
 CREATE TABLE counts (rank INTEGER, name TEXT, amount INTEGER NOT NULL, PRIMARY KEY (rank, name)) WITHOUT ROWID;
 CREATE TABLE notices (topic TEXT PRIMARY KEY, version INTEGER NOT NULL, payload BLOB NOT NULL) WITHOUT ROWID;
-CREATE TRIGGER count_new AFTER INSERT ON deliveries BEGIN
-    INSERT INTO counts VALUES (new.rank, new.state, 1) ON CONFLICT DO UPDATE SET amount = amount + 1;
-END;
-CREATE TRIGGER count_moved AFTER UPDATE OF state ON deliveries WHEN old.state <> new.state BEGIN
-    UPDATE counts SET amount = amount - 1 WHERE rank = old.rank AND name = old.state;
-    INSERT INTO counts VALUES (new.rank, new.state, 1) ON CONFLICT DO UPDATE SET amount = amount + 1;
-END;
-CREATE TRIGGER close_ticket AFTER UPDATE OF state ON deliveries
-WHEN old.state IN ('ready', 'claimed', 'arrived') AND new.state NOT IN ('ready', 'claimed', 'arrived') BEGIN
-    UPDATE tickets SET data = CASE WHEN open = 1 THEN NULL ELSE data END, open = open - 1 WHERE seq = new.seq;
-END;
 """
 
 # After a reboot all claimants have ended, and times of the old boot are invalid.
@@ -75,13 +69,15 @@ UPDATE deliveries SET lease_ends = 0 WHERE lease_ends IS NOT NULL;
 UPDATE deliveries SET not_before = 0 WHERE state = 'ready' AND not_before > 0;
 """
 
-_COUNT_EXPIRED = """
-INSERT INTO counts SELECT rank, 'expired', COUNT(*) FROM deliveries WHERE lease_ends <= ? GROUP BY rank
-ON CONFLICT DO UPDATE SET amount = amount + excluded.amount"""
-_END_LEASES = """
-UPDATE deliveries SET lease_ends = NULL, reason = 'the lease of ' || consumer || ' ended', state = CASE
-    WHEN state = 'arrived' THEN 'lost' WHEN attempts >= ? THEN 'dead' ELSE 'ready' END
-WHERE lease_ends <= ?"""
+# One statement moves any number of deliveries: each statement costs more than a row, and lets other threads in between.
+# Deliveries are passed as JSON, [[seq, rank, attempts], …].
+_PUBLISH = "INSERT INTO tickets (id, data, policy_version, open) VALUES {} ON CONFLICT (id) DO NOTHING"
+_LAST_SEQ = "SELECT COALESCE(MAX(seq), 0) FROM tickets"
+_DELIVER = "INSERT INTO deliveries (seq, rank) SELECT seq, ? FROM tickets WHERE seq > ?"
+_ENDED = "SELECT seq, rank, attempts, state FROM deliveries WHERE lease_ends <= ?"
+_END_LEASE = """
+UPDATE deliveries SET lease_ends = NULL, reason = 'the lease of ' || consumer || ' ended', state = ?
+WHERE seq = ? AND rank = ?"""
 _ANYTHING_DUE = """
 SELECT EXISTS (SELECT 1 FROM deliveries WHERE rank = :rank AND state = 'ready' AND not_before <= :now)
     OR EXISTS (SELECT 1 FROM deliveries WHERE lease_ends <= :now)"""
@@ -91,10 +87,22 @@ SELECT seq, id, data, attempts, policy_version FROM deliveries JOIN tickets USIN
 WHERE rank = ? AND state = 'ready' AND not_before <= ? ORDER BY seq LIMIT ?"""
 _CLAIM = """
 UPDATE deliveries SET state = 'claimed', attempts = attempts + 1, lease_ends = ?, consumer = ?
-WHERE seq = ? AND rank = ?"""
+WHERE rank = ? AND seq IN (SELECT value FROM json_each(?))"""
+_HELD = """
+FROM (SELECT json_extract(value, '$[0]') AS seq, json_extract(value, '$[1]') AS rank,
+             json_extract(value, '$[2]') AS attempts FROM json_each(?)) AS held
+WHERE deliveries.seq = held.seq AND deliveries.rank = held.rank AND deliveries.attempts = held.attempts"""
+_MOVE = f"""
+UPDATE deliveries SET state = ?, reason = ?, not_before = ?, lease_ends = NULL {_HELD} AND state = ?
+RETURNING seq, rank, attempts"""
+_ARRIVE = f"UPDATE deliveries SET state = 'arrived' {_HELD} AND state = 'claimed' RETURNING seq, rank, attempts"
+_RENEW = f"UPDATE deliveries SET lease_ends = ? {_HELD} AND lease_ends IS NOT NULL RETURNING seq, rank, attempts"
+_CLOSE = """
+UPDATE tickets SET data = CASE WHEN open = ended.amount THEN NULL ELSE data END, open = open - ended.amount
+FROM (SELECT value AS seq, COUNT(*) AS amount FROM json_each(?) GROUP BY value) AS ended
+WHERE tickets.seq = ended.seq"""
 _DISCARD_AGED = "UPDATE deliveries SET state = 'discarded', consumer = ?, reason = ? WHERE seq = ? AND rank = ?"
-_COUNT = "INSERT INTO counts VALUES (?, ?, 1) ON CONFLICT DO UPDATE SET amount = amount + 1"
-_HELD = "WHERE seq = ? AND rank = ? AND attempts = ?"
+_COUNT = "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET amount = amount + excluded.amount"
 _PURGE = """
 DELETE FROM tickets WHERE open = 0
     AND seq <= (SELECT seq FROM tickets WHERE open = 0 ORDER BY seq DESC LIMIT 1 OFFSET ?)"""
@@ -131,6 +139,13 @@ class SQLiteQueue(SharedFile, TicketQueue):
         self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
         self._clock = clock
         self._published_since_purge = 0
+        self._options: dict[str, int | float | str | None] = {
+            "max_deliveries": self._max_deliveries,
+            "synchronous": synchronous,
+            "max_bytes": max_bytes,
+            "keep_finished": self._keep_finished,
+            "busy_timeout_s": busy_timeout_s,
+        }
         self._open(
             path,
             schema=_SCHEMA,
@@ -142,6 +157,14 @@ class SQLiteQueue(SharedFile, TicketQueue):
             max_bytes=max_bytes,
             busy_timeout_s=busy_timeout_s,
         )
+
+    @property
+    def address(self) -> QueueAddress | None:
+        """How another process opens the same queue; None for a subclass, or with a clock of its own."""
+        if type(self) is not SQLiteQueue or self._clock is not time.monotonic:
+            return None
+        place = str(self.path)
+        return QueueAddress(kind="sqlite", place=place, options=self._options) if place.isprintable() else None
 
     # --- publishing ----------------------------------------------------------------------------
     def publish(
@@ -157,17 +180,14 @@ class SQLiteQueue(SharedFile, TicketQueue):
             raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
         new = 0
         with self._database.transaction() as connection:
-            for ticket in batch:
-                stored = connection.execute(
-                    "INSERT INTO tickets (id, data, policy_version, open) VALUES (?, ?, ?, ?) "
-                    "ON CONFLICT (id) DO NOTHING RETURNING seq",
-                    (ticket.id, ticket.data, policy_version, readers),
-                ).fetchall()
-                for (seq,) in stored:
-                    new += 1
-                    connection.executemany(
-                        "INSERT INTO deliveries (seq, rank) VALUES (?, ?)", [(seq, rank) for rank in range(readers)]
-                    )
+            ((last,),) = connection.execute(_LAST_SEQ)
+            for part in _parts(batch):
+                rows = ",".join(["(?, ?, ?, ?)"] * len(part))
+                words = [word for ticket in part for word in (*ticket, policy_version, readers)]
+                new += connection.execute(_PUBLISH.format(rows), words).rowcount
+            for rank in range(readers if new else 0):
+                connection.execute(_DELIVER, (rank, last))
+            self._count(connection, {(rank, "ready"): new for rank in range(readers)})
             self._purge_sometimes(connection, new)
         self._bell.ring()
         return new
@@ -232,11 +252,14 @@ class SQLiteQueue(SharedFile, TicketQueue):
                     break
                 aged = [row for row in found if None not in (row[4], oldest_version) and row[4] < oldest_version]
                 kept = [row for row in found if row not in aged] if aged else found
-                connection.executemany(_CLAIM, [(now + self.lease_s, consumer, row[0], rank) for row in kept])
-                connection.executemany(
-                    _DISCARD_AGED, [(consumer, too_old(row[4], oldest_version or 0), row[0], rank) for row in aged]
-                )
-                connection.executemany(_COUNT, [(rank, "aged")] * len(aged))
+                connection.execute(_CLAIM, (now + self.lease_s, consumer, rank, _json([row[0] for row in kept])))
+                if aged:
+                    connection.executemany(
+                        _DISCARD_AGED, [(consumer, too_old(row[4], oldest_version or 0), row[0], rank) for row in aged]
+                    )
+                    connection.execute(_CLOSE, (_json([row[0] for row in aged]),))
+                    self._count(connection, {(rank, "aged"): len(aged), (rank, "discarded"): len(aged)})
+                self._count(connection, {(rank, "ready"): -len(found), (rank, "claimed"): len(kept)})
                 rows += kept
         return [
             Claim(ticket_id, data, rank, attempts + 1, f"{seq}:{attempts + 1}", policy_version)
@@ -248,8 +271,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         claims = arguments.held(claims, "renew")
         with self._database.transaction() as connection:
             until = self._end_leases(connection) + self.lease_s
-            change = f"UPDATE deliveries SET lease_ends = ? {_HELD} AND lease_ends IS NOT NULL"
-            return [claim for claim in claims if connection.execute(change, (until, *_key(claim))).rowcount]
+            return _owned(claims, connection.execute(_RENEW, (until, _keys(claims))))
 
     # --- finishing -----------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
@@ -259,8 +281,9 @@ class SQLiteQueue(SharedFile, TicketQueue):
             return self._move(claims, "claimed", "done")
         with self._database.transaction() as connection:
             self._end_leases(connection)
-            change = f"UPDATE deliveries SET state = 'arrived' {_HELD} AND state = 'claimed'"
-            return [claim for claim in claims if connection.execute(change, _key(claim)).rowcount]
+            arrived = _owned(claims, connection.execute(_ARRIVE, (_keys(claims),)))
+            self._count_moved(connection, arrived, "claimed", "arrived")
+        return arrived
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """Record that arrived deliveries were trained on; returns those that the caller still owned (not lost)."""
@@ -287,23 +310,42 @@ class SQLiteQueue(SharedFile, TicketQueue):
         """Bring claims from state ``held`` to ``to`` and end their leases; returns those that were the caller's."""
         with self._database.transaction() as connection:
             not_before = self._end_leases(connection) + delay_s
-            change = (
-                f"UPDATE deliveries SET state = ?, reason = ?, not_before = ?, lease_ends = NULL {_HELD} AND state = ?"
-            )
-            moved = [
-                claim
-                for claim in claims
-                if connection.execute(change, (to, reason, not_before, *_key(claim), held)).rowcount
-            ]
-            if count_as:
-                connection.executemany(_COUNT, [(claim.rank, count_as) for claim in moved])
+            moved = _owned(claims, connection.execute(_MOVE, (to, reason, not_before, _keys(claims), held)))
+            if to != "ready" and moved:
+                connection.execute(_CLOSE, (_json([_key(claim)[0] for claim in moved]),))
+            self._count_moved(connection, moved, held, to, count_as)
         return moved
+
+    def _count_moved(
+        self, connection: sqlite3.Connection, moved: Sequence[Claim], held: str, to: str, count_as: str = ""
+    ) -> None:
+        counts: dict[tuple[int, str], int] = {}
+        for rank, amount in Counter(claim.rank for claim in moved).items():
+            counts |= {(rank, held): -amount, (rank, to): amount}
+            if count_as:
+                counts[rank, count_as] = amount
+        self._count(connection, counts)
+
+    @staticmethod
+    def _count(connection: sqlite3.Connection, counts: Mapping[tuple[int, str], int]) -> None:
+        connection.executemany(_COUNT, [(rank, name, amount) for (rank, name), amount in counts.items() if amount])
 
     def _end_leases(self, connection: sqlite3.Connection) -> float:
         """Inside every transaction: end the claims whose lease is over. Returns the time used."""
         now = self._clock()
-        if connection.execute(_COUNT_EXPIRED, (now,)).rowcount:
-            connection.execute(_END_LEASES, (self._max_deliveries, now))
+        ended = connection.execute(_ENDED, (now,)).fetchall()
+        if ended:
+            counts: Counter[tuple[int, str]] = Counter()
+            closed: list[int] = []
+            for seq, rank, attempts, state in ended:
+                to = "lost" if state == "arrived" else "dead" if attempts >= self._max_deliveries else "ready"
+                connection.execute(_END_LEASE, (to, seq, rank))
+                counts.update({(rank, "expired"): 1, (rank, to): 1})
+                counts[rank, state] -= 1
+                if to != "ready":
+                    closed.append(seq)
+            connection.execute(_CLOSE, (_json(closed),))
+            self._count(connection, counts)
         return now
 
     # --- looking -------------------------------------------------------------------------------
@@ -359,6 +401,38 @@ class SQLiteQueue(SharedFile, TicketQueue):
             return Notice(*row) if row else None
 
         return wait_for(self._bell, look, timeout_s, lambda: RECHECK_S)
+
+
+def _parts(batch: Sequence[QueuedTicket]) -> Iterator[Sequence[QueuedTicket]]:
+    """The batch in parts of sizes that are powers of two: as many statements are prepared once and kept."""
+    start = 0
+    while start < len(batch):
+        size = min(_MOST_ROWS, 1 << (len(batch) - start).bit_length() - 1)
+        yield batch[start : start + size]
+        start += size
+
+
+def _owned(claims: Sequence[Claim], rows: Iterable[tuple[int, int, int]]) -> list[Claim]:
+    """The claims whose deliveries a statement changed, each once."""
+    changed = set(rows)
+    owned = []
+    for claim in claims:
+        key = _key(claim)
+        if key in changed:
+            changed.remove(key)
+            owned.append(claim)
+    return owned
+
+
+def _keys(claims: Sequence[Claim]) -> str:
+    return _json([_key(claim) for claim in claims])
+
+
+def _json(value: object) -> str:
+    return _encode(value).decode()
+
+
+_encode = msgspec.json.Encoder().encode
 
 
 def _key(claim: Claim) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, ParamSpec, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -60,6 +60,13 @@ _ANY_SIZE: Final = (1 << 64) - 1
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
 _FOR_EVER_S: Final = 1e9  # 30 years
 _TICKET: Final = "a Ticket, Ticket.parse() makes one of its text"
+
+
+class Unread(NamedTuple):
+    """A payload that is not consumed by all of its ranks: its ticket, and the version that its writer gave."""
+
+    ticket: Ticket
+    policy_version: int | None
 
 
 class SharedRingBuffer(Attachment):
@@ -629,7 +636,11 @@ class SharedRingBuffer(Attachment):
         return self._call(statistics_of, self.native)
 
     def tickets(self) -> list[Ticket]:
-        """Tickets of all published, not fully consumed payloads, oldest first; for republishing after a crash.
+        """Tickets of all published, not fully consumed payloads, oldest first, as `unread` has them."""
+        return [each.ticket for each in self.unread()]
+
+    def unread(self) -> list[Unread]:
+        """All published, not fully consumed payloads, oldest first; for republishing after a crash.
 
         A payload whose ticket in the ring cannot be read is left out, with a warning that names its slot.
         """
@@ -641,7 +652,8 @@ class SharedRingBuffer(Attachment):
                 if note is None:
                     continue
                 try:
-                    found.append((info.sequence, Ticket.decode(note)))
+                    version = None if info.policy_version == _ring.NO_VERSION else info.policy_version
+                    found.append((info.sequence, Unread(Ticket.decode(note), version)))
                 except TicketError as error:
                     log.warning(
                         "ring %s: the ticket of slot %d generation %d cannot be recovered (%s); only a process "
@@ -652,7 +664,7 @@ class SharedRingBuffer(Attachment):
                         error,
                         extra={"ring": self.ring_id},
                     )
-        return [ticket for _, ticket in sorted(found, key=lambda each: each[0])]
+        return [payload for _, payload in sorted(found, key=lambda each: each[0])]
 
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""

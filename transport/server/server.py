@@ -30,6 +30,7 @@ from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.runtime.arguments import expect, seconds, several, whole
 from transport.runtime.logs import LogFormat
 from transport.runtime.loop_thread import AtExit, gone
+from transport.server.after_writer import AfterWriter
 from transport.server.listener import Listener
 from transport.server.process import DRAIN_S, ListenerConfig, is_listener, send
 from transport.server.supervisor import SupervisorConfig, SupervisorReport
@@ -64,6 +65,7 @@ class UCXXServer:
         wires: the wires UCX may use ("shm", "tcp", "rdma", "cuda"); None: UCX chooses.
         mode: "process" or "thread", see above.
         linger_s: how long listeners outlive a killed writer that left unread payloads; default from settings.
+        after_writer: what the supervisor runs when the writer has ended without `close`; not with mode "thread".
         log_level, log_format: of what supervisor and listeners write to standard error.
     """
 
@@ -81,6 +83,7 @@ class UCXXServer:
         linger_s: float | None = None,
         log_level: str = "WARNING",
         log_format: LogFormat = "text",
+        after_writer: AfterWriter | None = None,
     ) -> None:
         expect(ring, SharedRingBuffer, "ring of UCXXServer()", "a SharedRingBuffer")
         ports = several(ports, object, "ports", "several, in a tuple")
@@ -109,6 +112,7 @@ class UCXXServer:
             addresses = (bind,) if bind else advertised()
         self._addresses = tuple(addresses)
         self._mode = mode
+        self._after_writer = after_writer
         self._config = ListenerConfig(
             segment=ring.name,
             port=0,
@@ -149,7 +153,7 @@ class UCXXServer:
         run: _Processes | _Thread | None = None
         try:
             if self._mode == "process":
-                run = _Processes(self._ring, self._config, self._wanted)
+                run = _Processes(self._ring, self._config, self._wanted, self._after_writer)
             else:
                 run = _Thread(self._ring, self._config)
             ports = run.start(self._wanted)
@@ -217,9 +221,15 @@ def _raise_reported(name: str, message: str) -> None:
 class _Processes:
     """The supervisor process, and a thread that restarts it when it dies."""
 
-    def __init__(self, ring: SharedRingBuffer, config: ListenerConfig, ports: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        ring: SharedRingBuffer,
+        config: ListenerConfig,
+        ports: tuple[int, ...],
+        after_writer: AfterWriter | None,
+    ) -> None:
         self._ring = ring
-        self._config = SupervisorConfig(ports=ports, listener=config)
+        self._config = SupervisorConfig(ports=ports, listener=config, after_writer=after_writer)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
         self._spawning = threading.RLock()  # Invariant: no process is spawned after stop() has begun

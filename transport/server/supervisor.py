@@ -27,6 +27,7 @@ from transport import _ring
 from transport.errors import BusyPortError, RingNotFoundError, TransportError
 from transport.ring.attachment import Attachment, attached
 from transport.runtime.logs import handler
+from transport.server.after_writer import AfterWriter, AfterWriterProcess
 from transport.server.lifetime import Lifetime, Phase, Watchdog
 from transport.server.process import (
     DRAIN_S,
@@ -62,6 +63,7 @@ class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ports: tuple[int, ...]
     listener: ListenerConfig
     first: bool = True
+    after_writer: AfterWriter | None = None
 
 
 class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -119,6 +121,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         self._signalled = False  # to stop
         self._stop = False
+        self._after_writer = AfterWriterProcess(config.after_writer)
         self._lifetime = Lifetime(config.listener.settings.linger_s)
         self._watchdog = Watchdog(config.listener.settings.watchdog_s, 2 * _TICK_S)
         self._watchers: set[asyncio.Task[None]] = set()
@@ -305,6 +308,7 @@ class Supervisor:
                 self._ring.reclaim()  # no task watches adopted listeners
             _, _, ready, reading = self._ring.native.state_counts()
             writer_alive = self._ring.native.keeper_alive
+            self._after_writer.look(writer_alive=writer_alive)
             if self._lifetime.tick(time.monotonic(), writer_alive=writer_alive, unread=ready + reading) is Phase.STOP:
                 log.info("the writer ended, and all payloads are consumed or linger_s is over; stopping")
                 break
@@ -319,6 +323,7 @@ class Supervisor:
     async def _stop_listeners(self) -> bool:
         """SIGTERM to own and adopted listeners, SIGKILL to those that stay. True: a writer was alive meanwhile."""
         self._stop = True
+        await self._after_writer.stop()
         writer_was_there: bool = self._ring.native.keeper_alive
         for served in self.served_ports:
             if served.starting is not None:

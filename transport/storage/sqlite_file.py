@@ -46,6 +46,7 @@ _NETWORK_TYPES = frozenset(
 _NETWORK_FUSE = ("sshfs", "gluster", "ceph", "s3", "gcs", "goofys", "rclone", "juicefs", "beegfs", "moose", "hdfs")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_LOCK_LOOK_FIRST_S, _LOCK_LOOK_GROWTH, _LOCK_LOOK_MOST_S = 0.0001, 1.5, 0.005
 _WAL_LIMIT_BYTES = 64 << 20  # size to which SQLite truncates the WAL file after a burst of writes
 
 
@@ -154,13 +155,36 @@ class Database:
             connection = self._opened()
             self._refuse_reentry(connection)
             try:
-                connection.execute("BEGIN IMMEDIATE")  # so that a writer waits here, and nowhere later
+                self._begin(connection)
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
+
+    def _begin(self, connection: sqlite3.Connection) -> None:
+        """Begin a transaction that may write, so that it waits for other processes here, and nowhere later.
+
+        SQLite's own wait sleeps for 1, 2, 5, 10 ms and longer, while most transactions last less than one.
+        """
+        give_up_at: float | None = None
+        pause_s = _LOCK_LOOK_FIRST_S
+        connection.execute("PRAGMA busy_timeout = 0")
+        try:
+            while True:
+                try:
+                    connection.execute("BEGIN IMMEDIATE")
+                    return
+                except sqlite3.OperationalError as error:
+                    now = time.monotonic()
+                    give_up_at = now + self._busy_timeout_s if give_up_at is None else give_up_at
+                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or now >= give_up_at:
+                        raise
+                time.sleep(pause_s)
+                pause_s = min(pause_s * _LOCK_LOOK_GROWTH, _LOCK_LOOK_MOST_S)
+        finally:
+            connection.execute(f"PRAGMA busy_timeout = {round(self._busy_timeout_s * 1000)}")
 
     def _refuse_reentry(self, connection: sqlite3.Connection) -> None:
         # The lock is reentrant; a nested transaction would end the outer one.

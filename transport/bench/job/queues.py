@@ -62,14 +62,15 @@ class TicketWriter:
         return np.frombuffer(body, np.uint8)
 
     def write_many(self, payloads: Sequence[tuple[bytes, Any]]) -> None:
-        """One after the other; waits while the ring is full."""
-        for header, body in payloads:
-            values = {"header": np.frombuffer(header, np.uint8), "body": body}
-            while True:
-                self._job.check()
-                with contextlib.suppress(RingFullError):
-                    self._rollout.write_to_buffer(values, timeout_s=_LOOK_S)
-                    break
+        """In one call; waits while the ring is full."""
+        values = [{"header": np.frombuffer(header, np.uint8), "body": body} for header, body in payloads]
+        while values:
+            self._job.check()
+            try:
+                self._rollout.write_many_to_buffer(values, timeout_s=_LOOK_S)
+                return
+            except RingFullError as error:
+                del values[: len(error.written)]
 
     def close(self) -> None:
         """The ring goes, and its listeners."""

@@ -1,0 +1,198 @@
+"""Payloads whose writer was killed before it had published their tickets: none is lost, and each is consumed once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import Child, eventually
+from packers import SCHEMA, Packer, Worker
+from redis_server import RedisServer, needs_redis, redis_server
+
+from transport.errors import RingNotFoundError
+from transport.packer.publisher import PublishMode
+from transport.packer.republish import Republishing, republish
+from transport.packer.rollout import ticket_id
+from transport.queue import QueueDepth, SQLiteQueue, TicketQueue, open_queue
+from transport.ring.buffer import SharedRingBuffer
+
+pytestmark = pytest.mark.ucx
+
+# arguments: URL of the queue, how many payloads, how they are written
+WRITER = """
+import sys
+from packers import SCHEMA, Worker
+import numpy as np
+from transport.packer.options import ServerOptions
+from transport.queue import open_queue
+url, count, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+worker = Worker()
+ring = worker.setup_ucxx(
+    SCHEMA, slots=64, queue=open_queue(url), server=ServerOptions(addresses=("127.0.0.1",), linger_s=120.0)
+)
+print(ring.name, flush=True)
+sys.stdin.readline()
+values = [{"obs": np.full((2, 4), step, np.float32), "step": step} for step in range(count)]
+if how == "ring":
+    for each in values:
+        ring.write(each, policy_version=7)
+elif how == "many":
+    worker.write_many_to_buffer(values, policy_version=7)
+else:
+    for each in values:
+        worker.write_to_buffer(each, policy_version=7)
+print("written", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Nobody can write to the file."""
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+@contextlib.contextmanager
+def stopped(server: RedisServer) -> Iterator[None]:
+    """The server is there and answers nothing."""
+    assert server.process is not None
+    os.kill(server.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(server.process.pid, signal.SIGCONT)
+
+
+def consumed(queue: TicketQueue, count: int) -> tuple[list[int], set[int | None]]:
+    """The steps of everything that a trainer gets and consumes, in their order, and the versions of the claims."""
+    packer = Packer()
+    packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue)
+    steps: list[int] = []
+    versions: set[int | None] = set()
+    try:
+        while claims := packer.claim_tickets(16, 60.0 if len(steps) < count else 0.2):
+            versions |= {claim.policy_version for claim in claims}
+            packer.start_prefetch(claims)
+            batch = packer.collect_prefetch()
+            assert batch is not None
+            steps += [int(payload["step"]) for payload in packer.consume(batch)]
+    finally:
+        packer.cleanup_ucxx_packer()
+    return steps, versions
+
+
+def gone(segment: str) -> bool:
+    try:
+        SharedRingBuffer.attach(segment, role="observer").close()
+    except RingNotFoundError:
+        return True
+    return False
+
+
+def test_what_was_in_the_ring_and_not_in_the_queue_when_the_writer_was_killed_is_published(tmp_path: Path) -> None:
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
+        with Child(WRITER, f"sqlite://{queue.path}", 20, "ring") as child:
+            segment = child.line()
+            child.tell()
+            assert child.line() == "written"
+            child.kill()
+        assert consumed(queue, 20) == (list(range(20)), {7})
+        assert queue.depth() == QueueDepth(done=20)
+        eventually(lambda: gone(segment), "the ring is gone when everything is consumed")
+
+
+@pytest.mark.parametrize("how", ["one by one", "many"])
+def test_a_backlog_of_a_killed_writer_is_published_when_the_file_is_free_again(tmp_path: Path, how: str) -> None:
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
+        with Child(WRITER, f"sqlite://{queue.path}", 40, how) as child:
+            child.line()
+            with locked(queue.path):
+                child.tell()
+                assert child.line() == "written"
+                child.kill()
+        assert consumed(queue, 40) == (list(range(40)), {7})
+        assert queue.depth() == QueueDepth(done=40)
+
+
+@needs_redis
+@pytest.mark.parametrize("how", ["one by one", "many"])
+def test_a_backlog_of_a_killed_writer_is_published_when_the_server_answers_again(how: str) -> None:
+    with redis_server() as server, open_queue(server.place()) as queue:
+        with Child(WRITER, server.place(), 40, how) as child:
+            child.line()
+            with stopped(server):
+                child.tell()
+                assert child.line() == "written"
+                child.kill()
+        assert consumed(queue, 40) == (list(range(40)), {7})
+        assert queue.depth() == QueueDepth(done=40)
+
+
+@needs_redis
+def test_a_writer_that_is_killed_again_and_again_loses_nothing_and_has_nothing_consumed_twice() -> None:
+    with redis_server() as server, open_queue(server.place()) as queue:
+        seen: Counter[int] = Counter()
+        for _ in range(3):
+            with Child(WRITER, server.place(), 60, "one by one") as child:
+                child.line()
+                child.tell()
+                assert child.line() == "written"
+                child.kill()  # whatever the publisher was doing
+            seen.update(consumed(queue, 60)[0])
+        assert seen == Counter(dict.fromkeys(range(60), 3))
+
+
+def test_a_new_writer_that_took_the_ring_over_is_left_alone(tmp_path: Path) -> None:
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue, SharedRingBuffer.create(SCHEMA, slots=4) as ring:
+        ring.write({"obs": np.zeros((1, 4), np.float32), "step": 1})
+        address = queue.address
+        assert address is not None
+        assert republish(Republishing(segment=ring.name, queue=address)) == 0
+        assert queue.depth() == QueueDepth()
+
+
+@pytest.mark.parametrize("publish", ["background", "immediate"])
+def test_a_finished_payload_whose_slot_was_not_freed_is_not_published_again_when_the_queue_has_forgotten_it(
+    tmp_path: Path, publish: PublishMode
+) -> None:
+    worker = Worker()
+    with SQLiteQueue(tmp_path / "tickets.sqlite3", keep_finished=2500) as queue:
+        ring = worker.setup_ucxx(SCHEMA, slots=64, queue=queue, mode="thread", publish=publish)
+        try:
+            values = {"obs": np.zeros((1, 4), np.float32), "step": 1}
+            stuck = worker.write_to_buffer(values)
+            worker.flush_ucxx()
+            assert queue.ack_many(queue.claim(1, consumer="killed before it told the ring"))
+            for _ in range(125):
+                tickets = worker.write_many_to_buffer([values] * 32)
+                worker.flush_ucxx()
+                assert len(queue.ack_many(queue.claim(32, consumer="a"))) == 32
+                for ticket in tickets:
+                    ring.acknowledge(ticket)
+            assert queue.known([ticket_id(stuck)]) == {}
+            assert worker.reconcile() == (0, 0)
+        finally:
+            worker.cleanup_ucxx()
+
+
+def test_reconciling_keeps_the_policy_version_of_a_payload(tmp_path: Path) -> None:
+    worker = Worker()
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue:
+        ring = worker.setup_ucxx(SCHEMA, slots=4, queue=queue, mode="thread")
+        try:
+            ring.write({"obs": np.zeros((1, 4), np.float32), "step": 1}, policy_version=3)
+            ring.write({"obs": np.zeros((1, 4), np.float32), "step": 2})
+            assert worker.reconcile() == (2, 0)
+            assert [claim.policy_version for claim in queue.claim(4, consumer="a")] == [3, None]
+        finally:
+            worker.cleanup_ucxx()

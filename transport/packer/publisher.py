@@ -1,0 +1,280 @@
+"""Publishes a rollout worker's tickets in the order of writing, from a thread or from the call that wrote.
+
+    add ──► waiting ──publish succeeded──► forgotten
+              ▲ │
+              └─┘ publish failed: tried again after a pause; the failure is raised at the next write, and at flush
+
+* A payload is in its ring before its ticket is here, and its slot stays READY until its ticket was claimed. What waits
+  here when the process dies is therefore found in the ring, and published by another process (republish.py).
+* While one batch is published the next one gathers: the faster tickets come, the more share one transaction.
+* Publishing is idempotent for each id, so that a batch whose outcome is unknown is published again. No payload is
+  withdrawn whose ticket may have been published: a trainer may have claimed it.
+* A queue that is full refuses a batch as a whole. Then fewer are tried, down to one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from transport.errors import ClosedError, QueueFullError, QueueUnavailableError, TransportError
+from transport.queue.base import QueuedTicket, TicketQueue
+from transport.runtime.decoders import hiding
+
+log = logging.getLogger(__name__)
+
+PublishMode = Literal["background", "immediate"]
+
+MOST_AT_ONCE = 256
+TIDY_EVERY = 1000
+_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.05, 2.0
+
+
+@hiding("queued")
+class Waiting(NamedTuple):
+    """A ticket whose payload is in the ring, with what `publish` is told of it."""
+
+    queued: QueuedTicket
+    readers: int  # deliveries, one for each rank
+    policy_version: int | None
+
+    @property
+    def terms(self) -> tuple[int, int | None]:
+        """What the tickets of one call have in common."""
+        return self.readers, self.policy_version
+
+
+def runs(waiting: Iterable[Waiting], most: int = MOST_AT_ONCE) -> Iterable[list[Waiting]]:
+    """The same tickets in the same order, in batches that one call can publish."""
+    for _, run in itertools.groupby(waiting, lambda each: each.terms):
+        each = list(run)
+        for start in range(0, len(each), most):
+            yield each[start : start + most]
+
+
+def publish_run(queue: TicketQueue, run: Sequence[Waiting]) -> int:
+    """Publish tickets with equal terms in one call; returns how many were new."""
+    readers, policy_version = run[0].terms
+    return queue.publish([each.queued for each in run], readers=readers, policy_version=policy_version)
+
+
+class Publisher:
+    """The tickets of one ring on their way to the queue. Tickets are added by one thread, the worker's.
+
+    Args:
+        mode: "background": `add` returns at once, and a thread publishes. "immediate": `add` publishes.
+        most_waiting: tickets that may wait; beyond it `room` waits.
+        tidy: called behind every so many publications, by the thread that publishes.
+    """
+
+    def __init__(
+        self, queue: TicketQueue, mode: PublishMode, most_waiting: int, tidy: Callable[[], object] | None = None
+    ) -> None:
+        self.mode: PublishMode = mode
+        self._queue = queue
+        self._most_waiting = most_waiting
+        self._pid = os.getpid()
+        # Invariant: guards what follows. Held for short, never while the queue is called.
+        self._changed = threading.Condition()
+        self._waiting: deque[Waiting] = deque()
+        self._most_at_once = MOST_AT_ONCE
+        self._tidy = tidy
+        self._until_tidy = TIDY_EVERY
+        self._failure: TransportError | None = None  # of the last attempt, until it is raised or an attempt succeeds
+        self._failures = 0
+        self._hurry = False  # ends the pause after a failure
+        self._closing = False
+        self._publishing = threading.Lock()  # of one batch at a time, so that order is kept
+        self._thread: threading.Thread | None = None
+        if mode == "background":
+            self._thread = threading.Thread(target=self._run, name="transport publisher", daemon=True)
+            self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<Publisher {self.mode}, {len(self._waiting)} waiting>"
+
+    # --- the worker's side --------------------------------------------------------------------------
+    def add(self, tickets: Sequence[Waiting]) -> None:
+        """Take tickets whose payloads are in the ring. "immediate": publish them, and what waited before.
+
+        Raises ("immediate" only) what `publish` raises. The tickets keep waiting, unless `refused` takes them back.
+        """
+        self._check()
+        with self._changed:
+            self._waiting.extend(tickets)
+            if self._thread is not None:
+                self._changed.notify_all()
+        if self._thread is None:
+            self._publish_waiting()
+
+    def refused(self, error: BaseException, tickets: Sequence[Waiting]) -> list[Waiting]:
+        """After `add` raised: those of the tickets that were certainly not published, which are forgotten here.
+
+        With an unknown outcome there are none: the tickets wait, and are published with the next ones.
+        """
+        if not isinstance(error, TransportError) or isinstance(error, QueueUnavailableError):
+            return []
+        mine = {each.queued.id for each in tickets}
+        with self._changed:
+            forgotten = [each for each in self._waiting if each.queued.id in mine]
+            self._waiting = deque(each for each in self._waiting if each.queued.id not in mine)
+        return forgotten
+
+    def room(self, give_up_at: float) -> bool:
+        """Wait until one more ticket may wait. False when the time is over. Raises a failure, once."""
+        self._check()  # before the lock, which another thread may have held when this process was forked
+        if len(self._waiting) < self._most_waiting and self._failure is None:
+            return True
+        with self._changed:
+            self._raise_failure()
+            while len(self._waiting) >= self._most_waiting:
+                left_s = give_up_at - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+                self._check()
+                self._raise_failure()
+        return True
+
+    def pending(self) -> set[str]:
+        """Ids of the tickets that wait."""
+        if os.getpid() != self._pid:
+            return set()
+        with self._changed:
+            return {each.queued.id for each in self._waiting}
+
+    def flush(self, timeout_s: float | None = None) -> None:
+        """Wait until every ticket that was added is published.
+
+        Raises:
+            TimeoutError: they are not after ``timeout_s``; publishing continues.
+            QueueError kinds: an attempt failed; another one follows.
+        """
+        if os.getpid() != self._pid:
+            raise ClosedError("tickets are published by the process that wrote them, not by a child that it forked")
+        if self._thread is None:
+            self._publish_waiting()
+            return
+        give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            self._hurry = True
+            self._changed.notify_all()
+            while self._waiting:
+                self._raise_failure()
+                if self._closing:
+                    raise ClosedError(f"{len(self._waiting)} tickets are not published: cleanup_ucxx() was called")
+                left_s = None if give_up_at is None else give_up_at - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    raise TimeoutError(
+                        f"{len(self._waiting)} tickets are not published after {timeout_s:g} s; publishing continues"
+                    )
+                self._changed.wait(left_s)
+
+    def close(self) -> None:
+        """Publish what waits, and end. Idempotent. Raises the failure of an attempt, after which none follows.
+
+        Returns within the time that the queue takes to fail. In a forked child it does nothing.
+        """
+        if os.getpid() != self._pid or self._closing:
+            return
+        try:
+            self.flush()
+        finally:
+            with self._changed:
+                self._closing = self._hurry = True
+                self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def abort(self) -> None:
+        """End without publishing what waits. Does not wait for the thread."""
+        if os.getpid() == self._pid:
+            with self._changed:
+                self._closing = self._hurry = True
+                self._changed.notify_all()
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid or self._closing:
+            raise ClosedError("no ticket is published after cleanup_ucxx(), nor in a forked child")
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            kind = type(failure)
+            raise kind(
+                f"{len(self._waiting)} tickets are not published yet, their payloads are in the ring, and publishing "
+                f"is tried again: {failure}"
+            ) from failure
+
+    # --- publishing ---------------------------------------------------------------------------------
+    def _publish_waiting(self) -> None:
+        while self._publish_once():
+            pass
+
+    def _publish_once(self) -> bool:
+        """Publish the first batch; False: nothing waits. Raises what the queue raises."""
+        with self._publishing:
+            with self._changed:
+                batch = next(iter(runs(itertools.islice(self._waiting, self._most_at_once))), None)
+            if batch is None:
+                return False
+            try:
+                publish_run(self._queue, batch)
+            except QueueFullError:
+                self._most_at_once = max(1, len(batch) // 2)
+                if len(batch) > 1:
+                    return True
+                raise
+            self._most_at_once = min(MOST_AT_ONCE, 2 * self._most_at_once)
+            with self._changed:
+                for _ in batch:
+                    self._waiting.popleft()
+                self._failures = 0
+                self._failure = None
+                self._changed.notify_all()
+        self._until_tidy -= len(batch)
+        if self._until_tidy <= 0 and self._tidy is not None:
+            self._until_tidy = TIDY_EVERY
+            with contextlib.suppress(TransportError):  # it is tried again later, and what it is for can wait
+                self._tidy()
+        return True
+
+    def _run(self) -> None:
+        while self._wait_for_work():
+            try:
+                self._publish_once()
+            except Exception as error:
+                self._failed(error if isinstance(error, TransportError) else _unexpected(error))
+
+    def _wait_for_work(self) -> bool:
+        """Until there is something to publish now. False: the publisher was closed."""
+        with self._changed:
+            if self._failures:
+                pause_s = min(_PAUSE_FIRST_S * 2 ** min(self._failures - 1, 16), _PAUSE_MOST_S)
+                self._changed.wait_for(lambda: self._hurry or self._closing, pause_s)
+            self._hurry = False
+            self._changed.wait_for(lambda: self._waiting or self._closing)
+            return not self._closing
+
+    def _failed(self, error: TransportError) -> None:
+        with self._changed:
+            self._failure = error
+            self._failures += 1
+            self._hurry = False  # who waits hears of this attempt before the next one
+            first = self._failures == 1
+            self._changed.notify_all()
+        if first:
+            log.warning("%d tickets are not published, trying again: %s", len(self._waiting), error)
+
+
+def _unexpected(error: Exception) -> TransportError:
+    told = QueueUnavailableError(f"publishing failed with {error!r}")
+    told.__cause__ = error
+    return told
