@@ -86,6 +86,9 @@ class UCXXRolloutMixin:
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
+            QueueError: a ring was taken over, and the queue cannot be asked what it knows of its payloads.
+
+        Where it raises, nothing is set up, and a ring that it had taken over keeps its unread payloads: call it again.
         """
         check_options(ring=(ring, RingOptions), server=(server, ServerOptions))
         check_shared(queue, server.directory, settings, server.secret)
@@ -112,16 +115,19 @@ class UCXXRolloutMixin:
             if server.directory is not None:
                 self._ucxx_announcement = Announcement(server.directory, made, self._ucxx_server)
             self._ucxx_exporter = configured_exporter(operator)
+            if self._ucxx_exporter is not None:
+                self._ucxx_exporter.add_ring(made)
+            self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = made, queue, readers
+            self._ucxx_grouped = grouped
+            if made.native.taken_over and queue is not None:
+                self.reconcile()
         except BaseException:
-            self.cleanup_ucxx()
-            made.close()
+            self._ucxx_ring = None  # cleanup_ucxx would give up what the killed worker left unread
+            try:
+                self.cleanup_ucxx()
+            finally:
+                made.close(keep_unread=made.native.taken_over)
             raise
-        if self._ucxx_exporter is not None:
-            self._ucxx_exporter.add_ring(made)
-        self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = made, queue, readers
-        self._ucxx_grouped = grouped
-        if made.native.taken_over and queue is not None:
-            self.reconcile()
         return made
 
     @property

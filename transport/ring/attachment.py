@@ -46,7 +46,7 @@ class Attachment:
         self.ring_id = native.ring_id.hex()
         self.slot_count = native.slot_count
         self.slot_capacity = native.slot_capacity
-        self._made_here = False
+        self._made_here = False  # by create, whether new or taken over: closing gives up what is unread
         self._closing = threading.RLock()
         self._forgotten: weakref.finalize[..., Attachment] | None = None
 
