@@ -161,11 +161,20 @@ class Ring:
         """
     @property
     def lent(self) -> int: ...  # loans that have not ended
-    def unlink_if_last(self, *, readers_may_stay: bool = False) -> bool:
-        """Remove the segment's name if no other owner (or none but readers) is alive and no other process keeps it."""
+    def unlink_if_last(self, *, readers_may_stay: bool = False, gives_up_to: int = ...) -> bool:
+        """Remove the segment's name if no other owner (or none but readers) is alive and no other process keeps it.
+
+        ``gives_up_to``: unread payloads go with it only if `sequence` is not beyond this; 0: none does. The default
+        gives all of them up. It is checked while nobody can join.
+        """
     @staticmethod
-    def unlink_if_dead(name: str) -> bool:
-        """Remove a segment whose keeper and owners are all dead. False if one lives. FAULT_NOT_FOUND."""
+    def unlink_if_dead(name: str, *, gives_up_to: int = ...) -> bool:
+        """Remove a segment whose keeper and owners are all dead. False if one lives. FAULT_NOT_FOUND.
+
+        ``gives_up_to`` as in `unlink_if_last`; then also FAULT_NOT_READY and FAULT_LAYOUT, which keep the segment.
+        """
+    @property
+    def sequence(self) -> int: ...  # advances with each publication and each take-over
     def keep(self) -> bool:
         """Try to become keeper (take the keeper lock); True if held now."""
     @property

@@ -238,8 +238,10 @@ void bind_ring(nb::module_& module) {
       .def("close", &Ring::close, "Release pins, owner number and locks, except those of lent memory. Idempotent.")
       .def("leave", &Ring::leave, nb::kw_only(), "give_up_unread"_a, "only_empty"_a)
       .def_prop_ro("lent", &Ring::lent)
-      .def("unlink_if_last", &Ring::unlink_if_last, nb::kw_only(), "readers_may_stay"_a = false)
-      .def_static("unlink_if_dead", &Segment::unlink_if_dead, "name"_a)
+      .def("unlink_if_last", &Ring::unlink_if_last, nb::kw_only(), "readers_may_stay"_a = false,
+           "gives_up_to"_a = kGivesUpAll)
+      .def_static("unlink_if_dead", &Segment::unlink_if_dead, "name"_a, nb::kw_only(), "gives_up_to"_a = kGivesUpAll)
+      .def_prop_ro("sequence", &Ring::sequence)
       .def("keep", &Ring::keep, "Try to become keeper; True if held now.")
       .def_prop_ro("keeper_alive", &Ring::keeper_alive)
 

@@ -18,7 +18,7 @@
 
 namespace transport::fault {
 
-inline constexpr std::array<std::string_view, 52> kPoints{
+inline constexpr std::array<std::string_view, 53> kPoints{
     "create.opened",         // the name exists, without a keeper
     "create.locked",         // kept, no memory
     "create.allocated",      // memory, no header
@@ -57,6 +57,7 @@ inline constexpr std::array<std::string_view, 52> kPoints{
     "failure.counted",       // an entry of the log is begun
     "reclaim.vacated",       // its owner number free, its byte still locked
     "close.released",        // own bits cleared, owner number still taken
+    "unlink.checked",        // nothing is unread that is not given up, the name is still there
     "board.locked",          // about to write ports or addresses
     "board.written",         // written beside, not yet shown
     "serve.asked",           // a message is here, nothing of it is done

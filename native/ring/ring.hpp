@@ -120,16 +120,18 @@ class Ring {
 
   void close();
   // close() that also removes what is no longer needed: the segment goes with the last return, where no other owner is
-  // left, and with only_empty no payload either. give_up_unread: discards what is unread; how many payloads that were.
+  // left, and with only_empty no payload either. What others publish after give_up_unread is not given up. give_up_unread: discards what is unread; how many payloads that were.
   unsigned leave(bool give_up_unread, bool only_empty);
   bool closed() const { return closed_ || segment_.description->fd() < 0; }
-  // readers_may_stay: for a writer that closes, whose readers keep the memory and need no name.
-  bool unlink_if_last(bool readers_may_stay = false);
+  // readers_may_stay: for a writer that closes, whose readers keep the memory and need no name. gives_up_to: as
+  // Segment::may_go.
+  bool unlink_if_last(bool readers_may_stay = false, std::uint64_t gives_up_to = kGivesUpAll);
   bool keep();
   bool keeper_alive() const;
 
   const std::string& name() const { return segment_.name; }
   const Identity& identity() const { return segment_.identity; }
+  std::uint64_t sequence() const;
   bool taken_over() const { return segment_.taken_over; }
   int owner() const { return me_; }
 
@@ -267,7 +269,7 @@ class Ring {
   void clear_slot(std::uint64_t slot, unsigned owner, Cleared& cleared);
   void give_up(std::uint64_t slot);
   void detach();
-  bool remove_name(bool readers_may_stay);
+  bool remove_name(bool readers_may_stay, std::uint64_t gives_up_to);
   template <std::size_t Capacity>
   void write_board(Board<Capacity>& board, std::string_view text);
 

@@ -20,7 +20,10 @@ std::unique_ptr<Ring> Ring::create(const std::string& name, std::uint64_t slot_c
   Segment segment = Segment::create(name, slot_count, slot_capacity, fingerprint);
   std::unique_ptr<Ring> ring(new Ring(std::move(segment), Role::writer));
   ring->keeper_ = true;
-  if (ring->taken_over()) ring->reclaim();
+  if (ring->taken_over()) {
+    ring->header().sequence.fetch_add(1, std::memory_order_relaxed);  // what is unread has a writer again
+    ring->reclaim();
+  }
   return ring;
 }
 
@@ -130,7 +133,7 @@ unsigned Ring::leave(bool give_up_unread, bool only_empty) {
     const SlotInfo seen = info(slot);
     if (seen.state == State::ready || seen.state == State::reading) given_up += discard(slot, seen.generation);
   }
-  removal_ = only_empty ? Removal::if_empty : Removal::always;
+  removal_ = only_empty || give_up_unread ? Removal::if_empty : Removal::always;
   readers_may_stay_ = give_up_unread;
   close();
   return given_up;
@@ -146,13 +149,9 @@ void Ring::give_up(std::uint64_t slot) {
 
 // The last step of close(), or of the last return after it.
 void Ring::detach() {
-  const auto empty = [this] {
-    for (std::uint64_t slot = 0; slot < segment_.identity.slot_count; ++slot)
-      if (Word{control(slot).word.load(std::memory_order_relaxed)}.published()) return false;
-    return true;
-  };
   try {
-    if (removal_ == Removal::always || (removal_ == Removal::if_empty && empty())) remove_name(readers_may_stay_);
+    if (removal_ != Removal::none)
+      remove_name(readers_may_stay_, removal_ == Removal::always ? kGivesUpAll : kGivesUpNone);
   } catch (const RingFault&) {  // no descriptor left to look with: the name stays, as after a kill
   }
   if (me_ >= 0) row().occupied.store(0, std::memory_order_relaxed);

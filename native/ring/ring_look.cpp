@@ -183,15 +183,20 @@ bool Ring::keeper_alive() const {
   return keeper_ || held_elsewhere(fd(), kKeeperByte);
 }
 
-bool Ring::unlink_if_last(bool readers_may_stay) {
+bool Ring::unlink_if_last(bool readers_may_stay, std::uint64_t gives_up_to) {
   require_open();
-  return remove_name(readers_may_stay);
+  return remove_name(readers_may_stay, gives_up_to);
+}
+
+std::uint64_t Ring::sequence() const {
+  require_open();
+  return header().sequence.load(std::memory_order_acquire);
 }
 
 // We hold the keeper's byte and that of every place but those of readers who may stay, so no process can join before
 // the name is gone. The row of a place that is being claimed right now may still name its last owner: the claimer finds
 // the name gone, or has a ring that no other process finds, like the readers that stay.
-bool Ring::remove_name(bool readers_may_stay) {
+bool Ring::remove_name(bool readers_may_stay, std::uint64_t gives_up_to) {
   const std::lock_guard hold(locks_mutex_);
   if (!keeper_ && !try_lock(fd(), kKeeperByte)) return false;
   const auto is_reader = [this](unsigned index) {
@@ -207,7 +212,8 @@ bool Ring::remove_name(bool readers_may_stay) {
     alone = locked[index] || (readers_may_stay && is_reader(index));
   }
   const bool removed =
-      alone && segment_.description->still_named(segment_.name) && shm_unlink(segment_.name.c_str()) == 0;
+      alone && Segment::may_go(*segment_.mapping, segment_.geometry, segment_.identity.slot_count, gives_up_to) &&
+      segment_.description->still_named(segment_.name) && shm_unlink(segment_.name.c_str()) == 0;
   for (unsigned index = 0; index < kMaxOwners; ++index)
     if (locked[index]) unlock(fd(), kOwnerByte + off_t{index});
   if (!keeper_) unlock(fd(), kKeeperByte);

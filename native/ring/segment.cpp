@@ -336,12 +336,29 @@ Segment Segment::attach(const std::string& name, bool writable_payload, std::sha
   return segment;
 }
 
-bool Segment::unlink_if_dead(const std::string& name) {
+bool Segment::may_go(const Mapping& mapping, const Geometry& geometry, std::uint64_t slot_count,
+                     std::uint64_t gives_up_to) {
+  const auto* header = reinterpret_cast<const Header*>(mapping.control());
+  const auto* controls = reinterpret_cast<const SlotControl*>(mapping.control() + geometry.controls_offset);
+  if (header->sequence.load(std::memory_order_relaxed) > gives_up_to)
+    for (std::uint64_t slot = 0; slot < slot_count; ++slot)
+      if (Word{controls[slot].word.load(std::memory_order_relaxed)}.unread()) return false;
+  FAULT_POINT("unlink.checked");
+  return true;
+}
+
+bool Segment::unlink_if_dead(const std::string& name, std::uint64_t gives_up_to) {
   check_name(name);
   const auto description = Description::open(name, O_RDWR);
   checked_stat(*description, name);
   if (!try_lock(description->fd(), kKeeperByte, off_t{1} + kMaxOwners)) return false;
   if (!description->still_named(name)) fail(Fault::not_found, name + " is gone");
+  if (gives_up_to != kGivesUpAll) {  // else what is no ring can be removed as well
+    Geometry geometry{};
+    const Identity identity = read_identity(*description, name, geometry);
+    const Mapping mapping(*description, name, geometry, false);
+    if (!may_go(mapping, geometry, identity.slot_count, gives_up_to)) return false;
+  }
   if (shm_unlink(name.c_str()) != 0) fail_errno(errno, "shm_unlink", name);
   return true;
 }

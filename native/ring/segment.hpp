@@ -39,6 +39,9 @@ inline constexpr std::size_t kHeaderBytes = 4096;
 inline constexpr std::uint64_t kMaxSlots = std::uint64_t{1} << 24;
 inline constexpr std::int64_t kNoVersion = INT64_MIN;  // of a policy: published without one, or any will do
 inline constexpr unsigned kObserverRow = kMaxOwners;
+// Of a removal: how far the ring's sequence may have come for its unread payloads to be given up with the name.
+inline constexpr std::uint64_t kGivesUpAll = ~std::uint64_t{0};
+inline constexpr std::uint64_t kGivesUpNone = 0;
 inline constexpr char kNamePrefix[] = "/transport-";
 
 using Bytes16 = std::array<std::uint8_t, 16>;
@@ -56,7 +59,7 @@ struct Header {
   Identity identity;
   alignas(64) EventWord freed;      // advanced whenever a slot becomes FREE
   alignas(64) EventWord published;  // advanced whenever one becomes READY from WRITING, or can be claimed again
-  alignas(64) std::atomic<std::uint64_t> sequence;
+  alignas(64) std::atomic<std::uint64_t> sequence;  // advanced by each publication and each take-over
   alignas(64) std::atomic<std::uint64_t> returned;  // how often a claim ended with its delivery still to be done
   std::atomic<std::uint64_t> failures;              // entries ever begun in the log
   alignas(64) Board<4 * kMaxPorts> ports;
@@ -171,8 +174,12 @@ struct Segment {
                         const Bytes16& fingerprint);
   // `same` may carry a mapping of the same segment, which is then shared instead of mapped again.
   static Segment attach(const std::string& name, bool writable_payload, std::shared_ptr<Mapping> same = nullptr);
-  // False if its keeper or an owner is alive.
-  static bool unlink_if_dead(const std::string& name);
+  // False if its keeper or an owner is alive, or payloads are unread that are not given up (`may_go`).
+  static bool unlink_if_dead(const std::string& name, std::uint64_t gives_up_to = kGivesUpAll);
+  // Whether the name may go: nothing is unread, or nobody has published or taken the ring over since its sequence was
+  // `gives_up_to`. The caller holds the locks of keeper and owners, so that this stays so until the name is gone.
+  static bool may_go(const Mapping& mapping, const Geometry& geometry, std::uint64_t slot_count,
+                     std::uint64_t gives_up_to);
   static std::vector<std::string> list();
 };
 

@@ -73,6 +73,7 @@ struct Word {
   constexpr std::uint16_t pins() const { return static_cast<std::uint16_t>(bits); }
 
   constexpr bool published() const { return state() == State::ready || state() == State::reading; }
+  constexpr bool unread() const { return published() && done() != kAll; }  // by a rank that it was written for
   // Length, checksum and the other fields beside the word belong to this generation.
   constexpr bool was_published() const { return published() || (state() == State::free && done() == kAll); }
   constexpr bool pinned_by(unsigned owner) const { return (pins() >> owner & 1) != 0; }

@@ -138,4 +138,27 @@ TEST(whoever_attaches_while_the_name_is_removed_is_told_so) {
       [&] { CHECK(ring->unlink_if_last()); });
 }
 
+TEST(no_writer_comes_between_the_look_for_unread_payloads_and_the_removal_of_the_name) {
+  for (const bool last : {true, false}) {
+    const NameGuard guard{ring_name("look")};
+    CHECK(killed([&] {
+      auto dead = Ring::create(guard.name, kSlots, kCapacity, Bytes16{});
+      ::raise(SIGKILL);
+    }));
+    stopped_at(
+        "unlink.checked",
+        [&] {
+          if (last)
+            CHECK(Ring::attach(guard.name, Role::observer, false)->unlink_if_last(false, kGivesUpNone));
+          else
+            CHECK(Segment::unlink_if_dead(guard.name, kGivesUpNone));
+        },
+        [&] {
+          CHECK(refused(Fault::exists, [&] { Ring::create(guard.name, kSlots, kCapacity, Bytes16{}); }));
+          CHECK(refused(Fault::no_owner, [&] { Ring::attach(guard.name, Role::writer, true); }));
+        });
+    CHECK(refused(Fault::not_found, [&] { Ring::attach(guard.name, Role::reader, false); }));
+  }
+}
+
 int main(int argc, char** argv) { return run_all(argc, argv); }

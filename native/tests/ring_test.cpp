@@ -238,6 +238,35 @@ TEST(a_name_is_removed_only_by_the_last) {
   reader->heartbeat();
 }
 
+TEST(a_name_goes_with_unread_payloads_only_as_far_as_they_are_given_up) {
+  Fixture f("gives-up");
+  const auto publish = [](Ring& ring) {
+    const auto lease = ring.try_take();
+    CHECK(lease && ring.publish(lease->slot, lease->generation, Publication{.length = 1}));
+    return *lease;
+  };
+  const Lease unread = publish(*f.ring);
+  const std::uint64_t seen = f.ring->sequence();
+  CHECK(!f.ring->unlink_if_last(false, kGivesUpNone));
+  f.ring->close();
+  CHECK(!Segment::unlink_if_dead(f.guard.name, kGivesUpNone));
+  CHECK(!Segment::unlink_if_dead(f.guard.name, seen - 1));
+
+  auto successor = Ring::create(f.guard.name, f.ring->identity().slot_count, f.ring->identity().slot_capacity,
+                                f.ring->identity().fingerprint);
+  CHECK(successor->taken_over() && successor->sequence() > seen);
+  CHECK(!successor->unlink_if_last(false, seen));  // given up by who saw the first writer dead, and nobody else
+  CHECK(successor->discard(unread.slot, unread.generation));
+  const Lease later = publish(*successor);
+  successor->close();
+  CHECK(!Segment::unlink_if_dead(f.guard.name, seen + 1));
+  auto reader = Ring::attach(f.guard.name, Role::reader, false);
+  CHECK(reader->pin(later.slot, later.generation, 0) == PinAnswer::ok);
+  CHECK(!reader->unlink_if_last(false, kGivesUpNone));
+  CHECK(reader->consume(later.slot, later.generation, 0));
+  CHECK(reader->unlink_if_last(false, kGivesUpNone));  // a pin alone is no unread payload
+}
+
 TEST(a_writer_that_closes_removes_the_name_beside_readers_and_beside_nobody_else) {
   Fixture f("unlink-beside");
   auto reader = f.ring->attach_again(Role::reader);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -183,6 +185,24 @@ def test_reclaim_removes_a_dead_writers_segment(dead_segment: str, capsys: pytes
     assert (segment["free"], segment["ready"]) == (1, 1)
     assert (report["removed"], report["bytes_freed"]) == (1, segment["bytes"])
     assert dead_segment not in _ring.segments()
+
+
+def test_reclaim_leaves_a_ring_that_was_taken_over_since_it_looked(
+    dead_segment: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reclaim = importlib.import_module("transport.cli.reclaim")
+    look = reclaim._look
+
+    def look_and_be_stopped(name: str) -> Any:
+        seen = look(name)
+        _ring.Ring.create(name, 2, 64, bytes(16)).close()  # a successor, which is killed as well
+        return seen
+
+    monkeypatch.setattr(reclaim, "_look", look_and_be_stopped)
+    assert run(["reclaim", dead_segment, "--json", "-"]) == 0
+    (segment,) = json.loads(capsys.readouterr().out)["segments"]
+    assert (segment["dead"], segment["removed"]) == (True, False)
+    assert dead_segment in _ring.segments()
 
 
 def test_a_dry_run_removes_nothing(dead_segment: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from helpers import eventually
 from interrupts import Way, instants, interrupted
 
 from transport import SharedRingBuffer, UCXXServer, _ring
+from transport.runtime import interruption
 
 SEED = os.environ.get("INTERRUPT_SEED", "0")
 RUNS = int(os.environ.get("INTERRUPT_RUNS", "1"))
@@ -180,3 +181,43 @@ def test_an_interrupt_while_a_server_starts_leaves_no_process() -> None:
             assert children() == []
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+BLOCKS_AN_IMPORT = """
+import importlib.abc, sys
+
+class Blocking(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        while name == "transport.cli":
+            try:
+                print("importing", flush=True)
+                sys.stdin.readline()
+            except KeyboardInterrupt:  # as a library may do
+                if {passed_on}:
+                    raise
+
+sys.meta_path.insert(0, Blocking())
+"""
+
+
+@pytest.mark.parametrize("passed_on", [False, True], ids=["swallowed", "passed on"])
+def test_an_interrupt_ends_a_command_that_is_still_being_imported(passed_on: bool, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKS_AN_IMPORT.format(passed_on=passed_on))
+    with subprocess.Popen(
+        [sys.executable, "-m", "transport", "reclaim", "--dry-run"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))},
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "importing\n"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_S) == interruption.STATUS
+            assert process.stdout.read() == ("" if passed_on else "importing\n")
+            assert process.stderr.read() == ("" if passed_on else "interrupted\n")
+        finally:
+            process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -65,6 +66,23 @@ def test_other_processes_write_and_read(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) == 0
         assert said["segment"] not in _ring.segments()
+
+
+@pytest.mark.ucx
+def test_a_restart_that_fails_keeps_the_unread_payloads_of_the_ring_that_it_took_over(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    killed = SharedRingBuffer.create(slots=4, slot_bytes=100, name=f"/transport-serve-{os.getpid()}")
+    ticket = killed.write_raw(b"unread")
+    killed.native.close()  # as if it had been killed
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        port = str(holder.getsockname()[1])
+        assert run(["serve", "--name", killed.name, "--slots", "4", "--slot-bytes", "100", "--ports", port]) == 2
+    assert port in capfd.readouterr().err
+    with SharedRingBuffer.create(slots=4, slot_bytes=100, name=killed.name) as successor:
+        assert successor.tickets() == [ticket]
 
 
 @pytest.mark.ucx

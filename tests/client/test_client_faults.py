@@ -39,8 +39,35 @@ from transport.errors import (
 )
 from transport.settings import DEFAULTS
 from transport.wire.frames import SlotFate
+from transport.wire.ucx import Endpoint, Worker
 
 pytestmark = pytest.mark.ucx
+
+
+@over_ucx
+@asynchronous
+async def test_a_connection_that_is_lost_right_after_its_handshake_is_made_again(
+    wire: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, ask = Worker.connect, Endpoint.wire
+    made: list[Endpoint] = []
+
+    async def connected(worker: Worker, host: str, port: int) -> Endpoint:
+        made.append(await connect(worker, host, port))
+        return made[-1]
+
+    def lost_before(endpoint: Endpoint) -> Any:
+        if endpoint is made[0]:  # the client's first one
+            endpoint.abort()  # as where the listener is killed
+        return ask(endpoint)
+
+    with serving() as (ring, _):
+        ticket = ring.write_raw(noise(100))
+        async with UCXXClient(wire={wire}) as client:
+            monkeypatch.setattr(Worker, "connect", connected)
+            monkeypatch.setattr(Endpoint, "wire", lost_before)
+            assert np.array_equal((await client.read(ticket))["data"], noise(100))
+    assert len(made) == 2
 
 
 # --- time runs out -----------------------------------------------------------------------------------

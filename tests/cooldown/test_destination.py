@@ -214,6 +214,50 @@ def test_an_upload_to_s3_that_is_called_off_leaves_nothing_at_all(tmp_path: Path
         assert destination.names("") == []
 
 
+class UnreachableUpload:
+    """A multipart upload of fsspec's whose service does not answer, and huggingface_hub's file beside it."""
+
+    closed = False
+
+    def __init__(self, error: BaseException, temporary: Path) -> None:
+        self._error = error
+        self.temp_file = temporary.open("wb")
+
+    def discard(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "warned"),
+    [
+        (ConnectionError("no route, very-secret-token"), True),
+        (AttributeError("this version cannot"), True),
+        (FileNotFoundError("NoSuchUpload"), False),
+    ],
+    ids=repr,
+)
+def test_parts_that_cannot_be_removed_are_named_in_the_log(
+    error: Exception, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STORE_TOKEN", "very-secret-token")
+    place = object.__new__(bucket.Bucket)
+    place.url = "s3://checkpoints/x"
+    temporary = tmp_path / "temporary"
+    bucket._ObjectWriter(place, "step/model", UnreachableUpload(error, temporary)).discard()
+    assert not temporary.exists()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    assert ("step/model" in caplog.text, "very-secret" in caplog.text) == (warned, False)
+
+
+def test_an_interrupt_while_parts_are_removed_is_passed_on(tmp_path: Path) -> None:
+    place = object.__new__(bucket.Bucket)
+    place.url = "s3://checkpoints/x"
+    temporary = tmp_path / "temporary"
+    with pytest.raises(KeyboardInterrupt):
+        bucket._ObjectWriter(place, "model", UnreachableUpload(KeyboardInterrupt(), temporary)).discard()
+    assert not temporary.exists()
+
+
 # --- refusals -------------------------------------------------------------------------------------------
 @needs_s3
 @pytest.mark.usefixtures("s3_server")

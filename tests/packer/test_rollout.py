@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -162,8 +162,8 @@ WRITER = """
 """
 
 
-def test_a_restarted_worker_takes_its_ring_over_and_publishes_what_nobody_knows(queue: SQLiteQueue) -> None:
-    name = f"test-rollout-{id(queue):x}"
+def ring_of_a_killed_writer(name: str) -> str:
+    """The ring's id; it has two unread payloads, of four slots."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(WRITER), name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -174,6 +174,13 @@ def test_a_restarted_worker_takes_its_ring_over_and_publishes_what_nobody_knows(
     process.wait()
     process.stdin.close()
     process.stdout.close()
+    with SharedRingBuffer.attach(f"/transport-{name}", role="observer") as ring:
+        return ring.ring_id
+
+
+def test_a_restarted_worker_takes_its_ring_over_and_publishes_what_nobody_knows(queue: SQLiteQueue) -> None:
+    name = f"test-rollout-{id(queue):x}"
+    ring_of_a_killed_writer(name)
     worker = Worker()
     ring = worker.setup_ucxx(SCHEMA, slots=4, name=name, queue=queue, mode="thread")
     claims = queue.claim(4, 20, consumer="test")
@@ -182,6 +189,53 @@ def test_a_restarted_worker_takes_its_ring_over_and_publishes_what_nobody_knows(
     assert ring.get_ready_count() == 2
     third = worker.write_to_buffer(VALUES)
     assert third.ring == Ticket.decode(claims[0].data).ring
+    worker.cleanup_ucxx()
+
+
+class UnavailableQueue(SQLiteQueue):
+    """A queue that fails at the first question what it knows."""
+
+    failure: BaseException | None = None
+
+    def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return super().known(ticket_ids)
+
+
+@pytest.mark.parametrize("failure", [QueueError("disk full"), KeyboardInterrupt()], ids=repr)
+def test_a_ring_taken_over_keeps_its_payloads_where_the_queue_cannot_be_asked(
+    failure: BaseException, tmp_path: Path
+) -> None:
+    name = f"test-rollout-{id(failure):x}"
+    ring_id = ring_of_a_killed_writer(name)
+    worker = Worker()
+    with UnavailableQueue(tmp_path / "tickets.sqlite3") as queue:
+        queue.failure = failure
+        with pytest.raises(type(failure)):
+            worker.setup_ucxx(SCHEMA, slots=4, name=name, queue=queue, mode="thread")
+        with pytest.raises(ClosedError):
+            _ = worker.ring
+        assert worker.setup_ucxx(SCHEMA, slots=4, name=name, queue=queue, mode="thread").ring_id == ring_id
+        assert queue.depth().ready == 2
+        worker.cleanup_ucxx()
+
+
+def test_a_ring_taken_over_keeps_its_payloads_where_the_server_cannot_start(queue: SQLiteQueue) -> None:
+    name = f"test-rollout-{id(queue):x}"
+    ring_id = ring_of_a_killed_writer(name)
+    worker = Worker()
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=2) as other,
+        UCXXServer(other, mode="thread") as server,
+        pytest.raises(BusyPortError),
+    ):
+        worker.setup_ucxx(
+            SCHEMA, slots=4, name=name, queue=queue, mode="thread", server=ServerOptions(ports=server.ports)
+        )
+    assert worker.setup_ucxx(SCHEMA, slots=4, name=name, queue=queue, mode="thread").ring_id == ring_id
+    assert queue.depth().ready == 2
     worker.cleanup_ucxx()
 
 

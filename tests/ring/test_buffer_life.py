@@ -386,3 +386,45 @@ def test_a_reader_that_was_stopped_while_it_left_removes_no_ring_that_was_filled
     with SharedRingBuffer.attach(name, role="reader") as again:
         assert len(again.tickets()) == 1
     assert attachment.remove_if_dead(name)
+
+
+def test_a_writer_that_was_stopped_while_it_closed_removes_no_ring_that_its_successor_filled(name: str) -> None:
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+    writer.write_raw(b"given up")
+    listener = SharedRingBuffer.attach(name, role="listener")
+    left = writer.native
+
+    class Stopped:
+        """The writer: while it closes, its listener ends, and a successor writes a payload and ends as if killed."""
+
+        def __getattr__(self, what: str) -> Any:
+            return getattr(left, what)
+
+        def leave(self, **options: bool) -> int:
+            given_up = left.leave(**options)
+            successor = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+            successor.write_raw(b"payload")
+            successor.native.close()
+            listener.native.close()
+            return given_up
+
+    attachment.leave(Stopped(), only_empty=False, give_up_unread=True)  # type: ignore[arg-type]
+    with SharedRingBuffer.create(slots=2, slot_bytes=100, name=name) as again:
+        assert len(again.tickets()) == 1
+
+
+def test_the_last_loan_of_a_closed_writer_removes_no_ring_that_its_successor_filled(name: str) -> None:
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+    lease = writer.read_raw(writer.write_raw(b"lent"))
+    listener = SharedRingBuffer.attach(name, role="listener")
+    writer.close()  # the name stays for the listener, the place for the lease
+    successor = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+    ticket = successor.write_raw(b"payload")
+    successor.native.close()  # as if it had been killed
+    listener.native.close()
+    with pytest.raises(ClosedError):
+        lease.consume()
+    del lease
+    gc.collect()
+    with SharedRingBuffer.create(slots=2, slot_bytes=100, name=name) as again:
+        assert again.tickets() == [ticket]

@@ -18,6 +18,8 @@ from supervised import LOCAL, QUICK, bound, read_all, write
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.errors import RingNotFoundError
+from transport.server import process
+from transport.server.lifetime import Lifetime
 from transport.server.process import ListenerConfig
 from transport.server.supervisor import Supervisor, SupervisorConfig
 from transport.settings import Settings
@@ -184,6 +186,51 @@ def test_a_successor_killed_while_the_old_supervisor_ends_takes_no_payload_with_
 
     run(reading())
     eventually(lambda: writer.gone(name))
+
+
+@asynchronous
+async def test_a_listener_that_ends_removes_no_ring_that_another_writer_took_over_meanwhile(name: str) -> None:
+    first = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+    ticket = first.write_raw(b"unread")
+    with SharedRingBuffer.attach(name, role="listener") as ring:
+        first.native.close()  # as if it had been killed
+        settings = msgspec.structs.replace(QUICK, linger_s=0.0)
+        stop, lifetime = asyncio.Event(), Lifetime(settings.linger_s)
+        await process._stop_when_orphaned(ring, lifetime, settings, stop)
+        assert stop.is_set()  # the listener drains, which takes up to seconds
+        SharedRingBuffer.create(slots=2, slot_bytes=100, name=name).native.close()  # a successor that is killed as well
+        assert not ring.native.unlink_if_last(gives_up_to=lifetime.gives_up_to)
+        with SharedRingBuffer.create(slots=2, slot_bytes=100, name=name) as second:
+            assert second.tickets() == [ticket]
+
+
+def test_a_supervisor_that_was_stopped_at_its_end_removes_no_ring_that_another_writer_has_filled(name: str) -> None:
+    first = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+    first.write_raw(b"given up")
+    with SharedRingBuffer.attach(name, role="observer") as ring:
+        listener = ListenerConfig(segment=name, port=0, settings=QUICK, secret=None, wires=None)
+        supervisor = Supervisor(ring, SupervisorConfig(ports=(0,), listener=listener))
+        first.native.close()  # as if it had been killed
+        supervisor.request_stop()
+        second = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+        tickets = [*second.tickets(), second.write_raw(b"unread")]
+        second.native.close()
+        assert not supervisor.remove_segment()
+        with SharedRingBuffer.create(slots=2, slot_bytes=100, name=name) as third:
+            assert third.tickets() == tickets
+
+
+def test_a_supervisor_told_to_stop_leaves_the_payloads_of_a_writer_that_was_alive_then(name: str) -> None:
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+    ticket = writer.write_raw(b"unread")
+    with SharedRingBuffer.attach(name, role="observer") as ring:
+        listener = ListenerConfig(segment=name, port=0, settings=QUICK, secret=None, wires=None)
+        supervisor = Supervisor(ring, SupervisorConfig(ports=(0,), listener=listener))
+        supervisor.request_stop()
+        writer.native.close()  # killed while it stops its server
+        assert not supervisor.remove_segment()
+        with SharedRingBuffer.create(slots=2, slot_bytes=100, name=name) as successor:
+            assert successor.tickets() == [ticket]
 
 
 def test_a_restarted_writer_takes_its_ring_over_and_old_and_new_payloads_are_served(name: str) -> None:

@@ -71,18 +71,19 @@ def reclaim(
     from transport.observe import overview
 
     chosen = overview.named(names) if names else _ring.segments()
-    segments = [segment for name in chosen if (segment := _look(name)) is not None]
-    for segment in segments:
+    found = [seen for name in chosen if (seen := _look(name)) is not None]
+    for segment, sequence in found:
         if segment.dead and not dry_run:
-            _remove(segment)
+            _remove(segment, sequence)
+    segments = [segment for segment, _ in found]
     removed = [segment for segment in segments if segment.removed]
     report = Report(segments=segments, removed=len(removed), bytes_freed=sum(segment.bytes for segment in removed))
     total = f"{report.removed} of {count(len(segments), 'segment')} removed, {shown(report.bytes_freed)} freed"
     emit(report, "\n".join([*map(str, segments), total]), json_target)
 
 
-def _look(name: str) -> Segment | None:
-    """What is known of a segment; None when it has gone meanwhile."""
+def _look(name: str) -> tuple[Segment, int] | None:
+    """What is known of a segment, and its ring's sequence; None when it has gone meanwhile."""
     from transport.errors import RingError, RingNotFoundError
     from transport.ring.buffer import SharedRingBuffer
 
@@ -92,9 +93,10 @@ def _look(name: str) -> Segment | None:
     except (FileNotFoundError, RingNotFoundError):
         return None
     except RingError as error:
-        return Segment(name=name, bytes=size, unreadable=str(error).removeprefix(f"{name}: "))
+        return Segment(name=name, bytes=size, unreadable=str(error).removeprefix(f"{name}: ")), 0
     try:
-        return _described(ring, size)
+        sequence = ring.native.sequence  # first: what the counts do not show is not given up
+        return _described(ring, size), sequence
     finally:
         ring.native.close()  # not ring.close(), which removes a segment without other attachments
 
@@ -119,10 +121,11 @@ def _described(ring: SharedRingBuffer, size: int) -> Segment:
     )
 
 
-def _remove(segment: Segment) -> None:
+def _remove(segment: Segment, sequence: int) -> None:
     from transport import _ring
 
     try:
-        segment.removed = _ring.Ring.unlink_if_dead(segment.name)  # checks again: a process may have attached
+        # checks again: a process may have attached, or a writer may have come and gone
+        segment.removed = _ring.Ring.unlink_if_dead(segment.name, gives_up_to=sequence)
     except _ring.RingFault as fault:
         segment.unreadable = str(fault.args[1])

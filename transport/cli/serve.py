@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from transport.cli.output import JsonTarget
 from transport.errors import UsageError
+
+if TYPE_CHECKING:
+    from transport.ring.buffer import SharedRingBuffer
+    from transport.runtime.signals import Stopped
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +102,7 @@ def serve(
         until_stopped(drain, starting=True) as stopped,
         SharedRingBuffer.create(layout, slots=slots, slot_bytes=largest, name=name) as ring,
         owning_segment(ring.name),
+        _unread_kept_by_a_failed_start(ring, stopped),
     ):
         server = UCXXServer(
             ring,
@@ -135,6 +142,17 @@ def serve(
             server.close(drain)
             if exporter is not None:
                 exporter.close()
+
+
+@contextlib.contextmanager
+def _unread_kept_by_a_failed_start(ring: SharedRingBuffer, stopped: Stopped) -> Iterator[None]:
+    """A start that fails leaves the payloads of a ring that it took over, as it found them."""
+    try:
+        yield
+    except Exception:  # not for Ctrl-C, which ends the ring as well
+        if stopped.starting:
+            ring.close(keep_unread=ring.native.taken_over)
+        raise
 
 
 def _say(serving: Serving, json_target: str | None) -> None:

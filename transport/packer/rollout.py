@@ -96,6 +96,9 @@ class UCXXRolloutMixin:
 
         Raises:
             ConfigurationError: the operator's configuration is wrong.
+            QueueError: a ring was taken over, and the queue cannot be asked what it knows of its payloads.
+
+        Where it raises, nothing is set up, and a ring that it had taken over keeps its unread payloads: call it again.
         """
         check_options(ring=(ring, RingOptions), server=(server, ServerOptions))
         check_shared(queue, server.directory, settings, server.secret)
@@ -107,17 +110,17 @@ class UCXXRolloutMixin:
         made = SharedRingBuffer.create(
             schema, slots=slots, slot_bytes=ring.slot_bytes, name=name, overflow=ring.overflow
         )
-        after_writer = None
-        if mode == "process" and queue is not None and (address := queue.address) is not None:
-            task = Republishing(
-                segment=made.name,
-                queue=address,
-                grouped=grouped,
-                log_level=operator.log_level,
-                log_format=operator.log_format,
-            )
-            after_writer = AfterWriter(module=MODULE, message=msgspec.json.encode(task))
         try:
+            after_writer = None
+            if mode == "process" and queue is not None and (address := queue.address) is not None:
+                task = Republishing(
+                    segment=made.name,
+                    queue=address,
+                    grouped=grouped,
+                    log_level=operator.log_level,
+                    log_format=operator.log_format,
+                )
+                after_writer = AfterWriter(module=MODULE, message=msgspec.json.encode(task))
             self._ucxx_server = UCXXServer(
                 made,
                 server.ports,
@@ -138,16 +141,19 @@ class UCXXRolloutMixin:
             if queue is not None:
                 how: PublishMode = publish or ("immediate" if after_writer is None else "background")
                 self._ucxx_publisher = Publisher(queue, how, made.slot_count, Finished(made, queue).look)
+            if self._ucxx_exporter is not None:
+                self._ucxx_exporter.add_ring(made)
+            self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = made, queue, readers
+            self._ucxx_grouped = grouped
+            if made.native.taken_over and queue is not None:
+                self.reconcile()
         except BaseException:
-            self.cleanup_ucxx()
-            made.close()
+            self._ucxx_ring = None  # cleanup_ucxx would give up what the killed worker left unread
+            try:
+                self.cleanup_ucxx()
+            finally:
+                made.close(keep_unread=made.native.taken_over)
             raise
-        if self._ucxx_exporter is not None:
-            self._ucxx_exporter.add_ring(made)
-        self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = made, queue, readers
-        self._ucxx_grouped = grouped
-        if made.native.taken_over and queue is not None:
-            self.reconcile()
         return made
 
     @property

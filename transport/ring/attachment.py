@@ -29,6 +29,8 @@ _ROLES: Final[dict[Role, int]] = {
     "observer": _ring.ROLE_OBSERVER,
 }
 _BEGINNING: Final = "/transport-"
+_GIVES_UP_NONE: Final = 0
+_GIVES_UP_ALL: Final = (1 << 64) - 1
 
 
 class Attachment:
@@ -46,7 +48,7 @@ class Attachment:
         self.ring_id = native.ring_id.hex()
         self.slot_count = native.slot_count
         self.slot_capacity = native.slot_capacity
-        self._made_here = False
+        self._made_here = False  # by create, whether new or taken over: closing gives up what is unread
         self._closing = threading.RLock()
         self._forgotten: weakref.finalize[..., Attachment] | None = None
 
@@ -156,13 +158,15 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
     segment checks again after its own number is free: the last one finds no other.
     """
     _, _, ready, reading = native.state_counts()
-    removes = not only_empty or ready + reading == 0
-    removed = removes and native.unlink_if_last(readers_may_stay=give_up_unread)
+    removes = not only_empty or ready + reading == 0  # a first look; the removal looks again, when nobody can join
+    removed = removes and native.unlink_if_last(
+        readers_may_stay=give_up_unread, gives_up_to=_GIVES_UP_NONE if only_empty else _GIVES_UP_ALL
+    )
     given_up = native.leave(give_up_unread=give_up_unread, only_empty=only_empty)
     if given_up:
         log.info("ring %s was closed with %d payloads unread", native.ring_id.hex()[:8], given_up)
-    if removes and not removed:
-        remove_if_dead(native.name, only_empty=only_empty)
+    if removes and not removed:  # what was to be given up is; what is there now is a successor's
+        remove_if_dead(native.name, only_empty=only_empty or give_up_unread)
 
 
 def shares_memory(name: str) -> bool:
@@ -181,17 +185,11 @@ def shares_memory(name: str) -> bool:
 def remove_if_dead(name: str, *, only_empty: bool = False) -> bool:
     """Remove a segment without living owners, unread payloads included. False: it has some, or is already gone.
 
-    ``only_empty``: keep a segment with unread payloads. The check is repeated here, because the caller may have been
-    stopped since its own: a writer may have filled the ring meanwhile, and may have been killed since.
+    ``only_empty``: keep a segment with unread payloads. It is checked while nobody can join, so no writer can fill the
+    ring between the check and the removal.
     """
     try:
-        if only_empty:
-            seen = _ring.Ring.attach(name, _ring.ROLE_OBSERVER)
-            _, _, ready, reading = seen.state_counts()
-            seen.close()
-            if ready + reading:
-                return False
-        return _ring.Ring.unlink_if_dead(name)
+        return _ring.Ring.unlink_if_dead(name, gives_up_to=_GIVES_UP_NONE if only_empty else _GIVES_UP_ALL)
     except _ring.RingFault:  # gone, or another user's
         return False
 

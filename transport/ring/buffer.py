@@ -183,8 +183,12 @@ class SharedRingBuffer(Attachment):
         ring._forget_with(ring._pages.release, only_empty=True)
         return ring
 
-    def close(self) -> None:
+    def close(self, *, keep_unread: bool = False) -> None:
         """Give up every hold and detach. Idempotent.
+
+        Args:
+            keep_unread: leave unread payloads to the next writer of this ring's ``name``, as a killed writer does; for
+                one that took a ring over and then cannot work.
 
         When the writer closes, it discards unread payloads, because no process serves them. It removes the segment
         unless listeners or other writers are attached. Others leave unread payloads, because a successor may take over
@@ -193,6 +197,8 @@ class SharedRingBuffer(Attachment):
         It does not wait. A slot that a write, a lease or a view of another thread still uses stays theirs until they
         end, with ClosedError where there is something to publish or to consume, and so does the owner place.
         """
+        if keep_unread:
+            self._made_here = False
         super().close()
 
     def _leave(self) -> None:

@@ -19,17 +19,33 @@ class Phase(enum.Enum):
 
 
 class Lifetime:
-    """Decides how long to serve a ring after its writer ended: until all payloads are read, at most ``linger_s``."""
+    """Decides how long to serve a ring after its writer ended: until all payloads are read, at most ``linger_s``.
+
+    Attributes:
+        gives_up_to: the ring's sequence up to which unread payloads may be removed with the ring; 0 before STOP. A
+            writer that takes the ring over advances the sequence, whether it is seen alive or not.
+    """
 
     def __init__(self, linger_s: float) -> None:
         self._linger_s = linger_s
         self._gone_since: float | None = None
+        self._sequence = 0
         self.phase = Phase.SERVING
 
-    def tick(self, now: float, *, writer_alive: bool, unread: int) -> Phase:
-        """The phase at ``now`` (monotonic seconds). STOP is final."""
+    @property
+    def gives_up_to(self) -> int:
+        return self._sequence if self.phase is Phase.STOP else 0
+
+    def tick(self, now: float, *, writer_alive: bool, unread: int, sequence: int) -> Phase:
+        """The phase at ``now`` (monotonic seconds). STOP is final.
+
+        ``sequence`` is read before the others: what it does not count may have come after them.
+        """
         if self.phase is Phase.STOP:
             return self.phase
+        if sequence != self._sequence:  # a writer was there since the last look, and may be gone again
+            self._sequence = sequence
+            self._gone_since = None
         if writer_alive:
             self._gone_since = None
             self.phase = Phase.SERVING

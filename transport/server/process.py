@@ -102,13 +102,13 @@ def keep_stdout_for_the_answer() -> None:
     os.dup2(2, 1)
 
 
-async def _stop_when_orphaned(ring: Attachment, settings: Settings, stop: asyncio.Event) -> None:
+async def _stop_when_orphaned(ring: Attachment, lifetime: Lifetime, settings: Settings, stop: asyncio.Event) -> None:
     """Stop the listener when writer and supervisor have ended: no other process would end it or remove the segment."""
-    lifetime = Lifetime(settings.linger_s)
     while True:
+        sequence = ring.native.sequence
         alive = ring.native.keeper_alive or supervised(ring.name)
         _, _, ready, reading = ring.native.state_counts()
-        if lifetime.tick(time.monotonic(), writer_alive=alive, unread=ready + reading) is Phase.STOP:
+        if lifetime.tick(time.monotonic(), writer_alive=alive, unread=ready + reading, sequence=sequence) is Phase.STOP:
             stop.set()
             return
         await asyncio.sleep(settings.heartbeat_s)
@@ -146,14 +146,15 @@ async def _serve(config: ListenerConfig) -> int:
             answer(ListenerReport(error=type(error).__name__, message=str(error)))
             return 1
         ring.native.set_own_port(port)
-        orphaned = loop.create_task(_stop_when_orphaned(ring, config.settings, stop))
+        lifetime = Lifetime(config.settings.linger_s)
+        orphaned = loop.create_task(_stop_when_orphaned(ring, lifetime, config.settings, stop))
         try:
             _left_open.append(listener)
             await serve_until(listener, stop, DRAIN_S, lambda port: answer(ListenerReport(port=port)), exiting=True)
         finally:
             orphaned.cancel()  # no effect if it has finished
         if orphaned.done() and not orphaned.cancelled() and not supervised(ring.name):
-            ring.native.unlink_if_last()  # linger_s is over: unread payloads are given up
+            ring.native.unlink_if_last(gives_up_to=lifetime.gives_up_to)  # what is unread then, if linger_s is over
     return 0
 
 

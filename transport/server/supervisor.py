@@ -120,6 +120,7 @@ class Supervisor:
         self._config = config
         self._wake = asyncio.Event()
         self._signalled = False  # to stop
+        self._gives_up_to = 0  # of the ring's sequence: unread payloads that end with the segment
         self._stop = False
         self._after_writer = AfterWriterProcess(config.after_writer)
         self._lifetime = Lifetime(config.listener.settings.linger_s)
@@ -150,6 +151,8 @@ class Supervisor:
     def request_stop(self) -> None:
         """Stop at the next iteration (signal handler)."""
         self._signalled = self._stop = True
+        if not self._ring.native.keeper_alive:  # else the writer decides what becomes of unread payloads
+            self._gives_up_to = self._ring.native.sequence
         self._wake.set()
 
     # --- the listeners ------------------------------------------------------------------------------
@@ -295,10 +298,14 @@ class Supervisor:
         while True:
             await self._serve()
             writer_was_there = await self._stop_listeners()
-            if self._signalled or self._ring.native.keeper_alive or not writer_was_there:
+            self._gives_up_to = max(self._gives_up_to, self._lifetime.gives_up_to)
+            if self._signalled or self._ring.native.keeper_alive:
+                break
+            if not writer_was_there and self._ring.native.sequence <= self._gives_up_to:
                 break
             log.warning("the writer that took over the ring has ended; continuing to serve")
             self._stop = False
+            self._gives_up_to = 0
             self._lifetime = Lifetime(self._config.listener.settings.linger_s)
 
     async def _serve(self) -> None:
@@ -306,10 +313,12 @@ class Supervisor:
             self.fill()
             if not all(served.process for served in self.served_ports):
                 self._ring.reclaim()  # no task watches adopted listeners
+            sequence = self._ring.native.sequence
             _, _, ready, reading = self._ring.native.state_counts()
-            writer_alive = self._ring.native.keeper_alive
-            self._after_writer.look(writer_alive=writer_alive)
-            if self._lifetime.tick(time.monotonic(), writer_alive=writer_alive, unread=ready + reading) is Phase.STOP:
+            alive = self._ring.native.keeper_alive
+            self._after_writer.look(writer_alive=alive)
+            now = time.monotonic()
+            if self._lifetime.tick(now, writer_alive=alive, unread=ready + reading, sequence=sequence) is Phase.STOP:
                 log.info("the writer ended, and all payloads are consumed or linger_s is over; stopping")
                 break
             if self._succeeded():
@@ -342,6 +351,10 @@ class Supervisor:
             writer_was_there = writer_was_there or self._ring.native.keeper_alive
         self._ring.reclaim()
         return writer_was_there
+
+    def remove_segment(self) -> bool:
+        """Remove the ring's name, if nobody else is left. Unread payloads only when they are given up."""
+        return self._ring.native.unlink_if_last(gives_up_to=self._gives_up_to)
 
     def _listener_pids(self) -> set[int]:
         own = {served.process.pid for served in self.served_ports if served.process is not None}
@@ -382,7 +395,7 @@ async def _supervise(config: SupervisorConfig) -> int:
             return 1
         answer(SupervisorReport(ports=ring.native.ports()))
         await supervisor.run()
-        ring.native.unlink_if_last()  # linger_s is over: unread payloads are given up
+        supervisor.remove_segment()
     return 0
 
 

@@ -450,8 +450,10 @@ class Endpoint:
             return self.native.transports()
 
     def wire(self) -> Wire:
-        """The wire that carries the payload bytes of this endpoint."""
+        """The wire that carries the payload bytes of this endpoint. Raises ConnectionLostError when it is closed."""
         names = {name for name, _ in self.transports()}
+        if not names:  # no lane is no choice of UCX's
+            raise ConnectionLostError(f"the connection to {self.name} was closed")
         if any(name.startswith(("rc", "dc", "ud")) for name in names):
             return "rdma"
         if names & MAPPED:

@@ -46,15 +46,15 @@ POINTS: dict[str, tuple[tuple[str, int], ...]] = {
             (("discard.discarded", "abort.freed", *_FREEING), 10),
             (_ASKING, 300),
         ),
-        "supervisor": ((_BOARD, 2), (_RECLAIMING, 3), (_FREEING, 20)),
+        "supervisor": ((_BOARD, 2), (_RECLAIMING, 3), (_FREEING, 20), (("unlink.checked",), 1)),
         "listener": (
-            ((*_ATTACHING, *_BOARD, *_RECLAIMING), 2),
+            ((*_ATTACHING, *_BOARD, *_RECLAIMING, "unlink.checked"), 2),
             (("unpin.unpinned", "consume.consumed", "close.released"), 50),
             (_READING, 2000),
             (("serve.asked", "serve.answered", "serve.sending", "serve.sent", "serve.acknowledging"), 300),
         ),
         "trainer": (
-            ((*_ATTACHING, "close.released"), 2),
+            ((*_ATTACHING, "close.released", "unlink.checked"), 2),
             (_READING, 1000),
             (("read.asked", "read.answered", "read.arrived"), 200),
             (_ASKING, 100),

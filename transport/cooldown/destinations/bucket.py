@@ -7,6 +7,7 @@ files do that when they are closed or garbage-collected.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,8 @@ from transport.cooldown.destinations.base import PIECE, Destination, Writer
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError, MissingDependencyError, TransportError
 from transport.runtime.installing import install
+
+log = logging.getLogger(__name__)
 
 _PART: Final = 16 << 20  # of a multipart upload
 _MOST_PARTS: Final = 9_000  # S3 takes 10 000
@@ -116,8 +119,11 @@ class Bucket(Destination):
         if session is not None and loop is not None and loop.is_running():
             import fsspec.asyn
 
-            with contextlib.suppress(Exception):
-                fsspec.asyn.sync(loop, session.__aexit__, None, None, None, timeout=5.0)
+            try:
+                with self._translated("close the connections of", ""):
+                    fsspec.asyn.sync(loop, session.__aexit__, None, None, None, timeout=5.0)
+            except DestinationError as error:  # they end with the process
+                log.warning("%s", error)
 
     def _at(self, path: str) -> str:
         return f"{self._root}/{path}".rstrip("/")
@@ -164,8 +170,17 @@ class _ObjectWriter(Writer):
             return
         self._file.forced = True
         self._file.closed = True
-        with contextlib.suppress(Exception):
-            self._file.discard()
+        try:
+            with self._bucket._translated("remove the parts of", self._path), contextlib.suppress(FileNotFoundError):
+                self._file.discard()
+        except DestinationError as error:  # the upload has failed already, for another reason that its caller reports
+            log.warning(
+                "%s; its uploaded parts may stay, invisible as a file, until the bucket's rules end them", error
+            )
+        finally:
+            self._remove_temporary()
+
+    def _remove_temporary(self) -> None:
         temporary = getattr(self._file, "temp_file", None)  # of huggingface_hub
         if temporary is not None:
             temporary.close()
