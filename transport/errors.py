@@ -48,6 +48,10 @@ class BufferUnsuitableError(UsageError):
     """A destination is read-only, strided, too small, or of memory that cannot be written from here."""
 
 
+class BatchTooLargeError(UsageError):
+    """A batch needs more memory than its limit, or than the system has. What was claimed for it was given back."""
+
+
 class TicketError(UsageError):
     """Bytes or text that are not a ticket, or a ticket of a version that is not known here."""
 

@@ -346,6 +346,7 @@ def fake_cupy(count: int = 1) -> Any:
         get_current_stream=cuda.current_stream,
         PinnedMemory=cuda.pinned,
         PinnedMemoryPointer=lambda pinned, offset: pinned.memory,
+        alloc_pinned_memory=lambda size: cuda.pinned(size).memory,
         runtime=SimpleNamespace(
             memcpyHostToDevice=1,
             memcpyDeviceToHost=2,

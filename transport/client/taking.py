@@ -11,7 +11,9 @@ client's loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S = 3600.0
+_LONGEST_DELAY_S = 1e6  # 32 bits of milliseconds
 
 
 def port_of(address: str) -> PortKey:
@@ -83,6 +86,7 @@ class TakeLink:
         self._buffers = buffers
         self._schemas = schemas
         self._closed = False
+        self._process = os.getpid()
         self.checksum_failures = 0
 
     def __repr__(self) -> str:
@@ -226,10 +230,10 @@ class TakeLink:
         if not future.done() and not self.lost:
             self.link.tell([Record(Kind.UNTAKE, slot=number)])
 
-    def _return(self, rows: Rows) -> None:
+    def _return(self, rows: Rows, delay_s: float = 0.0) -> None:
         """Give claims back, without waiting for the answer."""
         if not self.lost:
-            self._settle(Kind.GIVE_BACK, rows, 0)
+            self._settle(Kind.GIVE_BACK, rows, math.ceil(min(max(delay_s, 0.0), _LONGEST_DELAY_S) * 1000))
 
     # --- the end of claims --------------------------------------------------------------------------
     async def finish(self, rows: Rows) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -241,6 +245,17 @@ class TakeLink:
         if not 0 <= delay_s < 1e9:
             raise UsageError(f"delay_s={delay_s}: give seconds, 0 or more")
         return await self._settled(Kind.GIVE_BACK, rows, math.ceil(delay_s * 1000))
+
+    def let_go(self, rows: Rows, delay_s: float = 0.0) -> None:
+        """`give_back` without waiting for the answer. Any thread; nothing in a forked child."""
+        loop = self.link.worker.loop
+        if os.getpid() != self._process or loop.is_closed():
+            return
+        if asyncio._get_running_loop() is loop:
+            self._return(rows, delay_s)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed meanwhile, and every claim has ended
+            loop.call_soon_threadsafe(self._return, rows, delay_s)
 
     def renew(self) -> None:
         """Say that the holder is alive: from here on ``ack_timeout_s`` of silence count anew. Does not wait."""
@@ -313,6 +328,11 @@ class Taking:
         self._schemas = schemas
         self._links: dict[PortKey, TakeLink] = {}
         self._opening: dict[PortKey, asyncio.Task[TakeLink]] = {}
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """That the client was given."""
+        return list(self._schemas.values())
 
     async def link(self, port: PortKey) -> TakeLink:
         """The port's connection, a new one where there is none or the last one broke."""

@@ -53,6 +53,8 @@ class Holder(Protocol):
 
     async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts: ...
 
+    def let_go(self, rows: Rows, delay_s: float = 0.0) -> None: ...
+
 
 def _aligned(value: Any) -> Any:
     return (value + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
@@ -122,6 +124,7 @@ class TakenBatch:
     Attributes:
         rows: one row of `TAKEN` for each payload.
         ring: whose payloads they are.
+        link: the connection that holds the claims.
         nbytes: of all payloads together.
     """
 
@@ -135,7 +138,7 @@ class TakenBatch:
         read: Mapping[int, Any],
         schemas: Mapping[str, Schema],
     ) -> None:
-        self._link = link
+        self.link = link
         self.rows = rows
         self.schemas = schemas
         self._buffer = memoryview(buffer).toreadonly()
@@ -173,14 +176,25 @@ class TakenBatch:
         begin = int(self._offsets[at])
         return self._buffer[begin : begin + length]
 
+    def received(self) -> _ring.ReceivedPayloads:
+        """The payloads as a batch in place wants them."""
+        rows = np.zeros((len(_ring.RECEIVED_ROWS), len(self)), np.uint64)
+        rows[1], rows[2] = self._offsets, self.rows["length"]
+        rows[4], rows[5], rows[6] = self._notes, self.rows["note_bytes"], self.rows["checksum"]
+        pieces = [self._buffer]
+        for at, own in self._read.items():
+            rows[:2, at] = len(pieces), 0
+            pieces.append(memoryview(own).toreadonly())
+        return _ring.ReceivedPayloads(pieces, rows)
+
     @property
     def lost(self) -> bool:
         """Whether the connection of the claims is gone, and every claim with it."""
-        return self._link.lost
+        return self.link.lost
 
     def renew(self) -> None:
         """Say that the holder is alive; a silent one loses its claims after the listener's ``ack_timeout_s``."""
-        self._link.renew()
+        self.link.renew()
 
     async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
         """Say that the payloads were used, all or those at some positions: True for each that was accepted.
@@ -189,11 +203,11 @@ class TakenBatch:
         too long), and another consumer may have them. If the connection is lost between the question and its
         answer, a payload may count as consumed although it is False here.
         """
-        return await self._link.finish(self._chosen(which))
+        return await self.link.finish(self._chosen(which))
 
     async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
         """Give the claims up: anybody may take the payloads, after the delay. False: it had ended already."""
-        return await self._link.give_back(self._chosen(which), delay_s)
+        return await self.link.give_back(self._chosen(which), delay_s)
 
     def _chosen(self, which: Sequence[int] | None) -> Rows:
         return self.rows if which is None else self.rows[np.asarray(which, dtype=np.intp)]
