@@ -77,7 +77,7 @@ class BlockingClient:
         max_deliveries: int = MAX_DELIVERIES,
         **shape: Any,
     ) -> PayloadBatch:
-        """See `UCXXClient.take_batch`. The payloads are copied in this thread, on whose stream they reach a device."""
+        """See `UCXXClient.take_batch`. The payloads are copied in this thread."""
         plan, take = self._client._batch_plan(
             address,
             n,

@@ -75,8 +75,6 @@ class Batch(Sequence[Mapping[str, Any]]):
         layout: "list", "padded" or "packed".
         schema: of all payloads.
         lengths: entries of each ragged tensor, by name, a number for each payload (int64, numpy).
-        cu_seqlens: by the name of a ragged tensor, where each payload's rows begin in a packed one, and the end of the
-            last (int32), in the batch's memory; empty for other layouts.
         slots, generations, ranks, attempts, policy_versions, sizes: columns (int64, numpy); attempts count this one,
             a payload whose writer gave no version has `NO_VERSION`, sizes are bytes.
         dropped: payloads that were claimed for this batch and left out, because their bytes were wrong.
@@ -97,7 +95,7 @@ class Batch(Sequence[Mapping[str, Any]]):
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._ends: dict[str, npt.NDArray[np.int32]] = {}
         self.lengths: dict[str, npt.NDArray[np.int64]] = {}
-        self.cu_seqlens: dict[str, Any] = {}
+        self._cu_seqlens: dict[str, Any] = {}
 
     # --- what it is ---------------------------------------------------------------------------------
     def __len__(self) -> int:
@@ -145,6 +143,15 @@ class Batch(Sequence[Mapping[str, Any]]):
         if self.layout == "list":
             raise UsageError("a list has no tensor of the whole batch; choose the layout padded or packed")
         return as_tensors(self.arrays())
+
+    @property
+    def cu_seqlens(self) -> dict[str, Any]:
+        """By the name of a ragged tensor, where each payload's rows begin in a packed one, and the end of the last.
+
+        int32, in the batch's memory; empty for other layouts.
+        """
+        self._landing.looked_at()
+        return self._cu_seqlens
 
     @property
     def tickets(self) -> list[Ticket]:
@@ -233,7 +240,7 @@ class Batch(Sequence[Mapping[str, Any]]):
             return
         found = self._landing.arrive()
         self._arrays = dict(zip(self.schema.names, found, strict=False))
-        self.cu_seqlens = dict(zip(self._ends, found[len(self._arrays) :], strict=True))
+        self._cu_seqlens = dict(zip(self._ends, found[len(self._arrays) :], strict=True))
 
     def attempts_of(self, number: int) -> npt.NDArray[np.int64]:
         """Of the payloads of one part."""

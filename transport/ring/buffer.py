@@ -589,7 +589,8 @@ class SharedRingBuffer(Attachment):
             out: writable contiguous memory by name, larger than needed where you like: numpy, or what speaks DLPack
                 on the host, pinned memory included. Tensors without one get pooled memory.
             memory: where the arrays of a padded or packed batch are: "host" (numpy), "pinned" (numpy over page-locked
-                memory), "cupy" or "torch" (on the device; "cupy:1" for the second), behind the current stream.
+                memory), "cupy" or "torch" (on the device; "cupy:1" for the second). A stream that is current where
+                ``batch[name]`` is looked at waits for their arrival; this call does not.
             most_memory: bytes that these arrays may take together.
             verify: the checksums; default True but for "list", whose bytes are not read here.
 

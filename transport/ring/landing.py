@@ -19,6 +19,7 @@ from transport.devices.streams import (
     address_of,
     copy_to_device,
     current_device,
+    own_stream,
     pooled_pinned_memory,
     settled_on_failure,
 )
@@ -56,7 +57,7 @@ class Landing(Protocol):
         """What was gathered, where it is to be. After the last `take`."""
 
     def looked_at(self) -> None:
-        """The arrays are used now, on the caller's stream."""
+        """The arrays are used now: the caller's stream waits for them."""
 
 
 class HostLanding:
@@ -101,7 +102,7 @@ class PinnedLanding(HostLanding):
 
 
 class DeviceLanding:
-    """One block of device memory for all arrays of a batch, filled by one copy behind the caller's stream."""
+    """One block of device memory for all arrays of a batch, filled by one copy."""
 
     def __init__(self, library: Library, device: int, most: int | None) -> None:
         self._library = library
@@ -126,7 +127,7 @@ class DeviceLanding:
         """See `Landing`. BufferUnsuitableError: the library lacks a dtype."""
         library, block = self._library, self._block
         self._block = np.empty(0, np.uint8)
-        stream = library.stream(self._device)
+        stream = own_stream(self._device)
         try:
             array = library.empty(len(block), self._device, stream)
         except Exception as error:  # each library has its own kind for memory that is not to be had
@@ -143,7 +144,7 @@ class DeviceLanding:
         return found
 
     def looked_at(self) -> None:
-        """See `Landing`: another stream than the one the copy is queued on waits for it."""
+        """See `Landing`."""
         if self._target is not None:
             self._target.looked_at()
 
