@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
@@ -80,14 +81,26 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 def _fill(spec: TensorSpec, value: complex) -> bytes:
     dtype = DTYPES[spec.dtype]
     try:
-        with np.errstate(all="ignore"):
-            filled = np.asarray(value).astype(dtype, casting="unsafe")
-            exact = np.asarray(value, dtype=dtype) if dtype.kind in "iub" else filled
-    except (OverflowError, TypeError, ValueError) as error:
-        raise UsageError(f"fill={value!r} is no value of {spec.name}, which is {spec.dtype}") from error
-    if filled.shape != () or (dtype.kind in "iu" and exact != value):
+        wanted = np.asarray(value)
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a lost imaginary part, which is looked at below
+            filled = wanted.astype(dtype, casting="unsafe")
+        fits = wanted.shape == () and wanted.dtype.kind in "biufc" and _stands_for(filled, wanted)
+    except (OverflowError, TypeError, ValueError):
+        fits = False
+    if not fits:
         raise UsageError(f"fill={value!r} is no value of {spec.name}, which is {spec.dtype}")
     return filled.tobytes()
+
+
+def _stands_for(filled: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> bool:
+    """Whether a value of another dtype is the same, or as near as a floating-point number comes."""
+    if filled.dtype.kind in "biu":
+        return bool(filled == wanted)
+    found, given = filled.astype(np.complex128), wanted.astype(np.complex128)
+    if filled.dtype.kind != "c" and given.imag != 0:
+        return False
+    return bool(np.isfinite(found) == np.isfinite(given)) or bool(given == 0)  # one float8 has no 0
 
 
 @lru_cache(maxsize=64)
