@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -192,6 +193,28 @@ async def test_a_batch_is_empty_when_nothing_came(ring: SharedRingBuffer) -> Non
                 assert (len(batch), list(batch)) == (0, [])
                 assert (await batch.consume()).tolist() == []
                 assert str(SCHEMA.names[0]) in repr(batch)
+
+
+@asynchronous
+async def test_a_batch_of_many_payloads_has_no_more_python_objects_than_one_of_few() -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=256) as ring, UCXXServer(ring, log_level="ERROR"):
+        async with tcp() as client:
+
+            async def objects(count: int) -> int:
+                more = []
+                for _ in range(5):
+                    ring.write_many([payload(5)] * count)
+                    gc.collect()
+                    before = sys.getallocatedblocks()
+                    batch = await client.take_batch(address(ring), count, layout="packed", wait_s=60.0)
+                    more.append(sys.getallocatedblocks() - before)
+                    assert len(batch) == count
+                    assert (await batch.consume()).all()
+                    del batch
+                return min(more)
+
+            few, many = await objects(8), await objects(256)
+            assert many - few < 16, (few, many)
 
 
 # --- wrong payloads -------------------------------------------------------------------------------

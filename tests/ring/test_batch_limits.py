@@ -108,6 +108,27 @@ def test_memory_returns_to_its_pool_with_the_last_view_and_not_before(ring: Shar
     assert _POOL.lent == before
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_batch_of_many_payloads_has_no_more_python_objects_than_one_of_few(layout: Any) -> None:
+    with SharedRingBuffer.create(SCHEMA, slots=512) as ring:
+
+        def objects(count: int) -> int:
+            more = []
+            for _ in range(5):
+                ring.write_many([payload(5)] * count)
+                gc.collect()
+                before = sys.getallocatedblocks()
+                batch = ring.claim_batch(count, layout=layout)
+                more.append(sys.getallocatedblocks() - before)
+                assert len(batch) == count
+                assert batch.consume().all()
+                del batch
+            return min(more)
+
+        few, many = objects(8), objects(512)
+        assert many - few < 16, (few, many)
+
+
 # --- counting -------------------------------------------------------------------------------------
 def test_more_entries_than_int32_counts_are_refused_and_given_back() -> None:
     schema = Schema((TensorSpec("nothing", "uint8", (1 << 31, 0), ragged=True),))  # entries without bytes
