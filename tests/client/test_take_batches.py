@@ -227,6 +227,7 @@ async def test_one_payload_with_wrong_bytes_goes_back_and_the_others_come(ring: 
         async with tcp() as client:
             batch = await client.take_batch(address(ring), 3, layout=layout, max_deliveries=2)
             assert [int(each["reward"]) for each in batch] == [1, 3]
+            assert batch.dropped == 1
             assert (await batch.consume()).all()
             await given_back(ring, 1)
             spoil(ring, 1)  # the bytes that were written, again

@@ -174,7 +174,7 @@ class TakeLink:
             kept = np.setdiff1d(np.arange(len(rows)), wrong)
             read = {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
             rows, notes, offsets = rows[kept], notes[kept], offsets[kept]
-        return TakenBatch(self, rows, buffer, notes, offsets, read, self._schemas)
+        return TakenBatch(self, rows, buffer, notes, offsets, read, self._schemas, len(wrong))
 
     def _parsed(self, outcome: Any, buffer: Any) -> tuple[Rows, Rows, Rows]:
         if isinstance(outcome, int):

@@ -193,10 +193,11 @@ class Batch(Sequence[Mapping[str, Any]]):
         if self.layout == "packed":
             self._ends = {name: _cumulated(name, each) for name, each in lengths.items()}
         wanted = [Wanted(spec.name, DTYPES[spec.dtype], self._shape_of(spec)) for spec in self.schema.tensors]
-        ends = [Wanted("", each.dtype, each.shape) for each in self._ends.values()]
-        taken = self._landing.take([*wanted, *ends])
+        if not self._landing.plain:
+            wanted += [Wanted("", each.dtype, each.shape) for each in self._ends.values()]
+        taken = self._landing.take(wanted)
         self._arrays = dict(zip(self.schema.names, taken, strict=False))
-        for array, each in zip(taken[len(wanted) :], self._ends.values(), strict=True):
+        for array, each in zip(taken[len(self._arrays) :], self._ends.values(), strict=False):
             array[:] = each
 
     def _shape_of(self, spec: TensorSpec) -> tuple[int, ...]:
@@ -240,7 +241,7 @@ class Batch(Sequence[Mapping[str, Any]]):
             return
         found = self._landing.arrive()
         self._arrays = dict(zip(self.schema.names, found, strict=False))
-        self._cu_seqlens = dict(zip(self._ends, found[len(self._arrays) :], strict=True))
+        self._cu_seqlens = dict(zip(self._ends, found[len(self._arrays) :], strict=False)) or self._ends
 
     def attempts_of(self, number: int) -> npt.NDArray[np.int64]:
         """Of the payloads of one part."""

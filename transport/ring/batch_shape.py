@@ -69,13 +69,21 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         if self.out is not None and (strange := set(self.out) - set(schema.names)):
             raise SchemaError(f"out= has arrays for {', '.join(sorted(strange))}, which the schema does not have")
         fill = self.fill
+        if type(fill) is int or type(fill) is float:
+            return _same_fills(schema, repr(fill), fill)
         if not isinstance(fill, Mapping):
-            return {spec.name: _fill(spec, fill) if spec.ragged else bytes(1) for spec in schema.tensors}
+            return _same_fills.__wrapped__(schema, "", fill)
         if strange := set(fill) - {spec.name for spec in schema.ragged}:
             raise SchemaError(
                 f"fill has values for {', '.join(sorted(strange))}, which are no ragged tensors of the schema"
             )
         return {spec.name: _fill(spec, fill.get(spec.name, 0)) if spec.ragged else bytes(1) for spec in schema.tensors}
+
+
+@lru_cache(maxsize=64)
+def _same_fills(schema: Schema, text: str, value: complex) -> dict[str, bytes]:
+    """One value for all; ``text`` tells those apart that are equal, such as 0.0 and -0.0."""
+    return {spec.name: _fill(spec, value) if spec.ragged else bytes(1) for spec in schema.tensors}
 
 
 def _fill(spec: TensorSpec, value: complex) -> bytes:

@@ -50,6 +50,8 @@ class Wanted(NamedTuple):
 class Landing(Protocol):
     """Where the arrays of a batch are made."""
 
+    plain: bool  # any numpy array is as good as one of `take`
+
     def take(self, wanted: Sequence[Wanted]) -> list[Array]:
         """An array in host memory for each, to gather into. BatchTooLargeError, BufferUnsuitableError."""
 
@@ -63,6 +65,8 @@ class Landing(Protocol):
 class HostLanding:
     """Pooled memory of this process, or the caller's arrays."""
 
+    plain = True
+
     def __init__(self, out: Mapping[str, Any], most: int | None) -> None:
         self._out = out
         self._most = most
@@ -70,16 +74,19 @@ class HostLanding:
 
     def take(self, wanted: Sequence[Wanted]) -> list[Array]:
         """See `Landing`."""
-        self._arrays = []
-        _check_size(sum(each.nbytes for each in wanted if each.name not in self._out), self._most)
+        self._arrays, out = [], self._out
+        sizes = [0 if each.name in out else each.nbytes for each in wanted]
+        _check_size(sum(sizes), self._most)
         self._arrays = [
-            self._own(each) if each.name not in self._out else _fitting(self._out[each.name], each) for each in wanted
+            _fitting(out[each.name], each)
+            if each.name in out
+            else np.ndarray(each.shape, each.dtype, self._memory(size) if size else None)
+            for each, size in zip(wanted, sizes, strict=True)
         ]
         return self._arrays
 
-    def _own(self, wanted: Wanted) -> Array:
-        memory: Any = _taken(wanted.nbytes) if wanted.nbytes else None
-        return np.ndarray(wanted.shape, wanted.dtype, memory)
+    def _memory(self, size: int) -> Any:
+        return _taken(size)
 
     def arrive(self) -> list[Any]:
         """See `Landing`."""
@@ -92,17 +99,20 @@ class HostLanding:
 class PinnedLanding(HostLanding):
     """Page-locked memory from CuPy's pool."""
 
+    plain = False
+
     def __init__(self, device: int, most: int | None) -> None:
         super().__init__({}, most)
         self._device = device
 
-    def _own(self, wanted: Wanted) -> Array:
-        memory: Any = _pinned(wanted.nbytes, self._device) if wanted.nbytes else None
-        return np.ndarray(wanted.shape, wanted.dtype, memory)
+    def _memory(self, size: int) -> Any:
+        return _pinned(size, self._device)
 
 
 class DeviceLanding:
     """One block of device memory for all arrays of a batch, filled by one copy."""
+
+    plain = False
 
     def __init__(self, library: Library, device: int, most: int | None) -> None:
         self._library = library

@@ -126,6 +126,7 @@ class TakenBatch:
         ring: whose payloads they are.
         link: the connection that holds the claims.
         nbytes: of all payloads together.
+        dropped: payloads that came with wrong bytes and were given back.
     """
 
     def __init__(
@@ -137,8 +138,10 @@ class TakenBatch:
         offsets: Rows,
         read: Mapping[int, Any],
         schemas: Mapping[str, Schema],
+        dropped: int = 0,
     ) -> None:
         self.link = link
+        self.dropped = dropped
         self.rows = rows
         self.schemas = schemas
         self._buffer = memoryview(buffer).toreadonly()

@@ -24,6 +24,7 @@ class TakenPart:
     def __init__(self, taken: TakenBatch) -> None:
         self._link = taken.link
         self._rows = taken.rows
+        self.dropped = taken.dropped  # before it was a part
         self._held = np.ones(len(taken), np.bool_)
         self._received = taken.received()
 

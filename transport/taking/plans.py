@@ -57,7 +57,7 @@ async def taken_in_place(plan: Plan, take: Taker, wait_s: float) -> TakenPayload
     while True:
         part = await plan.part(take, max(0.0, give_up - time.monotonic()))
         batch = in_place([part], plan.shape, plan.schema, landing=plan.landing)
-        dropped += batch.dropped
+        dropped += part.dropped + batch.dropped
         if len(batch) or time.monotonic() >= give_up:
             batch.dropped = dropped
             return batch
@@ -71,7 +71,7 @@ def taken_and_waited_for(plan: Plan, take: Taker, wait_s: float, thread: LoopThr
         taken = thread.run(plan.part(take, max(0.0, give_up - time.monotonic())))
         part = _Waiting(taken, thread)
         batch = of_one_schema(PayloadBatch, [part], plan.shape, plan.schema, landing=plan.landing)
-        dropped += batch.dropped
+        dropped += part.dropped + batch.dropped
         if len(batch) or time.monotonic() >= give_up:
             batch.dropped = dropped
             return batch
