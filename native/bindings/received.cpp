@@ -64,7 +64,9 @@ class ReceivedPayloads {
     lengths_.assign(n * ragged_, 0);
     std::vector<std::size_t> wrong;
     for (std::size_t i = 0; i < n; ++i)
-      if (!fields.fit(note_of(payloads_[i]), payloads_[i].length, lengths_.data() + i * ragged_)) wrong.push_back(i);
+      if (const std::string_view note = note_of(payloads_[i]);
+          read_fingerprint(note).empty() || !fields.fit(note, payloads_[i].length, lengths_.data() + i * ragged_))
+        wrong.push_back(i);
     auto* const rows = reinterpret_cast<std::int64_t*>(view.data());
     for (std::size_t i = 0; i < n; ++i)
       for (std::size_t k = 0; k < ragged_; ++k) rows[k * n + i] = static_cast<std::int64_t>(lengths_[i * ragged_ + k]);

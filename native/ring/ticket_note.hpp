@@ -2,6 +2,7 @@
 // transport/ticket.py has the fields and their order; tests compare the two byte by byte.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <optional>
@@ -180,13 +181,17 @@ class MessagePackReader {
 
 inline constexpr std::string_view kNoteMagic = "TK\x01";
 inline constexpr std::size_t kNoteElements = 17, kFingerprintElement = 11, kLengthsElement = 13;
+inline constexpr std::size_t kFingerprintDigits = 32;
 
 // The fingerprint of the schema that a note names; empty: it is not such a note.
 inline std::string_view read_fingerprint(std::string_view note) {
   if (!note.starts_with(kNoteMagic)) return {};
   MessagePackReader reader(note.substr(kNoteMagic.size()));
   if (reader.array() != kNoteElements || !reader.skip(kFingerprintElement)) return {};
-  return reader.text().value_or(std::string_view());
+  const std::string_view found = reader.text().value_or(std::string_view());
+  const auto hexadecimal = [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); };
+  return found.size() == kFingerprintDigits && std::all_of(found.begin(), found.end(), hexadecimal) ? found
+                                                                                                 : std::string_view();
 }
 
 // The lengths of the ragged tensors that a note tells, exactly `count` of them. False: it is not such a note.
