@@ -49,7 +49,7 @@ class BufferUnsuitableError(UsageError):
 
 
 class BatchTooLargeError(UsageError):
-    """A batch needs more memory than its limit, or than the system has. What was claimed for it was given back."""
+    """A batch exceeds ``pad_to``, what int32 counts, its memory limit, or memory. Its payloads were given back."""
 
 
 class TicketError(UsageError):

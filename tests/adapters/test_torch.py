@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from transport.adapters.tensors import tensors
 from transport.adapters.torch import TicketDataset, TicketLoader
 from transport.client.blocking import BlockingClient
-from transport.errors import LengthMismatchError, SchemaError, UsageError
+from transport.errors import BatchTooLargeError, SchemaError, UsageError
 from transport.packer.options import ClientOptions
 from transport.packer.rollout import UCXXRolloutMixin, queued
 from transport.queue.sqlite import SQLiteQueue
@@ -264,7 +264,7 @@ def test_a_batch_that_cannot_be_made_gives_its_payloads_back(
     worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
 ) -> None:
     worker.play(4)
-    with pytest.raises(LengthMismatchError, match="more than the 3 that the batch is padded to"):
+    with pytest.raises(BatchTooLargeError, match="more than the 3 that the batch is padded to"):
         next(iter(TicketLoader(dataset(layout="padded", shape={"pad_to": 3}))))
     assert (queue.depth().done, queue.depth().claimed, queue.depth().ready) == (0, 0, 4)
     with pytest.raises(UsageError, match="leave ClientOptions"):

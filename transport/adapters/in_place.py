@@ -27,7 +27,7 @@ def tensor_batch(payloads: Sequence[ReceivedPayload], shape: Shape) -> dict[str,
 
     Raises:
         SchemaError: the payloads have different schemas, or one has no description.
-        LengthMismatchError, BatchTooLargeError, MissingDependencyError: as for `SharedRingBuffer.claim_batch`.
+        BatchTooLargeError, MissingDependencyError: as for `SharedRingBuffer.claim_batch`.
     """
     for payload in payloads:
         if isinstance(payload, DevicePayload):

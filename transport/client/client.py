@@ -442,7 +442,7 @@ class UCXXClient:
         Raises:
             SchemaError, UsageError, MissingDependencyError: nothing was asked; but SchemaError, too, for payloads of
                 another schema, with which all are given back.
-            LengthMismatchError, BufferUnsuitableError, BatchTooLargeError: as for `SharedRingBuffer.claim_batch`. All
+            BufferUnsuitableError, BatchTooLargeError: as for `SharedRingBuffer.claim_batch`. All
                 payloads are given back.
             BusyError, VersionMismatchError, LinkError kinds: as for `take`.
         """

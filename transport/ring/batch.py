@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.errors import LengthMismatchError, UsageError
+from transport.errors import BatchTooLargeError, UsageError
 from transport.ring.batch_shape import BatchLayout, Shape, fields_of
 from transport.ring.landing import Landing, Wanted, landing_for, room_of
 from transport.ring.states import named
@@ -210,7 +210,7 @@ class Batch(Sequence[Mapping[str, Any]]):
         if room is None and self._shape.pad_to != "longest":
             room = int(self._shape.pad_to)
         if room is not None and longest > room:
-            raise LengthMismatchError(
+            raise BatchTooLargeError(
                 f"{spec.name}: a payload has {longest} entries, more than the {room} that the batch is padded to; "
                 "its payloads were given back"
             )
@@ -301,7 +301,7 @@ def _memory(part: Any, at: int) -> tuple[Any, int | None]:
 def _cumulated(name: str, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     ends = np.cumsum(lengths)
     if len(ends) and ends[-1] > _MOST_PACKED:
-        raise LengthMismatchError(
+        raise BatchTooLargeError(
             f"{name}: {ends[-1]} entries packed together are more than int32 counts; its payloads were given back: ask "
             "for fewer"
         )

@@ -597,9 +597,9 @@ class SharedRingBuffer(Attachment):
         Raises:
             SchemaError: the ring was attached to without its schema, or ``fill`` or ``out`` name no tensor of it.
             UsageError: another argument makes no sense.
-            LengthMismatchError: a payload is longer than ``pad_to``, or too many entries to be packed.
             BufferUnsuitableError: ``out`` does not fit, or the device's library lacks a dtype.
-            BatchTooLargeError: the arrays need more than ``most_memory``, or more than there is.
+            BatchTooLargeError: a payload is longer than ``pad_to``, there are more entries than int32 counts, or the
+                arrays need more than ``most_memory``, or more than there is.
             MissingDependencyError: ``memory`` needs a package or a device that is not here. Whatever is raised, no
                 payload stays claimed.
         """
