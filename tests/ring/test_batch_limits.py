@@ -87,6 +87,7 @@ with SharedRingBuffer.create(schema, slots=2) as ring:
     with Child(program) as child:
         assert "an array of 268435456 bytes, and there is no memory for it" in child.line()
         assert child.line() == "1 1"
+        assert child.wait() == 0
 
 
 def test_memory_returns_to_its_pool_with_the_last_view_and_not_before(ring: SharedRingBuffer) -> None:
