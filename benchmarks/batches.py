@@ -1,24 +1,29 @@
 """A batch made on arrival against the same payloads as a list that numpy concatenates or pads.
 
-    .venv/bin/python benchmarks/batches.py [--bytes 16384] [--batch 32] [--rounds 400]
+    .venv/bin/python benchmarks/batches.py [--bytes 16384] [--batch 32] [--rounds 400] [--wire mapped tcp]
 
-Payloads have two ragged tensors and a number. Claimed, verified, laid out and consumed, in one process; writing is not
-timed. All ways take turns. Prints a JSON line: microseconds of a batch, medians, and how many times sooner the batch
-on arrival is there than each way with numpy that verifies as it does. "unverified" is a list whose checksums nobody
-looks at.
+Payloads have two ragged tensors and a number. Claimed or taken, verified, laid out and consumed, by one process;
+writing is not timed, and over tcp a listener process sends them. All ways take turns. Prints a JSON line for each wire:
+microseconds of a batch, medians, and how many times sooner the batch on arrival is there than each way with numpy that
+verifies as it does. "unverified" is a list whose checksums nobody looks at. "objects" is how many Python objects exist
+more while a packed batch is in hand, for the batch and for one of eight times as many payloads.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
-from transport import Schema, SharedRingBuffer
+from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer
 from transport.schema import UpTo
 
 
@@ -92,7 +97,33 @@ def padded(ring: SharedRingBuffer, n: int) -> object:
         return batch.arrays()
 
 
-WAYS: dict[str, Callable[[SharedRingBuffer, int], object]] = {
+# --- the same over the wire -----------------------------------------------------------------------
+def taken_concatenated(client: BlockingClient, address: str, n: int) -> object:
+    """One object for each payload of a TAKE, then numpy."""
+    with client.take_batch(address, n, layout="list") as batch:
+        arrays = list(batch)
+        joined = {name: np.concatenate([each[name] for each in arrays]) for name in ("tokens", "logprobs")}
+        ends = np.cumsum([0, *(len(each["tokens"]) for each in arrays)], dtype=np.int32)
+        rewards = np.stack([each["reward"] for each in arrays])
+        batch.consume()
+    return joined, ends, rewards
+
+
+def taken_alone(client: BlockingClient, address: str, n: int) -> object:
+    """The list without numpy: what no layout can save."""
+    with client.take_batch(address, n, layout="list") as batch:
+        batch.consume()
+        return len(batch)
+
+
+def taken_packed(client: BlockingClient, address: str, n: int) -> object:
+    """On arrival."""
+    with client.take_batch(address, n, layout="packed") as batch:
+        batch.consume()
+        return batch.arrays()
+
+
+MAPPED: dict[str, Callable[[SharedRingBuffer, int], object]] = {
     "packed": packed,
     "claims_concatenated": claims_concatenated,
     "list_concatenated": list_concatenated,
@@ -100,6 +131,80 @@ WAYS: dict[str, Callable[[SharedRingBuffer, int], object]] = {
     "padded": padded,
     "list_padded": list_padded,
 }
+TAKEN: dict[str, Callable[[BlockingClient, str, int], object]] = {
+    "packed": taken_packed,
+    "list_concatenated": taken_concatenated,
+    "list_alone": taken_alone,
+}
+PAIRS = {
+    "mapped": (
+        ("packed", "claims_concatenated"),
+        ("packed", "list_concatenated"),
+        ("packed", "list_concatenated_unverified"),
+        ("padded", "list_padded"),
+    ),
+    "tcp": (("packed", "list_concatenated"),),
+}
+
+
+def medians(
+    ring: SharedRingBuffer, payloads: list[dict[str, object]], rounds: int, ways: dict[str, Callable[[], object]]
+) -> dict[str, float]:
+    """Microseconds of each way; all take turns."""
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            ring.write_many(payloads)
+            begun = time.perf_counter()
+            kept = way()
+            took[name].append((time.perf_counter() - begun) * 1e6)
+            del kept
+    return {name: round(statistics.median(times), 1) for name, times in took.items()}
+
+
+def objects(ring: SharedRingBuffer, payloads: list[dict[str, object]], batch: Callable[[], object]) -> int:
+    """Python objects more while a batch of these is in hand, once nothing is made for the first time."""
+    more = []
+    for _ in range(5):
+        ring.write_many(payloads)
+        gc.collect()
+        before = sys.getallocatedblocks()
+        kept = batch()
+        more.append(sys.getallocatedblocks() - before)
+        kept.consume()  # type: ignore[attr-defined]
+        del kept
+    return statistics.median_low(more)
+
+
+def measure(wire: str, options: argparse.Namespace) -> dict[str, object]:
+    """One wire."""
+    rows = max(2, options.bytes // 8)
+    schema = Schema.of(tokens=("int32", UpTo(rows)), logprobs=("float32", UpTo(rows)), reward=("float32",))
+    n, many = options.batch, 8 * options.batch
+    payloads = payloads_of(options.bytes, many, schema)
+    with contextlib.ExitStack() as stack:
+        ring = stack.enter_context(SharedRingBuffer.create(schema, slots=many))
+        ways: dict[str, Callable[[], object]]
+        if wire == "mapped":
+            ways = {name: partial(way, ring, n) for name, way in MAPPED.items()}
+            batch = partial(ring.claim_batch, layout="packed")
+        else:
+            stack.enter_context(UCXXServer(ring, log_level="ERROR"))
+            client = stack.enter_context(BlockingClient(wire={"tcp"}, schemas=[schema]))
+            address = f"127.0.0.1:{ring.native.ports()[0]}"
+            ways = {name: partial(way, client, address, n) for name, way in TAKEN.items()}
+            batch = partial(client.take_batch, address, layout="packed")
+        us = medians(ring, payloads[:n], options.rounds, ways)
+        counts = {str(count): objects(ring, payloads[:count], partial(batch, count)) for count in (n, many)}
+    ratios = {f"{ours}_against_{name}": round(us[name] / us[ours], 2) for ours, name in PAIRS[wire]}
+    return {
+        "wire": wire,
+        "bytes": options.bytes,
+        "batch": n,
+        "us": us,
+        "ratios": ratios,
+        "objects": counts,
+    }
 
 
 def main() -> None:
@@ -108,30 +213,10 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=16384)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--wire", nargs="+", choices=("mapped", "tcp"), default=("mapped", "tcp"))
     options = parser.parse_args()
-    rows = max(2, options.bytes // 8)
-    schema = Schema.of(tokens=("int32", UpTo(rows)), logprobs=("float32", UpTo(rows)), reward=("float32",))
-    payloads = payloads_of(options.bytes, options.batch, schema)
-    took: dict[str, list[float]] = {name: [] for name in WAYS}
-    with SharedRingBuffer.create(schema, slots=options.batch) as ring:
-        for _ in range(options.rounds):
-            for name, way in WAYS.items():
-                ring.write_many(payloads)
-                begun = time.perf_counter()
-                kept = way(ring, options.batch)
-                took[name].append((time.perf_counter() - begun) * 1e6)
-                del kept
-    us = {name: round(statistics.median(times), 1) for name, times in took.items()}
-    ratios = {
-        f"{ours}_against_{name}": round(us[name] / us[ours], 2)
-        for ours, name in (
-            ("packed", "claims_concatenated"),
-            ("packed", "list_concatenated"),
-            ("packed", "list_concatenated_unverified"),
-            ("padded", "list_padded"),
-        )
-    }
-    print(json.dumps({"bytes": options.bytes, "batch": options.batch, "us": us, "ratios": ratios}))
+    for wire in options.wire:
+        print(json.dumps(measure(wire, options)), flush=True)
 
 
 if __name__ == "__main__":

@@ -272,6 +272,30 @@ class Bench:
         volume = (count - 2 * SLOTS) * size
         self.add(f"device → device, two processes, {wire}", size, round(volume / took / 1e9, 2))
 
+    def batches(self, size: int, memory: str, layout: str = "packed") -> None:
+        """Claimed payloads of a mapped ring as one batch, 32 of them together of this size."""
+        from transport import Schema, SharedRingBuffer, UpTo
+
+        count = 32
+        rows = size // count // 4
+        schema = Schema.of(tokens=("int32", UpTo(rows)))
+        payloads = [{"tokens": self.np.arange(rows - number % 7, dtype=self.np.int32)} for number in range(count)]
+        times = []
+        with SharedRingBuffer.create(schema, slots=count) as ring:
+            for number in range(repeats(size) + 3):
+                ring.write_many(payloads)
+                begun = time.perf_counter()
+                with ring.claim_batch(count, layout=layout, memory=memory) as batch:
+                    tokens = batch["tokens"]
+                    self.cupy.cuda.get_current_stream().synchronize()
+                    times.append(time.perf_counter() - begun)
+                    batch.consume()
+                if number == 0:
+                    on_host = tokens if memory in ("host", "pinned") else self.cupy.asnumpy(tokens)
+                    if int(on_host[-1]) != rows - 1 - (count - 1) % 7:
+                        raise SystemExit(f"a batch in {memory} memory has other values than were written")
+        self.add(f"ring → batch of {count}, {layout}, {memory}", size, rate(size, times[3:]))
+
     def weights(self, size: int) -> None:
         """A version between two processes, out of device memory and into it, without a limit of the link."""
         from transport.bench.weights.update import Load, run
@@ -401,6 +425,8 @@ def measure(sizes: list[int]) -> tuple[Bench, dict[str, Any]]:
                     bench.read(size, wire, receive, verify=verify)
         for wire in ("mapped", "shm", "tcp"):
             bench.stream_of_payloads(size, wire)
+        for memory in ("host", "pinned", "cupy"):
+            bench.batches(size, memory)
     bench.write_many()
     bench.weights(WEIGHTS)
     return bench, memory

@@ -437,6 +437,33 @@ class ClaimedBatch(Buffer):
     def note(self, index: int) -> bytes:
         """The encoded ticket."""
 
+RECEIVED_ROWS: tuple[str, ...]
+
+@final
+class ReceivedPayloads:
+    """Payloads in this process's own memory, for batches; says nothing about claims.
+
+    ``memory`` are pieces; ``rows`` are RECEIVED_ROWS, a row of 64-bit numbers for each, contiguous: where payloads and
+    their tickets lie in the pieces, the checksum, and 1 where it need not be compared any more.
+    """
+
+    def __init__(self, memory: list[Any], rows: Any) -> None: ...
+    def __len__(self) -> int: ...
+    def schemas(self) -> list[str]:
+        """Fingerprints that the tickets name, each once; "" for a ticket that cannot be read."""
+    def measure(self, fields: BatchFields, out: Any) -> list[int]:
+        """As `ClaimedBatch.measure`."""
+    def gather(self, fields: BatchFields, targets: list[tuple[Any, int, int, bool, bytes]], verify: bool) -> list[int]:
+        """As `ClaimedBatch.gather`."""
+    def verify(self) -> list[int]:
+        """The payloads whose checksum is wrong."""
+    def drop(self, index: int) -> None:
+        """The payload leaves the batch."""
+    def place(self, index: int) -> tuple[Any, int]:
+        """The piece that has the payload's bytes, and where they begin in it."""
+    def note(self, index: int) -> bytes:
+        """The encoded ticket."""
+
 def copy(destination: Buffer, source: Buffer) -> None:
     """Contiguous bytes to contiguous bytes of the same length."""
 

@@ -48,6 +48,10 @@ class BufferUnsuitableError(UsageError):
     """A destination is read-only, strided, too small, or of memory that cannot be written from here."""
 
 
+class BatchTooLargeError(UsageError):
+    """A batch exceeds ``pad_to``, what int32 counts, its memory limit, or memory. Its payloads were given back."""
+
+
 class TicketError(UsageError):
     """Bytes or text that are not a ticket, or a ticket of a version that is not known here."""
 

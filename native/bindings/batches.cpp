@@ -1,9 +1,8 @@
-// Payloads claimed together, and gathered into a batch's arrays: copied, hashed and filled up without the GIL.
+// Payloads of a mapped ring that were claimed together, for batches.
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,69 +10,12 @@
 #include <vector>
 
 #include "bindings/batches.hpp"
+#include "bindings/gathering.hpp"
 #include "common/checksum.hpp"
-#include "common/copy.hpp"
-#include "ring/ticket_note.hpp"
 
 namespace transport::python {
 
 using namespace nb::literals;
-
-namespace {
-
-constexpr std::uint64_t kAlignment = 64;
-// From here on hashing while copying saves a second pass over memory; below it both are in the caches.
-constexpr std::uint64_t kFusedBytes = 256 * 1024;
-
-// The tensors of a schema, as they stand one behind the other in a payload.
-struct BatchField {
-  std::uint64_t row_bytes;  // of one entry of the leading dimension, or of the whole tensor where it is not ragged
-  std::uint64_t most;       // entries
-  bool ragged;
-};
-
-struct Target {
-  std::byte* data;
-  std::uint64_t size, stride, start;
-  bool packed;
-  std::string fill;
-};
-
-// Repeats the pattern over the memory, whose size is a multiple of its own.
-void fill_with(std::byte* memory, std::uint64_t size, const std::string& pattern) {
-  if (size == 0) return;
-  if (std::all_of(pattern.begin(), pattern.end(), [&](char c) { return c == pattern[0]; })) {
-    std::memset(memory, static_cast<unsigned char>(pattern[0]), size);
-    return;
-  }
-  std::uint64_t done = std::min<std::uint64_t>(size, pattern.size());
-  std::memcpy(memory, pattern.data(), done);
-  while (done < size) {
-    const std::uint64_t piece = std::min(done, size - done);
-    std::memcpy(memory + done, memory, piece);
-    done += piece;
-  }
-}
-
-}  // namespace
-
-class BatchFields {
- public:
-  // (bytes of a row, entries at most, ragged) of each tensor, in the schema's order.
-  explicit BatchFields(const nb::list& rows) {
-    for (nb::handle each : rows) {
-      const auto row = nb::cast<nb::tuple>(each);
-      all_.push_back({nb::cast<std::uint64_t>(row[0]), nb::cast<std::uint64_t>(row[1]), nb::cast<bool>(row[2])});
-      ragged_ += all_.back().ragged;
-    }
-  }
-  const std::vector<BatchField>& all() const { return all_; }
-  std::size_t ragged() const { return ragged_; }
-
- private:
-  std::vector<BatchField> all_;
-  std::size_t ragged_ = 0;
-};
 
 // Payloads of one ring that were claimed together. What is neither consumed nor given back goes back with the object,
 // and memory that was kept is let go; so whatever looks into the slots keeps the object.
@@ -135,7 +77,10 @@ class ClaimedBatch {
       const ClaimId& id = held_[i].claim.id;
       std::optional<std::string> note = ring_->note(id.slot, id.generation);
       held_[i].note = note ? std::move(*note) : std::string();
-      if (!fits(fields, i)) wrong.push_back(i);
+      const std::uint64_t length = held_[i].claim.length;
+      if (length > ring_->identity().slot_capacity ||
+          !fields.fit(held_[i].note, length, lengths_.data() + i * ragged_))
+        wrong.push_back(i);
     }
     auto* const rows = reinterpret_cast<std::int64_t*>(view.data());
     for (std::size_t i = 0; i < n; ++i)
@@ -143,29 +88,18 @@ class ClaimedBatch {
     return wrong;
   }
 
-  // Copies every tensor to its place: (memory, stride, start, packed, fill) of each field; what a row has beyond its
-  // payload is filled. The payloads whose checksum differs, and whose places are as they were or half written.
+  // The payloads whose checksum differs, and whose places are as they were or half written.
   std::vector<std::size_t> gather(const BatchFields& fields, const nb::list& targets, bool verify) {
-    if (targets.size() != fields.all().size() || lengths_.size() != held_.size() * fields.ragged() ||
-        ragged_ != fields.ragged())
+    if (lengths_.size() != held_.size() * fields.ragged() || ragged_ != fields.ragged())
       fail(Fault::argument, "the payloads were not measured by these fields");
-    std::vector<std::unique_ptr<BufferView>> views;
-    std::vector<Target> all;
-    for (nb::handle each : targets) {
-      const auto row = nb::cast<nb::tuple>(each);
-      views.push_back(std::make_unique<BufferView>(nb::handle(row[0]), true));
-      const auto fill = nb::cast<nb::bytes>(row[4]);
-      all.push_back({views.back()->data(), views.back()->size(), nb::cast<std::uint64_t>(row[1]),
-                     nb::cast<std::uint64_t>(row[2]), nb::cast<bool>(row[3]), {fill.c_str(), fill.size()}});
-    }
-    check_room(fields, all);
+    Gathering gathering(fields, targets, lengths_, held_.size());
     std::vector<std::size_t> wrong;
     const Busy busy(*this);
     const nb::gil_scoped_release release;
-    std::vector<std::uint64_t> packed_at;
-    for (const Target& target : all) packed_at.push_back(target.start);
-    for (std::size_t i = 0; i < held_.size(); ++i)
-      if (!gather_one(fields, all, packed_at, i, verify)) wrong.push_back(i);
+    for (std::size_t i = 0; i < held_.size(); ++i) {
+      const Claimed& c = held_[i].claim;
+      if (!gathering.next(at(c), c.length, verify ? std::optional(c.checksum) : std::nullopt)) wrong.push_back(i);
+    }
     return wrong;
   }
 
@@ -271,68 +205,6 @@ class ClaimedBatch {
 
   const std::byte* at(const Claimed& claim) const { return base_ + claim.id.slot * stride_; }
 
-  bool fits(const BatchFields& fields, std::size_t i) {
-    std::uint64_t* const lengths = lengths_.data() + i * ragged_;
-    if (ragged_ > 0 && !read_lengths(held_[i].note, lengths, ragged_)) return false;
-    std::uint64_t end = 0;
-    std::size_t next = 0;
-    for (const BatchField& field : fields.all()) {
-      const std::uint64_t rows = field.ragged ? lengths[next++] : field.most;
-      if (rows > field.most) return false;
-      end = (end + kAlignment - 1) / kAlignment * kAlignment + rows * field.row_bytes;
-    }
-    return end == held_[i].claim.length && end <= ring_->identity().slot_capacity;
-  }
-
-  void check_room(const BatchFields& fields, const std::vector<Target>& all) const {
-    std::size_t next = 0;
-    for (std::size_t f = 0; f < all.size(); ++f) {
-      const BatchField& field = fields.all()[f];
-      const Target& target = all[f];
-      std::uint64_t end = target.start;
-      for (std::size_t i = 0; i < held_.size(); ++i) {
-        const std::uint64_t bytes = (field.ragged ? lengths_[i * ragged_ + next] : field.most) * field.row_bytes;
-        if (target.packed ? bytes > target.size - std::min(end, target.size)
-                          : bytes > target.stride || end > target.size || target.stride > target.size - end)
-          fail(Fault::argument, "the memory of a field is too small for the batch");
-        end += target.packed ? bytes : target.stride;
-      }
-      if (target.fill.empty()) fail(Fault::argument, "a fill value has at least one byte");
-      next += field.ragged;
-    }
-  }
-
-  bool gather_one(const BatchFields& fields, const std::vector<Target>& all, std::vector<std::uint64_t>& packed_at,
-                  std::size_t i, bool verify) const {
-    const Claimed& claim = held_[i].claim;
-    const std::byte* const source = at(claim);
-    const bool fused = verify && claim.length >= kFusedBytes;
-    if (verify && !fused && checksum(source, claim.length) != claim.checksum) return false;
-    std::optional<Checksum> hasher;
-    if (fused) hasher.emplace();
-    std::uint64_t end = 0;
-    std::size_t next = 0;
-    for (std::size_t f = 0; f < all.size(); ++f) {
-      const BatchField& field = fields.all()[f];
-      const Target& target = all[f];
-      const std::uint64_t bytes = (field.ragged ? lengths_[i * ragged_ + next++] : field.most) * field.row_bytes;
-      const std::uint64_t offset = (end + kAlignment - 1) / kAlignment * kAlignment;
-      std::byte* const place = target.data + (target.packed ? packed_at[f] : target.start + i * target.stride);
-      if (fused) {
-        hasher->update(source + end, offset - end);
-        copy_and_update(*hasher, place, source + offset, bytes);
-      } else if (bytes > 0) {
-        copy_bytes(place, source + offset, bytes);
-      }
-      if (target.packed)
-        packed_at[f] += bytes;
-      else
-        fill_with(place + bytes, target.stride - bytes, target.fill);
-      end = offset + bytes;
-    }
-    return !fused || hasher->digest() == claim.checksum;
-  }
-
   nb::object keep_;  // the Ring
   Ring* ring_;
   std::shared_ptr<Mapping> mapping_;
@@ -360,9 +232,7 @@ nb::object claimed_batch(nb::handle_t<Ring> ring, std::vector<Claimed> claims) {
 }
 
 void bind_batches(nb::module_& module) {
-  nb::class_<BatchFields>(module, "BatchFields", nb::is_final(), "The tensors of a schema, for batches.")
-      .def(nb::init<nb::list>(), "rows"_a);
-
+  bind_received(module);
   nb::class_<ClaimedBatch> batch(module, "ClaimedBatch", nb::is_final(), nb::type_slots(batch_slots),
                                  "Payloads of one ring that were claimed together.");
   batch.def("__len__", &ClaimedBatch::size)

@@ -9,6 +9,7 @@
 
 namespace transport::python {
 
+void bind_received(nb::module_& module);
 nb::object claimed_batch(nb::handle_t<Ring> ring, std::vector<Claimed> claims);
 
 }  // namespace transport::python

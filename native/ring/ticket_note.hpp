@@ -2,6 +2,7 @@
 // transport/ticket.py has the fields and their order; tests compare the two byte by byte.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <optional>
@@ -99,6 +100,20 @@ class MessagePackReader {
     if (*tag < 0xCC || *tag > 0xCF) return std::nullopt;
     return big_endian(std::size_t{1} << (*tag - 0xCC));
   }
+  // Text of less than 256 bytes.
+  std::optional<std::string_view> text() {
+    const auto tag = byte();
+    if (!tag) return std::nullopt;
+    std::optional<std::uint64_t> size;
+    if ((*tag & 0xE0) == 0xA0)
+      size = *tag & 0x1Fu;
+    else if (*tag == 0xD9)
+      size = big_endian(1);
+    if (!size || *size > data_.size()) return std::nullopt;
+    const std::string_view found = data_.substr(0, *size);
+    data_.remove_prefix(*size);
+    return found;
+  }
   // Passes over so many values with all that is in them. False: they end behind the data, or are not MessagePack.
   bool skip(std::uint64_t values) {
     while (values > 0) {
@@ -165,7 +180,19 @@ class MessagePackReader {
 };
 
 inline constexpr std::string_view kNoteMagic = "TK\x01";
-inline constexpr std::size_t kNoteElements = 17, kLengthsElement = 13;
+inline constexpr std::size_t kNoteElements = 17, kFingerprintElement = 11, kLengthsElement = 13;
+inline constexpr std::size_t kFingerprintDigits = 32;
+
+// The fingerprint of the schema that a note names; empty: it is not such a note.
+inline std::string_view read_fingerprint(std::string_view note) {
+  if (!note.starts_with(kNoteMagic)) return {};
+  MessagePackReader reader(note.substr(kNoteMagic.size()));
+  if (reader.array() != kNoteElements || !reader.skip(kFingerprintElement)) return {};
+  const std::string_view found = reader.text().value_or(std::string_view());
+  const auto hexadecimal = [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); };
+  return found.size() == kFingerprintDigits && std::all_of(found.begin(), found.end(), hexadecimal) ? found
+                                                                                                 : std::string_view();
+}
 
 // The lengths of the ragged tensors that a note tells, exactly `count` of them. False: it is not such a note.
 inline bool read_lengths(std::string_view note, std::uint64_t* lengths, std::size_t count) {

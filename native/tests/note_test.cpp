@@ -45,6 +45,32 @@ TEST(lengths_of_every_size_are_read_again) {
   }
 }
 
+TEST(the_fingerprint_is_read_where_it_is_one) {
+  const std::string digits = "0123456789abcdef0123456789abcdef";
+  const auto note = [&](std::string_view text) {
+    std::string made = pack({5});
+    const std::string_view before = "\xA2" "ff\xC0";
+    return made.replace(made.find(before), before.size() - 1, text);
+  };
+  const auto fingerprint = [](std::string_view made) {
+    const auto copy = std::make_unique<char[]>(made.size());
+    std::copy(made.begin(), made.end(), copy.get());
+    return std::string(read_fingerprint({copy.get(), made.size()}));
+  };
+  CHECK(fingerprint(note("\xD9\x20" + digits)) == digits);
+  CHECK(fingerprint(note("\xA2" "ff")).empty());
+  CHECK(fingerprint(note("\xD9\x20" + std::string(32, '\xC5'))).empty());
+  CHECK(fingerprint(note("\xD9\x20" + std::string(32, 'F'))).empty());
+  CHECK(fingerprint(note("\xCD\x20\x20")).empty());
+  const std::string whole = note("\xD9\x20" + digits);
+  std::vector<std::uint64_t> found(1);
+  CHECK(read(whole, found));
+  for (std::size_t size = 0; size < whole.size(); ++size) {
+    const std::string part = fingerprint(whole.substr(0, size));
+    CHECK(part.empty() || part == digits);
+  }
+}
+
 TEST(what_follows_the_lengths_may_be_anything_that_is_complete) {
   std::vector<std::uint64_t> found(1);
   CHECK(read(pack({5}, "\x82\xA1" "a\xC3\xA1" "b\x92\xD1\x01\x02\xC7\x01\x05" "x"), found));

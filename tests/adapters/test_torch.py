@@ -29,8 +29,9 @@ from torch.utils.data import DataLoader
 from transport.adapters.tensors import tensors
 from transport.adapters.torch import TicketDataset, TicketLoader
 from transport.client.blocking import BlockingClient
-from transport.errors import UsageError
-from transport.packer.rollout import UCXXRolloutMixin
+from transport.errors import BatchTooLargeError, SchemaError, UsageError
+from transport.packer.options import ClientOptions
+from transport.packer.rollout import UCXXRolloutMixin, queued
 from transport.queue.sqlite import SQLiteQueue
 from transport.schema import DTYPES, Schema, UpTo
 
@@ -207,6 +208,81 @@ def test_a_queue_object_cannot_go_to_a_spawned_worker(dataset: Callable[..., Tic
         next(iter(TicketLoader(dataset(), num_workers=1, multiprocessing_context="spawn")))
 
 
+# --- batches in place -----------------------------------------------------------------------------------
+def test_a_packed_batch_is_a_dict_of_tensors(worker: Worker, dataset: Callable[..., TicketDataset]) -> None:
+    worker.play(6)
+    first, second = TicketLoader(dataset(layout="packed"))
+    assert {name: each.tolist() for name, each in first.items()} == {
+        "tokens": [0, 0, 1, 0, 1, 2, 0, 1, 2, 3],
+        "tokens.lengths": [1, 2, 3, 4],
+        "tokens.cu_seqlens": [0, 1, 3, 6, 10],
+        "step": [1, 2, 3, 4],
+    }
+    assert (first["tokens"].dtype, first["tokens.cu_seqlens"].dtype) == (torch.int32, torch.int32)
+    assert second["tokens.cu_seqlens"].tolist() == [0, 5, 11]
+    first["tokens"] += 1  # the memory is the batch's own
+    eventually(lambda: free(worker.ring), "every slot is free again")
+
+
+def test_a_padded_batch_has_the_fill_value_and_collate_gets_the_metadata(
+    worker: Worker, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(2)
+    made = dataset(layout="padded", shape={"fill": -1, "pad_to": 3}, collate=lambda batch, metadata: (batch, metadata))
+    [(batch, metadata)] = TicketLoader(made)
+    assert batch["tokens"].tolist() == [[0, -1, -1], [0, 1, -1]]
+    assert batch.keys() == {"tokens", "tokens.lengths", "step"}
+    assert [each["step"] for each in metadata] == [1, 2]
+
+
+def test_every_dtype_that_torch_has_is_in_a_batch_bit_by_bit() -> None:
+    names = [name for name in DTYPES if hasattr(torch, name)]
+    schema = Schema.of(**{name: (name, UpTo(16)) for name in names}, scalar=("bool",))
+    written = {name: np.arange(7).astype(DTYPES[name]) for name in names} | {"scalar": np.bool_(True)}
+    with serving(schema) as (ring, _):
+        ring.write_many([written, written])
+        with ring.claim_batch(2, layout="packed") as batch:
+            found = batch.torch()
+        for name in names:
+            assert found[name].dtype == getattr(torch, name)
+            assert found[name].data_ptr() == batch[name].__array_interface__["data"][0]
+            assert bytes(found[name].view(torch.uint8).numpy()) == written[name].tobytes() * 2
+        assert found["scalar"].tolist() == [True, True]
+
+
+def test_a_batch_is_written_into_the_callers_tensor() -> None:
+    schema = Schema.of(tokens=("int32", UpTo(8)))
+    with serving(schema) as (ring, _):
+        ring.write_many([{"tokens": np.arange(n, dtype=np.int32)} for n in (2, 3)])
+        out = torch.full((10,), 9, dtype=torch.int32)
+        with ring.claim_batch(2, layout="packed", out={"tokens": out}) as batch:
+            assert out.tolist() == [0, 1, 0, 1, 2, 9, 9, 9, 9, 9]
+            assert batch.torch()["tokens"].data_ptr() == out.data_ptr()
+
+
+def test_a_batch_that_cannot_be_made_gives_its_payloads_back(
+    worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(4)
+    with pytest.raises(BatchTooLargeError, match="more than the 3 that the batch is padded to"):
+        next(iter(TicketLoader(dataset(layout="padded", shape={"pad_to": 3}))))
+    assert (queue.depth().done, queue.depth().claimed, queue.depth().ready) == (0, 0, 4)
+    with pytest.raises(UsageError, match="leave ClientOptions"):
+        dataset(layout="packed", client=ClientOptions(device="torch"))
+    with pytest.raises(UsageError, match="overwritten by the next batch"):
+        dataset(layout="packed", shape={"out": {}})
+
+
+def test_payloads_of_two_schemas_make_no_batch_and_both_are_named(queue: SQLiteQueue) -> None:
+    with serving(None, slots=4, slot_bytes=4096) as (ring, _):
+        for payload in ({"x": np.zeros(3, np.int8)}, {"y": np.zeros(3, np.int8)}):
+            queue.publish(queued(ring.write(payload)))
+        dataset = TicketDataset(queue, batch_size=2, layout="packed", fill_s=0.0, idle_s=0.0, wire={"mapped"})
+        with pytest.raises(SchemaError, match="for several schemas use collate= with the layout list"):
+            next(iter(dataset))
+        assert queue.depth().ready == 2
+
+
 # --- in worker processes --------------------------------------------------------------------------------
 @pytest.fixture
 def served(queue: SQLiteQueue) -> Iterator[Worker]:
@@ -241,7 +317,7 @@ def test_worker_processes_fetch_acknowledge_and_give_back(method: str, served: W
     eventually(lambda: free(served.ring), "every slot is free again")
     if method == "fork":
         assert "UsageError" in found["plain"] and "use it instead of DataLoader" in found["plain"]
-        assert "only the trainer's own process reads into its device memory" in found["device"]
+        assert "only the trainer process reads into its device memory" in found["device"]
         assert 'multiprocessing_context="spawn"' in found["inherited"]
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from transport import Schema, SharedRingBuffer
 from transport.errors import (
+    BatchTooLargeError,
     BufferUnsuitableError,
     ClosedError,
-    LengthMismatchError,
     RankError,
     SchemaError,
     UsageError,
@@ -272,7 +272,7 @@ def test_a_ticket_that_cannot_be_read_ends_its_payload(ring: SharedRingBuffer) -
         ({"layout": "padded", "fill": {"reward": 1}}, SchemaError, "reward, which are no ragged"),
         ({"layout": "padded", "fill": {"mask": 256}}, UsageError, "fill=256 is no value of mask"),
         ({"layout": "padded", "fill": {"tokens": 1.5}}, UsageError, "fill=1.5 is no value of tokens"),
-        ({"layout": "padded", "pad_to": 3}, LengthMismatchError, "tokens: a payload has 4 entries, more than the 3"),
+        ({"layout": "padded", "pad_to": 3}, BatchTooLargeError, "tokens: a payload has 4 entries, more than the 3"),
         ({"layout": "padded", "pad_to": -1}, UsageError, "pad_to=-1"),
         ({"layout": "list", "out": {}}, UsageError, "out= is for the layouts padded and packed"),
         ({"layout": "packed", "out": {"x": 1}}, SchemaError, "x, which the schema does not have"),

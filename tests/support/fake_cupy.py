@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -95,6 +96,7 @@ class FakeCuda:
         # Memory of arrays that are gone goes back to a pool; what is queued may still write to it.
         self.memory: list[np.ndarray] = []
         self.events_made = 0
+        self.pooled_in_use = 0
         self.pinned_on: list[int] = []  # the device that was current, for each block
         self.per_thread = False  # every thread has a default stream of its own
         self._of_threads: dict[tuple[int, int], int] = {}
@@ -230,6 +232,20 @@ class FakeCuda:
         self.registered[memory.ctypes.data] = size
         return SimpleNamespace(memory=memory)
 
+    def pooled(self, size: int) -> Any:
+        """Pinned memory of a pool: what nobody has any more is overwritten, as if it were lent again."""
+        memory = self.pinned(size).memory
+        self.memory.append(memory)
+        lent = (ctypes.c_ubyte * size).from_buffer(memory)
+        self.pooled_in_use += 1
+
+        def back() -> None:
+            memory[:] = 0xDD
+            self.pooled_in_use -= 1
+
+        weakref.finalize(lent, back).atexit = False
+        return lent
+
 
 def fake_cupy(count: int = 1) -> Any:
     """A module to stand for cupy; `cupy.fake` is its ``count`` devices."""
@@ -346,6 +362,7 @@ def fake_cupy(count: int = 1) -> Any:
         get_current_stream=cuda.current_stream,
         PinnedMemory=cuda.pinned,
         PinnedMemoryPointer=lambda pinned, offset: pinned.memory,
+        alloc_pinned_memory=cuda.pooled,
         runtime=SimpleNamespace(
             memcpyHostToDevice=1,
             memcpyDeviceToHost=2,

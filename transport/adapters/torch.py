@@ -12,6 +12,9 @@ that it trained on without asking for the next one is trained on again, from the
     TicketLoader ◄──── batches, copied ─────── TicketDataset ──► claims, fetches, acknowledges
                  ─────── used, version, stop ──►
 
+With ``layout="packed"`` or ``"padded"`` a batch is a dict of tensors (transport/adapters/in_place.py), each payload
+copied once, without Python code for a payload.
+
 Use worker processes where `collate` takes much time. Without them nothing is copied, and the next batch is prefetched
 as well.
 """
@@ -21,9 +24,10 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import multiprocessing.connection
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+from transport.adapters.in_place import tensor_batch
 from transport.adapters.stream import BatchStream
 from transport.adapters.tensors import tensors
 from transport.errors import UsageError
@@ -31,6 +35,7 @@ from transport.packer.mixin import FetchedBatch
 from transport.packer.options import ClientOptions
 from transport.queue.base import TicketQueue
 from transport.queue.open import open_queue
+from transport.ring.batch_shape import BatchLayout, Shape
 from transport.ticket import Metadata
 from transport.wire import ucx
 
@@ -61,7 +66,11 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
     Args:
         queue: URL for `open_queue`, which every process opens itself; or a queue, but not for spawned workers.
         batch_size: payloads of a batch, at most; failed payloads are left out and reported to the queue.
-        collate: makes a batch from a list of `Sample`; None: the list itself. Runs in the worker process, if any.
+        collate: makes a batch from a list of `Sample`; None: the list itself. With a padded or packed ``layout`` it is
+            given the dict of tensors and the list of the payloads' metadata; None: the dict. Runs in the worker
+            process, if any.
+        layout: "list"; or "padded" or "packed" for payloads of one schema, as `SharedRingBuffer.claim_batch` has them.
+        shape: with such a layout, its ``fill``, ``pad_to``, ``memory`` and ``most_memory``.
         fill_s: seconds for which an incomplete batch waits for more tickets.
         idle_s: the iteration ends after so many seconds without a ticket; None: it waits for ever.
         options: of `UCXXDataPackerMixin.setup_ucxx_packer`; must be picklable for spawned workers.
@@ -72,7 +81,9 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         queue: str | TicketQueue,
         *,
         batch_size: int = 1,
-        collate: Callable[[list[Sample]], Any] | None = None,
+        collate: Callable[..., Any] | None = None,
+        layout: BatchLayout = "list",
+        shape: Mapping[str, Any] | None = None,
         fill_s: float = 1.0,
         idle_s: float | None = None,
         **options: Any,
@@ -82,7 +93,15 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         self.policy_version: int | None = None  # that is trained now, with max_policy_age; see `TicketLoader`
         self._queue = queue
         self._batch_size = batch_size
-        self._collate = collate or list
+        self._shape = Shape(layout=layout, **(shape or {}))
+        if self._shape.out is not None:
+            raise UsageError("out= would be overwritten by the next batch; leave it out of the shape")
+        if layout != "list" and options.get("client", ClientOptions()).device is not None:
+            raise UsageError(
+                f"layout={layout!r} reads to the host: leave ClientOptions(device=…) out, and give "
+                'shape={"memory": "torch"} for batches in device memory'
+            )
+        self._collate = collate
         self._fill_s, self._idle_s = fill_s, idle_s
         self._options = options
         self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
@@ -109,9 +128,10 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
                 "this worker was forked from a process that uses UCX, and would hang: give the loader "
                 'multiprocessing_context="spawn", or close every client and server first'
             )
-        if self._options.get("client", ClientOptions()).device is not None:
+        if self._options.get("client", ClientOptions()).device is not None or self._shape.memory != "host":
             raise UsageError(
-                "ClientOptions(device=…) needs num_workers=0: only the trainer process reads into its device memory"
+                "ClientOptions(device=…) and a shape's memory= need num_workers=0: only the trainer process reads into "
+                "its device memory"
             )
         if not self._orders:
             raise UsageError("a TicketDataset with worker processes needs a TicketLoader; use it instead of DataLoader")
@@ -149,7 +169,15 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
 
     def collated(self, batch: FetchedBatch) -> Any:
         """The batch for the loop. From then on only its tensors keep the payloads' memory."""
-        data = self._collate([Sample(tensors(payload), payload.metadata) for payload in batch.payloads])
+        payloads = batch.payloads
+        data: Any
+        if self._shape.layout == "list":
+            data = [Sample(tensors(payload), payload.metadata) for payload in payloads]
+            data = data if self._collate is None else self._collate(data)
+        else:
+            data = tensor_batch(payloads, self._shape)
+            if self._collate is not None:
+                data = self._collate(data, [payload.metadata for payload in payloads])
         batch.release()
         return data
 

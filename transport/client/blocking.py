@@ -9,7 +9,11 @@ from typing import Any, Self, TypeVar
 from transport.client.client import UCXXClient
 from transport.client.device_reads import target_of
 from transport.client.payload import ClientStatistics, ReadOutcome, ReceivedPayload
+from transport.client.taking import MOST_BYTES
+from transport.ring.batches import MAX_DELIVERIES, PayloadBatch
 from transport.runtime.loop_thread import AtExit, LoopThread
+from transport.schema import Schema
+from transport.taking.plans import taken_and_waited_for
 from transport.ticket import Ticket
 from transport.wire.frames import SlotFate
 
@@ -59,6 +63,32 @@ class BlockingClient:
         finally:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))
+
+    def take_batch(
+        self,
+        address: str,
+        n: int,
+        *,
+        wait_s: float = 0.0,
+        schema: Schema | None = None,
+        most_bytes: int = MOST_BYTES,
+        rank: int = 0,
+        oldest_version: int | None = None,
+        max_deliveries: int = MAX_DELIVERIES,
+        **shape: Any,
+    ) -> PayloadBatch:
+        """See `UCXXClient.take_batch`. The payloads are copied in this thread."""
+        plan, take = self._client._batch_plan(
+            address,
+            n,
+            schema,
+            shape,
+            most_bytes=most_bytes,
+            rank=rank,
+            oldest_version=oldest_version,
+            most_attempts=max_deliveries,
+        )
+        return taken_and_waited_for(plan, take, wait_s, self._thread)
 
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """See `UCXXClient.ack`."""

@@ -20,7 +20,7 @@ from transport.client.attempts import RemoteReads, grouped
 from transport.client.connection import Want
 from transport.client.connections import Links
 from transport.client.deliveries import Deliveries
-from transport.client.device_reads import DeviceReads, DeviceReceive, Target
+from transport.client.device_reads import DeviceReads, DeviceReceive
 from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
@@ -28,13 +28,17 @@ from transport.client.status_socket import StatusSocket
 from transport.client.taking import MOST_BYTES, Taking, port_of
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
+from transport.devices.targets import Target
 from transport.errors import ClosedError, StaleSlotError, TransportError, UsageError
+from transport.ring.batches import MAX_DELIVERIES
 from transport.ring.packing import check_destination
 from transport.runtime.arguments import at_least, expect, seconds, several
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import MAY_HAVE_MOVED, Directory, Finder
 from transport.taking.batch import TakenBatch
+from transport.taking.batches import TakenPayloads
+from transport.taking.plans import Plan, Taker, taken_in_place
 from transport.ticket import Ticket
 from transport.wire.frames import Kind, Record, SlotFate, fate_of
 from transport.wires import Wire, named_wires
@@ -411,6 +415,62 @@ class UCXXClient:
             most_attempts=most_attempts,
             verify=self._verify,
         )
+
+    async def take_batch(
+        self,
+        address: str,
+        n: int,
+        *,
+        wait_s: float = 0.0,
+        schema: Schema | None = None,
+        most_bytes: int = MOST_BYTES,
+        rank: int = 0,
+        oldest_version: int | None = None,
+        max_deliveries: int = MAX_DELIVERIES,
+        **shape: Any,
+    ) -> TakenPayloads:
+        """`take`, as one batch; empty when nothing came in time. Each tensor is copied once, to where it belongs.
+
+        What arrives with wrong bytes is left out and may be taken again, until ``max_deliveries``. The other arguments
+        are those of `take`.
+
+        Args:
+            schema: of the payloads; None: the one that this client was given.
+            shape: layout, fill, pad_to, out, memory, most_memory and verify, as for `SharedRingBuffer.claim_batch`;
+                a list's checksums are compared, too.
+
+        Raises:
+            SchemaError, UsageError, MissingDependencyError: nothing was asked; but SchemaError, too, for payloads of
+                another schema, with which all are given back.
+            BufferUnsuitableError, BatchTooLargeError: as for `SharedRingBuffer.claim_batch`. All
+                payloads are given back.
+            BusyError, VersionMismatchError, LinkError kinds: as for `take`.
+        """
+        plan, take = self._batch_plan(
+            address,
+            n,
+            schema,
+            shape,
+            most_bytes=most_bytes,
+            rank=rank,
+            oldest_version=oldest_version,
+            most_attempts=max_deliveries,
+        )
+        return await taken_in_place(plan, take, wait_s)
+
+    def _batch_plan(
+        self, address: str, n: int, schema: Schema | None, shape: dict[str, Any], **demand: Any
+    ) -> tuple[Plan, Taker]:
+        """What `take_batch` asks for, and how."""
+        port = port_of(address)
+
+        async def take(wait_s: float, verify: bool) -> TakenBatch:
+            if self._closed:
+                raise ClosedError("this client is closed")
+            link = await self._taking.link(port)
+            return await link.take(n, wait_s=wait_s, verify=verify, **demand)
+
+        return Plan(schema, self._taking.schemas, self._verify, shape), take
 
     # --- acknowledgements and what else can be said about a payload ------------------------------------
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:

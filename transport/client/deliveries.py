@@ -18,12 +18,13 @@ from typing import Any
 
 from transport.client.acknowledgements import Ack
 from transport.client.connections import Links
-from transport.client.device_reads import DevicePayload, Target
+from transport.client.device_reads import DevicePayload
 from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ReceivedPayload
 from transport.client.pool import PortKey
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
+from transport.devices.targets import Target
 from transport.errors import ClosedError
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -29,7 +28,6 @@ from transport.devices.completions import Completions
 from transport.devices.libraries import Library, library_of, parse_device
 from transport.devices.pinned import StagingPool
 from transport.devices.streams import (
-    PER_THREAD,
     Mark,
     address_of,
     copy_to_device,
@@ -39,6 +37,7 @@ from transport.devices.streams import (
     pinned_memory,
     settled_on_failure,
 )
+from transport.devices.targets import Target
 from transport.errors import BufferUnsuitableError, DeadlineExceededError, InternalError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
@@ -52,42 +51,6 @@ DeviceReceive = Literal["staged", "direct"]
 
 # Smaller ones are always staged: that is faster, and payloads inside an answer come through the host anyway.
 _DIRECT_BYTES: Final = 256 << 10
-
-
-class Target:
-    """The destination of one payload: ``size`` bytes at ``address`` of a device, and the stream of its copy.
-
-    Made in the thread whose current stream is to be used.
-    """
-
-    def __init__(self, array: Any, library: Library, size: int, stream: int, *, own: bool) -> None:
-        described = library.describe(array)
-        self.array = array
-        self.size = size
-        self.address = described.address
-        self.device = described.device
-        self.stream = stream
-        self.library = library
-        self._own = own  # allocated here, on a stream that the caller does not know
-        self._mark: Mark | None = None
-        self._used_on: set[int] = set()
-
-    def arrives(self) -> Mark:
-        """A mark after the work that has been queued for it."""
-        self._mark = Mark(self.stream, self.device)
-        return self._mark
-
-    def looked_at(self) -> None:
-        """The array is used now: work of another stream than ``stream`` is made to run after the arrival."""
-        current = self.library.stream(self.device)
-        name = current if current != PER_THREAD else -threading.get_ident()
-        if current == self.stream or name in self._used_on:
-            return
-        self._used_on.add(name)
-        if self._mark is not None:
-            self._mark.hold(current, self.device)
-        if self._own:
-            self.library.keep(self.array, self.device, self.stream)
 
 
 class DevicePayload(ReceivedPayload):

@@ -105,6 +105,11 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         arrays = self._arrays = views(layout, self._data, writable=False)
         return arrays
 
+    @property
+    def schema(self) -> Schema | None:
+        """Of its tensors; None: the ticket brings none, and the client was not given the ring's."""
+        return self._schema
+
     def layout(self) -> Layout:
         """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
         if self._schema is None:

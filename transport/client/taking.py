@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S = 3600.0
+_LONGEST_DELAY_S = 1e6  # 32 bits of milliseconds
 
 _Said = tuple[asyncio.Future[Any], int]  # the answer to a FINISH message, and the claim's position in it
 
@@ -94,6 +96,7 @@ class TakeLink:
         self._answered = asyncio.Event()
         self._left: dict[bytes, _Said] = {}  # of claims whose `finish` was cancelled after it was sent
         self._closed = False
+        self._process = os.getpid()
         self.checksum_failures = 0
 
     def __repr__(self) -> str:
@@ -181,7 +184,7 @@ class TakeLink:
             kept = np.setdiff1d(np.arange(len(rows)), wrong)
             read = {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
             rows, notes, offsets = rows[kept], notes[kept], offsets[kept]
-        return TakenBatch(self, rows, buffer, notes, offsets, read, self._schemas)
+        return TakenBatch(self, rows, buffer, notes, offsets, read, self._schemas, len(wrong))
 
     def _parsed(self, outcome: Any, buffer: Any) -> tuple[Rows, Rows, Rows]:
         if isinstance(outcome, int):
@@ -243,10 +246,10 @@ class TakeLink:
         if not future.done() and not self.lost:
             self.link.tell([Record(Kind.UNTAKE, slot=number)])
 
-    def _return(self, rows: Rows) -> None:
+    def _return(self, rows: Rows, delay_s: float = 0.0) -> None:
         """Give claims back, without waiting for the answer."""
         if not self.lost:
-            self._settle(Kind.GIVE_BACK, rows, 0)
+            self._settle(Kind.GIVE_BACK, rows, math.ceil(min(max(delay_s, 0.0), _LONGEST_DELAY_S) * 1000))
 
     # --- the end of claims --------------------------------------------------------------------------
     async def finish(self, rows: Rows) -> Verdicts:
@@ -317,6 +320,17 @@ class TakeLink:
         codes += [1] * (len(rows) - len(codes))
         return np.equal(np.asarray(codes, np.int64), 0)
 
+    def let_go(self, rows: Rows, delay_s: float = 0.0) -> None:
+        """`give_back` without waiting for the answer. Any thread; nothing in a forked child."""
+        loop = self.link.worker.loop
+        if os.getpid() != self._process or loop.is_closed():
+            return
+        if asyncio._get_running_loop() is loop:
+            self._return(rows, delay_s)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed meanwhile, and every claim has ended
+            loop.call_soon_threadsafe(self._return, rows, delay_s)
+
     def renew(self) -> None:
         """Say that the holder is alive: from here on ``ack_timeout_s`` of silence count anew. Does not wait."""
         if not self.lost:
@@ -372,6 +386,11 @@ class Taking:
         self._opening: dict[PortKey, asyncio.Task[TakeLink]] = {}
         self.outcomes = Outcomes(links, settings)
         self._closed = False
+
+    @property
+    def schemas(self) -> list[Schema]:
+        """That the client was given."""
+        return list(self._schemas.values())
 
     async def link(self, port: PortKey) -> TakeLink:
         """The port's connection, a new one where there is none or the last one broke."""

@@ -1,12 +1,11 @@
-"""A batch's arrays as torch tensors, in the same memory, through DLPack where it knows the dtype."""
+"""A batch's arrays, numpy's or CuPy's, as torch tensors in the same memory, through DLPack where it knows the dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from transport.devices.arrays import is_torch
 from transport.errors import BufferUnsuitableError, MissingDependencyError
 from transport.runtime.installing import install
 
@@ -18,12 +17,14 @@ except ImportError as error:
     ) from error
 
 
-def as_tensors(arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors over the arrays' memory. BufferUnsuitableError: torch has no such dtype."""
     return {name: _as_tensor(name, array) for name, array in arrays.items()}
 
 
-def _as_tensor(name: str, array: np.ndarray[Any, Any]) -> Any:
+def _as_tensor(name: str, array: Any) -> Any:
+    if is_torch(array):
+        return array
     if array.dtype.kind in "biufc" and array.dtype.isbuiltin == 1:
         return torch.from_dlpack(array)
     dtype = getattr(torch, array.dtype.name, None)  # bfloat16 and the float8 kinds, which numpy's DLPack does not know

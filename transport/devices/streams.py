@@ -177,6 +177,49 @@ def pinned_memory(nbytes: int, device: int) -> np.ndarray:
     return np.frombuffer(pinned, np.uint8, nbytes)
 
 
+def pooled_pinned_memory(nbytes: int, device: int) -> np.ndarray:
+    """As `pinned_memory`, from CuPy's pool, to which it goes back with its last view.
+
+    The pool does not know of copies: whoever queues one keeps a view until it is done.
+    """
+    cupy = require_cupy()
+    with cupy.cuda.Device(device):
+        pinned = cupy.cuda.alloc_pinned_memory(max(1, nbytes))
+    return np.frombuffer(pinned, np.uint8, nbytes)
+
+
+def current_device() -> int:
+    """The device that is current in this thread. MissingDependencyError without CuPy or a device."""
+    require_device()
+    return int(require_cupy().cuda.Device().id)
+
+
+class Underway:
+    """Host memory that queued copies read, kept until they are done. Any thread."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Mark, Any]] = []
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Underway {len(self._kept)} copies>"
+
+    def keep(self, mark: Mark, memory: Any) -> None:
+        """Until ``mark`` has passed, which is looked at with every further call."""
+        with self._lock:
+            self._kept = [(other, each) for other, each in self._kept if not _passed(other)]
+            self._kept.append((mark, memory))
+
+
+def _passed(mark: Mark) -> bool:
+    """Also after a device fault, because a failed device copies nothing more."""
+    try:
+        return mark.passed
+    except Exception as error:  # CUDA's classes belong to CuPy, which is not imported here
+        log.error("a device copy failed: %s", error)
+        return True
+
+
 class RegisteredPages:
     """Host memory owned by other objects, registered with CUDA piece by piece at the first use. Any thread.
 

@@ -580,6 +580,8 @@ class SharedRingBuffer(Attachment):
         fill: complex | Mapping[str, complex] = 0,
         pad_to: Literal["longest"] | int = "longest",
         out: Mapping[str, Any] | None = None,
+        memory: str = "host",
+        most_memory: int | None = None,
         verify: bool | None = None,
         rank: int = 0,
         most_bytes: int | None = None,
@@ -599,13 +601,20 @@ class SharedRingBuffer(Attachment):
             pad_to: entries that a padded tensor has for each payload.
             out: writable contiguous memory by name, larger than needed where you like: numpy, or what speaks DLPack
                 on the host, pinned memory included. Tensors without one get pooled memory.
+            memory: where the arrays of a padded or packed batch are: "host" (numpy), "pinned" (numpy over page-locked
+                memory), "cupy" or "torch" (on the device; "cupy:1" for the second). A stream that is current where
+                ``batch[name]`` is looked at waits for their arrival; this call does not.
+            most_memory: bytes that these arrays may take together.
             verify: the checksums; default True but for "list", whose bytes are not read here.
 
         Raises:
             SchemaError: the ring was attached to without its schema, or ``fill`` or ``out`` name no tensor of it.
             UsageError: another argument makes no sense.
-            LengthMismatchError: a payload is longer than ``pad_to``, or too many entries to be packed.
-            BufferUnsuitableError: ``out`` does not fit. With all of these, and MemoryError, the payloads go back.
+            BufferUnsuitableError: ``out`` does not fit, or the device's library lacks a dtype.
+            BatchTooLargeError: a payload is longer than ``pad_to``, there are more entries than int32 counts, or the
+                arrays need more than ``most_memory``, or more than there is.
+            MissingDependencyError: ``memory`` needs a package or a device that is not here. Whatever is raised, no
+                payload stays claimed.
         """
         return claim_batch(
             [self],
@@ -615,6 +624,8 @@ class SharedRingBuffer(Attachment):
             fill=fill,
             pad_to=pad_to,
             out=out,
+            memory=memory,
+            most_memory=most_memory,
             verify=verify,
             rank=rank,
             most_bytes=most_bytes,

@@ -54,6 +54,8 @@ class Holder(Protocol):
 
     async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts: ...
 
+    def let_go(self, rows: Rows, delay_s: float = 0.0) -> None: ...
+
 
 def _aligned(value: Any) -> Any:
     return (value + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
@@ -123,7 +125,9 @@ class TakenBatch:
     Attributes:
         rows: one row of `TAKEN` for each payload.
         ring: whose payloads they are.
+        link: the connection that holds the claims.
         nbytes: of all payloads together.
+        dropped: payloads that came with wrong bytes and were given back.
     """
 
     def __init__(
@@ -135,8 +139,10 @@ class TakenBatch:
         offsets: Rows,
         read: Mapping[int, Any],
         schemas: Mapping[str, Schema],
+        dropped: int = 0,
     ) -> None:
-        self._link = link
+        self.link = link
+        self.dropped = dropped
         self.rows = rows
         self.schemas = schemas
         self._buffer = memoryview(buffer).toreadonly()
@@ -174,14 +180,25 @@ class TakenBatch:
         begin = int(self._offsets[at])
         return self._buffer[begin : begin + length]
 
+    def received(self) -> _ring.ReceivedPayloads:
+        """The payloads as a batch in place wants them."""
+        rows = np.zeros((len(_ring.RECEIVED_ROWS), len(self)), np.uint64)
+        rows[1], rows[2] = self._offsets, self.rows["length"]
+        rows[4], rows[5], rows[6] = self._notes, self.rows["note_bytes"], self.rows["checksum"]
+        pieces = [self._buffer]
+        for at, own in self._read.items():
+            rows[:2, at] = len(pieces), 0
+            pieces.append(memoryview(own).toreadonly())
+        return _ring.ReceivedPayloads(pieces, rows)
+
     @property
     def lost(self) -> bool:
         """Whether the connection of the claims is gone, and every claim with it."""
-        return self._link.lost
+        return self.link.lost
 
     def renew(self) -> None:
         """Say that the holder is alive; a silent one loses its claims after the listener's ``ack_timeout_s``."""
-        self._link.renew()
+        self.link.renew()
 
     async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
         """Say that the payloads were used, all or those at some positions: True for each that was accepted.
@@ -192,11 +209,11 @@ class TakenBatch:
         ring is gone, with its host, or out of reach for longer, a payload may count as consumed although it is False
         here. Where this is cancelled, ask again: the answer is the same.
         """
-        return await self._link.finish(self._chosen(which))
+        return await self.link.finish(self._chosen(which))
 
     async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
         """Give the claims up: anybody may take the payloads, after the delay. False: it had ended already."""
-        return await self._link.give_back(self._chosen(which), delay_s)
+        return await self.link.give_back(self._chosen(which), delay_s)
 
     def _chosen(self, which: Sequence[int] | None) -> Rows:
         return self.rows if which is None else self.rows[np.asarray(which, dtype=np.intp)]

@@ -1,0 +1,45 @@
+"""Device memory that bytes arrive in, and the streams that may look at it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from transport.devices.libraries import Library
+from transport.devices.streams import PER_THREAD, Mark
+
+
+class Target:
+    """The destination of one payload, or of one batch: bytes at ``address`` of a device, and the stream of their copy.
+
+    Made in the thread whose current stream is to be used.
+    """
+
+    def __init__(self, array: Any, library: Library, size: int, stream: int, *, own: bool) -> None:
+        described = library.describe(array)
+        self.array = array
+        self.size = size
+        self.address = described.address
+        self.device = described.device
+        self.stream = stream
+        self.library = library
+        self._own = own  # allocated here, on a stream that the caller does not know
+        self._mark: Mark | None = None
+        self._used_on: set[int] = set()
+
+    def arrives(self) -> Mark:
+        """A mark after the work that has been queued for it."""
+        self._mark = Mark(self.stream, self.device)
+        return self._mark
+
+    def looked_at(self) -> None:
+        """The array is used now: work of another stream than ``stream`` is made to run after the arrival."""
+        current = self.library.stream(self.device)
+        name = current if current != PER_THREAD else -threading.get_ident()
+        if current == self.stream or name in self._used_on:
+            return
+        self._used_on.add(name)
+        if self._mark is not None:
+            self._mark.hold(current, self.device)
+        if self._own:
+            self.library.keep(self.array, self.device, self.stream)

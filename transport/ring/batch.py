@@ -1,0 +1,383 @@
+"""A batch of payloads, each tensor one array, written where it belongs while its checksum is taken.
+
+list    the payloads' own arrays, where the payloads lie
+padded  (batch, longest, …) with a fill value behind each payload's rows, and the lengths
+packed  all rows one behind the other, and `cu_seqlens`, the int32 offsets that attention kernels want
+
+Tensors that are not ragged are (batch, …) in the last two. What a batch tells of its payloads are columns; there is no
+Python object for one payload until it is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from transport import _ring
+from transport.errors import BatchTooLargeError, UsageError
+from transport.ring.batch_shape import BatchLayout, Shape, fields_of
+from transport.ring.landing import Landing, Wanted, landing_for, room_of
+from transport.ring.states import named
+from transport.schema import DTYPES, Layout, Schema, TensorSpec
+from transport.ticket import Ticket
+
+log = logging.getLogger(__name__)
+
+Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+_MOST_PACKED: Final = (1 << 31) - 1  # cu_seqlens are int32
+_UNFIT: Final = "its ticket or its length does not fit the schema of its ring"
+_WRONG: Final = "its bytes are not those that were written"
+
+
+class Part(Protocol):
+    """Payloads of one ring that are claimed: in its mapped slots (`_ring.ClaimedBatch`), or received."""
+
+    def __len__(self) -> int: ...
+
+    def columns(self, out: Any) -> None:
+        """Write BATCH_COLUMNS, a row of int64 for each."""
+
+    def measure(self, fields: _ring.BatchFields, out: Any) -> list[int]:
+        """Write the lengths of the ragged tensors; the payloads that do not fit."""
+
+    def gather(
+        self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes]], verify: bool
+    ) -> list[int]:
+        """Copy the payloads to their places; those whose checksum is wrong."""
+
+    def verify(self) -> list[int]:
+        """Those whose checksum is wrong."""
+
+    def note(self, index: int) -> bytes:
+        """The encoded ticket."""
+
+    def drop(self, index: int, reason: str, dead: bool, consumer: str = "", delay_s: float = 0.0) -> None:
+        """The payload leaves the part; it may be claimed again, or not where ``dead``."""
+
+    def release(self, delay_s: float = 0.0) -> None:
+        """Give back what was not finished, without waiting. Idempotent."""
+
+
+class Batch(Sequence[Mapping[str, Any]]):
+    """Payloads of one schema that were claimed together, whichever way they came.
+
+    Belongs to one thread. At the end of a ``with`` block, by `release` or when nothing refers to it any more, what was
+    not consumed may be claimed again.
+
+    Attributes:
+        layout: "list", "padded" or "packed".
+        schema: of all payloads.
+        lengths: entries of each ragged tensor, by name, a number for each payload (int64, numpy).
+        slots, generations, ranks, attempts, policy_versions, sizes: columns (int64, numpy); attempts count this one,
+            a payload whose writer gave no version has `NO_VERSION`, sizes are bytes.
+        dropped: payloads that were claimed for this batch and left out, because their bytes were wrong.
+    """
+
+    NO_VERSION: Final = _ring.NO_VERSION
+
+    def __init__(self, parts: Sequence[Part], schema: Schema, shape: Shape, landing: Landing, dropped: int = 0) -> None:
+        self._parts = parts
+        self._shape = shape
+        self._landing = landing
+        self.schema = schema
+        self.layout: BatchLayout = shape.layout
+        self.dropped = dropped
+        self._read_columns()
+        self._arrays: dict[str, Any] = {}
+        self._places: list[tuple[Any, int, tuple[int, ...]]] | None = None
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._ends: dict[str, npt.NDArray[np.int32]] = {}
+        self.lengths: dict[str, npt.NDArray[np.int64]] = {}
+        self._cu_seqlens: dict[str, Any] = {}
+
+    # --- what it is ---------------------------------------------------------------------------------
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} payloads, {self.layout}: {', '.join(self.schema.names)}>"
+
+    @overload
+    def __getitem__(self, key: str) -> Any: ...
+    @overload
+    def __getitem__(self, key: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, key: str | int | slice) -> Any:
+        """A tensor of the whole batch by its name (of a list: one array for each payload), or a payload's tensors."""
+        if isinstance(key, str):
+            if key not in self.schema.names:
+                raise KeyError(f"{key}; the tensors are {', '.join(self.schema.names)}")
+            if self.layout == "list":
+                return [payload[key] for payload in self]
+            self._landing.looked_at()
+            return self._arrays[key]
+        if isinstance(key, slice):
+            return [self._payload(at) for at in range(*key.indices(len(self)))]
+        if not -len(self) <= key < len(self):
+            raise IndexError(f"payload {key} of {len(self)}")
+        return self._payload(key % len(self))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(self._payload, range(len(self)))
+
+    def keys(self) -> tuple[str, ...]:
+        """Names of the tensors."""
+        return self.schema.names
+
+    def arrays(self) -> dict[str, Any]:
+        """All tensors of the batch by name, as ``batch[name]`` gives them."""
+        return {name: self[name] for name in self.schema.names}
+
+    def torch(self) -> dict[str, Any]:
+        """All tensors of a padded or packed batch as torch's, in the same memory. MissingDependencyError without it."""
+        from transport.devices.host_tensors import as_tensors
+
+        if self.layout == "list":
+            raise UsageError("a list has no tensor of the whole batch; choose the layout padded or packed")
+        return as_tensors(self.arrays())
+
+    @property
+    def cu_seqlens(self) -> dict[str, Any]:
+        """By the name of a ragged tensor, where each payload's rows begin in a packed one, and the end of the last.
+
+        int32, in the batch's memory; empty for other layouts.
+        """
+        self._landing.looked_at()
+        return self._cu_seqlens
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        """Made anew each time."""
+        return [Ticket.decode(self._call(part.note, at)) for part in self._parts for at in range(len(part))]
+
+    @property
+    def metadata(self) -> list[dict[str, Any]]:
+        """What the writer gave with each payload, made anew each time."""
+        return [ticket.metadata for ticket in self.tickets]
+
+    def release(self, delay_s: float = 0.0) -> None:
+        """What was not consumed may be claimed again, after the delay; the arrays of a list end. Idempotent."""
+        for part in self._parts:
+            part.release(delay_s)
+
+    # --- how it is made -------------------------------------------------------------------------------
+    def _read_columns(self) -> None:
+        parts = self._parts
+        self._count = sum(len(part) for part in parts)
+        columns = []
+        for part in parts:
+            columns.append(np.empty((len(_ring.BATCH_COLUMNS), len(part)), np.int64))
+            part.columns(columns[-1])
+        joined = (
+            columns[0]
+            if len(columns) == 1
+            else np.hstack([np.empty((len(_ring.BATCH_COLUMNS), 0), np.int64), *columns])
+        )
+        self.slots, self.generations, self.ranks, self.attempts, self.sizes, self.policy_versions, self._offsets = (
+            joined
+        )
+
+    def place(self, lengths: dict[str, npt.NDArray[np.int64]]) -> None:
+        """Find memory for the tensors of payloads with these lengths. Called once, before `fetch`."""
+        self.lengths = lengths
+        if self.layout == "list":
+            return
+        if self.layout == "packed":
+            self._ends = {name: _cumulated(name, each) for name, each in lengths.items()}
+        wanted = [Wanted(spec.name, DTYPES[spec.dtype], self._shape_of(spec)) for spec in self.schema.tensors]
+        if not self._landing.plain:
+            wanted += [Wanted("", each.dtype, each.shape) for each in self._ends.values()]
+        taken = self._landing.take(wanted)
+        self._arrays = dict(zip(self.schema.names, taken, strict=False))
+        for array, each in zip(taken[len(self._arrays) :], self._ends.values(), strict=False):
+            array[:] = each
+
+    def _shape_of(self, spec: TensorSpec) -> tuple[int, ...]:
+        if not spec.ragged:
+            return (len(self), *spec.shape)
+        if self.layout == "packed":
+            return (int(self._ends[spec.name][-1]), *spec.shape[1:])
+        longest = int(self.lengths[spec.name].max(initial=0))
+        room = None if self._shape.out is None else room_of(self._shape.out.get(spec.name))
+        if room is None and self._shape.pad_to != "longest":
+            room = int(self._shape.pad_to)
+        if room is not None and longest > room:
+            raise BatchTooLargeError(
+                f"{spec.name}: a payload has {longest} entries, more than the {room} that the batch is padded to; "
+                "its payloads were given back"
+            )
+        return (len(self), longest if room is None else room, *spec.shape[1:])
+
+    def fetch(self, fields: _ring.BatchFields, fills: Mapping[str, bytes]) -> list[list[int]]:
+        """Copy the payloads to their places, or verify them where they stay; of each part those that are wrong."""
+        if self.layout == "list":
+            return [part.verify() for part in self._parts] if self._shape.verified else []
+        wrong = []
+        begin = 0
+        for part in self._parts:
+            targets = []
+            for spec in self.schema.tensors:
+                array = self._arrays[spec.name]
+                row_bytes = math.prod(array.shape[1:]) * array.itemsize
+                packed = spec.ragged and self.layout == "packed"
+                start = int(self._ends[spec.name][begin]) if packed else begin
+                flat = array.reshape(-1).view(np.uint8)
+                targets.append((flat, row_bytes, start * row_bytes, packed, fills[spec.name]))
+            wrong.append(part.gather(fields, targets, self._shape.verified))
+            begin += len(part)
+        return wrong
+
+    def arrive(self) -> None:
+        """All payloads are gathered and right: the arrays are what the batch gives out."""
+        if self.layout == "list":
+            return
+        found = self._landing.arrive()
+        self._arrays = dict(zip(self.schema.names, found, strict=False))
+        self._cu_seqlens = dict(zip(self._ends, found[len(self._arrays) :], strict=False)) or self._ends
+
+    def attempts_of(self, number: int) -> npt.NDArray[np.int64]:
+        """Of the payloads of one part."""
+        begin = sum(len(part) for part in self._parts[:number])
+        found: npt.NDArray[np.int64] = self.attempts[begin : begin + len(self._parts[number])]
+        return found
+
+    def _payload(self, at: int) -> dict[str, Any]:
+        if self.layout == "list":
+            return self._where_it_lies(at)
+        self._landing.looked_at()
+        found = {}
+        for spec in self.schema.tensors:
+            array = self._arrays[spec.name]
+            if not spec.ragged:
+                found[spec.name] = array[at, ...]  # an array, where a number would do, too
+            elif self.layout == "padded":
+                found[spec.name] = array[at][: int(self.lengths[spec.name][at])]
+            else:
+                begin, end = self._ends[spec.name][at : at + 2].tolist()
+                found[spec.name] = array[begin:end]
+        return found
+
+    def _where_it_lies(self, at: int) -> dict[str, Any]:
+        if self._places is None:
+            rows = (
+                zip(*(each.tolist() for each in self.lengths.values()), strict=True)
+                if self.lengths
+                else [()] * len(self)
+            )
+            lies = [_memory(part, each) for part in self._parts for each in range(len(part))]
+            self._places = [
+                (memory, offset if begin is None else begin, lengths)
+                for (memory, begin), offset, lengths in zip(lies, self._offsets.tolist(), rows, strict=True)
+            ]
+        memory, offset, lengths = self._places[at]
+        layout = self._layouts.get(lengths)
+        if layout is None:  # many payloads of a batch may have the same lengths
+            layout = self._layouts[lengths] = self.schema.layout(lengths)
+        return {
+            place.name: np.ndarray(place.shape, place.dtype, memory, offset + place.offset)
+            for place in layout.placements
+        }
+
+    def _call(self, function: Callable[..., T], *arguments: object) -> T:
+        try:
+            return function(*arguments)
+        except _ring.RingFault as fault:
+            raise named(fault) from None
+
+
+def _memory(part: Any, at: int) -> tuple[Any, int | None]:
+    """What has the payload's bytes, and where they begin in it; None: at its offset of `BATCH_COLUMNS`."""
+    return (part, None) if isinstance(part, _ring.ClaimedBatch) else part.place(at)
+
+
+def _cumulated(name: str, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    ends = np.cumsum(lengths)
+    if len(ends) and ends[-1] > _MOST_PACKED:
+        raise BatchTooLargeError(
+            f"{name}: {ends[-1]} entries packed together are more than int32 counts; its payloads were given back: ask "
+            "for fewer"
+        )
+    return np.concatenate(([0], ends)).astype(np.int32)
+
+
+B = TypeVar("B", bound=Batch)
+
+
+def gathered(
+    kind: type[B],
+    parts: Sequence[Part],
+    schema: Schema,
+    shape: Shape,
+    *,
+    landing: Landing | None = None,
+    max_deliveries: int = 0,
+    consumer: str = "",
+) -> B:
+    """Make a batch of these claims. Whatever is raised: all of them have been given back.
+
+    Payloads that do not fit the schema, or whose bytes are wrong, leave their part, and are counted as dropped.
+
+    Args:
+        kind: of the batch.
+        parts: claims of one or several rings. The batch owns them from here on.
+        landing: what `landing_for` gave for the shape, where it was made before the payloads were claimed.
+        max_deliveries: wrong bytes that were delivered so often are dead; 0: never.
+    """
+    try:
+        fills = shape.fills(schema)
+        if landing is None:
+            landing = landing_for(shape.memory, shape.out, shape.most_memory)
+        return _gathered(kind, parts, schema, shape, fills, landing, max_deliveries, consumer)
+    except BaseException as error:
+        for part in parts:
+            part.release()
+        if isinstance(error, _ring.RingFault):
+            raise named(error) from None
+        raise
+
+
+def _gathered(
+    kind: type[B],
+    parts: Sequence[Part],
+    schema: Schema,
+    shape: Shape,
+    fills: Mapping[str, bytes],
+    landing: Landing,
+    max_deliveries: int,
+    consumer: str,
+) -> B:
+    fields = fields_of(schema)
+    names = [spec.name for spec in schema.ragged]
+    dropped = 0
+    measured = []
+    for part in parts:
+        rows = np.empty((len(names), len(part)), np.int64)
+        unfit = part.measure(fields, rows)
+        for at in reversed(unfit):  # the next claimer would find the same
+            part.drop(at, _UNFIT, True, consumer)
+        dropped += len(unfit)
+        measured.append(np.delete(rows, unfit, axis=1) if unfit else rows)
+    while True:
+        batch = kind(parts, schema, shape, landing, dropped)
+        joined = measured[0] if len(measured) == 1 else np.hstack([np.empty((len(names), 0), np.int64), *measured])
+        batch.place(dict(zip(names, joined, strict=True)))
+        wrong = batch.fetch(fields, fills)
+        if not any(wrong):
+            batch.arrive()
+            return batch
+        for number, (part, indices) in enumerate(zip(parts, wrong, strict=True)):
+            attempts = batch.attempts_of(number).tolist()
+            for at in reversed(indices):
+                last = 0 < max_deliveries <= attempts[at]
+                part.drop(at, _WRONG, last, consumer)
+                log.warning("a payload was left out of a batch: %s (attempt %d)", _WRONG, attempts[at])
+            measured[number] = np.delete(measured[number], indices, axis=1)
+            dropped += len(indices)
