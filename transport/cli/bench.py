@@ -92,7 +92,7 @@ def loopback(
         check(plot)
     work = [
         *cases(sizes_bytes, concurrencies, wires, _checksums(checksum), readers, device is not None),
-        *session.peer_cases(others, sizes_bytes, concurrencies, wires),
+        *session.peer_cases(others, sizes_bytes, concurrencies, wires, _checksums(checksum)),
     ]
     where = machine()
     with _bar("measuring", json_target) as progress:
