@@ -30,9 +30,9 @@ def build(root: Path, name: str, definitions: Sequence[str] = ()) -> Path:
     cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
     if cmake is None:
         raise MissingDependencyError(f"the C++ rows need cmake: {install('cmake')}")
+    options = ["-DTRANSPORT_NATIVE_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release", *definitions]
     for command in (
-        [cmake, "-S", str(sources), "-B", str(folder), "-DTRANSPORT_NATIVE_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
-        + list(definitions),
+        [cmake, "-S", str(sources), "-B", str(folder), *options],
         [cmake, "--build", str(folder), "--target", name],
     ):
         try:

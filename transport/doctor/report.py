@@ -51,7 +51,7 @@ def examine(
 
 
 def _plugins() -> set[str]:
-    from transport.wire import ucx
+    from transport.wire import library as ucx
 
     try:
         return library.plugins(ucx.library_path())

@@ -18,7 +18,7 @@ from transport.bench.programs import ROOT, build
 from transport.bench.result import Case, Sample
 from transport.errors import LinkError, MissingDependencyError
 from transport.runtime.installing import install
-from transport.wire import ucx
+from transport.wire import library as ucx
 from transport.wires import settings_to_load
 
 _NAME = "ucx_floor"
