@@ -60,6 +60,10 @@ class BlockingClient:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))
 
+    def warm(self, *places: Ticket | str | bytes) -> int:
+        """See `UCXXClient.warm`."""
+        return self._thread.run(self._client.warm(*places))
+
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """See `UCXXClient.ack`."""
         return self._thread.run(_call(self._client.ack, ticket, rank))

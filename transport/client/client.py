@@ -17,12 +17,12 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Literal, Self
 
 from transport.client.attempts import RemoteReads
-from transport.client.connections import Links
+from transport.client.connections import CONCURRENCY, Links, Place, Warming
 from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads, DeviceReceive
 from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
-from transport.client.reading import CONCURRENCY, Reading
+from transport.client.reading import Reading
 from transport.client.status_socket import StatusSocket
 from transport.client.taking import MOST_BYTES, Taking, port_of
 from transport.client.trace import Trace
@@ -107,6 +107,7 @@ class UCXXClient(Reading):
         self._taking = Taking(
             self._links, self._settings, self._buffers, {schema.fingerprint_hex: schema for schema in schemas}
         )
+        self._warming = Warming(self._links, self._settings, self._wires, self._maps, port_of, self._buffers)
         self._counts = dict.fromkeys(("stale", "failed_reads"), 0)
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
@@ -114,6 +115,24 @@ class UCXXClient(Reading):
 
     def __repr__(self) -> str:
         return f"<UCXXClient {'closed' if self._closed else 'open'} {self._links!r}>"
+
+    # --- before the first read ----------------------------------------------------------------------
+    async def warm(self, *places: Place) -> int:
+        """Make UCX ready and open connections, so that the first reads find them; the connections that stand then.
+
+        A listener that cannot be reached raises nothing: it is logged and counted (``warm_up_failures``), and a read
+        connects by itself. Rings that this process maps need no connection. Cancelling it keeps what was opened.
+
+        Args:
+            places: tickets, or addresses of listeners as "host:port". A ticket stands for its ring, and for memory of
+                its size. None at all: only the worker is made, and only where ``wire`` excludes mapping.
+
+        Raises:
+            UsageError: neither a ticket nor an address.
+        """
+        if self._closed:
+            raise ClosedError("this client is closed")
+        return await self._warming.warm(places)
 
     # --- reading ------------------------------------------------------------------------------------
     async def read(
@@ -253,6 +272,7 @@ class UCXXClient(Reading):
             checksum_failures=self._remote.checksum_failures,
             bytes_by_wire=dict(self._deliveries.bytes_by_wire),
             links_opened=self._links.opened,
+            warm_up_failures=self._warming.failures,
             links_idle=counts.idle,
             links_in_use=counts.in_use,
             acks_pending=ledger.pending_count,
@@ -279,6 +299,7 @@ class UCXXClient(Reading):
         with contextlib.ExitStack() as stack:
             stack.callback(self.end)
             self._taking.close()
+            self._warming.close()
             await self._links.close()
 
     def end(self) -> None:
@@ -291,6 +312,7 @@ class UCXXClient(Reading):
             stack.callback(self._device_reads.close)
             stack.callback(self._links.end)
             stack.callback(self._taking.close)
+            stack.callback(self._warming.close)
             self._status.close()
 
     async def __aenter__(self) -> Self:

@@ -28,6 +28,7 @@ from transport.errors import (
 from transport.ring.attachment import shares_memory
 from transport.settings import Settings
 from transport.wire.frames import Kind, Record
+from transport.wire.joining import of_this_host
 from transport.wire.ucx import Worker
 from transport.wires import Wire, settings_for
 
@@ -74,9 +75,9 @@ class Lending:
         self.ports = self.routes.ports  # asked at every read: no call in between
         self.next_port = self.routes.next_port
 
-    def counts(self) -> PoolCounts:
-        """Idle, lent and opening links."""
-        return self._pool.counts()
+    def counts(self, port: PortKey | None = None) -> PoolCounts:
+        """Idle, lent and opening links of one port, or of all."""
+        return self._pool.counts(port)
 
     def failed(self, ring: str, port: PortKey, error: TransportError) -> bool:
         """Note a failure of the port, and quarantine it where the path broke; True when it serves another ring now.
@@ -159,9 +160,11 @@ class Lending:
             return self._wires | {"cuda"}
         return self._wires
 
-    def _worker_for(self, ring: str) -> Worker:
+    def _worker_for(self, ring: str, host: str) -> Worker:
         """Whether shared memory works has to be known before connecting: UCX crashes where it does not."""
         route = self.routes.find(ring)
+        if route is None and not of_this_host(host):
+            return self._get_worker()
         if route is not None and (route.segment is None or shares_memory(route.segment)):
             return self._get_worker()
         if self._wires is not None and "shm" not in self._wires:
@@ -177,6 +180,29 @@ class Lending:
             # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
             self._worker.engine.drop_unexpected()
         return self._worker
+
+    def make_ready(self) -> None:
+        """Load UCX and make the worker, which takes a tenth of a second."""
+        self._get_worker()
+
+    async def warm(self, port: PortKey, ring: str, most: int) -> int:
+        """Open connections to a port before anybody needs them, up to ``most``; how many it has then.
+
+        The first one alone: a port that does not answer takes one place from readers, not all. Raises what connecting
+        raises; the port is not blamed for it, since its listener may not have been started yet.
+        """
+        if self._pool.counts(port).total == 0:
+            await self._open_idle(port, ring)
+        more = most - self._pool.counts(port).total
+        for error in await asyncio.gather(*(self._open_idle(port, ring) for _ in range(more)), return_exceptions=True):
+            if error is not None:
+                raise error
+        return self._pool.counts(port).total
+
+    async def _open_idle(self, port: PortKey, ring: str) -> None:
+        if not self._closed and self._pool.may_open(port):
+            self._pool.begin_open(port)
+            self.checkin(await self._open(port, ring))
 
     def device_memory(self) -> bool:
         """Whether UCX knows device memory here, so that it may be received into."""
@@ -228,7 +254,7 @@ class Lending:
     async def _connected(self, port: PortKey, ring: str, base: int) -> Link:
         """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
         while True:
-            worker = self._worker_for(ring)
+            worker = self._worker_for(ring, port[0])
             try:
                 return await Link.open(
                     worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings

@@ -17,7 +17,7 @@ from typing import Any
 
 from transport.client.attempts import RemoteReads, grouped
 from transport.client.connection import Want
-from transport.client.connections import Links
+from transport.client.connections import CONCURRENCY, Links
 from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads, Target
 from transport.client.mapped import MappedRings
@@ -34,8 +34,6 @@ from transport.ticket import Ticket
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)
-
-CONCURRENCY = 8  # reads in flight of one read_many; more gains nothing on one host (measured)
 
 
 class Reading:
@@ -171,7 +169,7 @@ class Reading:
         """One message for all of them where that is possible; what fails so is read singly."""
         outcomes: list[ReadOutcome] = []
         left = group
-        together = len(group) > 1 and not (self._allows("mapped") and self._mapped.find(group[0]) is not None)
+        together = len(group) > 1 and not self._maps(group[0])
         if together:
             try:
                 outcomes, left = await self._read_batch(group, rank, deadline)
@@ -198,6 +196,10 @@ class Reading:
             raise StaleSlotError(
                 f"payload {ticket.name} was already consumed by this client; its acknowledgement is being sent"
             )
+
+    def _maps(self, ticket: Ticket) -> bool:
+        """Whether its payload is read from the ring's own memory."""
+        return self._allows("mapped") and self._mapped.find(ticket) is not None
 
     def _allows(self, wire: Wire) -> bool:
         return self._wires is None or wire in self._wires
