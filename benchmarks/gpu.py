@@ -374,7 +374,7 @@ def versions() -> dict[str, str]:
     import cupy
     import numpy as np
 
-    from transport.wire import ucx
+    from transport.wire import library
 
     runtime = cupy.cuda.runtime
     found = {
@@ -384,7 +384,7 @@ def versions() -> dict[str, str]:
         "runtime CUDA": str(runtime.runtimeGetVersion()),
         "CuPy": cupy.__version__,
         "numpy": np.__version__,
-        "UCX": ucx.version(),
+        "UCX": library.version(),
         "Python": platform.python_version(),
         "kernel": platform.release(),
         "cores": str(os.cpu_count()),

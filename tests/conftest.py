@@ -67,7 +67,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def ucx_warm_up() -> None:
     """ucxx opens files of its own at its first import."""
     if importlib.util.find_spec("ucxx"):
-        from transport.wire import ucx
+        from transport.wire import library as ucx
 
         ucx.library()
 

@@ -28,8 +28,8 @@ from transport.cli import run as command
 from transport.client.acknowledgements import Ack, AckLedger
 from transport.client.attempts import grouped
 from transport.client.pool import EndpointPool
-from transport.client.quarantine import PortQuarantine
 from transport.client.retry import backoff_ceiling
+from transport.client.routes import PortQuarantine
 from transport.errors import ReadTimeoutError, RetriesExhaustedError
 from transport.observe.metrics import configured_exporter
 from transport.packer.claims import ClaimBook

@@ -1,4 +1,4 @@
-"""Interface of the native engine (native/ucp). It needs the UCX library that ucxx loads; see transport/wire/ucx.py.
+"""Interface of the native engine (native/ucp). It needs the UCX library that ucxx loads; see transport/wire/library.py.
 
 Everything belongs to one thread. A ``token`` is the future that gets the outcome: `Engine.drive`, `collect` and `close`
 return pairs (token, outcome), where an outcome is a number, a list of numbers, or (status, peer) of a failure with a

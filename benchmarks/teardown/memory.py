@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transport.wire.ucx import library
+from transport.wire.library import library
 from transport.wires import settings_for
 
 _PATIENCE_S = 10.0

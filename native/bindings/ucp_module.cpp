@@ -1,4 +1,4 @@
-// transport._ucp: what needs libucp. Loaded after the library itself (transport/wire/ucx.py), so that one libucp serves
+// transport._ucp: what needs libucp. Loaded after the library itself (transport/wire/library.py), so that one libucp serves
 // ucxx and this; hence no rpath.
 #include "bindings/faults.hpp"
 #include "bindings/ucp_bindings.hpp"

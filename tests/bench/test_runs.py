@@ -13,6 +13,7 @@ import pytest
 from bench_cases import case
 
 from transport.bench import registry, ring
+from transport.bench.programs import build
 from transport.bench.reads import loopback, scaling, session
 from transport.bench.result import Case, Sample
 from transport.cli import run
@@ -155,7 +156,7 @@ def test_rows_from_cpp_are_the_lines_that_the_program_prints(tmp_path: Path) -> 
 
 def test_without_sources_the_cpp_rows_say_so(tmp_path: Path) -> None:
     with pytest.raises(MissingDependencyError, match="need the project's sources"):
-        ring.build(tmp_path)
+        build(tmp_path, "ring_bench")
 
 
 # --- the picture ----------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from transport.settings import Settings
 from transport.taking.batch import TAKEN, TakenBatch
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
-from transport.wire.ucx import engine
+from transport.wire.library import engine
 
 pytestmark = pytest.mark.ucx
 

@@ -28,7 +28,7 @@ import ctypes, encodings.idna, os, sys
 import uvloop
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer, errors
 from transport.server import connection
-from transport.wire import ucx
+from transport.wire import library as ucx
 ucx.engine()
 ucx.transports_here({})
 user, group = int(sys.argv[1]), int(sys.argv[2])

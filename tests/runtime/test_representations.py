@@ -80,7 +80,7 @@ _HARMLESS = {
 def records() -> Iterator[type]:
     for module in pkgutil.walk_packages(transport.__path__, "transport."):
         if module.name.startswith(("transport.bench", "transport.demo")) or module.name in ("transport._ucp",):
-            continue  # the native module is loaded by transport.wire.ucx, after the library
+            continue  # the native module is loaded by transport.wire.library, after the library
         try:
             found = importlib.import_module(module.name)
         except MissingDependencyError:

@@ -27,7 +27,7 @@ from scripted_peer import (
 from transport import errors
 from transport.ring.buffer import SharedRingBuffer
 from transport.wire.frames import Kind, Record, SlotFate
-from transport.wire.ucx import engine
+from transport.wire.library import engine
 
 pytestmark = pytest.mark.ucx
 

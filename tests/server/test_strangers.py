@@ -19,7 +19,7 @@ from helpers import eventually, listener_pids, noise, settings_with, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.testing import run
-from transport.wire import ucx
+from transport.wire.library import library
 from transport.wire.ucx import Worker
 from transport.wires import settings_for
 
@@ -193,8 +193,8 @@ def test_a_listener_that_closes_with_strangers_leaves_the_interpreter_to_others(
 ) -> None:
     """It waits for UCX's own thread, which has many to part from."""
     made: list[object] = []  # so that not even the end of UCX's worker, during which others may run, is part of it
-    make = ucx.library().UCXWorker
-    monkeypatch.setattr(ucx.library(), "UCXWorker", lambda context: made.append(make(context)) or made[-1])
+    make = library().UCXWorker
+    monkeypatch.setattr(library(), "UCXWorker", lambda context: made.append(make(context)) or made[-1])
     ticks: list[float] = []
     over = threading.Event()
 

@@ -55,6 +55,17 @@ class QueueConformance:
         assert ids(queue.claim(9, consumer="b")) == [item.id for item in tickets(5)[3:]]
         assert queue.claim(1, consumer="a") == []
 
+    def test_unfinished_tickets_can_be_looked_at_without_a_claim(self, queue: TicketQueue) -> None:
+        assert queue.unfinished(3) == []
+        queue.publish(tickets(4))
+        assert queue.unfinished(9) == [item.data for item in reversed(tickets(4))]
+        assert queue.unfinished(1) == [ticket(3).data]
+        queue.ack_many(queue.claim(2, consumer="a"))
+        held = queue.claim(1, consumer="a")
+        assert queue.unfinished(9) == [ticket(3).data, ticket(2).data]
+        assert queue.depth().claimed == len(held) == 1
+        assert ids(queue.claim(9, consumer="b")) == [ticket(3).id]
+
     def test_a_single_ticket_may_be_published(self, queue: TicketQueue) -> None:
         assert queue.publish(ticket(0)) == 1
         assert queue.claim(1, consumer="a")[0].policy_version is None

@@ -19,7 +19,8 @@ from transport.errors import (
     WireNotAllowedError,
 )
 from transport.testing import run
-from transport.wire.ucx import Worker, engine, failure, library, translate, version
+from transport.wire.library import engine, failure, library, translate, version
+from transport.wire.ucx import Worker
 from transport.wires import settings_for
 
 pytestmark = pytest.mark.ucx
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.ucx
 LOOK = """
 import asyncio, json, os
 before = dict(os.environ)
-from transport.wire.ucx import Worker, library
+from transport.wire.library import library
+from transport.wire.ucx import Worker
 from transport.wires import settings_for
 library()
 async def main():
@@ -154,7 +156,7 @@ def test_a_missing_ucxx_names_the_command_that_installs_it() -> None:
     code = """
 import sys
 sys.modules["ucxx"] = None
-from transport.wire.ucx import library
+from transport.wire.library import library
 try:
     library()
 except ImportError as error:

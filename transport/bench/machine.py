@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from transport.errors import MissingDependencyError
-from transport.wire import ucx
+from transport.wire import library as ucx
 from transport.wires import Wire, settings_for, user_settings
 
 _PACKAGES = ("payload-transport", "ucxx-cu12", "ucxx-cu13", "numpy", "uvloop")

@@ -7,9 +7,7 @@ device the rows are writes from its memory and reads into it instead, beside pla
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,26 +17,23 @@ import numpy as np
 
 from transport import _ring
 from transport.bench.processes import run_group
+from transport.bench.programs import ROOT, build
 from transport.bench.result import aligned
 from transport.bench.units import show_size
 from transport.devices.arrays import require_cupy
 from transport.devices.libraries import CUPY
 from transport.devices.streams import Mark, address_of, copy_to_device, copy_to_host, pinned_memory
-from transport.errors import InternalError, LinkError, MissingDependencyError
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.installing import install
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress
 from transport.schema import Schema
 from transport.ticket import Ticket
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
+_NAME = "ring_bench"
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _DEVICE_SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
 _MOST_BYTES = 256 << 20
 _TIMEOUT_S = 300.0
-_BUILD_S = 900.0
-_TIDY_S = 0.5  # of a build that is interrupted: half an object file would fail the next one
 
 Row = dict[str, Any]
 
@@ -51,7 +46,7 @@ def measure(progress: Progress, sizes: Sequence[int] = _SIZES) -> list[Row]:
     """
     steps = len(sizes) + 2
     progress(0, steps, 0)
-    program = build(_ROOT)
+    program = build(ROOT, _NAME)
     progress(1, steps, 0)
     rows = native_rows(program)
     for number, size in enumerate(sizes):
@@ -69,28 +64,6 @@ def measure_device(progress: Progress, sizes: Sequence[int] = _DEVICE_SIZES) -> 
         rows.append(device_row(size))
     progress(len(sizes), len(sizes), 0)
     return rows
-
-
-def build(root: Path) -> Path:
-    """The program ring_bench, made anew where its sources have changed."""
-    sources, folder = root / "native", root / "build" / "bench"
-    if not (sources / "tests" / "ring_bench.cpp").exists():
-        raise MissingDependencyError(
-            f"the C++ rows need the project's sources, which are not in {sources}; run in a checkout"
-        )
-    cmake = shutil.which("cmake") or shutil.which("cmake", path=str(Path(sys.executable).parent))
-    if cmake is None:
-        raise MissingDependencyError(f"the C++ rows need cmake: {install('cmake')}")
-    definitions = ["-DTRANSPORT_NATIVE_TESTS=ON", "-DCMAKE_BUILD_TYPE=Release"]
-    for command in (
-        [cmake, "-S", str(sources), "-B", str(folder), *definitions],
-        [cmake, "--build", str(folder), "--target", "ring_bench"],
-    ):
-        try:
-            run_group(command, {}, _BUILD_S, tidy_s=_TIDY_S)
-        except LinkError as error:
-            raise InternalError(f"{' '.join(command[:4])} failed: {error}") from error
-    return next(path for path in folder.rglob("ring_bench") if path.is_file())
 
 
 def native_rows(program: Path) -> list[Row]:

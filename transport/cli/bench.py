@@ -12,6 +12,8 @@ import typer
 
 from transport.cli.bench_job import EXAMPLE as _JOB_EXAMPLE
 from transport.cli.bench_job import job
+from transport.cli.bench_load import EXAMPLE as _LOAD_EXAMPLE
+from transport.cli.bench_load import load
 from transport.cli.output import JsonTarget, about, emit
 from transport.errors import UsageError
 
@@ -34,6 +36,7 @@ _RENDEZVOUS_EXAMPLE = "Example: transport bench rendezvous --members 10000 --sto
 _WEIGHTS_EXAMPLE = "Example: transport bench weights --replicas 1,8 --size 256MiB --rate 100MB --json -"
 
 app.command("job", epilog=_JOB_EXAMPLE)(job)
+app.command("load", epilog=_LOAD_EXAMPLE)(load)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
 _EVERYWHERE = "mapped,shm,tcp"
@@ -92,7 +95,7 @@ def loopback(
         check(plot)
     work = [
         *cases(sizes_bytes, concurrencies, wires, _checksums(checksum), readers, device is not None),
-        *session.peer_cases(others, sizes_bytes, concurrencies, wires),
+        *session.peer_cases(others, sizes_bytes, concurrencies, wires, _checksums(checksum)),
     ]
     where = machine()
     with _bar("measuring", json_target) as progress:

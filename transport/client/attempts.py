@@ -18,7 +18,6 @@ from transport.client.connection import Link, Want, refusal, wrong_checksum
 from transport.client.connections import Links
 from transport.client.pool import PortKey
 from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait, attempts_of_read
-from transport.client.timeouts import Watch
 from transport.client.trace import Trace, key_of
 from transport.errors import (
     BufferUnsuitableError,
@@ -32,6 +31,7 @@ from transport.errors import (
     TransportError,
     WireNotAllowedError,
 )
+from transport.runtime.timeouts import Watch
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire.frames import Answer, Record

@@ -90,6 +90,10 @@ class BlockingClient:
         )
         return taken_and_waited_for(plan, take, wait_s, self._thread)
 
+    def warm(self, *places: Ticket | str | bytes) -> int:
+        """See `UCXXClient.warm`."""
+        return self._thread.run(self._client.warm(*places))
+
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """See `UCXXClient.ack`."""
         return self._thread.run(_call(self._client.ack, ticket, rank))

@@ -31,7 +31,8 @@ from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import authentication, frames
 from transport.wire.frames import Answer, Kind, Record
-from transport.wire.ucx import Endpoint, Worker, engine
+from transport.wire.library import engine
+from transport.wire.ucx import Endpoint, Worker
 from transport.wires import Wire
 
 if TYPE_CHECKING:

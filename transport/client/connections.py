@@ -1,7 +1,6 @@
-"""All connections of a client: ports by health, links by pool, acknowledgements by ledger.
+"""All connections of a client, and what nobody asks for: warming up, acknowledging, ageing, the end.
 
-Routes, pool, quarantine and ledger say what to do; this file does it: opens, closes, sends, waits. It belongs to the
-client's loop.
+Ledger and pool say what is due; this file does it. It belongs to the client's loop.
 """
 
 from __future__ import annotations
@@ -10,46 +9,41 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any
 
-from transport.client.acknowledgements import Ack, AckLedger
-from transport.client.connection import Link, Want, new_tag_base
-from transport.client.pool import EndpointPool, PoolCounts, PortKey
-from transport.client.quarantine import PortQuarantine
-from transport.client.routes import Routes
-from transport.errors import (
-    ClosedError,
-    DeadlineExceededError,
-    LinkError,
-    RefusedError,
-    TransportError,
-    WireNotAllowedError,
-    WrongRingError,
-)
-from transport.ring.attachment import shares_memory
+import numpy as np
+
+from transport.client.acknowledgements import Ack
+from transport.client.connection import Link, Want
+from transport.client.lending import Lending
+from transport.client.pool import PortKey
+from transport.devices.buffers import BufferPool
+from transport.errors import ClosedError, TicketError, TransportError, UsageError
 from transport.settings import Settings
-from transport.wire.frames import Kind, Record
-from transport.wire.ucx import Worker
-from transport.wires import Wire, settings_for
+from transport.ticket import Ticket
+from transport.wire.joining import of_this_host
+from transport.wires import Wire
 
 log = logging.getLogger(__name__)
 
-_BYE_TIMEOUT_S = 1.0
+CONCURRENCY = 8  # reads in flight of one read_many; more gains nothing on one host (measured)
+Place = Ticket | str | bytes
+
 _CLOSE_TIMEOUT_S = 5.0  # for the last acknowledgements; a ring that cannot be reached does not hold the client up
 _LONGEST_SLEEP_S = 30.0
+_PORTS_AT_A_TIME = 4  # that are warmed up
+_MOST_MAPPED_BYTES = 256 << 20  # ahead; the pool keeps more
+_PAGE = 4096
 _LOOK_S = 1.0  # while acknowledgements are unconfirmed: is the connection that carried them still there?
 
 
-class Links:
-    """Opens, lends, takes back and closes the links of one client.
+class Links(Lending):
+    """The links of one client, with the acknowledgements that they carry.
 
     Args:
-        wires: the wires a link may use; None: any.
-        secret: shared secret to prove to listeners.
-        device_memory: UCX shall know it, whatever the wires.
+        wires, secret, device_memory: as `Lending` takes them.
         tick: called now and then, at least every half minute, for what else grows old.
     """
 
@@ -62,52 +56,13 @@ class Links:
         *,
         device_memory: bool = False,
     ) -> None:
-        self._settings = settings
-        self._wires = wires
-        self._secret = secret
+        super().__init__(settings, wires, secret, device_memory=device_memory)
         self._tick = tick
-        self._for_device_memory = device_memory
-        self._worker: Worker | None = None
-        self._worker_apart: Worker | None = None  # without shared memory, for rings of other users of this host
-        self._pool: EndpointPool[Link] = EndpointPool(settings)
-        # who waits for a link of a port: given one that came back, or None: a place, which is taken in the pool already
-        self._waiting: dict[PortKey, deque[asyncio.Future[Link | None]]] = {}
-        self._tag_bases: dict[Link, int] = {}
-        self._opening_bases: set[int] = set()
-        self._wake = asyncio.Event()
         self._flushes: dict[str, asyncio.Task[None]] = {}
-        self._partings: set[asyncio.Task[None]] = set()
-        self._closed = False
-        self.opened = 0
-        self.quarantine = PortQuarantine(settings)
-        self.ledger = AckLedger(settings)
-        self.routes = Routes(self.quarantine, self.ledger)
-        self.ports = self.routes.ports  # asked at every read: no call in between
-        self.next_port = self.routes.next_port
         self._tender = asyncio.get_running_loop().create_task(self._tend(), name="transport client")
 
     def __repr__(self) -> str:
         return f"<Links {self._pool!r} {self.ledger!r} {self.quarantine!r}>"
-
-    def counts(self) -> PoolCounts:
-        """Idle, lent and opening links."""
-        return self._pool.counts()
-
-    def failed(self, ring: str, port: PortKey, error: TransportError) -> bool:
-        """Note a failure of the port, and quarantine it where the path broke; True when it serves another ring now.
-
-        It is healed by an answer, and a refusal is one. What this side ended itself says nothing about the port.
-        """
-        if isinstance(error, WrongRingError):
-            self.routes.serves_another(ring, port)
-            return True
-        if isinstance(error, LinkError) and not isinstance(error, DeadlineExceededError):
-            log.info("port %s:%d is quarantined: %s", *port, error, extra={"port": f"{port[0]}:{port[1]}"})
-            self.quarantine.failed(port, time.monotonic())
-            self._break_off_all(self._pool.drain_port(port))
-        elif isinstance(error, RefusedError):
-            self.quarantine.succeeded(port)
-        return False
 
     def request(self, link: Link, wants: list[Want]) -> tuple[int, asyncio.Future[Any]]:
         """Send wants with the acknowledgements that are waiting for this ring: the message number, and its outcome."""
@@ -116,214 +71,6 @@ class Links:
         if acks:  # with no await since `take`, so that no acknowledgement rides twice
             self.ledger.sent(link, number, acks)
         return number, answer
-
-    # --- links --------------------------------------------------------------------------------------
-    def try_checkout(self, port: PortKey, ring: str) -> Link | None:
-        """An idle link to the port, if there is one that still serves ``ring``."""
-        if self._closed:
-            raise ClosedError("this client is closed")
-        now = time.monotonic()
-        while (link := self._pool.checkout(port, now)) is not None:
-            if link.usable and link.ring == ring:
-                return link
-            self.break_off(link)
-        return None
-
-    async def checkout(self, port: PortKey, ring: str) -> Link:
-        """An idle link, a new one, or, where the port has as many as it may, the next one that comes back."""
-        while True:
-            link = self.try_checkout(port, ring)
-            if link is not None:
-                return link
-            self._part_from_old()
-            if self._pool.may_open(port):
-                self._pool.begin_open(port)
-                return await self._open(port, ring)
-            link = await self._turn(port)
-            if link is None:
-                return await self._open(port, ring)
-            if self._closed:
-                self.break_off(link)
-                continue  # to the error
-            if link.usable and link.ring == ring:
-                return link
-            self._pool.drop(link)
-            self._pool.begin_open(port)  # before its place is announced: this turn is worth a link
-            self.break_off(link)
-            return await self._open(port, ring)
-
-    async def _turn(self, port: PortKey) -> Link | None:
-        """Wait behind all others for a link of the port that came back, or for a place: None, and `_open` fills it."""
-        waiting = self._waiting.setdefault(port, deque())
-        turn: asyncio.Future[Link | None] = asyncio.get_running_loop().create_future()
-        waiting.append(turn)
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._pass_on(port, turn.result())
-            raise
-        finally:
-            if turn in waiting:
-                waiting.remove(turn)
-            if not waiting and self._waiting.get(port) is waiting:
-                del self._waiting[port]
-
-    def _pass_on(self, port: PortKey, given: Link | None) -> None:
-        """Pass on the link or place of a waiter that was cancelled meanwhile."""
-        if given is not None:
-            self.checkin(given)
-        else:
-            self._pool.open_failed(port)
-            self._announce_place(port)
-
-    def _allowed(self) -> frozenset[Wire] | None:
-        if self._for_device_memory and self._wires is not None:
-            return self._wires | {"cuda"}
-        return self._wires
-
-    def _worker_for(self, ring: str) -> Worker:
-        """Whether shared memory works has to be known before connecting: UCX crashes where it does not."""
-        route = self.routes.find(ring)
-        if route is not None and (route.segment is None or shares_memory(route.segment)):
-            return self._get_worker()
-        if self._wires is not None and "shm" not in self._wires:
-            return self._get_worker()
-        if self._worker_apart is None:
-            self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
-            self._worker_apart.engine.drop_unexpected()
-        return self._worker_apart
-
-    def _get_worker(self) -> Worker:
-        if self._worker is None:
-            self._worker = Worker(settings_for(self._allowed()))
-            # every receive stands before it is asked for: what else comes is no answer, and would stay in UCX
-            self._worker.engine.drop_unexpected()
-        return self._worker
-
-    def device_memory(self) -> bool:
-        """Whether UCX knows device memory here, so that it may be received into."""
-        return self._get_worker().device_memory
-
-    async def _open(self, port: PortKey, ring: str) -> Link:
-        """A new link in the place that the caller has taken in the pool."""
-        try:
-            link = await self._connect(port, ring)
-        except BaseException:
-            self._pool.open_failed(port)
-            self._announce_place(port)
-            raise
-        self._pool.opened(port, link)
-        self._check_wire(port, link)
-        self.routes.listeners_said(ring, link.ports)
-        return link
-
-    async def open_apart(self, port: PortKey, ring: str = "") -> Link:
-        """A link outside the pool: its caller ends it with `break_off`. "": whatever ring is served."""
-        link = await self._connect(port, ring)
-        self._check_wire(port, link)
-        return link
-
-    async def _connect(self, port: PortKey, ring: str) -> Link:
-        base = new_tag_base(self._opening_bases | set(self._tag_bases.values()))
-        self._opening_bases.add(base)
-        try:
-            if self._closed:  # a turn that came just before
-                raise ClosedError("this client is closed")
-            self.quarantine.begin(port, time.monotonic())
-            link = await self._connected(port, ring, base)
-        finally:
-            self._opening_bases.discard(base)
-        self._tag_bases[link] = base
-        self.opened += 1
-        return link
-
-    def _check_wire(self, port: PortKey, link: Link) -> None:
-        if self._wires is not None and link.wire not in self._wires:
-            try:
-                chosen = ", ".join("/".join(each) for each in link.transports())
-            finally:
-                self.break_off(link)
-            raise WireNotAllowedError(
-                f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires or ())}"
-            )
-
-    async def _connected(self, port: PortKey, ring: str, base: int) -> Link:
-        """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
-        while True:
-            worker = self._worker_for(ring)
-            try:
-                return await Link.open(
-                    worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings
-                )
-            except (LinkError, ClosedError):
-                if worker in (self._worker, self._worker_apart) or self._closed:
-                    raise
-
-    def checkin(self, link: Link) -> None:
-        """The link's user is done with it and nothing is under way on it."""
-        if not link.usable:
-            self.break_off(link)
-            return
-        if self._waiting and (turn := self._next_turn(link.port)) is not None:
-            turn.set_result(link)  # never idle, so that its last user cannot be first again
-        elif surplus := self._pool.checkin(link, time.monotonic()):
-            self._break_off_all(surplus)
-
-    def _next_turn(self, port: PortKey) -> asyncio.Future[Link | None] | None:
-        """Of the one that has waited longest for the port."""
-        waiting = self._waiting.get(port)
-        while waiting:
-            turn = waiting.popleft()
-            if not turn.done():
-                return turn
-        return None
-
-    def _announce_place(self, port: PortKey) -> None:
-        """Take a place that became free for the one that has waited longest."""
-        if self._pool.may_open(port) and (turn := self._next_turn(port)) is not None:
-            self._pool.begin_open(port)
-            turn.set_result(None)
-
-    def break_off(self, link: Link, *, silent: bool = False) -> None:
-        """Abort a link; what it carried unconfirmed is acknowledged again through another one.
-
-        ``silent``: nothing came through it in the time that one attempt has.
-        """
-        blocked = link.wire == "shm" and (silent or link.peer_died) and link.worker is self._worker
-        link.abort()
-        if link.worker in (self._worker, self._worker_apart) and link.worker.engine.abandoned:
-            blocked = True  # a peer may still be sending fragments into memory that goes back to its owner now
-        self._pool.drop(link)
-        self._tag_bases.pop(link, None)
-        self.ledger.lost(link, time.monotonic())
-        self._wake.set()
-        if self._waiting:
-            self._announce_place(link.port)
-        if blocked:
-            self._replace_worker(link.worker)
-
-    def _replace_worker(self, worker: Worker) -> None:
-        """Replace the worker after a peer over shared memory has died, or nothing came in time.
-
-        All of them write into one queue of this worker. One that is killed while it writes leaves a gap there that UCX
-        waits at for ever: nothing would arrive over shared memory any more, from anybody.
-        """
-        if worker is self._worker:
-            self._worker = None
-        elif worker is self._worker_apart:
-            self._worker_apart = None
-        else:
-            return
-        log.info("a shared-memory peer died or stopped answering; replacing all connections of its worker")
-        for link in [link for link in self._tag_bases if link.worker is worker]:
-            link.given_up = True
-        self._break_off_all([link for link in self._pool.idle() if link.worker is worker])
-        worker.close()  # reads that are under way fail, and are tried again
-
-    def _break_off_all(self, links: Iterable[Link]) -> None:
-        for link in links:
-            self.break_off(link)
 
     # --- acknowledgements and ageing ----------------------------------------------------------------------
     async def _tend(self) -> None:
@@ -411,27 +158,6 @@ class Links:
             raise
         self.checkin(link)
 
-    def _part_from_old(self) -> None:
-        """Take leave of links that were idle for too long, beside everything else; their places are free at once."""
-        for link in self._pool.expired(time.monotonic()):
-            parting = asyncio.get_running_loop().create_task(self._farewell(link), name="transport farewell")
-            self._partings.add(parting)
-            parting.add_done_callback(self._partings.discard)
-
-    async def _farewell(self, link: Link) -> None:
-        """Part in good order: the last acknowledgements, BYE, its answer, close."""
-        try:
-            acks = self.ledger.take(link.ring, self._settings.records_per_message - 1, link.port)
-            async with asyncio.timeout(_BYE_TIMEOUT_S):
-                number, asking = link.ask(Record(Kind.BYE), acks)
-                self.ledger.sent(link, number, acks)
-                link.answer(await asking)
-            self.ledger.answered(link, number)
-        except (TransportError, TimeoutError) as error:
-            log.debug("%r did not answer BYE: %s", link, error)
-        finally:
-            self.break_off(link)
-
     def acknowledge(self, ack: Ack, via: PortKey | None) -> None:
         """Have ``ack`` sent: with the next request through port ``via``, or alone after ``ack_delay_s``."""
         self.ledger.add(ack, time.monotonic(), via)
@@ -480,3 +206,129 @@ class Links:
         for worker in (self._worker, self._worker_apart):
             if worker is not None:
                 worker.close()
+
+
+class Warming:
+    """Makes the worker and connections of one client before the first read, so that it is not slower than later ones.
+
+    A failure is logged and counted, nothing else: reads connect, try again and report by themselves.
+
+    Args:
+        wires: the wires that may carry payloads; None: any.
+        maps: whether a ticket's payload is read from mapped memory.
+        port_of: (host, port) of an address. Raises UsageError.
+        buffers: gets memory of the tickets' sizes, whose pages are mapped.
+    """
+
+    def __init__(
+        self,
+        links: Links,
+        settings: Settings,
+        wires: frozenset[Wire] | None,
+        maps: Callable[[Ticket], bool],
+        port_of: Callable[[str], PortKey],
+        buffers: BufferPool,
+    ) -> None:
+        self._links = links
+        self._settings = settings
+        self._wires = wires
+        self._maps = maps
+        self._port_of = port_of
+        self._buffers = buffers
+        self._tasks: set[asyncio.Task[int]] = set()
+        self.failures = 0
+
+    def __repr__(self) -> str:
+        return f"<Warming {len(self._tasks)} under way, {self.failures} failed>"
+
+    async def warm(self, places: Iterable[Place]) -> int:
+        """Connections that stand when all have been opened or have failed. Raises UsageError for what is no place."""
+        ports, sizes = self._look(places)
+        if self._wires is not None and not self._wires - {"mapped"}:
+            return 0
+        if ports or (self._wires is not None and "mapped" not in self._wires):
+            try:
+                self._links.make_ready()
+            except TransportError as error:
+                self._failed("making a UCX worker", error)
+                return 0
+        if not ports:
+            return 0
+        await self._map_memory(sizes)
+        # as many as a batch has reads under way, and twice as many in all: which port a read goes to is not even
+        each = min(self._settings.pool_endpoints_per_port, max(1, 2 * CONCURRENCY // len(ports)))
+        turns = asyncio.Semaphore(_PORTS_AT_A_TIME)
+
+        async def open_some(port: PortKey, ring: str) -> int:
+            async with turns:
+                try:
+                    return await self._links.warm(port, ring, each)
+                except TransportError as error:
+                    self._failed(f"connecting to {port[0]}:{port[1]}", error)
+                    return self._links.counts(port).total
+
+        tasks = [asyncio.ensure_future(open_some(port, ring)) for port, ring in ports.items()]
+        self._tasks.update(tasks)
+        try:
+            counts = await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            self._tasks.difference_update(tasks)
+        for count in counts:
+            if isinstance(count, asyncio.CancelledError):
+                raise ClosedError("this client is closed")
+            if isinstance(count, BaseException):
+                raise count
+        return sum(count for count in counts if isinstance(count, int))
+
+    async def _map_memory(self, sizes: list[int]) -> None:
+        """Mapping fresh pages takes longer than receiving into them."""
+        blocks = []
+        for size in sizes:
+            block = self._buffers.take(size)
+            np.frombuffer(memoryview(block), np.uint8)[::_PAGE] = 0
+            blocks.append(block)
+            await asyncio.sleep(0)  # a block at a time: reads may be under way
+
+    def _failed(self, doing: str, error: TransportError) -> None:
+        self.failures += 1
+        log.info("warming up: %s failed, reads will try again: %s", doing, error)
+
+    def _look(self, places: Iterable[Place]) -> tuple[dict[PortKey, str], list[int]]:
+        """Ports to connect to, with the ring that is read there ("": whichever is served), and the payloads' sizes.
+
+        As many ports as the pool keeps connections, and a bounded number of bytes.
+        """
+        ports: dict[PortKey, str] = {}
+        sizes: list[int] = []
+        left = _MOST_MAPPED_BYTES
+        for place in places:
+            found = self._ticket(place)
+            if found is None:
+                port = self._port_of(str(place))
+                if not self._shared_here(port[0]):
+                    ports.setdefault(port, "")
+            elif found.ports and (found.addresses or found.host) and not self._maps(found):
+                pairs = self._links.ports(found)
+                ports.update((pair, found.ring) for pair in pairs if pair[0] == pairs[0][0])
+                if found.size <= left:
+                    left -= found.size
+                    sizes.append(found.size)
+        return dict(list(ports.items())[: self._settings.pool_endpoints_idle]), sizes
+
+    @staticmethod
+    def _ticket(place: Place) -> Ticket | None:
+        try:
+            return Ticket.of(place)
+        except TicketError:
+            if isinstance(place, str):
+                return None
+            raise UsageError(f"warm() got {place!r:.80}: give tickets, or addresses as host:port") from None
+
+    def _shared_here(self, host: str) -> bool:
+        """Whether the rings at an address are most likely mapped, or shared, which only a ticket can tell."""
+        return (self._wires is None or bool({"mapped", "shm"} & self._wires)) and of_this_host(host)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        for task in self._tasks:
+            task.cancel()

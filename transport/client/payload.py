@@ -188,6 +188,7 @@ class ClientStatistics(msgspec.Struct, frozen=True, kw_only=True):
     checksum_failures: int
     failed_reads: int
     links_opened: int
+    warm_up_failures: int = 0
     links_idle: int
     links_in_use: int
     acks_pending: int

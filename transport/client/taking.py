@@ -39,7 +39,7 @@ from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, Verdicts, ap
 from transport.taking.outcomes import Outcomes
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
-from transport.wire.ucx import engine
+from transport.wire.library import engine
 
 if TYPE_CHECKING:
     from transport.client.connections import Links

@@ -13,7 +13,7 @@ from typing import Final
 from transport.doctor.finding import Check, fail, ok, warn
 from transport.errors import MissingDependencyError, TransportError
 from transport.runtime.installing import install
-from transport.wire import ucx
+from transport.wire import library as ucx
 from transport.wires import settings_for
 
 _OLDEST: Final = (1, 19)

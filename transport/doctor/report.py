@@ -52,7 +52,7 @@ def examine(
 
 def _plugins() -> set[str] | None:
     """None without UCX: then no transfer is tried, which would fail for the same reason."""
-    from transport.wire import ucx
+    from transport.wire import library as ucx
 
     try:
         return library.plugins(ucx.library_path())

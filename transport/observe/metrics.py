@@ -73,6 +73,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "transport_client_failed_reads_total": Family("counter", _OF_CLIENT, "reads that failed for another reason"),
     "transport_client_checksum_failures_total": Family("counter", _OF_CLIENT, "payloads that arrived changed"),
     "transport_client_links_opened_total": Family("counter", _OF_CLIENT, "connections made"),
+    "transport_client_warm_up_failures_total": Family(
+        "counter", _OF_CLIENT, "connections that could not be made before the first read"
+    ),
     "transport_client_links": Family("gauge", (*_OF_CLIENT, "state"), "connections, idle or in use"),
     "transport_client_acknowledgements": Family(
         "gauge", (*_OF_CLIENT, "state"), "acknowledgements that are waiting to go, or for their confirmation"
@@ -138,6 +141,7 @@ def client_samples(name: str, seen: ClientStatistics) -> Iterator[Sample]:
         "failed_reads": seen.failed_reads,
         "checksum_failures": seen.checksum_failures,
         "links_opened": seen.links_opened,
+        "warm_up_failures": seen.warm_up_failures,
         "acknowledgements_dropped": seen.acks_dropped,
     }
     for counter, value in counters.items():

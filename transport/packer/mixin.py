@@ -142,6 +142,7 @@ class UCXXDataPackerMixin:
         shown = contextlib.ExitStack()
         show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
         self._ucxx = PackerSession(reader, thread, settings, rank, claims, record, show, shown)
+        self._ucxx.warm_up(client.directory, queue)
         try:
             exporter = configured_exporter(operator)
         except BaseException:

@@ -17,6 +17,7 @@ from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
+from transport.packer.warming import warm_up
 from transport.queue.base import Claim, TicketQueue
 from transport.runtime.arguments import expect, several
 from transport.runtime.loop_thread import Job, LoopThread
@@ -57,9 +58,14 @@ class PackerSession:
         # consumed, for as long as the trainer holds them
         self.trained: weakref.WeakValueDictionary[Identity, ReceivedPayload] = weakref.WeakValueDictionary()
         self.renewer = thread.submit(claims.keep_leases())
+        self.warming: Job[None] | None = None
         self.batches = 0
         self.consumed = 0
         self.metrics_port: int | None = None
+
+    def warm_up(self, directory: Directory | None, queue: TicketQueue | None) -> None:
+        """Connect in the background to the rings that directory and queue know of."""
+        self.warming = self.thread.submit(warm_up(self.client, directory, queue))
 
     def item(self, each: TicketLike) -> FetchedItem:
         """The item to fetch for a ticket or claim, marked as duplicate if it is the last consumed of its slot."""
@@ -108,6 +114,8 @@ class PackerSession:
             stack.callback(self.renewer.cancel)
             stack.callback(self.collected.clear)
             stack.callback(self.cancel)
+            if self.warming is not None:
+                stack.callback(self.warming.end)
             self.prefetch.close()
 
     def _close_client(self) -> None:

@@ -219,6 +219,13 @@ class TicketQueue(abc.ABC):
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
         """State per rank of each ticket that the queue knows; ids it does not know are absent (publish them again)."""
 
+    def unfinished(self, n: int) -> list[bytes]:
+        """Up to ``n`` tickets that are not finished, claimed or not, the latest published first; claims nothing.
+
+        For who wants to know which rings there are. A queue that cannot tell knows none.
+        """
+        return []
+
     @abc.abstractmethod
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """Replace the topic's notice, unless it has this version or a later one (then False)."""

@@ -291,6 +291,10 @@ class GroupQueue(TicketQueue):
         """See `TicketQueue.known`."""
         return self._queue.known(ticket_ids)
 
+    def unfinished(self, n: int) -> list[bytes]:
+        """See `TicketQueue.unfinished`."""
+        return self._queue.unfinished(n)
+
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
         """See `TicketQueue.announce`."""
         return self._queue.announce(topic, version, payload)

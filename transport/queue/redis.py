@@ -54,6 +54,7 @@ from transport.queue.redis_scripts import (
     NEXT_DUE,
     PUBLISH,
     RENEW,
+    UNFINISHED,
 )
 from transport.runtime.arguments import at_least, expect
 from transport.storage.notify import wait_for
@@ -263,6 +264,10 @@ class RedisQueue(TicketQueue):
             )
             for ticket_id, rank, state, attempts, consumer, reason in rows
         ]
+
+    def unfinished(self, n: int) -> list[bytes]:
+        """See `TicketQueue.unfinished`."""
+        return [_bytes(data) for data in self._run(UNFINISHED, arguments.number(n, "n of unfinished()"))]
 
     # --- notices -------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:

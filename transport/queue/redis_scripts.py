@@ -380,6 +380,18 @@ return answer
 """
 )
 
+# limit
+UNFINISHED = Script(
+    _COMMON
+    + """
+local answer = {}
+for _, entry in ipairs(redis.call('XREVRANGE', tickets, '+', '-', 'COUNT', ARGV[5])) do
+    answer[#answer + 1] = entry[2][2]
+end
+return answer
+"""
+)
+
 # topic, version, payload
 ANNOUNCE = Script(
     _COMMON

@@ -85,6 +85,7 @@ _NEXT_DUE = "SELECT MIN(not_before) FROM deliveries WHERE rank = ? AND state = '
 _OLDEST_READY = """
 SELECT seq, id, data, attempts, policy_version FROM deliveries JOIN tickets USING (seq)
 WHERE rank = ? AND state = 'ready' AND not_before <= ? ORDER BY seq LIMIT ?"""
+_UNFINISHED = "SELECT data FROM tickets WHERE open > 0 AND data IS NOT NULL ORDER BY seq DESC LIMIT ?"
 _CLAIM = """
 UPDATE deliveries SET state = 'claimed', attempts = attempts + 1, lease_ends = ?, consumer = ?
 WHERE rank = ? AND seq IN (SELECT value FROM json_each(?))"""
@@ -213,6 +214,12 @@ class SQLiteQueue(SharedFile, TicketQueue):
                 for ticket_id, state in connection.execute(query, part):
                     states[ticket_id] = (*states.get(ticket_id, ()), DeliveryState(state))
         return states
+
+    def unfinished(self, n: int) -> list[bytes]:
+        """See `TicketQueue.unfinished`."""
+        n = arguments.number(n, "n of unfinished()")
+        with self._database.reading() as connection:
+            return [data for (data,) in connection.execute(_UNFINISHED, (n,))]
 
     # --- claiming ------------------------------------------------------------------------------
     def claim(

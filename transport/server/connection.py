@@ -27,7 +27,8 @@ from transport.errors import (
     WrongRingError,
 )
 from transport.wire import authentication, frames
-from transport.wire.ucx import Endpoint, engine
+from transport.wire.library import engine
+from transport.wire.ucx import Endpoint
 
 if TYPE_CHECKING:
     from transport import _ucp

@@ -22,7 +22,8 @@ from transport.server.connection import Connection, random_tag_base
 from transport.server.stall import StallDetector
 from transport.settings import DEFAULTS, Settings
 from transport.wire import frames
-from transport.wire.ucx import Endpoint, Listening, Worker, engine
+from transport.wire.library import engine
+from transport.wire.ucx import Endpoint, Listening, Worker
 from transport.wires import Wire, settings_for
 
 if TYPE_CHECKING:

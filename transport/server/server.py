@@ -36,7 +36,7 @@ from transport.server.process import DRAIN_S, ListenerConfig, is_listener, send
 from transport.server.supervisor import SupervisorConfig, SupervisorReport
 from transport.settings import DEFAULTS, Settings
 from transport.wire.addresses import advertised
-from transport.wire.ucx import library
+from transport.wire.library import library
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)

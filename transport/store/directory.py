@@ -15,6 +15,7 @@ a server that lives but whose record expired because the store was unavailable: 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -94,6 +95,14 @@ class Directory:
             return msgspec.msgpack.decode(entry.value, type=Serving)
         except msgspec.MsgspecError as error:
             raise StoreError(f"malformed directory record of ring {ring[:8]}: {error}") from error
+
+    def all(self) -> list[Serving]:
+        """The records of all rings that are published; malformed ones are left out."""
+        found = []
+        for entry in self._store.scan(_PREFIX).values():
+            with contextlib.suppress(msgspec.MsgspecError):
+                found.append(msgspec.msgpack.decode(entry.value, type=Serving))
+        return found
 
     def next_epoch(self) -> int:
         """The epoch for a server that starts: greater than that of all servers before."""

@@ -10,8 +10,8 @@ import msgspec
 
 from transport.bench import perftest
 from transport.bench.processes import run_group
-from transport.bench.reads import harness, loopback
-from transport.bench.registry import PEERS, PERFTEST, SCRIPTS, Peer, interpreter, library_path
+from transport.bench.reads import floor, harness, loopback
+from transport.bench.registry import FLOOR, PEERS, PERFTEST, SCRIPTS, Peer, interpreter, library_path
 from transport.bench.result import OURS, Case, Row, Sample
 from transport.bench.units import show_size
 from transport.errors import LinkError, TransportError
@@ -29,9 +29,16 @@ class Outcome(NamedTuple):
 
 
 def peer_cases(
-    peers: Iterable[Peer], sizes: Sequence[int], concurrencies: Sequence[int], wires: Sequence[str]
+    peers: Iterable[Peer],
+    sizes: Sequence[int],
+    concurrencies: Sequence[int],
+    wires: Sequence[str],
+    checksums: Sequence[bool] = (False,),
 ) -> list[Case]:
-    """What is measured of the peers: a read into the consumer's own buffer, at each size and concurrency."""
+    """What is measured of the peers: a read into the consumer's own buffer, at each size and concurrency.
+
+    Only the floor hashes what it receives, as our own reads do where ``checksums`` has True.
+    """
     return [
         Case(
             case=_what(peer, concurrency),
@@ -39,9 +46,11 @@ def peer_cases(
             wire=wire,
             size_bytes=size,
             concurrency=concurrency,
+            checksum=checksum,
             payloads=loopback.slots_for(size),
         )
         for peer in peers
+        for checksum in (checksums if peer.name == FLOOR else (False,))
         for wire in ([peer.wire] if peer.wire else [wire for wire in wires if wire != "mapped"])
         for size in sizes
         for concurrency in concurrencies
@@ -51,6 +60,8 @@ def peer_cases(
 def _what(peer: Peer, concurrency: int) -> str:
     if peer.name == PERFTEST:
         return "tag_lat" if concurrency == 1 else "tag_bw"
+    if peer.name == FLOOR:
+        return "ask"
     return "copy" if peer.floor else "read"
 
 
@@ -98,6 +109,8 @@ def measure(case: Case, seconds: float) -> Sample:
         return loopback.measure(case, seconds)
     if case.peer == PERFTEST:
         return perftest.measure(case, seconds)
+    if case.peer == FLOOR:
+        return floor.measure(case, seconds)
     return _measure_peer(PEERS[case.peer], case, seconds)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from helpers import asynchronous
 
-from transport.client import timeouts as module
-from transport.client.timeouts import Watch
+from transport.runtime import timeouts as module
+from transport.runtime.timeouts import Watch
 
 LATER = 3600.0
 

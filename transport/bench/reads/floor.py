@@ -1,0 +1,67 @@
+"""The floor of reads over a wire: native/tests/ucx_floor.cpp, a loop on the same UCX library that does the same work.
+
+Unlike ucx_perftest it asks for each payload, and has a buffer of its own for each payload of a batch, on both sides, so
+that the processor's cache holds none of them. It is built from the sources of this project.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from transport.bench.machine import settings_of
+from transport.bench.processes import run_group
+from transport.bench.programs import ROOT, build
+from transport.bench.result import Case, Sample
+from transport.errors import LinkError, MissingDependencyError
+from transport.runtime.installing import install
+from transport.wire import library as ucx
+from transport.wires import settings_to_load
+
+_NAME = "ucx_floor"
+_TIMEOUT_S = 60.0
+_CONNECTIONS = 8  # as many as a client has to one port by default
+
+
+@cache
+def program() -> Path:
+    """The program, built where that is needed.
+
+    Raises:
+        MissingDependencyError: UCX's headers, the project's sources or cmake are not here.
+    """
+    library = _wheel() / "lib"
+    headers = _wheel() / "include"
+    if not (headers / "ucp" / "api" / "ucp.h").exists():
+        raise MissingDependencyError(f"the libucx wheel with UCX's headers is not installed: {install('perftest')}")
+    return build(ROOT, _NAME, [f"-DTRANSPORT_UCX_INCLUDE={headers}", f"-DTRANSPORT_UCX_LIBRARIES={library}"])
+
+
+def _wheel() -> Path:
+    """The folder of the libucx wheel whose library this process has loaded."""
+    path = ucx.library_path()
+    if path is None:
+        raise MissingDependencyError(f"the loaded libucp was not found: {install('perftest')}")
+    return path.parent.parent
+
+
+def measure(case: Case, seconds: float, run: Callable[..., bytes] = run_group) -> Sample:
+    """One repetition, in fresh processes.
+
+    Raises:
+        MissingDependencyError: it cannot be built here.
+        LinkError: the program failed.
+    """
+    connections = min(case.concurrency, _CONNECTIONS)
+    numbers = (case.size_bytes, case.concurrency, seconds, case.payloads, connections, int(case.checksum))
+    settings = {**settings_to_load(), **settings_of(case.wire), "WARN_UNUSED_ENV_VARS": "n"}
+    environment = {f"UCX_{name}": value for name, value in settings.items()}
+    environment["LD_LIBRARY_PATH"] = str(_wheel() / "lib")
+    output = run([str(program()), *map(str, numbers)], environment, _TIMEOUT_S + 4 * seconds)
+    try:
+        return msgspec.json.decode(output, type=Sample)
+    except msgspec.MsgspecError as error:
+        raise LinkError(f"{_NAME} printed no results: {error}") from error

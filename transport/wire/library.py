@@ -1,0 +1,164 @@
+"""The only file that imports ucxx and the native engine, and our errors for what they raise.
+
+ucxx provides the library, the context and the worker; the native engine uses the UCX library that ucxx has loaded. Both
+are imported when first needed, in one thread at a time, and no process is forked meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from transport.errors import (
+    BusyPortError,
+    ConnectionLostError,
+    InternalError,
+    MissingDependencyError,
+    TransportError,
+    UnreachableError,
+    UsageError,
+    WireNotAllowedError,
+)
+from transport.runtime.installing import install
+from transport.wires import settings_to_load, user_settings
+
+# --- the import ---------------------------------------------------------------------------------
+# Held while UCX is loaded, and while a context is made. A child that is forked in the middle of either would find locks
+# that no thread of its own can release: Python's of the module that was being imported, or UCX's.
+beginning = threading.RLock()
+os.register_at_fork(before=beginning.acquire, after_in_parent=beginning.release, after_in_child=beginning.release)
+
+
+@cache
+def library() -> ModuleType:
+    """ucxx's low-level module.
+
+    Raises:
+        MissingDependencyError: ucxx is not installed, or the UCX that it finds does not fit it.
+    """
+    with beginning:
+        return _loaded()
+
+
+@cache
+def _loaded() -> ModuleType:
+    user = {name for name in os.environ if name.startswith("UCX_")}
+    user_settings()
+    for name, value in settings_to_load().items():  # read when the library is loaded; a context cannot set them
+        os.environ.setdefault(f"UCX_{name}", value)
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("UCXX_LOG_LEVEL", "FATAL")  # lost peers are raised here as errors; UCXX need not print them
+    try:
+        import ucxx._lib.libucxx as low
+    except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError):
+            raise MissingDependencyError(f"ucxx is installed but cannot be loaded: {error}") from error
+        raise MissingDependencyError(
+            "ucxx is not installed, so payloads can only be read on the host of their ring (wire 'mapped'); "
+            f"install it with: {install('cu12')} (CUDA 13: {install('cu13')}; neither needs a GPU)"
+        ) from error
+    # ucxx's own choices must not reach child processes as if the user had made them.
+    for name in [name for name in os.environ if name.startswith("UCX_") and name not in user]:
+        if name != "UCX_WARN_UNUSED_ENV_VARS":
+            del os.environ[name]
+    module: ModuleType = low
+    return module
+
+
+@cache
+def engine() -> ModuleType:
+    """The native engine, which finds the UCX library that ucxx has loaded.
+
+    Raises:
+        MissingDependencyError: ucxx is not installed.
+    """
+    with beginning:
+        library()
+        from transport import _ucp
+
+        return _ucp
+
+
+def version() -> str:
+    """Version of the UCX library that is loaded, e.g. "1.21.0"."""
+    return ".".join(str(part) for part in library().get_ucx_version())
+
+
+def library_path() -> Path | None:
+    """The file of the loaded libucp; None if it cannot be determined."""
+    library()
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        path = line.partition("/")[1] + line.partition("/")[2]
+        if Path(path).name.startswith("libucp.so"):
+            return Path(path)
+    return None
+
+
+def transports_here(settings: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(transport, device) of all that UCX can use on this host with ``settings``, e.g. ("tcp", "eth0")."""
+    low = library()
+    with beginning, translated("making a UCX context"):
+        shown = str(low.UCXContext(dict(settings), (low.Feature.TAG, low.Feature.WAKEUP, low.Feature.STREAM)).info)
+    return sorted(set(re.findall(r"resource +\d+ .* (\w+)/(\S+)$", shown, re.MULTILINE)))
+
+
+# --- errors -------------------------------------------------------------------------------------
+@cache
+def _error_classes() -> tuple[tuple[type[BaseException], type[TransportError]], ...]:
+    """UCXX's exceptions of making a context or worker, with our classes; the most specific first."""
+    low = library()
+    return (
+        (low.UCXNoDeviceError, WireNotAllowedError),
+        (low.UCXInvalidParamError, UsageError),
+        (low.UCXError, ConnectionLostError),
+    )
+
+
+@cache
+def _error_of_status() -> dict[int, type[TransportError]]:
+    native = engine()
+    return {
+        native.ERR_BUSY: BusyPortError,
+        native.ERR_NO_DEVICE: WireNotAllowedError,
+        native.ERR_UNREACHABLE: UnreachableError,
+        native.ERR_NOT_CONNECTED: UnreachableError,
+        native.ERR_INVALID_PARAM: UsageError,
+        native.ERR_INVALID_ADDR: UsageError,
+    }
+
+
+def failure(status: int, what: str) -> TransportError:
+    """Our error for a UCX status (negative)."""
+    return _error_of_status().get(status, ConnectionLostError)(f"{what}: {engine().status_text(status)}")
+
+
+def translate(error: BaseException) -> TransportError:
+    """Our error for one of UCXX's, by class, or for the engine's, by status."""
+    if isinstance(error, TransportError):
+        return error
+    if isinstance(error, engine().UcxFault):
+        return failure(error.args[0], "UCX refused")
+    for theirs, ours in _error_classes():
+        if isinstance(error, theirs):
+            return ours(str(error) or type(error).__name__)
+    return InternalError(f"unexpected {type(error).__name__} from ucxx: {error}")
+
+
+@contextlib.contextmanager
+def translated(doing: str) -> Iterator[None]:
+    """Map what ucxx and the engine raise to our errors, saying what was being done."""
+    try:
+        yield
+    except (TransportError, asyncio.CancelledError):
+        raise
+    except Exception as error:  # ucxx's classes come from C++ and have no public base class
+        ours = translate(error)
+        hint = "; another program has the port, and port 0 takes a free one" if isinstance(ours, BusyPortError) else ""
+        raise type(ours)(f"{doing}: {ours}{hint}") from error
