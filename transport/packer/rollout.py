@@ -15,11 +15,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from transport.config import configuration
-from transport.errors import ClosedError, RingFullError, TransportError
+from transport.errors import ClosedError, RingFullError, TransportError, UsageError
 from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions, check_options
 from transport.packer.session import check_shared
 from transport.queue.base import QueuedTicket, TicketQueue, finished
+from transport.queue.found import FoundRings
+from transport.queue.places import DEFAULT_PREFIX
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.runtime.arguments import whole
@@ -75,7 +77,8 @@ class UCXXRolloutMixin:
         Args:
             schema, slots, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a restarted worker takes
                 over its old ring, and `reconcile` publishes payloads missing in the queue.
-            queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
+            queue: where `write_to_buffer` publishes tickets; None: the ring hands its payloads out itself, to trainers
+                of this host that were given no queue either, unless the caller passes the tickets on.
             readers: how many ranks read each payload.
             grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
                 the queue (`GroupQueue`), not one for each rank.
@@ -92,8 +95,15 @@ class UCXXRolloutMixin:
         readers = whole(readers, "readers")
         self.cleanup_ucxx()
         operator = configuration()
+        directory = server.directory
+        prefix = DEFAULT_PREFIX if queue is None else ""
+        if isinstance(queue, FoundRings):
+            prefix = queue.places.prefix
+            directory = directory or queue.places.directory
+            if name is not None and not name.removeprefix("/transport-").startswith(prefix):
+                raise UsageError(f"name={name!r}: trainers look for names that begin with {prefix!r}; begin it so")
         made = SharedRingBuffer.create(
-            schema, slots=slots, slot_bytes=ring.slot_bytes, name=name, overflow=ring.overflow
+            schema, slots=slots, slot_bytes=ring.slot_bytes, name=name, prefix=prefix, overflow=ring.overflow
         )
         try:
             self._ucxx_server = UCXXServer(
@@ -109,8 +119,8 @@ class UCXXRolloutMixin:
                 log_level=operator.log_level,
                 log_format=operator.log_format,
             ).start()
-            if server.directory is not None:
-                self._ucxx_announcement = Announcement(server.directory, made, self._ucxx_server)
+            if directory is not None:
+                self._ucxx_announcement = Announcement(directory, made, self._ucxx_server)
             self._ucxx_exporter = configured_exporter(operator)
         except BaseException:
             self.cleanup_ucxx()
@@ -120,6 +130,8 @@ class UCXXRolloutMixin:
             self._ucxx_exporter.add_ring(made)
         self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = made, queue, readers
         self._ucxx_grouped = grouped
+        if isinstance(queue, FoundRings):
+            queue.hand_out(made)
         if made.native.taken_over and queue is not None:
             self.reconcile()
         return made
@@ -155,6 +167,7 @@ class UCXXRolloutMixin:
                     trajectory,
                     readers=self._ucxx_readers,
                     metadata=metadata,
+                    policy_version=policy_version,
                     deadline_s=deadline_s,
                     timeout_s=min(_RECONCILE_EVERY_S, max(give_up - time.monotonic(), 0.0)),
                 )
@@ -164,7 +177,7 @@ class UCXXRolloutMixin:
                 _, freed = self.reconcile()
                 if not freed and (ring.overflow == "error" or time.monotonic() >= give_up):
                     raise
-        if self._ucxx_queue is not None:
+        if self._ucxx_queue is not None and not isinstance(self._ucxx_queue, FoundRings):
             try:
                 self._ucxx_queue.publish(
                     queued(ticket), readers=self._deliveries(ticket), policy_version=policy_version
@@ -193,7 +206,7 @@ class UCXXRolloutMixin:
             states = known.get(ticket_id(ticket))
             if states is None:
                 published += queue.publish(queued(ticket), readers=self._deliveries(ticket))
-            elif finished(states):
+            elif finished(states[: self._deliveries(ticket)]):
                 freed += ring.discard(ticket)
         if published and not ring.native.taken_over:  # a writer that was killed may not have published its last one
             log.warning(

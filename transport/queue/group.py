@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from transport.config import lease_or_configured
 from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreError
 from transport.queue.base import (
+    Came,
     Claim,
     DeliveryState,
     Failure,
@@ -35,6 +36,11 @@ from transport.queue.base import (
 )
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Change, Store, check_key
+
+if TYPE_CHECKING:
+    from transport.client.client import UCXXClient
+    from transport.runtime.loop_thread import LoopThread
+    from transport.schema import Schema
 
 LEADER = 0
 _KEEP_S = 3600.0  # records of a group; a rank that is further behind is taken for dead
@@ -292,6 +298,20 @@ class GroupQueue(TicketQueue):
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """See `TicketQueue.latest`."""
         return self._queue.latest(topic, newer_than, timeout_s)
+
+    def connect(self, thread: LoopThread, client: UCXXClient, schemas: Sequence[Schema]) -> None:
+        """See `TicketQueue.connect`; only the leader claims."""
+        if self.leads:
+            self._queue.connect(thread, client, schemas)
+
+    def disconnect(self, client: UCXXClient) -> None:
+        """See `TicketQueue.disconnect`."""
+        if self.leads:
+            self._queue.disconnect(client)
+
+    def brought(self, claim: Claim) -> Came | None:
+        """See `TicketQueue.brought`; the other ranks read by the ticket."""
+        return self._queue.brought(claim) if self.leads else None
 
     def close(self) -> None:
         """Does nothing: the owner of queue and store closes them, which ends the waits."""

@@ -95,6 +95,16 @@ class Directory:
         except msgspec.MsgspecError as error:
             raise StoreError(f"malformed directory record of ring {ring[:8]}: {error}") from error
 
+    def all(self) -> list[Serving]:
+        """The records of all rings; malformed ones are left out, with a warning."""
+        found = []
+        for key, entry in self._store.scan(_PREFIX).items():
+            try:
+                found.append(msgspec.msgpack.decode(entry.value, type=Serving))
+            except msgspec.MsgspecError as error:
+                log.warning("malformed directory record %s is left out: %s", key, error)
+        return found
+
     def next_epoch(self) -> int:
         """The epoch for a server that starts: greater than that of all servers before."""
         return self._store.add(_EPOCHS)
