@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from transport.config import lease_or_configured
+from transport.config import configuration, lease_or_configured
 from transport.errors import ClosedError
 from transport.queue import arguments
 from transport.queue.base import (
@@ -77,6 +77,8 @@ class FoundRings(TicketQueue):
         elif self.places.prefix:
             self._notices = RingNotices(self.places.prefix)
         self._here = FoundHere(self.places, lease_s=self.lease_s, max_deliveries=max_deliveries)
+        wires = configuration().wires
+        self._here.only((), mapped=not wires or "mapped" in wires, carries=not wires or set(wires) != {"mapped"})
         self._elsewhere = FoundElsewhere(self._here.served, max_deliveries)
         self._look_at = 0.0
         self._closed = threading.Event()
