@@ -3,9 +3,9 @@
     this host    attached and claimed from, see found_here.py; the payload is a view of its slot
     elsewhere    a demand waits at the listener, see found_elsewhere.py; the payload comes with its claim
 
-Both take turns. What a trainer has of rings elsewhere beyond its claims, or has asked for, is at most twice what it
-claims at a time, and one payload for each ring beside. On one host nothing is configured: writers name their rings so
-that trainers find them.
+Both take turns. What a trainer has of rings elsewhere beyond its claims, or has asked for, is at most three times
+what it claims at a time, and one payload for each ring beside. On one host nothing is configured: writers name their
+rings so that trainers find them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
 from transport.config import configuration, lease_or_configured
@@ -36,6 +37,7 @@ from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotice
 from transport.queue.places import OnThisHost, Places
 from transport.queue.rings import depth_of, failures_of
 from transport.ring.buffer import SharedRingBuffer
+from transport.taking.batch import Verdicts
 from transport.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -152,6 +154,15 @@ class FoundRings(TicketQueue):
                 return None
             else:
                 self._closed.wait(min(left_s, _SLICE_S))
+
+    def consume(self, brought: Brought) -> Verdicts:
+        """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others."""
+        return self.consume_soon(brought).result()
+
+    def consume_soon(self, brought: Brought) -> Future[Verdicts]:
+        """`consume` without waiting: the next batch may be taken while the answer of this one is on its way."""
+        self._check_open()
+        return self._elsewhere.finish_batch(brought)
 
     def _follow(self, rank: int, n: int, oldest_version: int | None) -> tuple[bool, bool]:
         """Whether there are rings here, and elsewhere; the latter have demands from here on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,8 +25,9 @@ from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
 from transport.queue.demands import Brought, Demands, Place
 from transport.queue.rings import consumer_of, token_of
 from transport.runtime.loop_thread import LoopThread
+from transport.taking.batch import Verdicts
 
-_BATCHES: Final = 2  # that lie unused or are asked for: one has come, one is on its way
+_BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
 _LOOK_S: Final = 0.25
 _MOST_FAILURES: Final = 256
@@ -44,6 +46,7 @@ class _Rank:
     def __init__(self, demands: Demands) -> None:
         self.demands = demands
         self.came: deque[tuple[Brought, int]] = deque()  # with the position of the first that is not claimed
+        self.unsaid: dict[int, Brought] = {}  # taken, and not said to be used: that costs a turn of the loop
         self.sizes: deque[int] = deque(maxlen=_CLAIMS)
         self.wanted: tuple[int, int | None] | None = None
 
@@ -147,17 +150,28 @@ class FoundElsewhere:
         of = self.rank(rank)
         with self._changed:
             if not of.came:
+                if of.unsaid:  # it does not consume what it took before it takes more
+                    for each in of.unsaid.values():
+                        self._use(each, len(each.batch))
+                    of.unsaid.clear()
                 self._changed.wait(wait_s)
             while of.came:
                 brought, at = of.came.popleft()
                 if not brought.link.lost and at == 0:
-                    self._use(brought, len(brought.batch))
+                    of.unsaid[id(brought)] = brought
                     return brought
         return None
 
-    def finish_batch(self, brought: Brought) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Consume all of a batch; which were accepted."""
-        return self._settle([(brought, list(range(len(brought.batch))))], None)[0]
+    def finish_batch(self, brought: Brought) -> Future[Verdicts]:
+        """Consume all of a batch; which were accepted, once the listener has said so."""
+        for of in self._ranks.values():
+            of.unsaid.pop(id(brought), None)  # its end says that it was used
+        thread = self._thread
+        if thread is None or thread.closed:
+            ended: Future[Verdicts] = Future()
+            ended.set_result(np.zeros(len(brought.batch), np.bool_))
+            return ended
+        return thread.submit(brought.demands.finish(brought, brought.batch.rows))
 
     def claim(self, n: int, wait_s: float, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
         """Up to ``n`` of what has come, the first that came first."""
@@ -278,9 +292,7 @@ class FoundElsewhere:
             accepted += [claim for claim, good in zip(group, verdicts.tolist(), strict=True) if good]
         return accepted
 
-    def _settle(
-        self, groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None
-    ) -> list[np.ndarray[Any, np.dtype[np.bool_]]]:
+    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None) -> list[Verdicts]:
         thread = self._thread
         if thread is None or thread.closed:  # and every connection with it
             return [np.zeros(len(at), np.bool_) for _, at in groups]
@@ -310,9 +322,7 @@ class FoundElsewhere:
         self.disconnect(None)
 
 
-async def _settled(
-    groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None
-) -> list[np.ndarray[Any, np.dtype[np.bool_]]]:
+async def _settled(groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None) -> list[Verdicts]:
     verdicts = []
     for brought, at in groups:
         rows = brought.batch.rows if len(at) == len(brought.batch.rows) else brought.batch.rows[np.asarray(at, np.intp)]
