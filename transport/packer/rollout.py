@@ -22,6 +22,7 @@ from transport.packer.session import check_shared
 from transport.queue.base import QueuedTicket, TicketQueue, finished
 from transport.queue.found import FoundRings
 from transport.queue.places import DEFAULT_PREFIX
+from transport.queue.rings import RingQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.runtime.arguments import whole
@@ -132,6 +133,8 @@ class UCXXRolloutMixin:
         self._ucxx_grouped = grouped
         if isinstance(queue, FoundRings):
             queue.hand_out(made)
+        elif queue is None and grouped:  # what a group has ended is freed by `reconcile`
+            self._ucxx_queue = RingQueue([made])
         if made.native.taken_over and queue is not None:
             self.reconcile()
         return made
@@ -177,7 +180,7 @@ class UCXXRolloutMixin:
                 _, freed = self.reconcile()
                 if not freed and (ring.overflow == "error" or time.monotonic() >= give_up):
                     raise
-        if self._ucxx_queue is not None and not isinstance(self._ucxx_queue, FoundRings):
+        if self._ucxx_queue is not None and not isinstance(self._ucxx_queue, FoundRings | RingQueue):
             try:
                 self._ucxx_queue.publish(
                     queued(ticket), readers=self._deliveries(ticket), policy_version=policy_version
