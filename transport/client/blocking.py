@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 from transport.client.client import UCXXClient
 from transport.client.device_reads import target_of
 from transport.client.payload import ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.runtime.loop_thread import AtExit, LoopThread
+from transport.taking.batch import TakenBatch, Verdicts
 from transport.ticket import Ticket
 from transport.wire.frames import SlotFate
 
@@ -59,6 +60,18 @@ class BlockingClient:
         finally:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))
+
+    def take(self, address: str, n: int, **demand: Any) -> TakenBatch:
+        """See `UCXXClient.take`. Its claims are ended by `consume` and `give_back` of this client."""
+        return self._thread.run(self._client.take(address, n, **demand))
+
+    def consume(self, batch: TakenBatch, which: Sequence[int] | None = None) -> Verdicts:
+        """See `TakenBatch.consume`."""
+        return self._thread.run(batch.consume(which))
+
+    def give_back(self, batch: TakenBatch, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
+        """See `TakenBatch.give_back`."""
+        return self._thread.run(batch.give_back(which, delay_s))
 
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """See `UCXXClient.ack`."""
