@@ -57,7 +57,7 @@ def test_every_payload_reaches_every_reader_once(tmp_path: Path, wire: str) -> N
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = Counter(event["name"] for event in events if event["ph"] == "b")
     assert named["write"] == 160
-    assert named["read"] + (0 if wire == "mapped" else named["transfer"]) >= 320  # of a batch: transfers only
+    assert named["take"] == 320
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {
         *("trainer 0", "trainer 1", "rollout 0", "rollout 1")
     }

@@ -63,6 +63,26 @@ def test_a_place_that_vanishes_is_closed_when_nothing_of_it_is_in_hand() -> None
     assert takers.step(0.0) == [Close("b")]
 
 
+def test_a_trainer_that_completes_its_batch_is_not_starved_by_what_it_works_on() -> None:
+    takers = opened(8, "a")
+    takers.step(0.0)
+    takers.answered("a", 8)
+    assert takers.step(0.0) == []
+    takers.used("a", 8)
+    assert (takers.in_hand, takers.unused) == (8, 0)
+    assert takers.step(0.0) == [Ask("a", 8)]
+
+
+def test_a_place_that_refuses_a_demand_is_asked_again_after_a_pause_and_keeps_its_claims() -> None:
+    takers = opened(8, "a")
+    takers.step(0.0)
+    takers.answered("a", 3)
+    assert takers.step(1.0) == [Ask("a", 5)]
+    takers.refused("a", 1.0)
+    assert (takers.step(1.05), takers.next_due(1.05), takers.in_hand) == ([], 1.1, 3)
+    assert takers.step(1.1) == [Ask("a", 5)]
+
+
 PLACES = ["a", "b", "c"]
 
 

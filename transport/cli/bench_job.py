@@ -72,7 +72,8 @@ def job(
     plan.check_names("--wire", wire, plan.WIRES)
     others = chosen(peers, JOB_PEERS) if peers is not None else []
     queues = plan.check_queues(queue)
-    wires, shape = plan.check_wires(wire, queues), plan.check_layout(layout, queues)
+    wires = plan.check_wires(wire, queues)
+    shape = plan.check_layout(layout, queues, wires)
     if plot is not None:
         check(plot)
     work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle, write_batch)

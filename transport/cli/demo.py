@@ -22,7 +22,7 @@ EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json de
 
 # Each rollout maps the trainer's ring and the other way round; 16 owner places also serve writer and listener.
 _MOST = 14
-_EMBEDDED = "sqlite"
+_NONE, _EMBEDDED = "rings", "sqlite"
 _TARGET = 2.0
 _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: cuda would have nothing to carry
 
@@ -36,10 +36,11 @@ def demo(
     queue: Annotated[
         str,
         typer.Option(
-            metavar="sqlite|PATH|redis://…",
-            help="Ticket queue: sqlite (temporary), a new file (kept), or redis://host:port/db (kept with ?run=name).",
+            metavar="rings|sqlite|PATH|redis://…",
+            help="rings: no queue beside them; sqlite (temporary), a new file (kept), or redis://host:port/db "
+            "(kept with ?run=name).",
         ),
-    ] = _EMBEDDED,
+    ] = _NONE,
     wire: Annotated[
         str, typer.Option(metavar="WIRE,…", help=f"Allowed wires: auto, or some of {', '.join(_DEMO_WIRES)}.")
     ] = "auto",
@@ -134,11 +135,13 @@ def _wires(names: str) -> tuple[Wire, ...]:
 
 
 def _queue_text(queue: str) -> tuple[str | None, str | None]:
-    """The place of the queue, None for a temporary file; and that of a run on a server that is to be removed."""
+    """The place of the queue, None for the rings, "sqlite" for a temporary file; and that of a run to be removed."""
     from transport.storage.urls import RedisURL, SQLiteURL, has_scheme, parse_url
 
-    if queue == _EMBEDDED:
+    if queue == _NONE:
         return None, None
+    if queue == _EMBEDDED:
+        return queue, None
     if queue.startswith(("redis://", "rediss://")) and "?" not in queue:
         queue = f"{queue}?run=demo-{secrets.token_hex(6)}"
         parse_url(queue)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 from transport.client.client import UCXXClient
@@ -13,6 +13,7 @@ from transport.client.taking import MOST_BYTES
 from transport.ring.batches import MAX_DELIVERIES, PayloadBatch
 from transport.runtime.loop_thread import AtExit, LoopThread
 from transport.schema import Schema
+from transport.taking.batch import TakenBatch, Verdicts
 from transport.taking.plans import taken_and_waited_for
 from transport.ticket import Ticket
 from transport.wire.frames import SlotFate
@@ -93,6 +94,18 @@ class BlockingClient:
     def warm(self, *places: Ticket | str | bytes) -> int:
         """See `UCXXClient.warm`."""
         return self._thread.run(self._client.warm(*places))
+
+    def take(self, address: str, n: int, **demand: Any) -> TakenBatch:
+        """See `UCXXClient.take`. Its claims are ended by `consume` and `give_back` of this client."""
+        return self._thread.run(self._client.take(address, n, **demand))
+
+    def consume(self, batch: TakenBatch, which: Sequence[int] | None = None) -> Verdicts:
+        """See `TakenBatch.consume`."""
+        return self._thread.run(batch.consume(which))
+
+    def give_back(self, batch: TakenBatch, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
+        """See `TakenBatch.give_back`."""
+        return self._thread.run(batch.give_back(which, delay_s))
 
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """See `UCXXClient.ack`."""

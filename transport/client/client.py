@@ -25,7 +25,7 @@ from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, Rec
 from transport.client.reading import Reading
 from transport.client.status_socket import StatusSocket
 from transport.client.taking import MOST_BYTES, Taking, port_of
-from transport.client.trace import Trace
+from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, UsageError
 from transport.ring.batches import MAX_DELIVERIES
@@ -277,6 +277,30 @@ class UCXXClient(Reading):
             return await link.take(n, wait_s=wait_s, verify=verify, **demand)
 
         return Plan(schema, self._taking.schemas, self._verify, shape), take
+
+    @property
+    def taking(self) -> Taking:
+        """Connections that hold claims."""
+        if self._closed:
+            raise ClosedError("this client is closed")
+        return self._taking
+
+    def allows(self, wire: Wire) -> bool:
+        """Whether the policy lets this wire carry payloads."""
+        return self._allows(wire)
+
+    def carries(self) -> bool:
+        """Whether the policy lets anything but the mapping carry payloads."""
+        return self._wires is None or bool(self._wires - {"mapped"})
+
+    def hand_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
+        """A payload that came without a read, as `read` returns it. Its claim's end is its acknowledgement."""
+        begun = time.monotonic()
+        if self._device_reads.always:
+            data = self._device_reads.from_host(memoryview(data))
+        if self._trace is not None:
+            self._trace.span("take", key_of(ticket), begun, outcome=wire, rank=rank, bytes=ticket.size)
+        return self._deliveries.handed_in(ticket, rank, wire, data)
 
     # --- acknowledgements and what else can be said about a payload ------------------------------------
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:

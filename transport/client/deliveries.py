@@ -108,6 +108,12 @@ class Deliveries:
         make = DevicePayload if type(data) is Target else ReceivedPayload
         return make(ticket, rank, wire, data, self._schema(ticket), lambda: self.acknowledge(ticket, rank, via))
 
+    def handed_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
+        """A payload that was taken together with its claim: whoever holds the claim acknowledges by its end."""
+        self._count(wire, ticket.size)
+        make = DevicePayload if type(data) is Target else ReceivedPayload
+        return make(ticket, rank, wire, data, self._schema(ticket), lambda: True)
+
     # --- acknowledgements ---------------------------------------------------------------------------
     def hand_over(self, payload: ReceivedPayload) -> ReceivedPayload:
         """Return the payload to the caller; called where nothing can fail between this and the caller.

@@ -221,20 +221,24 @@ class Lending:
         self.routes.listeners_said(ring, link.ports)
         return link
 
-    async def open_apart(self, port: PortKey, ring: str = "") -> Link:
-        """A link outside the pool: its caller ends it with `break_off`. "": whatever ring is served."""
-        link = await self._connect(port, ring)
+    async def open_apart(self, port: PortKey, ring: str = "", segment: str | None = "") -> Link:
+        """A link outside the pool: its caller ends it with `break_off`. "": whatever ring is served.
+
+        segment: of the ring that is served; None: it is on another host; "": unknown, so no shared memory is used.
+        """
+        near = segment is None or (segment != "" and shares_memory(segment))
+        link = await self._connect(port, ring, near)
         self._check_wire(port, link)
         return link
 
-    async def _connect(self, port: PortKey, ring: str) -> Link:
+    async def _connect(self, port: PortKey, ring: str, near: bool = False) -> Link:
         base = new_tag_base(self._opening_bases | set(self._tag_bases.values()))
         self._opening_bases.add(base)
         try:
             if self._closed:  # a turn that came just before
                 raise ClosedError("this client is closed")
             self.quarantine.begin(port, time.monotonic())
-            link = await self._connected(port, ring, base)
+            link = await self._connected(port, ring, base, near)
         finally:
             self._opening_bases.discard(base)
         self._tag_bases[link] = base
@@ -251,10 +255,10 @@ class Lending:
                 f"UCX chose {link.wire} ({chosen}) to {port[0]}:{port[1]}, allowed are {sorted(self._wires or ())}"
             )
 
-    async def _connected(self, port: PortKey, ring: str, base: int) -> Link:
+    async def _connected(self, port: PortKey, ring: str, base: int, near: bool) -> Link:
         """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
         while True:
-            worker = self._worker_for(ring, port[0])
+            worker = self._get_worker() if near else self._worker_for(ring, port[0])
             try:
                 return await Link.open(
                     worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings

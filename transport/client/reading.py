@@ -19,12 +19,13 @@ from transport.client.attempts import RemoteReads, grouped
 from transport.client.connection import Want
 from transport.client.connections import CONCURRENCY, Links
 from transport.client.deliveries import Deliveries
-from transport.client.device_reads import DeviceReads, Target
+from transport.client.device_reads import DeviceReads
 from transport.client.mapped import MappedRings
 from transport.client.payload import ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
+from transport.devices.targets import Target
 from transport.errors import ClosedError, StaleSlotError, TransportError
 from transport.ring.packing import check_destination
 from transport.runtime.arguments import at_least, seconds, several

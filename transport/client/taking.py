@@ -119,6 +119,7 @@ class TakeLink:
         most_attempts: int = 0,
         verify: bool = True,
         joined_most: int | None = None,
+        asked: Callable[[int], object] | None = None,
     ) -> TakenBatch:
         """Up to ``n`` payloads that no other consumer has; none after ``wait_s``. What is cancelled loses nothing.
 
@@ -127,6 +128,7 @@ class TakeLink:
             oldest_version: payloads of an older policy are discarded instead.
             most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
             joined_most: larger payloads do not come with the answer, but one by one; None: all come with it.
+            asked: called with the demand's number, for `take_back`.
 
         Raises:
             UsageError, RankError: nothing was asked.
@@ -160,12 +162,19 @@ class TakeLink:
             verify=verify,
         )
         self.link.worker.kick()
+        if asked is not None:
+            asked(number)
         try:
             outcome = await self._outcome(future, wait_s + self._settings.read_timeout(most_bytes), "a demand")
         except asyncio.CancelledError:
             self._abandon(number, future, buffer)
             raise
         return await self._batch(outcome, buffer, verify)
+
+    def take_back(self, number: int) -> None:
+        """The demand of this number need not wait any longer: its answer comes now, with what is on its way."""
+        if not self.lost:
+            self.link.tell([Record(Kind.UNTAKE, slot=number)])
 
     async def _batch(self, outcome: Any, buffer: Any, verify: bool) -> TakenBatch:
         rows, notes, offsets = self._parsed(outcome, buffer)
@@ -375,17 +384,23 @@ class TakeLink:
 
 
 class Taking:
-    """The take connections of one client: one per port, opened when first asked for."""
+    """The take connections of one client: one per port, opened when first asked for.
+
+    Attributes:
+        renew_s: how often a holder of claims says that it is alive.
+    """
 
     def __init__(self, links: Links, settings: Settings, buffers: BufferPool, schemas: Mapping[str, Schema]) -> None:
         self._all = links
         self._settings = settings
+        self.renew_s = settings.ack_timeout_s / 4
         self._buffers = buffers
         self._schemas = schemas
         self._links: dict[PortKey, TakeLink] = {}
         self._opening: dict[PortKey, asyncio.Task[TakeLink]] = {}
         self.outcomes = Outcomes(links, settings)
         self._closed = False
+        self._apart: set[TakeLink] = set()
 
     @property
     def schemas(self) -> list[Schema]:
@@ -411,9 +426,20 @@ class Taking:
                 raise ClosedError("this client is closed") from None
             raise
 
-    async def _open(self, port: PortKey) -> TakeLink:
-        link = await self._all.open_apart(port)
+    async def _open(self, port: PortKey, segment: str | None = "") -> TakeLink:
+        link = await self._all.open_apart(port, segment=segment)
         return TakeLink(link, self._all.break_off, self._settings, self._buffers, self._schemas, self.outcomes)
+
+    async def apart(self, port: PortKey, segment: str | None = "") -> TakeLink:
+        """A connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`."""
+        link = await self._open(port, segment)
+        self._apart.add(link)
+        return link
+
+    def leave(self, link: TakeLink) -> None:
+        """End a connection of `apart`, and every claim of it. Idempotent."""
+        self._apart.discard(link)
+        link.abort()
 
     def _opened(self, port: PortKey, task: asyncio.Task[TakeLink]) -> None:
         self._opening.pop(port, None)
@@ -425,6 +451,7 @@ class Taking:
         self._closed = True
         for opening in list(self._opening.values()):
             opening.cancel()
-        for link in self._links.values():
+        for link in (*self._links.values(), *self._apart):
             link.abort()
         self._links.clear()
+        self._apart.clear()

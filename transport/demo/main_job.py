@@ -23,6 +23,7 @@ from transport.errors import UsageError
 from transport.observe.metrics import Exporter
 from transport.queue import QueueDepth, TicketQueue, open_queue
 from transport.runtime import interruption
+from transport.runtime.interruption import segment_prefix
 from transport.storage.urls import SQLiteURL
 
 
@@ -53,7 +54,8 @@ async def run_demo(
     """Run the demo. Whatever happens, no process, segment or temporary file of it is left.
 
     Args:
-        queue_text: place of a ticket queue that is new, and stays; None: a file in the temporary directory.
+        queue_text: place of a ticket queue that is new, and stays; "sqlite": a file in the temporary directory; None:
+            no queue beside the rings.
         checkpoint: end with a checkpoint there, and begin with the last one; both stay.
         trace: file for what every read and write spent its time on, in the Chrome trace format.
         exporter: is to answer with the run's metrics while it lasts.
@@ -67,7 +69,10 @@ async def run_demo(
     ended: EpochRecord | None = None
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(interruption.temporary_folder("transport-demo-"))
-        text = queue_text or SQLiteURL(directory / "tickets.sqlite").text
+        prefix = segment_prefix("demo")
+        text = queue_text or f"rings:{prefix}rollout-"
+        if text == "sqlite":
+            text = SQLiteURL(directory / "tickets.sqlite").text
         with open_queue(text) as queue:
             _refuse_used(queue)
             async with _unless_interrupted():
@@ -78,7 +83,7 @@ async def run_demo(
                     plan = await epoch.begin(plan, checkpoint.store, directory)
                     if epoch.resumed_from:
                         display.say(f"resumed from epoch {epoch.resumed_from}, version {plan.first_version}")
-                workers = Workers(plan, display.say, lambda workers: _show(workers, display))
+                workers = Workers(plan, prefix, display.say, lambda workers: _show(workers, display))
                 async with (
                     _observed(workers, queue, directory, trace, exporter),
                     workers.at_work(directory, text, trace=trace is not None),
@@ -87,11 +92,11 @@ async def run_demo(
                     if epoch is not None:
                         display.say("cooldown: the elected clients upload the policy")
                         ended = await epoch.end(plan, _updates(workers))
-            for failure in queue.failures():
+                    failures, depth = queue.failures(), queue.depth()  # rings end with their rollouts
+            for failure in failures:
                 display.say(
                     f"delivery of {failure.ticket_id} to rank {failure.rank} failed: {failure.state}: {failure.reason}"
                 )
-            depth = queue.depth()
     reports = [worker.done.result() for worker in workers.all]
     return summarise(
         plan,

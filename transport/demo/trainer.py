@@ -101,8 +101,8 @@ class EpisodePacker(UCXXDataPackerMixin):
 
     def _nothing_left(self) -> bool:
         depth = self._queue.depth(self._rank)
-        seen = depth.claimed + depth.arrived + depth.done + depth.discarded + depth.dead + depth.lost
-        return seen >= self._episodes
+        ended = depth.arrived + depth.done + depth.discarded + depth.dead + depth.lost
+        return ended + len(self._packer.claims.in_hand) >= self._episodes  # no other trainer has this rank
 
 
 class Tally:

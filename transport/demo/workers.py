@@ -21,7 +21,7 @@ from transport import _ring
 from transport.demo import messages
 from transport.demo.plan import SETTINGS, Plan, WorkerConfig
 from transport.errors import TransportError
-from transport.runtime.interruption import segment_prefix
+from transport.ring.attachment import remove_dead
 
 _STOP_S: Final = 15.0  # longer than a worker's own bounds: its server may take ten seconds to stop
 _ENVIRONMENT: Final = {
@@ -53,11 +53,14 @@ class Workers:
     """All workers of one run. Owned by the parent's loop.
 
     Args:
+        prefix: begins the names of all segments.
         say: is given each line that a worker, or a process below it, writes to standard error.
         progressed: is called after each message of progress.
     """
 
-    def __init__(self, plan: Plan, say: Callable[[str], None], progressed: Callable[[Workers], None]) -> None:
+    def __init__(
+        self, plan: Plan, prefix: str, say: Callable[[str], None], progressed: Callable[[Workers], None]
+    ) -> None:
         self.rollouts: list[Worker] = []
         self.trainers: list[Worker] = []
         self._plan = plan
@@ -66,7 +69,7 @@ class Workers:
         self._watchers: list[asyncio.Task[None]] = []
         self._relays: list[asyncio.Task[None]] = []
         self._trace = False
-        self._prefix = ""
+        self._prefix = prefix
 
     @property
     def all(self) -> list[Worker]:
@@ -80,7 +83,6 @@ class Workers:
         ``trace``: each writes a file ``*.trace`` into the directory.
         """
         self._trace = trace
-        self._prefix = segment_prefix("demo")
         try:
             for rank in range(self._plan.trainers):
                 self.trainers.append(await self._start("trainer", rank, directory, queue))
@@ -167,6 +169,7 @@ class Workers:
         for worker in self.all:
             with contextlib.suppress(_ring.RingFault):  # mostly: it is gone already
                 _ring.Ring.unlink_if_dead(worker.ring)
+        remove_dead(f"notices-{self._prefix}")
 
     async def _stopped(self, worker: Worker) -> None:
         try:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from transport.client.payload import AckMode
 from transport.errors import StaleSlotError, TransportError, UsageError
 from transport.packer.prefetch import FetchedBatch, FetchedItem
-from transport.queue.base import Claim, TicketQueue
+from transport.queue.base import Came, Claim, TicketQueue
 from transport.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,10 @@ class ClaimBook:
 
     def __repr__(self) -> str:
         return f"<ClaimBook {self._consumer} rank {self._rank}, {len(self._in_hand)} in hand>"
+
+    def brought(self, item: FetchedItem) -> Came | None:
+        """The payload of an item, where it came with the claim."""
+        return None if self._queue is None or item.claim is None else self._queue.brought(item.claim)
 
     @property
     def in_hand(self) -> list[Claim]:

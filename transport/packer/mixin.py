@@ -57,6 +57,7 @@ from transport.packer.session import (
     resolved,
 )
 from transport.queue.base import Claim, TicketQueue
+from transport.queue.found import FoundRings
 from transport.runtime.arguments import expect, several, whole
 from transport.runtime.loop_thread import LoopThread
 from transport.runtime.progress import Progress, bar, silent
@@ -99,8 +100,8 @@ class UCXXDataPackerMixin:
 
         Args:
             schemas: schemas of the rings whose tickets do not describe their payloads.
-            queue: the queue that claims come from; for a rank of a model-parallel group a `GroupQueue`. None: tickets
-                come another way, and `consume` acknowledges slots only.
+            queue: the queue that claims come from; for a rank of a model-parallel group a `GroupQueue`. None: the rings
+                of this host whose writers were given no queue either, as ``open_queue("rings:")``.
             rank: this trainer's rank among the readers of each payload.
             consumer: name in the queue's reports; default host and process id.
             ack: "on_consumed" (see above); "on_arrival" acknowledges a payload when it is collected, so the payloads
@@ -137,12 +138,15 @@ class UCXXDataPackerMixin:
         except BaseException:
             thread.close()
             raise
+        own = queue is None
+        queue = FoundRings() if queue is None else queue
+        queue.connect(thread, reader, schemas)
         claims = ClaimBook(queue, rank, name, ack, settings, max_policy_age)
         record = consumed if consumed is not None else ConsumedRecord(settings)
         shown = contextlib.ExitStack()
         show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
-        self._ucxx = PackerSession(reader, thread, settings, rank, claims, record, show, shown)
-        self._ucxx.warm_up(client.directory, queue)
+        self._ucxx = PackerSession(reader, thread, settings, rank, claims, record, show, shown, queue, own)
+        self._ucxx.warm_up(client.directory, None if own else queue)
         try:
             exporter = configured_exporter(operator)
         except BaseException:
@@ -151,8 +155,7 @@ class UCXXDataPackerMixin:
         if exporter is not None:
             shown.callback(exporter.close)
             exporter.add_packer(name, self._ucxx.statistics)
-            if queue is not None:
-                exporter.add_queue(type(queue).__name__, queue.depth)
+            exporter.add_queue(type(queue).__name__, queue.depth)
             self._ucxx.metrics_port = exporter.port
 
     def cleanup_ucxx_packer(self) -> None:
@@ -284,9 +287,11 @@ class UCXXDataPackerMixin:
             fetched = packer.collected.get(ticket.identity)
             if fetched is None:
                 fetched = FetchedItem(ticket, claim)
+                packer.thread.run(_taken_in(packer, fetched))
                 deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
                 try:
-                    fetched.payload = packer.thread.run(self._read_one(ticket, deadline))
+                    if fetched.payload is None:
+                        fetched.payload = packer.thread.run(self._read_one(ticket, deadline))
                 except TransportError as error:
                     fetched.error = error
                     packer.claims.report(FetchedBatch([fetched]))  # otherwise its claim is renewed for ever
@@ -325,7 +330,7 @@ class UCXXDataPackerMixin:
         packer = self._packer
         started = time.monotonic()
         fetched = [packer.item(each) for each in items]
-        todo = [item for item in fetched if not item.duplicate]
+        todo = [item for item in fetched if not item.duplicate and not packer.take_in(item)]
         batch = FetchedBatch(fetched)
         try:
             while todo and batch.rounds < packer.settings.rounds_per_batch:
@@ -405,3 +410,7 @@ class UCXXDataPackerMixin:
     def consumed_record(self) -> ConsumedRecord:
         """The record of consumed payloads; store its `to_bytes()` in checkpoints for exactly-once across a restart."""
         return self._packer.record
+
+
+async def _taken_in(packer: PackerSession, item: FetchedItem) -> None:
+    packer.take_in(item)

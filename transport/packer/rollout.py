@@ -26,6 +26,9 @@ from transport.packer.session import check_shared
 from transport.packer.unpublished import Finished, queued, queued_many, reconciled, ticket_id
 from transport.queue import arguments
 from transport.queue.base import TicketQueue
+from transport.queue.found import FoundRings
+from transport.queue.places import DEFAULT_PREFIX
+from transport.queue.rings import RingQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.ring.writes import Tickets, metadata_of
@@ -80,7 +83,8 @@ class UCXXRolloutMixin:
         Args:
             schema, slots, name: of the ring, see `SharedRingBuffer.create`. With a ``name``, a restarted worker takes
                 over its old ring, and `reconcile` publishes payloads missing in the queue.
-            queue: where `write_to_buffer` publishes tickets; None: the caller passes them on.
+            queue: where `write_to_buffer` publishes tickets; None: the ring hands its payloads out itself, to trainers
+                of this host that were given no queue either, unless the caller passes the tickets on.
             readers: how many ranks read each payload.
             grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
                 the queue (`GroupQueue`), not one for each rank.
@@ -107,8 +111,15 @@ class UCXXRolloutMixin:
             raise UsageError(f"publish={publish!r}; choose 'background' or 'immediate'")
         self.cleanup_ucxx()
         operator = configuration()
+        directory = server.directory
+        prefix = DEFAULT_PREFIX if queue is None else ""
+        if isinstance(queue, FoundRings):
+            prefix = queue.places.prefix
+            directory = directory or queue.places.directory
+            if name is not None and not name.removeprefix("/transport-").startswith(prefix):
+                raise UsageError(f"name={name!r}: trainers look for names that begin with {prefix!r}; begin it so")
         made = SharedRingBuffer.create(
-            schema, slots=slots, slot_bytes=ring.slot_bytes, name=name, overflow=ring.overflow
+            schema, slots=slots, slot_bytes=ring.slot_bytes, name=name, prefix=prefix, overflow=ring.overflow
         )
         try:
             after_writer = None
@@ -135,16 +146,20 @@ class UCXXRolloutMixin:
                 log_format=operator.log_format,
                 after_writer=after_writer,
             ).start()
-            if server.directory is not None:
-                self._ucxx_announcement = Announcement(server.directory, made, self._ucxx_server)
+            if directory is not None:
+                self._ucxx_announcement = Announcement(directory, made, self._ucxx_server)
             self._ucxx_exporter = configured_exporter(operator)
-            if queue is not None:
+            if queue is not None and not isinstance(queue, FoundRings | RingQueue):
                 how: PublishMode = publish or ("immediate" if after_writer is None else "background")
                 self._ucxx_publisher = Publisher(queue, how, made.slot_count, Finished(made, queue).look)
             if self._ucxx_exporter is not None:
                 self._ucxx_exporter.add_ring(made)
             self._ucxx_ring, self._ucxx_queue, self._ucxx_readers = made, queue, readers
             self._ucxx_grouped = grouped
+            if isinstance(queue, FoundRings):
+                queue.hand_out(made)
+            elif queue is None and grouped:  # what a group has ended is freed by `reconcile`
+                self._ucxx_queue = RingQueue([made])
             if made.native.taken_over and queue is not None:
                 self.reconcile()
         except BaseException:

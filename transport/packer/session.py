@@ -43,6 +43,8 @@ class PackerSession:
         record: ConsumedRecord,
         progress: Progress,
         shown: contextlib.ExitStack,
+        queue: TicketQueue | None = None,
+        own_queue: bool = False,
     ) -> None:
         self.client = client
         self.thread = thread
@@ -51,6 +53,8 @@ class PackerSession:
         self.claims = claims
         self.record = record
         self.progress = progress
+        self.queue = queue
+        self.own_queue = own_queue  # made for this session, and closed with it
         self._shown = shown  # whatever draws the progress
         self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch()
         self.fetching: Job[FetchedBatch] | None = None
@@ -72,6 +76,13 @@ class PackerSession:
         ticket, claim = resolved(each)
         ring, slot, generation = ticket.identity
         return FetchedItem(ticket, claim, duplicate=self.record.is_last(ring, slot, generation, self.rank))
+
+    def take_in(self, item: FetchedItem) -> bool:
+        """The item gets the payload that came with its claim. False: it is to be read."""
+        came = None if item.duplicate else self.claims.brought(item)
+        if came is not None:
+            item.payload = self.client.hand_in(item.ticket, self.rank, came.wire, came.data)
+        return came is not None
 
     def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
         """Consume: first the queue, then the record, then the rings. Returns the payloads to train on."""
@@ -110,6 +121,7 @@ class PackerSession:
             stack.callback(self._shown.close)
             stack.callback(self.thread.close)
             stack.callback(self._close_client)
+            stack.callback(self._leave_queue)
             stack.callback(lambda: self.claims.give_back(self.claims.in_hand, "the trainer stopped"))
             stack.callback(self.renewer.cancel)
             stack.callback(self.collected.clear)
@@ -117,6 +129,12 @@ class PackerSession:
             if self.warming is not None:
                 stack.callback(self.warming.end)
             self.prefetch.close()
+
+    def _leave_queue(self) -> None:
+        if self.queue is not None:
+            self.queue.disconnect(self.client)
+            if self.own_queue:
+                self.queue.close()
 
     def _close_client(self) -> None:
         if not self.thread.closed:

@@ -97,6 +97,6 @@ def reconciled(
         if states is None:
             if name.id not in waiting:
                 missing.append(Waiting(name, 1 if grouped else payload.ticket.readers, payload.policy_version))
-        elif free and finished(states):
+        elif free and finished(states[:1] if grouped else states):
             freed += ring.discard(payload.ticket)
     return Reconciled(sum(publish_run(queue, run) for run in runs(missing)), freed)

@@ -12,6 +12,7 @@ from transport.queue.base import (
     TicketQueue,
     finished,
 )
+from transport.queue.found import FoundRings
 from transport.queue.open import open_queue
 from transport.queue.redis import RedisQueue
 from transport.queue.rings import RingQueue
@@ -23,6 +24,7 @@ __all__ = [
     "Claim",
     "DeliveryState",
     "Failure",
+    "FoundRings",
     "Notice",
     "QueueDepth",
     "QueuedTicket",

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from transport.config import lease_or_configured
-from transport.errors import UsageError
+from transport.errors import RankError, UsageError
 from transport.queue.base import Claim, QueuedTicket
+from transport.ring.buffer import MAX_READERS
 from transport.runtime.arguments import at_least, expect, seconds, several, whole
 
 _TICKETS = "a QueuedTicket or several of them (transport.packer.rollout.queued makes one of a Ticket)"
@@ -72,6 +73,14 @@ def claimed(
     rank = number(rank, "rank of claim()")
     expect(consumer, str, "consumer of claim()", "a name for reports")
     return n, float(timeout_s), rank, number_or_none(oldest_version, "oldest_version of claim()")
+
+
+def claimable(n: int, rank: int) -> None:
+    """Refuse what no claim can be of."""
+    if n < 1:
+        raise UsageError(f"n={n}: give at least 1")
+    if not 0 <= rank < MAX_READERS:
+        raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
 
 
 def held(claims: Iterable[Claim], call: str) -> list[Claim]:

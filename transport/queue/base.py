@@ -26,11 +26,17 @@ import abc
 import enum
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 
 from transport.runtime.decoders import hiding, ready
+from transport.wires import Wire
+
+if TYPE_CHECKING:
+    from transport.client.client import UCXXClient
+    from transport.runtime.loop_thread import LoopThread
+    from transport.schema import Schema
 
 MAX_DELIVERIES = 20
 KEEP_FINISHED = 100_000
@@ -105,6 +111,13 @@ class Failure(msgspec.Struct, frozen=True):
     attempts: int
     consumer: str
     reason: str
+
+
+class Came(NamedTuple):
+    """The bytes of a payload that came with its claim, and what carried them. The claim's end acknowledges it."""
+
+    wire: Wire
+    data: Any
 
 
 class Notice(msgspec.Struct, frozen=True):
@@ -233,6 +246,18 @@ class TicketQueue(abc.ABC):
     @abc.abstractmethod
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """The topic's notice if later than ``newer_than``; waits for one up to ``timeout_s``."""
+
+    def connect(  # noqa: B027  # most queues need none
+        self, thread: LoopThread, client: UCXXClient, schemas: Sequence[Schema]
+    ) -> None:
+        """A packer offers its client, and says of what schemas its payloads are."""
+
+    def disconnect(self, client: UCXXClient) -> None:  # noqa: B027
+        """This client is closed from now on; what was claimed through it is anybody's."""
+
+    def brought(self, claim: Claim) -> Came | None:
+        """The payload, where it came with the claim; None: it is to be read by its ticket."""
+        return None
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -16,15 +16,18 @@ group must be restarted under another name.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import quote
 
 import msgspec
 
 from transport.config import lease_or_configured
 from transport.errors import ConfigurationError, GroupBrokenError, RankError, StoreError
 from transport.queue.base import (
+    Came,
     Claim,
     DeliveryState,
     Failure,
@@ -37,8 +40,15 @@ from transport.queue.base import (
 from transport.runtime.decoders import ready
 from transport.store.base import ABSENT, Change, Store, check_key
 
+if TYPE_CHECKING:
+    from transport.client.client import UCXXClient
+    from transport.runtime.loop_thread import LoopThread
+    from transport.schema import Schema
+
 LEADER = 0
 _KEEP_S = 3600.0  # records of a group; a rank that is further behind is taken for dead
+
+_MOST_TOKEN = 200
 
 Phase = Literal["ack", "arrive", "finish"]
 
@@ -53,6 +63,12 @@ class _Vote(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 ready(Claim, _Vote)
+
+
+def _part(claim: Claim) -> str:
+    """A claim's part of a key: what tokens are made of is the queue's affair, and keys have fewer characters."""
+    token = quote(claim.token, safe="/:@")
+    return token if len(token) <= _MOST_TOKEN else hashlib.sha256(claim.token.encode()).hexdigest()
 
 
 def decide(votes: Sequence[_Vote | None]) -> _Vote:
@@ -172,7 +188,7 @@ class GroupQueue(TicketQueue):
         return self._follow(claims, phase)
 
     def _lead(self, claims: Sequence[Claim], phase: Phase) -> list[Claim]:
-        before = self._store.get_many([self._key("decided", phase, claim.token) for claim in claims])
+        before = self._store.get_many([self._key("decided", phase, _part(claim)) for claim in claims])
         claims = [claim for claim, decision in zip(claims, before, strict=True) if decision is None]
         if not claims:
             return []
@@ -192,7 +208,7 @@ class GroupQueue(TicketQueue):
 
     def _votes(self, claims: Sequence[Claim], phase: Phase) -> list[list[_Vote | None]]:
         """Of the followers, by claim; waits for them until the patience is over."""
-        keys = [self._key("vote", phase, claim.token, rank) for claim in claims for rank in range(1, self._ranks)]
+        keys = [self._key("vote", phase, _part(claim), rank) for claim in claims for rank in range(1, self._ranks)]
         give_up_at = time.monotonic() + self._patience_s
         while True:
             entries = self._store.get_many(keys)
@@ -207,7 +223,7 @@ class GroupQueue(TicketQueue):
 
     def _decided(self, outcomes: Sequence[tuple[Claim, bool]], phase: Phase) -> None:
         changes = [
-            Change(self._key("decided", phase, claim.token), b"yes" if yes else b"no", None, _KEEP_S)
+            Change(self._key("decided", phase, _part(claim)), b"yes" if yes else b"no", None, _KEEP_S)
             for claim, yes in outcomes
         ]
         try:
@@ -227,7 +243,7 @@ class GroupQueue(TicketQueue):
         accepted = []
         give_up_at = time.monotonic() + 2 * self._patience_s
         for claim in claims:
-            key = self._key("decided", phase, claim.token)
+            key = self._key("decided", phase, _part(claim))
             entry = self._store.watch(key, ABSENT, max(0.0, give_up_at - time.monotonic()))
             if entry is None:
                 raise GroupBrokenError(
@@ -254,13 +270,13 @@ class GroupQueue(TicketQueue):
         if not self.leads:
             return self._vote(claim, "ack", vote) and self._vote(claim, "arrive", vote)
         outcomes = [
-            Change(self._key("decided", phase, claim.token), b"no", ABSENT, _KEEP_S) for phase in ("ack", "arrive")
+            Change(self._key("decided", phase, _part(claim)), b"no", ABSENT, _KEEP_S) for phase in ("ack", "arrive")
         ]
         return self._store.put_many(outcomes) is not None and self._give_up(claim, vote)
 
     def _vote(self, claim: Claim, phase: Phase, vote: _Vote) -> bool:
         """False when this rank has voted before."""
-        key = self._key("vote", phase, claim.token, self._rank)
+        key = self._key("vote", phase, _part(claim), self._rank)
         return self._store.compare_and_set(key, msgspec.msgpack.encode(vote), ABSENT, lease_s=_KEEP_S) is not None
 
     # --- as of the queue -----------------------------------------------------------------------
@@ -302,6 +318,20 @@ class GroupQueue(TicketQueue):
     def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
         """See `TicketQueue.latest`."""
         return self._queue.latest(topic, newer_than, timeout_s)
+
+    def connect(self, thread: LoopThread, client: UCXXClient, schemas: Sequence[Schema]) -> None:
+        """See `TicketQueue.connect`; only the leader claims."""
+        if self.leads:
+            self._queue.connect(thread, client, schemas)
+
+    def disconnect(self, client: UCXXClient) -> None:
+        """See `TicketQueue.disconnect`."""
+        if self.leads:
+            self._queue.disconnect(client)
+
+    def brought(self, claim: Claim) -> Came | None:
+        """See `TicketQueue.brought`; the other ranks read by the ticket."""
+        return self._queue.brought(claim) if self.leads else None
 
     def close(self) -> None:
         """Does nothing: the owner of queue and store closes them, which ends the waits."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from transport.errors import ConfigurationError, UsageError
 from transport.queue.base import QueueAddress, TicketQueue
+from transport.queue.found import FoundRings
+from transport.queue.places import DEFAULT_PREFIX, AtAddresses, InDirectory, OnThisHost
 from transport.queue.redis import RedisQueue
 from transport.queue.sqlite import SQLiteQueue
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
+from transport.store.directory import Directory
+from transport.store.open import open_store
 
 
 def open_address(address: QueueAddress) -> TicketQueue:
@@ -19,16 +24,38 @@ def open_address(address: QueueAddress) -> TicketQueue:
 
 
 def open_queue(url: str) -> TicketQueue:
-    """Open ``sqlite:///path/of/file`` (absolute; ``sqlite:file`` is relative) or ``redis://host:port/db?run=name``.
+    """Open the queue that a text names: the rings themselves, or a broker.
+
+    ``rings:NAME`` are the rings of this host whose names begin with NAME ("rings:": those of rollout workers that were
+    given no queue), ``rings://host:port,host:port`` what is served at these addresses, and ``rings+URL`` what servers
+    have published in the directory of a store (``rings+redis://host:port/db?run=name``, ``rings+sqlite:///path``).
+    ``sqlite:///path/of/file`` (absolute; ``sqlite:file`` is relative) and ``redis://host:port/db?run=name`` are queues
+    beside the rings.
 
     Raises:
-        ConfigurationError: the text is not a URL of a queue or store.
+        ConfigurationError: the text is none of these.
         QueueUnsuitableError: this file or server cannot hold a queue.
         QueueUnavailableError: the server does not answer.
         MissingDependencyError: the redis package is not installed.
     """
+    if isinstance(url, str) and url.partition(":")[0] in ("rings", "rings+redis", "rings+rediss", "rings+sqlite"):
+        return open_rings(url)
     match parse_url(url):
         case SQLiteURL(path):
             return SQLiteQueue(path)
         case RedisURL() as parsed:
             return RedisQueue(parsed)
+
+
+def open_rings(text: str) -> FoundRings:
+    """`open_queue` for the rings of a run."""
+    scheme, _, place = text.partition(":")
+    if scheme != "rings":
+        store = open_store(text.removeprefix("rings+"))
+        return FoundRings(InDirectory(Directory(store)), store=store)
+    if place.startswith("//"):
+        return FoundRings(AtAddresses(place.removeprefix("//")))
+    try:
+        return FoundRings(OnThisHost(place or DEFAULT_PREFIX))
+    except UsageError as error:
+        raise ConfigurationError(f"{text!r}: {error}") from None

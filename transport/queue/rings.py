@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NoReturn
 
 from transport import _ring as _native
@@ -113,7 +113,7 @@ class RingQueue(TicketQueue):
             raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
         found = 0
         for ticket in [tickets] if isinstance(tickets, QueuedTicket) else tickets:
-            place = self._place(ticket.id)
+            place = self.place(ticket.id)
             if place is None:
                 raise RingNotFoundError(
                     f"ticket {ticket.id:.80} is of no ring of this queue; write it into one of them"
@@ -219,13 +219,13 @@ class RingQueue(TicketQueue):
         if ring is None:
             return False
         if claim.attempts >= self._max_deliveries:
-            return ring.native.end(_id_of(claim), "dead", reason, _consumer_of(claim))
+            return ring.native.end(_id_of(claim), "dead", reason, consumer_of(claim))
         return ring.native.give_back(_id_of(claim), delay_s)
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`."""
         ring = self._ring(claim)
-        return ring is not None and ring.native.end(_id_of(claim), "discarded", reason, _consumer_of(claim))
+        return ring is not None and ring.native.end(_id_of(claim), "discarded", reason, consumer_of(claim))
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.renew`. What has arrived stays so without it."""
@@ -242,23 +242,12 @@ class RingQueue(TicketQueue):
     def depth(self, rank: int | None = None) -> QueueDepth:
         """Counts of one rank, or of all; the finished ones from the beginning of each ring."""
         self._check_open()
-        sums: Counter[str] = Counter()
-        for ring in self._open_rings():
-            for each in range(MAX_READERS) if rank is None else [rank]:
-                sums.update(ring.native.depth(each))
-        return QueueDepth(**{name: sums[name] for name in _COUNTED})
+        return depth_of(self._open_rings(), rank)
 
     def failures(self, limit: int = 100) -> list[Failure]:
         """See `TicketQueue.failures`. Each ring keeps its last 256; what was lost on arrival is one entry a rank."""
         self._check_open()
-        found = []
-        for ring in self._open_rings():
-            for slot, generation, rank, attempts, how, reason, consumer, sequence in ring.native.failures():
-                ticket_id = f"{ring.ring_id}/{slot}/{generation}" if slot < ring.slot_count else ring.ring_id
-                failure = Failure(ticket_id, rank, _ENDINGS[how], attempts, consumer, reason)
-                found.append((sequence, failure))
-        found.sort(key=lambda each: each[0], reverse=True)
-        return [failure for _, failure in found[:limit]]
+        return failures_of(self._open_rings(), limit)
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
         """See `TicketQueue.known`. For a payload whose slot was reused, only rank 0's state is returned."""
@@ -266,7 +255,7 @@ class RingQueue(TicketQueue):
         endings = {(failure.ticket_id, failure.rank): failure.state for failure in self.failures(1 << 30)}
         states = {}
         for ticket_id in ticket_ids:
-            place = self._place(ticket_id)
+            place = self.place(ticket_id)
             if place is None:
                 continue
             ring, slot, generation = place
@@ -326,7 +315,8 @@ class RingQueue(TicketQueue):
         ring = self._rings.get(_ring_of(claim))
         return None if ring is None or ring.native.closed else ring
 
-    def _place(self, ticket_id: str) -> tuple[SharedRingBuffer, int, int] | None:
+    def place(self, ticket_id: str) -> tuple[SharedRingBuffer, int, int] | None:
+        """(ring, slot, generation) of a ticket; None: it is of no ring of this queue."""
         ring_id, _, rest = ticket_id.partition("/")
         slot, _, generation = rest.partition("/")
         ring = self._rings.get(ring_id)
@@ -335,17 +325,43 @@ class RingQueue(TicketQueue):
         return (ring, int(slot), int(generation)) if int(slot) < ring.slot_count else None
 
 
+def depth_of(rings: Iterable[SharedRingBuffer], rank: int | None, also: Mapping[str, int] | None = None) -> QueueDepth:
+    """Of a rank or of all, by what the rings say of themselves; ``also`` is added."""
+    sums: Counter[str] = Counter(also)
+    for ring in rings:
+        for each in range(MAX_READERS) if rank is None else [rank]:
+            sums.update(ring.native.depth(each))
+    return QueueDepth(**{name: sums[name] for name in _COUNTED})
+
+
+def failures_of(rings: Iterable[SharedRingBuffer], limit: int) -> list[Failure]:
+    """What the rings remember, the latest published first."""
+    found = []
+    for ring in rings:
+        for slot, generation, rank, attempts, how, reason, consumer, sequence in ring.native.failures():
+            ticket_id = f"{ring.ring_id}/{slot}/{generation}" if slot < ring.slot_count else ring.ring_id
+            failure = Failure(ticket_id, rank, _ENDINGS[how], attempts, consumer, reason)
+            found.append((sequence, failure))
+    found.sort(key=lambda each: each[0], reverse=True)
+    return [failure for _, failure in found[:limit]]
+
+
 def _claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:
     try:
         data = claimed.encoded
     except RingError:  # consumed by ticket meanwhile, which the ack will be told
         data = b""
-    # Callers keep claims by their tokens, so each claim has one of its own. The consumer's name stands last.
-    token = f"{claimed.name} {claimed.rank} {claimed.attempts} {consumer}"
+    token = token_of(claimed.name, claimed.rank, claimed.attempts, consumer)
     return Claim(claimed.name, data, claimed.rank, claimed.attempts, token, claimed.policy_version)
 
 
-def _consumer_of(claim: Claim) -> str:
+def token_of(name: str, rank: int, attempts: int, consumer: str) -> str:
+    """Callers keep claims by their tokens, so each claim has one of its own. The consumer's name stands last."""
+    return f"{name} {rank} {attempts} {consumer}"
+
+
+def consumer_of(claim: Claim) -> str:
+    """The name that the claimant gave."""
     return claim.token.split(" ", 3)[-1]
 
 

@@ -132,6 +132,13 @@ class LoopThread:
         """True after `close`, in a forked child, and while the interpreter finalises: the thread does not run then."""
         return self._closed or gone(self._pid)
 
+    def soon(self, function: Callable[..., object], *arguments: object) -> None:
+        """Have the loop call ``function``; nothing after `close`."""
+        if not gone(self._pid):
+            with self._ending:
+                if not self._closed:
+                    self._loop.call_soon_threadsafe(function, *arguments)
+
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
         """Start ``coroutine`` on the loop. Raises ClosedError after close."""
         if not gone(self._pid):  # asked before the lock, which another thread may have held at the fork

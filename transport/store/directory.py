@@ -15,7 +15,6 @@ a server that lives but whose record expired because the store was unavailable: 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -97,11 +96,13 @@ class Directory:
             raise StoreError(f"malformed directory record of ring {ring[:8]}: {error}") from error
 
     def all(self) -> list[Serving]:
-        """The records of all rings that are published; malformed ones are left out."""
+        """The records of all rings; malformed ones are left out, with a warning."""
         found = []
-        for entry in self._store.scan(_PREFIX).values():
-            with contextlib.suppress(msgspec.MsgspecError):
+        for key, entry in self._store.scan(_PREFIX).items():
+            try:
                 found.append(msgspec.msgpack.decode(entry.value, type=Serving))
+            except msgspec.MsgspecError as error:
+                log.warning("malformed directory record %s is left out: %s", key, error)
         return found
 
     def next_epoch(self) -> int:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from transport.bench.job.work import HEADER, Job, Training, Writing
-from transport.errors import RingFullError
+from transport.client.client import UCXXClient
+from transport.errors import InternalError, RingFullError
 from transport.packer.mixin import UCXXDataPackerMixin
 from transport.packer.options import ServerOptions
 from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
-from transport.queue import open_queue
+from transport.queue import FoundRings, open_queue
+from transport.queue.demands import Brought
 from transport.ring.batches import BatchLayout, PayloadBatch, claim_batch
 from transport.ring.buffer import SharedRingBuffer
-from transport.schema import Schema, UpTo
+from transport.runtime.loop_thread import LoopThread
+from transport.schema import Layout, Schema, UpTo
+from transport.taking.batch import TakenBatch, Verdicts
 from transport.wire.addresses import LOOPBACK
 from transport.wires import Wire
 
 _LOOK_S = 0.5  # how often a writer that waits for a free slot looks whether it is to end
+_ANSWERS = 2  # to `consume` that are waited for while batches are taken
 _LINGER_S = 5.0  # of the listeners, after a writer that was killed
 
 
@@ -129,6 +136,7 @@ class RingWriter:
             self._ring = self._rollout.setup_ucxx(
                 schema_of(job.size_bytes),
                 slots=job.window,
+                queue=stack.enter_context(open_queue(job.place)),
                 server=ServerOptions(addresses=(LOOPBACK,), linger_s=_LINGER_S),
             )
             self.address = self._ring.name
@@ -190,6 +198,69 @@ class RingTrainer:
         self._open.close()
 
 
+class TakingTrainer:
+    """Batches taken from the writers' rings over a wire, each with one answer.
+
+    While the answer to one `consume` is on its way the next batch is taken: what was accepted comes a little later.
+    """
+
+    def __init__(self, job: Job) -> None:
+        wire: Wire = job.wire  # type: ignore[assignment]
+        schema = schema_of(job.size_bytes)
+
+        async def make() -> UCXXClient:
+            return UCXXClient(schemas=[schema], wire={wire})
+
+        with contextlib.ExitStack() as stack:
+            thread = LoopThread("bench")
+            stack.callback(thread.close)
+            client = thread.run(make())
+            stack.callback(lambda: thread.run(client.close()))
+            queue = stack.enter_context(open_queue(job.place))
+            if not isinstance(queue, FoundRings):
+                raise InternalError(f"{job.place} names no rings")
+            queue.connect(thread, client, [schema])
+            self._queue = queue
+            self._asked: deque[tuple[TakenBatch, Future[Verdicts]]] = deque()
+            self._layouts: dict[int, Layout] = {}
+            self._open = stack.pop_all()
+
+    def claim(self, n: int, timeout_s: float) -> Brought | Literal["answers"] | None:
+        """What came first; where nothing has come, the answers that are due."""
+        return self._queue.take(n, 0.0 if self._asked else timeout_s) or ("answers" if self._asked else None)
+
+    def consume(self, brought: Brought | Literal["answers"]) -> Sequence[tuple[Any, Any]]:
+        """Header and body of what was still held, of the batches whose answers have come."""
+        if brought != "answers":
+            self._asked.append((brought.batch, self._queue.consume_soon(brought)))
+        payloads: list[tuple[Any, Any]] = []
+        while self._asked and (brought == "answers" or len(self._asked) > _ANSWERS or self._asked[0][1].done()):
+            batch, accepted = self._asked.popleft()
+            held = itertools.compress(range(len(batch)), accepted.result().tolist())
+            payloads += [self._arrays(batch, at) for at in held]
+        return payloads
+
+    def _arrays(self, batch: TakenBatch, at: int) -> tuple[Any, Any]:
+        """Views of the answer. One tensor is ragged, so the size says where each stands."""
+        data = batch.data(at)
+        layout = self._layouts.get(len(data))
+        if layout is None:
+            layout = self._layouts[len(data)] = batch[at].layout()
+        header, body = layout.placements
+        return (
+            data[header.offset : header.offset + header.nbytes],
+            data[body.offset : body.offset + body.nbytes],
+        )
+
+    def close(self) -> None:
+        """Claims that are in hand go back."""
+        self._open.close()
+
+
+def _ring_trainer(job: Job) -> Training:
+    return RingTrainer(job) if job.wire == "mapped" else TakingTrainer(job)
+
+
 class Kind(NamedTuple):
     """How a queue is used; ``service`` is what runs beside: "redis", or "" for nothing."""
 
@@ -201,7 +272,7 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "rings": Kind(RingWriter, RingTrainer, wires=("mapped",), layouts=("list", "padded", "packed")),
+    "rings": Kind(RingWriter, _ring_trainer, layouts=("list", "padded", "packed")),
     "sqlite": Kind(TicketWriter, TicketTrainer),
     "redis": Kind(TicketWriter, TicketTrainer, "redis"),
 }

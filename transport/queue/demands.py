@@ -1,0 +1,278 @@
+"""Demands that wait at every listener a trainer knows: what comes first is taken. `Takers` decides, this carries out.
+
+    find ──► places ──► connections ──► TAKE, one demand at a place ──► arrived(batch) ──► consume, give back
+
+Places are looked for again and again, so rings that appear and vanish are followed. A connection that breaks gives its
+claims up, and its place is tried again, through the next of its ports. Everything belongs to the client's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from transport.errors import BusyError, TransportError, WrongRingError
+from transport.runtime.logs import Seldom
+from transport.taking.batch import Rows, TakenBatch
+from transport.taking.takers import Ask, Close, Open, Takers, Untake
+from transport.wire.library import engine
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from transport.client.taking import TakeLink, Taking
+
+log = logging.getLogger(__name__)
+
+_WAIT_S: Final = 20.0  # of a demand at a listener; the next one follows at once
+
+
+class Place(NamedTuple):
+    """Where one ring is served: any address with any port.
+
+    Attributes:
+        ring: its id; "": whatever is served there.
+        segment: where it is on this host; None: it is on another one; "": unknown.
+    """
+
+    addresses: tuple[str, ...]
+    ports: tuple[int, ...]
+    ring: str = ""
+    segment: str | None = ""
+
+
+class Brought(NamedTuple):
+    """What one demand brought, and the connection that holds the claims."""
+
+    demands: Demands
+    place: str
+    link: TakeLink
+    batch: TakenBatch
+
+
+class Demands:
+    """The demands of one rank.
+
+    Args:
+        taking: of the client.
+        find: the places of this moment, by a name for each; called in a thread, may block and raise TransportError.
+        arrived: is given what came.
+        most_attempts: what was claimed so often in vain is dead; 0: no limit.
+        look_s: interval of `find`.
+
+    Attributes:
+        oldest_version: what is older is discarded at the listener; may be set.
+        faults: why a place is not connected, by its name.
+    """
+
+    def __init__(
+        self,
+        taking: Taking,
+        find: Callable[[], Mapping[str, Place]],
+        arrived: Callable[[Brought], object],
+        *,
+        rank: int,
+        most_bytes: int,
+        most_attempts: int,
+        look_s: float,
+    ) -> None:
+        self._taking = taking
+        self._find = find
+        self._arrived = arrived
+        self._rank = rank
+        self._most_bytes = most_bytes
+        self._most_attempts = most_attempts
+        self._look_s = look_s
+        self.oldest_version: int | None = None
+        self.faults: dict[str, TransportError] = {}
+        self._takers = Takers(0)
+        self._places: Mapping[str, Place] = {}
+        self._links: dict[str, TakeLink] = {}
+        self._numbers: dict[str, int] = {}  # of the demand that waits at a place
+        self._tries: dict[str, int] = {}
+        self._spread = random.randrange(1 << 16)  # over the ports of a ring, so that trainers share its listeners
+        self._loop = asyncio.get_running_loop()
+        self._due: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._seldom = Seldom()
+        self._task(self._follow())
+        self._task(self._keep())
+
+    def __repr__(self) -> str:
+        return f"<Demands of rank {self._rank} at {len(self._places)} places, {self._takers.in_hand} in hand>"
+
+    @property
+    def places(self) -> Mapping[str, Place]:
+        """As last found."""
+        return self._places
+
+    @property
+    def connected(self) -> bool:
+        """Whether any place can be asked."""
+        return bool(self._links)
+
+    def want(self, ahead: int, most: int, oldest_version: int | None) -> None:
+        """Have so many payloads unused and asked for from now on, so many in one demand; none before the first call."""
+        self.oldest_version = oldest_version
+        self._takers.ahead, self._takers.most = ahead, min(most, engine().MOST_TAKEN)
+        self._turn()
+
+    def used(self, brought: Brought, count: int) -> None:
+        """The trainer works on so many of what was brought: others may come in their place."""
+        if self._links.get(brought.place) is brought.link:
+            self._takers.used(brought.place, count)
+            self._turn()
+
+    # --- the ends of claims ---------------------------------------------------------------------------
+    async def finish(self, brought: Brought, rows: Rows) -> np.ndarray[Any, Any]:
+        """Consume some of what was brought; which were accepted."""
+        try:
+            return await brought.link.finish(rows)
+        finally:
+            self._ended(brought, len(rows))
+
+    async def give_back(self, brought: Brought, rows: Rows, delay_s: float = 0.0) -> np.ndarray[Any, Any]:
+        """Give some of what was brought up; which were still held."""
+        try:
+            return await brought.link.give_back(rows, delay_s)
+        finally:
+            self._ended(brought, len(rows))
+
+    def _ended(self, brought: Brought, count: int) -> None:
+        if self._links.get(brought.place) is brought.link:
+            self._takers.ended(brought.place, count)
+        self._turn()
+
+    def close(self) -> None:
+        """End every connection and with it every claim: the payloads are anybody's. Idempotent."""
+        self._closed = True
+        if self._due is not None:
+            self._due.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for link in self._links.values():
+            self._taking.leave(link)
+        self._links.clear()
+
+    # --- carrying out ---------------------------------------------------------------------------------
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _turn(self) -> None:
+        if self._closed:
+            return
+        now = time.monotonic()
+        for name, link in list(self._links.items()):
+            if link.lost:
+                self._lose(name, link)
+        for action in self._takers.step(now):
+            match action:
+                case Open(name):
+                    self._task(self._open(name))
+                case Close(name):
+                    self._taking.leave(self._links.pop(name))
+                case Ask(name, n):
+                    self._task(self._ask(name, n))
+                case Untake(name):
+                    number = self._numbers.get(name)
+                    if number is not None:
+                        self._links[name].take_back(number)
+        if self._due is not None:
+            self._due.cancel()
+        due = self._takers.next_due(now)
+        self._due = None if due is None else self._loop.call_later(max(0.0, due - now), self._turn)
+
+    def _lose(self, name: str, link: TakeLink) -> None:
+        if self._links.get(name) is link:
+            del self._links[name]
+            self._takers.lost(name, time.monotonic())
+        self._taking.leave(link)
+
+    async def _open(self, name: str) -> None:
+        place = self._places.get(name)
+        tries = self._tries.get(name, 0)
+        try:
+            if place is None or not place.ports:
+                raise WrongRingError(f"ring {name[:8]} is not served any more")
+            address = place.addresses[tries // len(place.ports) % len(place.addresses)]
+            port = place.ports[(self._spread + tries) % len(place.ports)]
+            link = await self._taking.apart((address, port), place.segment)
+            if place.ring and link.ring != place.ring:
+                self._taking.leave(link)
+                raise WrongRingError(f"{address} serves ring {link.ring[:8]}, not {place.ring[:8]}")
+        except TransportError as error:
+            self._tries[name] = tries + 1
+            self.faults[name] = error
+            if (before := self._seldom.due()) is not None:
+                log.warning(
+                    "a place where payloads are taken is not reached, and tried again: %s (%d more)", error, before
+                )
+            self._takers.lost(name, time.monotonic())
+        else:
+            self.faults.pop(name, None)
+            self._links[name] = link
+            self._takers.opened(name)
+        self._turn()
+
+    async def _ask(self, name: str, n: int) -> None:
+        link = self._links[name]
+        try:
+            batch = await link.take(
+                n,
+                most_bytes=self._most_bytes,
+                wait_s=_WAIT_S,
+                rank=self._rank,
+                oldest_version=self.oldest_version,
+                most_attempts=self._most_attempts,
+                asked=lambda number: self._numbers.__setitem__(name, number),
+            )
+        except TransportError as error:
+            self.faults[name] = error
+            if link.lost:
+                self._tries[name] = self._tries.get(name, 0) + 1
+                self._lose(name, link)
+            elif self._links.get(name) is link:
+                if not isinstance(error, BusyError):
+                    log.warning("a demand failed, and is made again: %s", error)
+                self._takers.refused(name, time.monotonic())
+        else:
+            if self._links.get(name) is link:
+                self._takers.answered(name, len(batch))
+                if len(batch):
+                    self._arrived(Brought(self, name, link, batch))
+        finally:
+            self._numbers.pop(name, None)
+        self._turn()
+
+    # --- what goes on meanwhile -------------------------------------------------------------------------
+    async def _follow(self) -> None:
+        while True:
+            try:
+                found = await asyncio.to_thread(self._find)
+            except TransportError as error:
+                if (before := self._seldom.due()) is not None:
+                    log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
+            else:
+                for name in self._places.keys() - found.keys():
+                    self._tries.pop(name, None)
+                    self.faults.pop(name, None)
+                self._places = found
+                self._takers.found(found)
+                self._turn()
+            await asyncio.sleep(self._look_s)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self._taking.renew_s)
+            self._turn()
+            for link in list(self._links.values()):
+                with contextlib.suppress(TransportError):
+                    link.renew()

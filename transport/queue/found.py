@@ -1,0 +1,279 @@
+"""The queue of the rings that are found: by name on this host, at addresses, or in a directory. See places.py.
+
+    this host    attached and claimed from, see found_here.py; the payload is a view of its slot
+    elsewhere    a demand waits at the listener, see found_elsewhere.py; the payload comes with its claim
+
+Both take turns. What a trainer has of rings elsewhere beyond its claims, or has asked for, is at most three times
+what it claims at a time, and one payload for each ring beside. On one host nothing is configured: writers name their
+rings so that trainers find them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Final
+
+from transport.config import configuration, lease_or_configured
+from transport.errors import ClosedError
+from transport.queue import arguments
+from transport.queue.base import (
+    MAX_DELIVERIES,
+    Came,
+    Claim,
+    DeliveryState,
+    Failure,
+    Notice,
+    QueueDepth,
+    QueuedTicket,
+    TicketQueue,
+)
+from transport.queue.demands import Brought
+from transport.queue.found_elsewhere import FoundElsewhere
+from transport.queue.found_here import FoundHere
+from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
+from transport.queue.places import OnThisHost, Places
+from transport.queue.rings import depth_of, failures_of
+from transport.ring.buffer import SharedRingBuffer
+from transport.taking.batch import Verdicts
+from transport.ticket import Ticket
+
+if TYPE_CHECKING:
+    from transport.client.client import UCXXClient
+    from transport.runtime.loop_thread import LoopThread
+    from transport.schema import Schema
+    from transport.store.base import Store
+
+_LOOK_S: Final = 0.1  # how often rings are looked for while something waits
+_SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
+_BOTH_S: Final = 0.001  # the same where a ring of this host and one elsewhere are waited for together
+
+
+class FoundRings(TicketQueue):
+    """The rings of a run as its queue. `open_queue` makes one; thread-safe, and blocking as every queue.
+
+    Args:
+        places: where the rings are; closed with the queue.
+        store: for notices, of the directory; closed with the queue.
+        lease_s: how long a claim of a mapped ring is its claimant's without renewal; None: as configured. Claims over
+            the network last as long as their connection, and its listener's ``ack_timeout_s``.
+        max_deliveries: claims in vain after which a delivery is dead.
+    """
+
+    def __init__(
+        self,
+        places: Places | None = None,
+        *,
+        store: Store | None = None,
+        lease_s: float | None = None,
+        max_deliveries: int = MAX_DELIVERIES,
+    ) -> None:
+        self.places: Places = OnThisHost() if places is None else places
+        self.lease_s = arguments.lease(lease_or_configured(lease_s))
+        self._store = store
+        self._notices: Notices = NoNotices()
+        if store is not None:
+            self._notices = StoreNotices(store)
+        elif self.places.prefix:
+            self._notices = RingNotices(self.places.prefix)
+        self._here = FoundHere(self.places, lease_s=self.lease_s, max_deliveries=max_deliveries)
+        wires = configuration().wires
+        self._here.only((), mapped=not wires or "mapped" in wires, carries=not wires or set(wires) != {"mapped"})
+        self._elsewhere = FoundElsewhere(self._here.served, max_deliveries)
+        self._look_at = 0.0
+        self._closed = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"<FoundRings {self.places!r}, {self._here!r}, {self._elsewhere!r}>"
+
+    # --- who uses it ----------------------------------------------------------------------------------
+    def hand_out(self, ring: SharedRingBuffer) -> None:
+        """A writer of this process: the payloads of its ring are this queue's, too. The ring stays its own."""
+        self._here.add(ring)
+
+    def connect(self, thread: LoopThread, client: UCXXClient, schemas: Sequence[Schema]) -> None:
+        """See `TicketQueue.connect`: payloads from elsewhere come through this client."""
+        self._elsewhere.use(thread, client)
+        self._here.only(schemas, mapped=client.allows("mapped"), carries=client.carries())
+
+    def disconnect(self, client: UCXXClient) -> None:
+        """See `TicketQueue.disconnect`."""
+        self._elsewhere.disconnect(client)
+
+    # --- publish and claim ----------------------------------------------------------------------------
+    def publish(
+        self,
+        tickets: QueuedTicket | Iterable[QueuedTicket],
+        *,
+        readers: int = 1,
+        policy_version: int | None = None,
+    ) -> int:
+        """Nothing is stored, the ring has it; see `RingQueue.publish`."""
+        self._check_open()
+        return self._here.queue.publish(tickets, readers=readers, policy_version=policy_version)
+
+    def claim(
+        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+    ) -> list[Claim]:
+        """See `TicketQueue.claim`. Of each ring the oldest come first."""
+        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
+        arguments.claimable(n, rank)
+        give_up = time.monotonic() + timeout_s
+        while True:
+            here, elsewhere = self._follow(rank, n, oldest_version)
+            slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
+            claims: list[Claim] = []
+            if elsewhere:
+                claims = self._elsewhere.claim(n, 0.0 if here else slice_s, rank, consumer, oldest_version)
+            if here and len(claims) < n:
+                wait_s = 0.0 if claims else min(slice_s, _BOTH_S) if elsewhere else slice_s
+                claims += self._here.queue.claim(
+                    n - len(claims), wait_s, rank=rank, consumer=consumer, oldest_version=oldest_version
+                )
+            if claims or time.monotonic() >= give_up:
+                if not claims and elsewhere:
+                    self._elsewhere.explain(rank)
+                return claims
+            if not here and not elsewhere:
+                self._closed.wait(slice_s)
+
+    def take(self, n: int, timeout_s: float = 0.0, *, rank: int = 0) -> Brought | None:
+        """A batch from one ring elsewhere as it came, without a `Claim` for each payload; see `consume`."""
+        arguments.claimable(n, rank)
+        give_up = time.monotonic() + timeout_s
+        while True:
+            _, elsewhere = self._follow(rank, n, None)
+            left_s = max(0.0, give_up - time.monotonic())
+            if elsewhere:
+                brought = self._elsewhere.take(n, min(left_s, _SLICE_S), rank)
+                if brought is not None or left_s <= 0:
+                    return brought
+            elif left_s <= 0:
+                return None
+            else:
+                self._closed.wait(min(left_s, _SLICE_S))
+
+    def consume(self, brought: Brought) -> Verdicts:
+        """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others."""
+        return self.consume_soon(brought).result()
+
+    def consume_soon(self, brought: Brought) -> Future[Verdicts]:
+        """`consume` without waiting: the next batch may be taken while the answer of this one is on its way."""
+        self._check_open()
+        return self._elsewhere.finish_batch(brought)
+
+    def _follow(self, rank: int, n: int, oldest_version: int | None) -> tuple[bool, bool]:
+        """Whether there are rings here, and elsewhere; the latter have demands from here on."""
+        self._check_open()
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._here.look()
+            self._look_at = now + _LOOK_S
+        elsewhere = self._here.elsewhere
+        if elsewhere:
+            self._elsewhere.want(rank, n, oldest_version)
+        return self._here.some, elsewhere
+
+    def brought(self, claim: Claim) -> Came | None:
+        """See `TicketQueue.brought`."""
+        came = self._elsewhere.came(claim)
+        if came is not None or not claim.data:
+            return came
+        data = self._here.payload(claim, Ticket.decode(claim.data).size)
+        return None if data is None else Came("mapped", data)
+
+    # --- the ends of claims ---------------------------------------------------------------------------
+    def _apart(self, claims: Iterable[Claim], call: str) -> tuple[list[Claim], list[Claim]]:
+        """Claims of rings here, and elsewhere."""
+        self._check_open()
+        listed = arguments.held(claims, call)
+        elsewhere = [claim for claim in listed if self._elsewhere.holds(claim)]
+        if not elsewhere:
+            return listed, []
+        return [claim for claim in listed if not self._elsewhere.holds(claim)], elsewhere
+
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+        """See `TicketQueue.ack_many`. The slot is free with it, also of what has only arrived."""
+        here, elsewhere = self._apart(claims, "ack")
+        accepted = self._here.queue.ack_many(here, trained=trained) if here else []
+        if not elsewhere:
+            return accepted
+        return _in_order(claims, [*accepted, *self._elsewhere.ack_many(elsewhere, trained=trained)])
+
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.finish`."""
+        here, elsewhere = self._apart(claims, "finish")
+        return _in_order(claims, [*self._here.queue.finish(here), *self._elsewhere.finish(elsewhere)])
+
+    def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
+        """See `TicketQueue.retry`."""
+        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
+        if self._apart([claim], "retry")[1]:
+            return self._elsewhere.retry(claim, delay_s)
+        return self._here.queue.retry(claim, delay_s, reason)
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """See `TicketQueue.discard`. A ring elsewhere counts it as done, and only this process knows the reason."""
+        arguments.given_back(claim, 0.0, reason, "discard")
+        if self._apart([claim], "discard")[1]:
+            return self._elsewhere.discard(claim, reason)
+        return self._here.queue.discard(claim, reason)
+
+    def renew(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.renew`."""
+        here, elsewhere = self._apart(claims, "renew")
+        kept = [*self._here.queue.renew(here), *(claim for claim in elsewhere if self._elsewhere.renew(claim))]
+        return _in_order(claims, kept)
+
+    # --- looking --------------------------------------------------------------------------------------
+    def depth(self, rank: int | None = None) -> QueueDepth:
+        """See `TicketQueue.depth`, of the rings on this host; of others what this process has claimed."""
+        self._check_open()
+        rank = arguments.number_or_none(rank, "rank of depth()")
+        seen = self._here.seen()
+        return depth_of(seen, rank, self._elsewhere.depth(rank, {ring.ring_id for ring in seen}))
+
+    def failures(self, limit: int = 100) -> list[Failure]:
+        """See `TicketQueue.failures`: what this process discarded elsewhere, then what the rings here remember."""
+        self._check_open()
+        limit = arguments.number(limit, "limit of failures()")
+        return [*reversed(self._elsewhere.failures), *failures_of(self._here.seen(), limit)][:limit]
+
+    def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
+        """See `RingQueue.known`, of the rings that this process is attached to."""
+        self._check_open()
+        return self._here.queue.known(arguments.asked(ticket_ids))
+
+    # --- notices --------------------------------------------------------------------------------------
+    def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
+        """See `TicketQueue.announce`. On one host the notice ends with the process that announced it."""
+        self._check_open()
+        return self._notices.announce(topic, arguments.announced(topic, version, payload), payload)
+
+    def latest(self, topic: str, newer_than: int | None = None, timeout_s: float = 0.0) -> Notice | None:
+        """See `TicketQueue.latest`."""
+        self._check_open()
+        newer_than, timeout_s = arguments.waited_for(topic, newer_than, timeout_s)
+        notice = self._notices.latest(topic, newer_than, timeout_s, self._closed)
+        self._check_open()
+        return notice
+
+    def close(self) -> None:
+        """Leave the rings that were found, and give up what is claimed of them. Idempotent."""
+        self._closed.set()
+        self._elsewhere.close()
+        self._here.close()
+        self._notices.close()
+        if self._store is not None:
+            self._store.close()
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise ClosedError("the queue is closed")
+
+
+def _in_order(claims: Sequence[Claim], kept: Sequence[Claim]) -> list[Claim]:
+    chosen = {id(claim) for claim in kept}
+    return [claim for claim in claims if id(claim) in chosen]

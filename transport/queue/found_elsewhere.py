@@ -1,0 +1,356 @@
+"""Claims of rings elsewhere: each came with its payload, and is held by a connection of the client's loop."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from transport import _ring
+from transport.client.client import UCXXClient
+from transport.client.taking import MOST_BYTES
+from transport.config import configuration
+from transport.errors import (
+    AuthenticationError,
+    ClosedError,
+    MissingDependencyError,
+    VersionMismatchError,
+    WireNotAllowedError,
+)
+from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
+from transport.queue.demands import Brought, Demands, Place
+from transport.queue.rings import consumer_of, token_of
+from transport.runtime.loop_thread import LoopThread
+from transport.taking.batch import Verdicts
+
+_BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
+_CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
+_LOOK_S: Final = 0.25
+_MOST_FAILURES: Final = 256
+# With these a place stays unreachable until this process is configured otherwise.
+_OWN_FAULTS: Final = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
+
+
+class _Held(NamedTuple):
+    brought: Brought
+    at: int
+
+
+class _Rank:
+    """What came for one rank and is not claimed yet."""
+
+    def __init__(self, demands: Demands) -> None:
+        self.demands = demands
+        self.came: deque[tuple[Brought, int]] = deque()  # with the position of the first that is not claimed
+        self.unsaid: dict[int, Brought] = {}  # taken, and not said to be used: that costs a turn of the loop
+        self.sizes: deque[int] = deque(maxlen=_CLAIMS)
+        self.wanted: tuple[int, int | None] | None = None
+
+
+class FoundElsewhere:
+    """Claims over the network. Any thread but the client's.
+
+    Args:
+        served: the places of this moment; may block.
+        max_deliveries: claims in vain after which a delivery is dead.
+    """
+
+    def __init__(self, served: Callable[[], Mapping[str, Place]], max_deliveries: int) -> None:
+        self._served = served
+        self._most_attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
+        self._starting = threading.Lock()  # guards thread, client and ranks
+        self._thread: LoopThread | None = None
+        self._client: UCXXClient | None = None
+        self._own = False
+        self._ranks: dict[int, _Rank] = {}
+        self._changed = threading.Condition()  # guards what follows, and what came
+        self._held: dict[str, _Held] = {}
+        self._arrived: dict[str, Claim] = {}  # acknowledged and not trained on
+        self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
+        self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<FoundElsewhere {len(self._held)} claims>"
+
+    # --- the client -----------------------------------------------------------------------------------
+    def use(self, thread: LoopThread, client: UCXXClient) -> None:
+        """Take through this client from now on. Nothing where there is one already."""
+        with self._starting:
+            if self._client is None:
+                self._thread, self._client = thread, client
+
+    def disconnect(self, client: UCXXClient | None) -> None:
+        """End what was taken through this client; None: through whichever there is."""
+        with self._starting:
+            if self._client is None or client not in (None, self._client):
+                return
+            thread, ours, own = self._thread, self._client, self._own
+            ranks, self._ranks = self._ranks, {}
+            self._thread = self._client = None
+            self._own = False
+        if thread is not None and not thread.closed:
+            for rank in ranks.values():
+                thread.run(_call(rank.demands.close))
+            if own:
+                thread.run(ours.close())
+                thread.close()
+
+    def rank(self, rank: int) -> _Rank:
+        """The demands of a rank, from the first call on."""
+        known = self._ranks.get(rank)
+        if known is not None:
+            return known
+        with self._starting:
+            known = self._ranks.get(rank)
+            if known is None:
+                if self._closed:
+                    raise ClosedError("the queue is closed")
+                if self._client is None or self._thread is None:
+                    self._thread, self._client = _made()
+                    self._own = True
+                known = self._ranks[rank] = self._thread.run(self._start(self._client, rank))
+            return known
+
+    async def _start(self, client: UCXXClient, rank: int) -> _Rank:
+        def came(brought: Brought) -> None:
+            with self._changed:
+                made.came.append((brought, 0))
+                self._changed.notify_all()
+
+        made = _Rank(
+            Demands(
+                client.taking,
+                self._served,
+                came,
+                rank=rank,
+                most_bytes=MOST_BYTES,
+                most_attempts=self._most_attempts,
+                look_s=_LOOK_S,
+            )
+        )
+        return made
+
+    # --- claiming -------------------------------------------------------------------------------------
+    def want(self, rank: int, n: int, oldest_version: int | None) -> None:
+        """Have demands for some times ``n`` payloads wait; does not wait itself."""
+        of = self.rank(rank)
+        of.sizes.append(n)
+        most = max(of.sizes)
+        if of.wanted != (most, oldest_version) and self._thread is not None:
+            of.wanted = (most, oldest_version)
+            self._thread.soon(of.demands.want, _BATCHES * most, most, oldest_version)
+
+    def take(self, n: int, wait_s: float, rank: int) -> Brought | None:
+        """A whole batch that has come, whatever its size; for those who need no `Claim` of each payload."""
+        of = self.rank(rank)
+        with self._changed:
+            if not of.came:
+                if of.unsaid:  # it does not consume what it took before it takes more
+                    for each in of.unsaid.values():
+                        self._use(each, len(each.batch))
+                    of.unsaid.clear()
+                self._changed.wait(wait_s)
+            while of.came:
+                brought, at = of.came.popleft()
+                if not brought.link.lost and at == 0:
+                    of.unsaid[id(brought)] = brought
+                    return brought
+        return None
+
+    def finish_batch(self, brought: Brought) -> Future[Verdicts]:
+        """Consume all of a batch; which were accepted, once the listener has said so."""
+        for of in self._ranks.values():
+            of.unsaid.pop(id(brought), None)  # its end says that it was used
+        thread = self._thread
+        if thread is None or thread.closed:
+            ended: Future[Verdicts] = Future()
+            ended.set_result(np.zeros(len(brought.batch), np.bool_))
+            return ended
+        return thread.submit(brought.demands.finish(brought, brought.batch.rows))
+
+    def claim(self, n: int, wait_s: float, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
+        """Up to ``n`` of what has come, the first that came first."""
+        of = self.rank(rank)
+        claims: list[Claim] = []
+        aged: list[Claim] = []
+        with self._changed:
+            if not of.came:
+                self._changed.wait(wait_s)
+            while of.came and len(claims) < n:
+                brought, begin = of.came.popleft()
+                if brought.link.lost:
+                    continue  # they are anybody's by now
+                end = min(len(brought.batch), begin + n - len(claims))
+                if end < len(brought.batch):
+                    of.came.appendleft((brought, end))
+                self._use(brought, end - begin)
+                for at in range(begin, end):
+                    claim = self._claimed(brought, at, rank, consumer)
+                    version = claim.policy_version
+                    old = None not in (version, oldest_version) and version < oldest_version  # type: ignore[operator]
+                    (aged if old else claims).append(claim)
+        for claim in aged:  # asked for when an older policy would do
+            self._fail(claim, too_old(claim.policy_version or 0, oldest_version or 0), "aged")
+        return claims
+
+    def _use(self, brought: Brought, count: int) -> None:
+        if self._thread is not None:
+            self._thread.soon(brought.demands.used, brought, count)
+
+    def _claimed(self, brought: Brought, at: int, rank: int, consumer: str) -> Claim:
+        payload = brought.batch[at]
+        token = token_of(payload.name, rank, payload.attempts, consumer)
+        self._held[token] = _Held(brought, at)
+        self._count(brought.batch.ring, rank, claimed=1)
+        return Claim(payload.name, payload.encoded, rank, payload.attempts, token, payload.policy_version)
+
+    def explain(self, rank: int) -> None:
+        """Raise why nothing can come, where this process's own configuration keeps it from every place."""
+        demands = self.rank(rank).demands
+        faults = list(demands.faults.values())
+        if faults and not demands.connected:
+            for fault in faults:
+                if isinstance(fault, _OWN_FAULTS):
+                    raise fault
+
+    def holds(self, claim: Claim) -> bool:
+        """Whether the claim was made here, and has not ended by this process's own doing."""
+        return claim.token in self._held or claim.token in self._arrived
+
+    def came(self, claim: Claim) -> Came | None:
+        """The payload of a claim."""
+        held = self._held.get(claim.token)
+        return None if held is None else Came(held.brought.link.link.wire, held.brought.batch.data(held.at))
+
+    # --- the ends of claims ---------------------------------------------------------------------------
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool) -> list[Claim]:
+        """Consume; those that were accepted."""
+        accepted = self._end(claims, None)
+        with self._changed:
+            for claim in accepted:
+                if not trained:
+                    self._arrived[claim.token] = claim
+                self._count(_ring_of(claim), claim.rank, **{"done" if trained else "arrived": 1})
+        return accepted
+
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Of what arrived; those that were not finished before."""
+        with self._changed:
+            ours = [claim for claim in claims if self._arrived.pop(claim.token, None) is not None]
+            for claim in ours:
+                self._count(_ring_of(claim), claim.rank, arrived=-1, done=1)
+        return ours
+
+    def retry(self, claim: Claim, delay_s: float) -> bool:
+        """Give back; the listener ends what was claimed too often."""
+        given_back = bool(self._end([claim], delay_s))
+        with self._changed:
+            self._count(_ring_of(claim), claim.rank, retried=given_back)
+        return given_back
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """The delivery ends. Its ring counts it as done; here it is a failure."""
+        return self._fail(claim, reason, "discarded")
+
+    def _fail(self, claim: Claim, reason: str, how: str) -> bool:
+        ended = bool(self._end([claim], None))
+        if ended:
+            failure = Failure(
+                claim.ticket_id, claim.rank, DeliveryState.DISCARDED, claim.attempts, consumer_of(claim), reason
+            )
+            with self._changed:
+                self.failures.append(failure)
+                self._count(_ring_of(claim), claim.rank, discarded=1, aged=how == "aged")
+        return ended
+
+    def renew(self, claim: Claim) -> bool:
+        """Whether it is held; the connection says that this process is alive, from the client's loop."""
+        held = self._held.get(claim.token)
+        return claim.token in self._arrived if held is None else not held.brought.link.lost
+
+    def _end(self, claims: Sequence[Claim], delay_s: float | None) -> list[Claim]:
+        """Consume (None), or give back after the delay: the claims for which it was accepted."""
+        groups: dict[int, tuple[Brought, list[int]]] = {}
+        which: dict[int, list[Claim]] = {}
+        with self._changed:
+            for claim in claims:
+                held = self._held.pop(claim.token, None)
+                if held is None:
+                    continue
+                self._count(_ring_of(claim), claim.rank, claimed=-1)
+                groups.setdefault(id(held.brought), (held.brought, []))[1].append(held.at)
+                which.setdefault(id(held.brought), []).append(claim)
+        if not groups:
+            return []
+        accepted: list[Claim] = []
+        for group, verdicts in zip(which.values(), self._settle(list(groups.values()), delay_s), strict=True):
+            accepted += [claim for claim, good in zip(group, verdicts.tolist(), strict=True) if good]
+        return accepted
+
+    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None) -> list[Verdicts]:
+        thread = self._thread
+        if thread is None or thread.closed:  # and every connection with it
+            return [np.zeros(len(at), np.bool_) for _, at in groups]
+        return thread.run(_settled(groups, delay_s))
+
+    def _count(self, ring: str, rank: int, **amounts: int) -> None:
+        counts = self.counts.setdefault(ring, Counter())
+        for name, amount in amounts.items():
+            counts[rank, name] += amount
+
+    def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
+        """What this process knows of rings that are not seen from here."""
+        sums: Counter[str] = Counter()
+        with self._changed:
+            for ring, counts in self.counts.items():
+                if ring not in but:
+                    for (of, name), amount in counts.items():
+                        sums[name] += amount * (rank is None or of == rank)
+        return sums
+
+    def close(self) -> None:
+        """What is claimed is anybody's. Idempotent."""
+        with self._starting:
+            self._closed = True
+        with self._changed:
+            self._changed.notify_all()
+        self.disconnect(None)
+
+
+async def _settled(groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None) -> list[Verdicts]:
+    verdicts = []
+    for brought, at in groups:
+        rows = brought.batch.rows if len(at) == len(brought.batch.rows) else brought.batch.rows[np.asarray(at, np.intp)]
+        demands = brought.demands
+        verdicts.append(
+            await (demands.finish(brought, rows) if delay_s is None else demands.give_back(brought, rows, delay_s))
+        )
+    return verdicts
+
+
+async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
+
+
+def _made() -> tuple[LoopThread, UCXXClient]:
+    """A client of one's own, as the operator configured it."""
+    operator = configuration()
+
+    async def make() -> UCXXClient:
+        return UCXXClient(wire=operator.wire_policy, settings=operator.settings, secret=operator.secret(), ack="manual")
+
+    thread = LoopThread("transport rings")
+    try:
+        return thread, thread.run(make())
+    except BaseException:
+        thread.close()
+        raise
+
+
+def _ring_of(claim: Claim) -> str:
+    return claim.ticket_id.partition("/")[0]

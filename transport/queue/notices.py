@@ -1,0 +1,207 @@
+"""Notices of a run whose rings are its queue: in the store of its directory, or in a small ring for each topic.
+
+A notice on one host is a payload of a ring that overwrites its oldest. Readers observe that ring: they hold no owner
+place of it, and nothing they do delays the announcer. It ends with the process that announced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import time
+from typing import Final, Protocol
+
+import msgspec
+
+from transport import _ring
+from transport.errors import QueueUnsuitableError, RingBusyError, RingError, StoreError, UsageError
+from transport.queue.base import Notice
+from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.decoders import ready
+from transport.store.base import ABSENT, Store
+
+_SLOTS: Final = 4
+_MOST_BYTES: Final = 64 << 10
+_LOOK_S: Final = 0.02  # for a topic that nobody has announced on
+_SLICE_S: Final = 0.5
+_PREFIX: Final = "notices/"
+_TOPIC: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class Notices(Protocol):
+    """As `TicketQueue` has them."""
+
+    def announce(self, topic: str, version: int, payload: bytes) -> bool: ...
+    def latest(
+        self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event
+    ) -> Notice | None: ...
+    def close(self) -> None: ...
+
+
+class _Said(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    payload: bytes
+
+
+ready(_Said)
+
+
+class NoNotices:
+    """Of rings that are known by their addresses alone."""
+
+    def announce(self, topic: str, version: int, payload: bytes) -> bool:
+        """Refused."""
+        raise QueueUnsuitableError("rings at addresses have no notices: open rings+redis://…, or announce in a store")
+
+    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event) -> Notice | None:
+        """Refused."""
+        self.announce(topic, 0, b"")
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class StoreNotices:
+    """One record for each topic."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def announce(self, topic: str, version: int, payload: bytes) -> bool:
+        """Replace what is older."""
+        while True:
+            entry = self._store.get(_PREFIX + topic)
+            if entry is not None and _said(entry.value).version >= version:
+                return False
+            value = msgspec.msgpack.encode(_Said(version, payload))
+            if self._store.compare_and_set(_PREFIX + topic, value, entry.version if entry else ABSENT) is not None:
+                return True
+
+    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event) -> Notice | None:
+        """What the record says."""
+        give_up = time.monotonic() + timeout_s
+        entry = self._store.get(_PREFIX + topic)
+        while True:
+            if entry is not None:
+                said = _said(entry.value)
+                if newer_than is None or said.version > newer_than:
+                    return Notice(topic, said.version, said.payload)
+            left_s = give_up - time.monotonic()
+            if left_s <= 0 or closed.is_set():
+                return None
+            entry = self._store.watch(_PREFIX + topic, entry.version if entry else ABSENT, min(left_s, _SLICE_S))
+
+    def close(self) -> None:
+        """The store is its owner's."""
+
+
+def _said(value: bytes) -> _Said:
+    try:
+        return msgspec.msgpack.decode(value, type=_Said)
+    except msgspec.MsgspecError as error:
+        raise StoreError(f"malformed notice: {error}") from error
+
+
+class RingNotices:
+    """One ring of this host for each topic."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._own: dict[str, SharedRingBuffer] = {}
+        self._seen: dict[str, SharedRingBuffer] = {}
+
+    def _name(self, topic: str) -> str:
+        if not _TOPIC.fullmatch(topic):
+            raise UsageError(f"topic {topic!r}: give 1 to 64 letters, digits, . _ -")
+        return f"/transport-notices-{self._prefix}{topic}"
+
+    def announce(self, topic: str, version: int, payload: bytes) -> bool:
+        """Write it, unless what is there is as new."""
+        with self._lock:
+            ring = self._own.get(topic)
+            if ring is None:
+                ring = self._own[topic] = self._made(self._name(topic))
+            newest = _newest(ring)
+            if newest is not None and newest.version >= version:
+                return False
+            ring.write_raw(msgspec.msgpack.encode(_Said(version, payload)))
+            return True
+
+    @staticmethod
+    def _made(name: str) -> SharedRingBuffer:
+        try:
+            return SharedRingBuffer.create(slots=_SLOTS, slot_bytes=_MOST_BYTES, name=name, overflow="overwrite")
+        except RingBusyError:  # another process announces on this topic
+            ring = SharedRingBuffer.attach(name, role="writer")
+            ring.overflow = "overwrite"
+            return ring
+
+    def latest(self, topic: str, newer_than: int | None, timeout_s: float, closed: threading.Event) -> Notice | None:
+        """Look, and wait for the next one."""
+        give_up = time.monotonic() + timeout_s
+        name = self._name(topic)
+        while True:
+            ring = self._observer(name)
+            event = 0
+            if ring is not None:
+                with contextlib.suppress(_ring.RingFault):
+                    event = ring.native.published_event()
+                said = _newest(ring)
+                if said is not None and (newer_than is None or said.version > newer_than):
+                    return Notice(topic, said.version, said.payload)
+            left_s = give_up - time.monotonic()
+            if left_s <= 0 or closed.is_set():
+                return None
+            if ring is None:
+                closed.wait(min(left_s, _LOOK_S))
+            else:
+                with contextlib.suppress(_ring.RingFault):
+                    ring.native.wait_published(event, min(left_s, _SLICE_S))
+
+    def _observer(self, name: str) -> SharedRingBuffer | None:
+        """An observer of the segment that has this name now."""
+        with self._lock:
+            seen = self._seen.get(name)
+            if seen is not None and seen.native.keeper_alive:
+                return seen
+            try:
+                found = SharedRingBuffer.attach(name, role="observer")
+            except RingError:
+                return seen
+            if seen is not None and found.ring_id == seen.ring_id:
+                found.native.close()
+                return seen
+            if seen is not None:
+                seen.native.close()
+            self._seen[name] = found
+            return found
+
+    def close(self) -> None:
+        """Notices end with who announced them."""
+        with self._lock:
+            for ring in self._own.values():
+                ring.close()
+            for ring in self._seen.values():
+                ring.native.close()
+            self._own.clear()
+            self._seen.clear()
+
+
+def _newest(ring: SharedRingBuffer) -> _Said | None:
+    """Of the versions in the ring the greatest; what is overwritten while it is looked at is left out."""
+    newest: _Said | None = None
+    with contextlib.suppress(_ring.RingFault):
+        for slot in range(ring.slot_count):
+            info = ring.native.info(slot)
+            if info.state not in (_ring.READY, _ring.READING):
+                continue
+            data = bytes(ring.native.payload(slot)[: info.length])
+            if ring.native.info(slot).generation != info.generation or _ring.checksum(data) != info.checksum:
+                continue
+            said = _said(data)
+            if newest is None or said.version > newest.version:
+                newest = said
+    return newest

@@ -1,0 +1,188 @@
+"""Where the rings of a run are: their segments on this host, addresses, or a directory. Blocks while a store does.
+
+rings:NAME                       the rings of this host whose names begin with NAME
+rings://host:port,host:port      what is served at these addresses
+rings+redis://host:port/db?run=  what servers have published in the directory of this store; also rings+sqlite:
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Collection, Mapping
+from typing import Final, Protocol
+
+from transport import _ring
+from transport.client.taking import port_of
+from transport.errors import ConfigurationError, RingError, UsageError
+from transport.queue.demands import Place
+from transport.ring.buffer import SharedRingBuffer
+from transport.store.directory import Directory, Serving
+from transport.ticket import host_identity
+from transport.wire.addresses import LOOPBACK
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PREFIX: Final = "rollout-"
+"""With this the names of rings begin that are handed out where nobody chose a queue."""
+
+_BEGINNING: Final = "/transport-"
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
+_STORE_EVERY_S: Final = 0.5
+
+
+class Places(Protocol):
+    """Where rings are found."""
+
+    prefix: str  # with which a writer's new ring is to be named, so that it is found; "": any name will do
+    directory: Directory | None  # where a writer's server is to be published, so that it is found
+
+    def segments(self) -> list[str]:
+        """Names of segments of this host that a reader may map."""
+        ...
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """Where the others answer; without the rings of these ids."""
+        ...
+
+    def close(self) -> None:
+        """Release everything."""
+        ...
+
+
+class Observed:
+    """Observers of segments, kept as long as these exist. They hold no owner place, and claim nothing."""
+
+    def __init__(self) -> None:
+        self._rings: dict[str, SharedRingBuffer] = {}
+
+    def look(self, names: Collection[str]) -> dict[str, SharedRingBuffer]:
+        """An observer of each segment that can be seen."""
+        for gone in self._rings.keys() - set(names):
+            self._rings.pop(gone).native.close()
+        for name in names:
+            if name not in self._rings:
+                with contextlib.suppress(RingError):  # gone again, being made, or another user's
+                    self._rings[name] = SharedRingBuffer.attach(name, role="observer")
+        return dict(self._rings)
+
+    def close(self) -> None:
+        """Detach."""
+        self.look(())
+
+
+class OnThisHost:
+    """Rings by their names."""
+
+    directory: Directory | None = None
+
+    def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
+        prefix = prefix.removeprefix(_BEGINNING)
+        if not _NAME.fullmatch(prefix):
+            raise UsageError(f"{prefix!r} begins no name of a ring: give 1 to 100 letters, digits, . _ -")
+        self.prefix = prefix
+        self._observed = Observed()
+
+    def __repr__(self) -> str:
+        return f"rings:{self.prefix}"
+
+    def segments(self) -> list[str]:
+        """Names that begin so."""
+        beginning = _BEGINNING + self.prefix
+        return [name for name in _ring.segments() if name.startswith(beginning)]
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """By what the segments say of their listeners."""
+        found = {}
+        for ring in self._observed.look(self.segments()).values():
+            with contextlib.suppress(_ring.RingFault):
+                ports = ring.native.ports()
+                if ports and ring.ring_id not in mapped:
+                    addresses = [each for each in ring.native.addresses.split(",") if each]
+                    found[ring.ring_id] = Place((*addresses, LOOPBACK), ports, ring.ring_id, ring.name)
+        return found
+
+    def close(self) -> None:
+        """Detach the observers."""
+        self._observed.close()
+
+
+class AtAddresses:
+    """Listeners by host and port."""
+
+    prefix = ""
+    directory: Directory | None = None
+
+    def __init__(self, addresses: str) -> None:
+        try:
+            self._places = {
+                each: Place((port_of(each)[0],), (port_of(each)[1],)) for each in addresses.rstrip("/").split(",")
+            }
+        except UsageError as error:
+            raise ConfigurationError(f"rings://{addresses}: {error}; give rings://host:port,host:port") from None
+
+    def __repr__(self) -> str:
+        return f"rings://{','.join(self._places)}"
+
+    def segments(self) -> list[str]:
+        """None: addresses say nothing of segments."""
+        return []
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """All of them."""
+        return self._places
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class InDirectory:
+    """Servers that published themselves; those of this host are found by their segments, too."""
+
+    prefix = ""
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory: Directory | None = directory
+        self._directory = directory
+        self._observed = Observed()
+        self._known: Mapping[str, Serving] = {}
+        self._here: set[str] = set()
+        self._segments: dict[str, str] = {}
+        self._due = float("-inf")
+
+    def __repr__(self) -> str:
+        return f"rings in {self._directory!r}"
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now < self._due:
+            return
+        here = host_identity()
+        records = self._directory.all()
+        self._due = now + _STORE_EVERY_S
+        self._known = {each.ring: each for each in records}
+        self._here = {each.ring for each in records if each.host == here}
+
+    def segments(self) -> list[str]:
+        """Of the rings that this host serves."""
+        self._look()
+        if not self._here:
+            return []
+        seen = self._observed.look(_ring.segments())
+        self._segments = {ring.ring_id: name for name, ring in seen.items() if ring.ring_id in self._here}
+        return list(self._segments.values())
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """As published."""
+        self.segments()
+        return {
+            ring: Place(each.addresses, each.ports, ring, self._segments.get(ring, "") if ring in self._here else None)
+            for ring, each in self._known.items()
+            if ring not in mapped
+        }
+
+    def close(self) -> None:
+        """Detach the observers. The store stays its owner's."""
+        self._observed.close()
