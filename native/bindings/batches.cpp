@@ -22,6 +22,7 @@ using namespace nb::literals;
 namespace {
 
 constexpr std::uint64_t kAlignment = 64;
+constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;  // of all tensors: so that no sum of theirs wraps
 // From here on hashing while copying saves a second pass over memory; below it both are in the caches.
 constexpr std::uint64_t kFusedBytes = 256 * 1024;
 
@@ -64,7 +65,12 @@ class BatchFields {
     for (nb::handle each : rows) {
       const auto row = nb::cast<nb::tuple>(each);
       all_.push_back({nb::cast<std::uint64_t>(row[0]), nb::cast<std::uint64_t>(row[1]), nb::cast<bool>(row[2])});
-      ragged_ += all_.back().ragged;
+      const BatchField& field = all_.back();
+      std::uint64_t bytes = 0;
+      if (field.most > kMostBytes || __builtin_mul_overflow(field.row_bytes, field.most, &bytes) ||
+          (most_ += std::min(bytes, kMostBytes) + kAlignment) > kMostBytes)
+        fail(Fault::argument, "tensors larger than any memory");
+      ragged_ += field.ragged;
     }
   }
   const std::vector<BatchField>& all() const { return all_; }
@@ -73,6 +79,7 @@ class BatchFields {
  private:
   std::vector<BatchField> all_;
   std::size_t ragged_ = 0;
+  std::uint64_t most_ = 0;
 };
 
 // Payloads of one ring that were claimed together. What is neither consumed nor given back goes back with the object,
@@ -146,6 +153,7 @@ class ClaimedBatch {
   // Copies every tensor to its place: (memory, stride, start, packed, fill) of each field; what a row has beyond its
   // payload is filled. The payloads whose checksum differs, and whose places are as they were or half written.
   std::vector<std::size_t> gather(const BatchFields& fields, const nb::list& targets, bool verify) {
+    const Busy busy(*this);  // from here on: finding the targets' memory may run other code
     if (targets.size() != fields.all().size() || lengths_.size() != held_.size() * fields.ragged() ||
         ragged_ != fields.ragged())
       fail(Fault::argument, "the payloads were not measured by these fields");
@@ -160,12 +168,11 @@ class ClaimedBatch {
     }
     check_room(fields, all);
     std::vector<std::size_t> wrong;
-    const Busy busy(*this);
     const nb::gil_scoped_release release;
     std::vector<std::uint64_t> packed_at;
     for (const Target& target : all) packed_at.push_back(target.start);
     for (std::size_t i = 0; i < held_.size(); ++i)
-      if (!gather_one(fields, all, packed_at, i, verify)) wrong.push_back(i);
+      if (held_[i].hold == Hold::none || !gather_one(fields, all, packed_at, i, verify)) wrong.push_back(i);
     return wrong;
   }
 
@@ -175,7 +182,9 @@ class ClaimedBatch {
     const Busy busy(*this);
     const nb::gil_scoped_release release;
     for (std::size_t i = 0; i < held_.size(); ++i)
-      if (const Claimed& c = held_[i].claim; checksum(at(c), c.length) != c.checksum) wrong.push_back(i);
+      if (const Claimed& c = held_[i].claim;
+          held_[i].hold == Hold::none || checksum(at(c), c.length) != c.checksum)  // its slot may be another's by now
+        wrong.push_back(i);
     return wrong;
   }
 
@@ -273,7 +282,12 @@ class ClaimedBatch {
 
   bool fits(const BatchFields& fields, std::size_t i) {
     std::uint64_t* const lengths = lengths_.data() + i * ragged_;
-    if (ragged_ > 0 && !read_lengths(held_[i].note, lengths, ragged_)) return false;
+    return (ragged_ == 0 || read_lengths(held_[i].note, lengths, ragged_)) && fills_its_slot(fields, i);
+  }
+
+  // Whether the tensors, of the lengths that were read, are the payload.
+  bool fills_its_slot(const BatchFields& fields, std::size_t i) const {
+    const std::uint64_t* const lengths = lengths_.data() + i * ragged_;
     std::uint64_t end = 0;
     std::size_t next = 0;
     for (const BatchField& field : fields.all()) {
@@ -285,6 +299,8 @@ class ClaimedBatch {
   }
 
   void check_room(const BatchFields& fields, const std::vector<Target>& all) const {
+    for (std::size_t i = 0; i < held_.size(); ++i)
+      if (!fills_its_slot(fields, i)) fail(Fault::argument, "the payloads were not measured by these fields");
     std::size_t next = 0;
     for (std::size_t f = 0; f < all.size(); ++f) {
       const BatchField& field = fields.all()[f];
