@@ -181,11 +181,11 @@ class Ring:
     def keeper_alive(self) -> bool: ...
 
     # --- the transitions (names of the protocol's table; False/None: refused, nothing changed) ----
-    def try_take(self) -> tuple[int, int] | None:
-        """FREE → WRITING. (slot, generation)"""
-    def take(self, timeout_s: float) -> tuple[int, int] | None:
+    def try_take(self, into: list[tuple[int, int]] | None = None) -> tuple[int, int] | None:
+        """FREE → WRITING. (slot, generation), also appended to ``into``, for who is interrupted before it returns."""
+    def take(self, timeout_s: float, into: list[tuple[int, int]] | None = None) -> tuple[int, int] | None:
         """try_take, waiting on the futex while full (and reclaiming dead owners' slots); None after timeout_s."""
-    def try_overwrite(self) -> tuple[int, int] | None:
+    def try_overwrite(self, into: list[tuple[int, int]] | None = None) -> tuple[int, int] | None:
         """oldest READY that no rank has consumed and no owner pins → WRITING, generation+1."""
     def publish(
         self,
@@ -224,6 +224,7 @@ class Ring:
         most_attempts: int = 0,
         consumer: str = "",
         most_held_s: float = 0.0,
+        into: list[ClaimId] | None = None,
     ) -> list[NativeClaim]:
         """Up to ``most`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
 

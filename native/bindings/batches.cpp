@@ -90,15 +90,18 @@ class ClaimedBatch {
 
   // The payloads whose checksum differs, and whose places are as they were or half written.
   std::vector<std::size_t> gather(const BatchFields& fields, const nb::list& targets, bool verify) {
+    const Busy busy(*this);  // from here on: finding the targets' memory may run other code
     if (lengths_.size() != held_.size() * fields.ragged() || ragged_ != fields.ragged())
       fail(Fault::argument, "the payloads were not measured by these fields");
-    Gathering gathering(fields, targets, lengths_, held_.size());
+    std::vector<std::uint64_t> sizes;
+    for (const Held& each : held_) sizes.push_back(each.claim.length);
+    Gathering gathering(fields, targets, lengths_, sizes);
     std::vector<std::size_t> wrong;
-    const Busy busy(*this);
     const nb::gil_scoped_release release;
     for (std::size_t i = 0; i < held_.size(); ++i) {
       const Claimed& c = held_[i].claim;
-      if (!gathering.next(at(c), c.length, verify ? std::optional(c.checksum) : std::nullopt)) wrong.push_back(i);
+      const std::byte* const source = held_[i].hold == Hold::none ? nullptr : at(c);  // it may be another's by now
+      if (!gathering.next(source, c.length, verify ? std::optional(c.checksum) : std::nullopt)) wrong.push_back(i);
     }
     return wrong;
   }
@@ -109,7 +112,9 @@ class ClaimedBatch {
     const Busy busy(*this);
     const nb::gil_scoped_release release;
     for (std::size_t i = 0; i < held_.size(); ++i)
-      if (const Claimed& c = held_[i].claim; checksum(at(c), c.length) != c.checksum) wrong.push_back(i);
+      if (const Claimed& c = held_[i].claim;
+          held_[i].hold == Hold::none || checksum(at(c), c.length) != c.checksum)  // its slot may be another's by now
+        wrong.push_back(i);
     return wrong;
   }
 

@@ -1,8 +1,10 @@
 // Claims: the ring as the queue.
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "bindings/batches.hpp"
@@ -45,6 +47,17 @@ std::vector<Claimed> claim(Ring& ring, std::size_t most, double timeout_s, unsig
     const std::shared_ptr<Mapping> keep = ring.mapping();
     woken = sleep_without_gil(published, before, Deadline(static_cast<double>(wait_ns) * 1e-9));
   }
+}
+
+// An interrupt may come before the caller has what is returned; what it will find is in its list.
+std::vector<Claimed> claim_into(Ring& ring, std::size_t most, double timeout_s, unsigned rank, std::uint64_t most_bytes,
+                                std::int64_t oldest_version, unsigned most_attempts, const std::string& consumer,
+                                double most_held_s, const std::optional<nb::list>& into) {
+  std::vector<Claimed> claimed = claim(ring, most, timeout_s, rank, most_bytes, oldest_version, most_attempts, consumer,
+                                       most_held_s);
+  if (into)
+    for (const Claimed& one : claimed) nb::borrow<nb::list>(*into).append(one.id);
+  return claimed;
 }
 
 nb::object claim_batch(nb::handle_t<Ring> ring, std::size_t most, double timeout_s, unsigned rank,
@@ -147,9 +160,9 @@ void bind_claim_types(nb::module_& module) {
 
 void bind_claims(nb::class_<Ring>& ring) {
   ring.def_static("wait_any", wait_any, "rings"_a, "seen"_a, "timeout_s"_a);
-  ring.def("claim", claim, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
+  ring.def("claim", claim_into, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
            "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
-           "consumer"_a = "", "most_held_s"_a = 0.0)
+           "consumer"_a = "", "most_held_s"_a = 0.0, "into"_a = nb::none())
       .def("claim_batch", claim_batch, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
            "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
            "consumer"_a = "", "most_held_s"_a = 0.0)

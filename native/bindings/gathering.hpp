@@ -25,13 +25,19 @@ class BatchFields {
     bool ragged;
   };
   static constexpr std::uint64_t kAlignment = 64;
+  static constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 46;  // of all tensors: so that no sum of theirs wraps
 
   // (bytes of a row, entries at most, ragged) of each tensor, in the schema's order.
   explicit BatchFields(const nb::list& rows) {
     for (nb::handle each : rows) {
       const auto row = nb::cast<nb::tuple>(each);
       all_.push_back({nb::cast<std::uint64_t>(row[0]), nb::cast<std::uint64_t>(row[1]), nb::cast<bool>(row[2])});
-      ragged_ += all_.back().ragged;
+      const Field& field = all_.back();
+      std::uint64_t bytes = 0;
+      if (field.most > kMostBytes || __builtin_mul_overflow(field.row_bytes, field.most, &bytes) ||
+          (most_ += std::min(bytes, kMostBytes) + kAlignment) > kMostBytes)
+        fail(Fault::argument, "tensors larger than any memory");
+      ragged_ += field.ragged;
     }
   }
   const std::vector<Field>& all() const { return all_; }
@@ -39,7 +45,11 @@ class BatchFields {
 
   // Reads the lengths of a payload's ragged tensors, `ragged()` of them. False: note and size do not fit the fields.
   bool fit(std::string_view note, std::uint64_t size, std::uint64_t* lengths) const {
-    if (ragged_ > 0 && !read_lengths(note, lengths, ragged_)) return false;
+    return (ragged_ == 0 || read_lengths(note, lengths, ragged_)) && fill(lengths, size);
+  }
+
+  // Whether tensors of these lengths are a payload of this size.
+  bool fill(const std::uint64_t* lengths, std::uint64_t size) const {
     std::uint64_t end = 0;
     std::size_t next = 0;
     for (const Field& field : all_) {
@@ -55,18 +65,23 @@ class BatchFields {
  private:
   std::vector<Field> all_;
   std::size_t ragged_ = 0;
+  std::uint64_t most_ = 0;
 };
 
 // Copies payload after payload to its places. Made with the GIL, used without it.
 class Gathering {
  public:
+  // sizes: of the payloads, which must be those of their lengths.
   // targets: (memory, stride, start, packed, fill) of each field; what a row has beyond its payload is filled.
   // lengths: of the ragged fields, of payload after payload; they stay until the end.
   Gathering(const BatchFields& fields, const nb::list& targets, const std::vector<std::uint64_t>& lengths,
-            std::size_t count)
+            const std::vector<std::uint64_t>& sizes)
       : fields_(fields), lengths_(lengths) {
-    if (targets.size() != fields.all().size() || lengths.size() != count * fields.ragged())
+    if (targets.size() != fields.all().size() || lengths.size() != sizes.size() * fields.ragged())
       fail(Fault::argument, "the payloads were not measured by these fields");
+    for (std::size_t i = 0; i < sizes.size(); ++i)
+      if (!fields.fill(lengths.data() + i * fields.ragged(), sizes[i]))
+        fail(Fault::argument, "the payloads were not measured by these fields");
     for (nb::handle each : targets) {
       const auto row = nb::cast<nb::tuple>(each);
       views_.push_back(std::make_unique<BufferView>(nb::handle(row[0]), true));
@@ -74,13 +89,13 @@ class Gathering {
       all_.push_back({views_.back()->data(), views_.back()->size(), nb::cast<std::uint64_t>(row[1]),
                       nb::cast<std::uint64_t>(row[2]), nb::cast<bool>(row[3]), {fill.c_str(), fill.size()}});
     }
-    check_room(count);
+    check_room(sizes.size());
   }
 
-  // The next payload; its size is that of its lengths. False: its checksum is another one.
+  // The next payload; its size is that of its lengths. False: its checksum is another one, or there is no source.
   bool next(const std::byte* source, std::uint64_t size, std::optional<std::uint64_t> expected) {
-    const bool fused = expected && size >= kFusedBytes;
-    const bool good = !expected || fused || checksum(source, size) == *expected;
+    const bool fused = source != nullptr && expected && size >= kFusedBytes;
+    const bool good = source != nullptr && (!expected || fused || checksum(source, size) == *expected);
     std::optional<Checksum> hasher;
     if (fused) hasher.emplace();
     std::uint64_t end = 0;

@@ -76,10 +76,12 @@ class ReceivedPayloads {
   // The payloads whose checksum differs, and whose places are as they were or half written.
   std::vector<std::size_t> gather(const BatchFields& fields, const nb::list& targets, bool verify) {
     require_idle();
+    const Busy busy(busy_);  // from here on: finding the targets' memory may run other code
     if (ragged_ != fields.ragged()) fail(Fault::argument, "the payloads were not measured by these fields");
-    Gathering gathering(fields, targets, lengths_, payloads_.size());
+    std::vector<std::uint64_t> sizes;
+    for (const Payload& each : payloads_) sizes.push_back(each.length);
+    Gathering gathering(fields, targets, lengths_, sizes);
     std::vector<std::size_t> wrong;
-    const Busy busy(busy_);
     const nb::gil_scoped_release release;
     for (std::size_t i = 0; i < payloads_.size(); ++i) {
       const Payload& each = payloads_[i];

@@ -81,19 +81,22 @@ class Loan {
 };
 PyType_Slot loan_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(Loan::get_buffer)}, {0, nullptr}};
 
-nb::object lease(const std::optional<Lease>& lease) {
+// An interrupt may come before the caller has what is returned; what it will find is in its list.
+nb::object lease(const std::optional<Lease>& lease, const std::optional<nb::list>& into) {
   if (!lease) return nb::none();
-  return nb::make_tuple(lease->slot, lease->generation);
+  nb::object taken = nb::make_tuple(lease->slot, lease->generation);
+  if (into) nb::borrow<nb::list>(*into).append(taken);
+  return taken;
 }
 
 // Invariant: transitions run with the GIL, only sleeping does not; so close() excludes them (ring.hpp).
-nb::object take(Ring& ring, double timeout_s) {
+nb::object take(Ring& ring, double timeout_s, const std::optional<nb::list>& into) {
   const Deadline deadline(timeout_s);
   bool waited = false, woken = false;
   for (;;) {
     EventWord& freed = ring.freed();
     const std::uint32_t before = seen(freed);
-    if (const auto taken = ring.try_take()) return lease(taken);
+    if (const auto taken = ring.try_take()) return lease(taken, into);
     if (!std::exchange(waited, true)) ring.count(Counter::full_waits, 1);
     if (!woken && ring.reclaim() > 0) continue;  // dead owners may be all that fills it
     if (deadline.left_ns() == 0) return nb::none();
@@ -256,9 +259,15 @@ void bind_ring(nb::module_& module) {
       .def_prop_ro("owner", &Ring::owner)
       .def_prop_ro("closed", &Ring::closed)
 
-      .def("try_take", [](Ring& ring) { return lease(ring.try_take()); })
-      .def("take", take, "timeout_s"_a)
-      .def("try_overwrite", [](Ring& ring) { return lease(ring.try_overwrite()); })
+      .def(
+          "try_take",
+          [](Ring& ring, const std::optional<nb::list>& into) { return lease(ring.try_take(), into); },
+          "into"_a = nb::none())
+      .def("take", take, "timeout_s"_a, "into"_a = nb::none())
+      .def(
+          "try_overwrite",
+          [](Ring& ring, const std::optional<nb::list>& into) { return lease(ring.try_overwrite(), into); },
+          "into"_a = nb::none())
       .def("publish", publish, "slot"_a, "generation"_a, "length"_a, "checksum"_a, "readers"_a, "deadline_ns"_a,
            "note"_a, "policy_version"_a = kNoVersion)
       .def("abort", &Ring::abort, "slot"_a, "generation"_a)

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers import asynchronous, eventually
+from helpers import asynchronous, eventually, settings_with
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.taking import TakeLink
 from transport.taking.batch import TakenBatch
+from transport.taking.outcomes import Outcomes
 from transport.wire.frames import Kind
 
 pytestmark = pytest.mark.ucx
@@ -116,3 +117,53 @@ async def test_what_was_not_consumed_when_its_listener_was_killed_is_refused_and
             assert verdicts.tolist() == [False]
             assert again[0].attempts == 2
             assert (await again.consume()).tolist() == [True]
+
+
+@asynchronous
+async def test_a_finish_that_a_stopped_listener_has_not_seen_is_refused_when_it_goes_on(ring: SharedRingBuffer) -> None:
+    ring.write_raw(b"asked about while its listener was stopped")
+    with UCXXServer(ring, ports=(0, 0)):
+        first, second = addresses(ring)
+        [stopped] = [each.pid for each in ring.native.owners() if first.endswith(f":{each.port}")]
+        async with tcp(settings=settings_with(read_timeout_s=0.5)) as client:
+            batch = await client.take(first, 1)
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                assert (await batch.consume()).tolist() == [False]
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            again = await client.take(second, 1, wait_s=LONG_S)
+            assert again[0].attempts == 2
+            assert (await again.consume()).tolist() == [True]
+
+
+@asynchronous
+async def test_a_consume_that_is_cancelled_has_the_same_answer_when_it_is_asked_again(ring: SharedRingBuffer) -> None:
+    for _ in range(3):
+        ring.write_raw(b"trained on")
+    with UCXXServer(ring, mode="thread"):
+        async with tcp() as client:
+            batch = await client.take(addresses(ring)[0], 3)
+            for turns in range(3):
+                doomed = asyncio.create_task(batch.consume([turns]))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                doomed.cancel()
+                await asyncio.gather(doomed, return_exceptions=True)
+            assert (await batch.consume()).tolist() == [True] * 3
+            assert (await batch.consume()).tolist() == [False] * 3
+
+
+@asynchronous
+async def test_a_ring_that_is_gone_leaves_its_finishes_unknown(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.write_raw(b"its host dies")
+    monkeypatch.setattr(Outcomes, "patience_s", 0.5)
+    with UCXXServer(ring, mode="thread") as server:
+        async with tcp() as client:
+            batch = await client.take(addresses(ring)[0], 1)
+            broken_between(batch, server.close)
+            assert (await batch.consume()).tolist() == [False]
+            assert client._taking.outcomes.unknown == 1
+            assert any("no port of the ring knows" in message for message in caplog.messages)

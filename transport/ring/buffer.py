@@ -418,8 +418,9 @@ class SharedRingBuffer(Attachment):
         draft = Draft(
             schema=schema, lengths=lengths, readers=int(readers), metadata=small, created=now, deadline=deadline
         )
-        slot, generation = self._take(wait_s)
+        taken: list[tuple[int, int]] = []
         try:
+            slot, generation = self._take(wait_s, taken)
             self._overflowing.may_expire |= deadline is not None
             lease = WriteLease(self, slot, generation, layout, draft)
             draft.created = time.time()
@@ -429,13 +430,13 @@ class SharedRingBuffer(Attachment):
         except _ring.RingFault as fault:  # closed by another thread, which has freed the slot
             raise named(fault) from None
         except BaseException:
-            if not self.native.closed:
-                self.native.abort(slot, generation)
+            if taken and not self.native.closed:
+                self.native.abort(*taken[0])
             raise
 
-    def _take(self, timeout_s: float | None) -> tuple[int, int]:
+    def _take(self, timeout_s: float | None, into: list[tuple[int, int]] | None = None) -> tuple[int, int]:
         """A slot to write, by the ring's overflow policy."""
-        return self._call(self._overflowing.take, timeout_s)
+        return self._call(self._overflowing.take, timeout_s, into)
 
     def _call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
         try:
@@ -558,18 +559,25 @@ class SharedRingBuffer(Attachment):
             raise UsageError(f"n={n}; a claim is of at least one payload")
         if not 0 <= rank < MAX_READERS:
             raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
-        claims = self._call(
-            self.native.claim,
-            n,
-            timeout_s,
-            rank=rank,
-            most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
-            oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
-            most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
-            consumer=consumer,
-            most_held_s=most_held_s,
-        )
-        return [ClaimedPayload(self, claim) for claim in claims]
+        held: list[_ring.ClaimId] = []
+        try:
+            claims = self._call(
+                self.native.claim,
+                n,
+                timeout_s,
+                rank=rank,
+                most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
+                oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
+                most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
+                consumer=consumer,
+                most_held_s=most_held_s,
+                into=held,
+            )
+            return [ClaimedPayload(self, claim) for claim in claims]
+        except BaseException:  # an interrupt may come when they are claimed already
+            for claim in held if not self.native.closed else ():
+                self.native.give_back(claim)
+            raise
 
     def claim_batch(
         self,
