@@ -225,3 +225,30 @@ def test_closing_right_after_the_supervisor_was_killed_leaves_nothing_running() 
         os.kill(parent_of(pids[server.ports[0]]), signal.SIGKILL)
         server.close()
         eventually(lambda: listener_pids(ring) == {})
+
+
+BLOCKED = """
+import os, pathlib, signal, sys
+if "transport.server.supervisor" in sys.orig_argv:
+    folder = pathlib.Path(os.environ["BLOCKS_SUPERVISORS"])
+    if (folder / "now").exists():
+        (folder / "blocked").write_text(str(os.getpid()))
+        signal.pause()
+"""
+
+
+def test_closing_ends_a_supervisor_that_hangs_while_it_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BLOCKED)
+    monkeypatch.setenv("BLOCKS_SUPERVISORS", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with served() as (ring, server):
+        (tmp_path / "now").touch()
+        os.kill(parent_of(next(iter(listener_pids(ring).values()))), signal.SIGKILL)
+        eventually(lambda: (tmp_path / "blocked").exists() and (tmp_path / "blocked").read_text())
+        restarted = server._run._process  # type: ignore[union-attr]
+        assert restarted is not None
+        server.close()
+        assert restarted.returncode == -signal.SIGTERM  # not the SIGKILL at the end of its time to start
+        assert not listener_pids(ring)

@@ -21,6 +21,9 @@ underscore, or is not here, may change.
 """
 
 
+_PARTS = {f"transport.ring.{part}" for part in ("life", "reading", "attachment")}  # of SharedRingBuffer
+
+
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
@@ -56,12 +59,14 @@ def _section(title: str, thing: Any) -> str:
 
 
 def _members(thing: type) -> Iterator[tuple[str, Any]]:
-    """Public methods and properties that the class defines, in its order; then those of a base without a section."""
-    bases = [base for base in thing.__bases__ if base.__module__ == "transport.ring.attachment"]
+    """Public methods and properties that the class defines, in its order; then those of bases without a section."""
+    bases = [base for base in thing.__mro__[1:] if base.__module__ in _PARTS]
+    seen: set[str] = set()
     for kind in (thing, *bases):
         for name, member in vars(kind).items():
             public = isinstance(member, FunctionType | classmethod | staticmethod | property)
-            if public and not name.startswith("_") and (kind is thing or name not in vars(thing)):
+            if public and not name.startswith("_") and name not in seen:
+                seen.add(name)
                 yield name, member
 
 

@@ -14,52 +14,35 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from transport import _ring
 from transport.devices.arrays import DeviceTensor
-from transport.devices.streams import RegisteredPages
 from transport.errors import (
     InternalError,
-    LayoutError,
-    LengthMismatchError,
     PayloadTooLargeError,
-    RankError,
     RingFullError,
     SchemaError,
-    StaleSlotError,
     TicketError,
-    TransportError,
     UsageError,
-    WrongKeyError,
-    WrongRingError,
 )
-from transport.ring import attachment
-from transport.ring.attachment import Attachment
-from transport.ring.batches import MAX_DELIVERIES, BatchLayout, PayloadBatch, claim_batch
-from transport.ring.claimed import ClaimedPayload
-from transport.ring.leases import Draft, ReadLease, WriteLease, ordered_lengths
-from transport.ring.overflow import Overflow, Overflowing
+from transport.ring.leases import Draft, WriteLease, ordered_lengths
 from transport.ring.packing import describe, describe_exact, pack_into
+from transport.ring.reading import MAX_READERS, RingReading
 from transport.ring.states import RingStatistics, SlotState, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of
 from transport.runtime.arguments import expect, whole
-from transport.runtime.logs import Seldom
 from transport.schema import Schema
 from transport.ticket import Ticket
 
+__all__ = ["MAX_READERS", "SharedRingBuffer"]
+
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-MAX_READERS = _ring.MAX_READERS
-_ANY_SIZE: Final = (1 << 64) - 1
 _ALL_DONE: Final = (1 << MAX_READERS) - 1
 _FOR_EVER_S: Final = 1e9  # 30 years
-_TICKET: Final = "a Ticket, Ticket.parse() makes one of its text"
 
 
 class Unread(NamedTuple):
@@ -69,7 +52,7 @@ class Unread(NamedTuple):
     policy_version: int | None
 
 
-class SharedRingBuffer(Attachment):
+class SharedRingBuffer(RingReading):
     """A ring of slots in one shared-memory segment. Make it with `create` or `attach`.
 
     Attributes:
@@ -77,140 +60,6 @@ class SharedRingBuffer(Attachment):
         ring_id: 32 hex digits, random, in every ticket.
         schema: what payloads look like, or None: any mapping of arrays, described by its ticket.
     """
-
-    def __init__(self, native: _ring.Ring, schema: Schema | None, overflow: Overflow, *, writable: bool = True) -> None:
-        super().__init__(native)
-        self.schema = schema
-        self._overflowing = Overflowing(native, overflow)
-        self._secret = native.secret
-        self._pages = RegisteredPages(read_only=not writable)
-        self._refusals = Seldom()
-        self.arrived: set[tuple[str, int, int]] = set()  # of a queue over this ring: see transport/queue/rings.py
-
-    @property
-    def overflow(self) -> Overflow:
-        """What a write does when every slot is in use; may be set."""
-        return self._overflowing.policy
-
-    @overflow.setter
-    def overflow(self, policy: Overflow) -> None:
-        self._overflowing.policy = policy
-
-    # --- making one ---------------------------------------------------------------------------------
-    @classmethod
-    def create(
-        cls,
-        schema: Schema | None = None,
-        *,
-        slots: int = 64,
-        slot_bytes: int | None = None,
-        name: str | None = None,
-        prefix: str = "",
-        overflow: Overflow = "block",
-    ) -> Self:
-        """Make the ring, or take over the one of a dead writer when ``name`` exists.
-
-        Args:
-            schema: of every payload; None: each payload brings its own description.
-            slots: payloads the ring holds, unread ones included.
-            slot_bytes: payload bytes per slot; default the schema's largest payload.
-            name: only for a ring that a restarted writer shall find again; default random.
-            prefix: prefix of the random name, by which a parent process finds the segments of a killed writer.
-            overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest unread.
-
-        Raises:
-            RingBusyError: a living process keeps a ring of this name.
-            LayoutError: a dead writer's ring of this name has another layout or schema. Without ``name`` the new ring
-                is made beside it. With one it is not: other processes attach by the name, and would find the old ring.
-            SharedMemoryError: /dev/shm is too small or full; nothing is left behind.
-            UsageError: a size that makes no sense.
-        """
-        if schema is not None:
-            expect(schema, Schema, "schema of create()", "a Schema, as Schema.of(...) makes it")
-        slots = whole(slots, "slots of create()")
-        slot_bytes = None if slot_bytes is None else whole(slot_bytes, "slot_bytes of create()")
-        if name is not None:
-            expect(name, str, "name of create()", "text, or None for a random one")
-        if overflow not in ("block", "error", "overwrite"):
-            raise UsageError(f"overflow={overflow!r}; choose 'block', 'error' or 'overwrite'")
-        if slot_bytes is None:
-            if schema is None:
-                raise UsageError("a ring without a schema needs slot_bytes, the size of its largest payload")
-            slot_bytes = schema.max_bytes
-        elif schema is not None and slot_bytes < schema.max_bytes:
-            raise PayloadTooLargeError(
-                f"slot_bytes={slot_bytes} cannot hold the schema's largest payload of {schema.max_bytes} bytes"
-            )
-        if slots < 1 or slot_bytes < 1:
-            raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
-        fingerprint = schema.fingerprint if schema is not None else bytes(16)
-        chosen = attachment.random_name(prefix) if name is None else name
-        try:
-            native = attachment.create(chosen, slots, slot_bytes, fingerprint)
-        except LayoutError as error:
-            raise LayoutError(
-                f"{error}, expected {slots} slots of {slot_bytes} bytes and fingerprint {fingerprint.hex()}. The "
-                "last process that serves the old ring removes it when its payloads are consumed. Give another name, "
-                "or none, to make a new ring now; `transport reclaim` removes a ring that no process serves"
-            ) from error
-        ring = cls(native, schema, overflow)
-        ring._made_here = True
-        if name is None:  # a named ring may be meant for a successor
-            ring._forget_with(ring._pages.release, only_empty=False)
-        return ring
-
-    @classmethod
-    def attach(
-        cls, name: str, schema: Schema | None = None, *, role: Literal["writer", "listener", "reader", "observer"]
-    ) -> Self:
-        """Attach to an existing ring. Each process that writes, serves or maps takes one of 16 owner places.
-
-        Raises:
-            RingNotFoundError: no such segment on this host.
-            LayoutError: not a ring, another layout version, or another schema than ``schema``.
-            NoOwnerError: sixteen living processes are attached already.
-            SharedMemoryError: the segment belongs to another user.
-        """
-        expect(name, str, "name of attach()", "the text that `ring.name` is")
-        native = attachment.attach(name, role)
-        if schema is not None and native.fingerprint != schema.fingerprint:
-            native.close()
-            raise SchemaError(
-                f"schema mismatch: ring {name} was made for {native.fingerprint.hex()}, "
-                f"got {schema.fingerprint.hex()}: both sides must use the same tensors, dtypes and shapes"
-            )
-        ring = cls(native, schema, "block", writable=role == "writer")
-        ring._forget_with(ring._pages.release, only_empty=True)
-        return ring
-
-    def close(self, *, keep_unread: bool = False) -> None:
-        """Give up every hold and detach. Idempotent.
-
-        Args:
-            keep_unread: leave unread payloads to the next writer of this ring's ``name``, as a killed writer does; for
-                one that took a ring over and then cannot work.
-
-        When the writer closes, it discards unread payloads, because no process serves them. It removes the segment
-        unless listeners or other writers are attached. Others leave unread payloads, because a successor may take over
-        the ring of a dead writer. The last owner removes an empty segment.
-
-        It does not wait. A slot that a write, a lease or a view of another thread still uses stays theirs until they
-        end, with ClosedError where there is something to publish or to consume, and so does the owner place.
-        """
-        if keep_unread:
-            self._made_here = False
-        super().close()
-
-    def _leave(self) -> None:
-        mapped = self.native.payload(0)  # what is registered with CUDA is given back before it is unmapped
-        attachment.leave(self.native, only_empty=not self._made_here, give_up_unread=self._made_here)
-        self.settle()
-        mapped.release()
-
-    def settle(self) -> None:
-        """A lease has ended, or the ring was closed: the last of them gives CUDA's registrations back."""
-        if self.native.closed and not self.native.lent:
-            self._pages.release()
 
     # --- writing ------------------------------------------------------------------------------------
     def write(
@@ -220,6 +69,13 @@ class SharedRingBuffer(Attachment):
         readers: int = 1,
         metadata: Mapping[str, Any] | None = None,
         policy_version: int | None = None,
+class Unread(NamedTuple):
+    """A payload that is not consumed by all of its ranks: its ticket, and the version that its writer gave."""
+
+    ticket: Ticket
+    policy_version: int | None
+
+
         deadline_s: float | None = None,
         timeout_s: float | None = None,
         casting: Literal["safe", "same_kind", "unsafe"] = "safe",
@@ -370,13 +226,6 @@ class SharedRingBuffer(Attachment):
             raise SchemaError("a ring without a schema needs reserve(Schema(...)), the description of this payload")
         return self._reserve(self.schema, None, lengths or {}, readers, metadata, deadline_s, timeout_s)
 
-    def register(self, slot: int, device: int) -> bool:
-        """Register a slot's pages with CUDA, once, so that copies between them and a device run at the bus's speed.
-
-        False where CUDA refuses; copies work all the same.
-        """
-        return self._pages.ensure(slot, lambda: self._call(self.native.payload, slot), device)
-
     def _describe(self, values: Mapping[str, Any], casting: Any) -> tuple[Sequence[Any], tuple[int, ...], Schema]:
         if self.schema is not None:
             arrays, lengths = describe(self.schema, values, casting=casting)
@@ -437,219 +286,6 @@ class SharedRingBuffer(Attachment):
     def _take(self, timeout_s: float | None, into: list[tuple[int, int]] | None = None) -> tuple[int, int]:
         """A slot to write, by the ring's overflow policy."""
         return self._call(self._overflowing.take, timeout_s, into)
-
-    def _call(self, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> T:
-        try:
-            return function(*arguments, **keywords)
-        except _ring.RingFault as fault:
-            raise named(fault) from None
-
-    # --- reading on this host -------------------------------------------------------------------------
-    def check(self, ticket: Ticket, rank: int = 0) -> None:
-        """Refuse a ticket of another ring, a wrong key or a rank out of range."""
-        expect(ticket, Ticket, "a ring", _TICKET)
-        ticket.check_rank(rank)
-        if ticket.ring != self.ring_id:
-            raise WrongRingError(
-                f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
-            )
-        if ticket.slot >= self.slot_count:
-            raise StaleSlotError(f"ticket {ticket.name}: this ring has {self.slot_count} slots")
-        if ticket.key != self.key(ticket.slot, ticket.generation):
-            raise WrongKeyError(f"ticket {ticket.name}: key mismatch for this slot and generation")
-
-    def key(self, slot: int, generation: int) -> int:
-        """The key that a ticket for this slot and generation carries."""
-        return _ring.slot_key(self._secret, slot, generation)
-
-    def read_raw(self, ticket: Ticket, rank: int = 0) -> ReadLease:
-        """Pin a payload and lend its bytes, read-only, until the lease is consumed or released.
-
-        Raises:
-            StaleSlotError: consumed by this rank, overwritten, discarded or expired.
-            WrongRingError, WrongKeyError, RankError, LengthMismatchError: the ticket is not for this payload.
-        """
-        if type(ticket) is not Ticket:
-            expect(ticket, Ticket, "read_raw()", _TICKET)
-        ticket.check_rank(rank)
-        if ticket.ring != self.ring_id:
-            raise WrongRingError(
-                f"ticket {ticket.name} belongs to ring {ticket.ring[:8]}, this is ring {self.ring_id[:8]}"
-            )
-        answer = self._call(self.native.begin_read, ticket.slot, ticket.generation, ticket.key, ticket.size, rank)
-        if answer != _ring.READ_OK:
-            raise self.refusal(answer, ticket, rank)
-        try:
-            return ReadLease(self, ticket, rank)
-        except _ring.RingFault as fault:  # closed by another thread, which has unpinned it
-            raise named(fault) from None
-
-    def refusal(self, answer: int, ticket: Ticket, rank: int) -> TransportError:
-        """The error for an answer of the native `begin_read`. Raises it where the ticket alone explains it."""
-        self.check(ticket, rank)
-        if answer == _ring.READ_OTHER_LENGTH:
-            length = self._call(self.native.info, ticket.slot).length
-            return LengthMismatchError(
-                f"payload {ticket.name}: size mismatch: slot {length} bytes, ticket {ticket.size}"
-            )
-        if answer == _ring.READ_EXPIRED:
-            return StaleSlotError(f"the deadline of payload {ticket.name} has passed")
-        what = "was consumed by this rank" if answer == _ring.READ_DONE else "is no longer in its slot"
-        return StaleSlotError(f"payload {ticket.name} {what}")
-
-    def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:
-        """Consume and unpin in one swap, by the reader that holds the pin. False: it was not the owner any more."""
-        marked = self._call(self.native.mark_consumed, ticket.slot, ticket.generation, rank)
-        return marked or self._refused("mark_consumed", ticket)
-
-    def acknowledge(self, ticket: Ticket, rank: int = 0) -> bool:
-        """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
-        if type(ticket) is not Ticket:
-            expect(ticket, Ticket, "acknowledge()", _TICKET)
-        return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
-
-    def release_reading(self, ticket: Ticket) -> bool:
-        """Unpin without consuming: the payload is READY again for the next attempt. False: not pinned by this owner."""
-        released = self._call(self.native.unpin, ticket.slot, ticket.generation)
-        return released or self._refused("release_reading", ticket)
-
-    def _refused(self, what: str, ticket: Ticket) -> bool:
-        if (before := self._refusals.due()) is not None:
-            log.warning(
-                "%s(%s) had no effect: another call consumed or released the payload before (%d more since the last "
-                "line; statistics().late_finalises counts all)",
-                what,
-                ticket.name,
-                before,
-                extra={"ticket": ticket.name},
-            )
-        return False
-
-    def discard(self, ticket: Ticket) -> bool:
-        """Free a payload that is not needed, for every rank. False: it was gone."""
-        self.check(ticket)
-        return self._call(self.native.discard, ticket.slot, ticket.generation)
-
-    # --- the ring as the queue ------------------------------------------------------------------------
-    def claim(
-        self,
-        n: int = 1,
-        timeout_s: float = 0.0,
-        *,
-        rank: int = 0,
-        most_bytes: int | None = None,
-        oldest_version: int | None = None,
-        max_deliveries: int = 0,
-        consumer: str = "",
-        most_held_s: float = 0.0,
-    ) -> list[ClaimedPayload]:
-        """Up to ``n`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
-
-        A claim is this attachment's until it is consumed, released or discarded, or the process ends; then, unless it
-        was consumed or discarded, anybody may claim the payload again, at once.
-
-        Args:
-            most_bytes: of all together, unless the first one alone has more.
-            oldest_version: what was written under an older policy version is discarded, and counted as aged.
-            max_deliveries: what was claimed that often in vain is dead; 0: no limit.
-            consumer: names the claimer in reports of failures.
-            most_held_s: end others' claims that were not renewed for so long; their holders are refused. 0: never.
-        """
-        if n < 1:
-            raise UsageError(f"n={n}; a claim is of at least one payload")
-        if not 0 <= rank < MAX_READERS:
-            raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
-        held: list[_ring.ClaimId] = []
-        try:
-            claims = self._call(
-                self.native.claim,
-                n,
-                timeout_s,
-                rank=rank,
-                most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
-                oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
-                most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
-                consumer=consumer,
-                most_held_s=most_held_s,
-                into=held,
-            )
-            return [ClaimedPayload(self, claim) for claim in claims]
-        except BaseException:  # an interrupt may come when they are claimed already
-            for claim in held if not self.native.closed else ():
-                self.native.give_back(claim)
-            raise
-
-    def claim_batch(
-        self,
-        n: int,
-        timeout_s: float = 0.0,
-        *,
-        layout: BatchLayout = "list",
-        fill: complex | Mapping[str, complex] = 0,
-        pad_to: Literal["longest"] | int = "longest",
-        out: Mapping[str, Any] | None = None,
-        memory: str = "host",
-        most_memory: int | None = None,
-        verify: bool | None = None,
-        rank: int = 0,
-        most_bytes: int | None = None,
-        oldest_version: int | None = None,
-        max_deliveries: int = MAX_DELIVERIES,
-        consumer: str = "",
-        most_held_s: float = 0.0,
-    ) -> PayloadBatch:
-        """`claim`, as one batch; empty when nothing came in time. Each tensor is written where it belongs in one pass.
-
-        What arrives with wrong bytes is left out and may be claimed again, until ``max_deliveries``. The other
-        arguments are those of `claim`. Several rings together: `transport.ring.batches.claim_batch`.
-
-        Args:
-            layout: "list", payloads in their slots; "padded", (batch, longest, …); "packed", with `cu_seqlens`.
-            fill: behind the rows of a padded tensor; a number for all, or by name (0 where there is none).
-            pad_to: entries that a padded tensor has for each payload.
-            out: writable contiguous memory by name, larger than needed where you like: numpy, or what speaks DLPack
-                on the host, pinned memory included. Tensors without one get pooled memory.
-            memory: where the arrays of a padded or packed batch are: "host" (numpy), "pinned" (numpy over page-locked
-                memory), "cupy" or "torch" (on the device; "cupy:1" for the second). A stream that is current where
-                ``batch[name]`` is looked at waits for their arrival; this call does not.
-            most_memory: bytes that these arrays may take together.
-            verify: the checksums; default True but for "list", whose bytes are not read here.
-
-        Raises:
-            SchemaError: the ring was attached to without its schema, or ``fill`` or ``out`` name no tensor of it.
-            UsageError: another argument makes no sense.
-            BufferUnsuitableError: ``out`` does not fit, or the device's library lacks a dtype.
-            BatchTooLargeError: a payload is longer than ``pad_to``, there are more entries than int32 counts, or the
-                arrays need more than ``most_memory``, or more than there is.
-            MissingDependencyError: ``memory`` needs a package or a device that is not here. Whatever is raised, no
-                payload stays claimed.
-        """
-        return claim_batch(
-            [self],
-            n,
-            timeout_s,
-            layout=layout,
-            fill=fill,
-            pad_to=pad_to,
-            out=out,
-            memory=memory,
-            most_memory=most_memory,
-            verify=verify,
-            rank=rank,
-            most_bytes=most_bytes,
-            oldest_version=oldest_version,
-            max_deliveries=max_deliveries,
-            consumer=consumer,
-            most_held_s=most_held_s,
-        )
-
-    def consume(self, claims: Sequence[ClaimedPayload], *, keep_memory: bool = False) -> list[ClaimedPayload]:
-        """Say that these were used, in one call; returns those that were still this attachment's, and only those count.
-
-        With ``keep_memory`` what is returned stays in its slot until each is let go (`ClaimedPayload.let_go`).
-        """
-        accepted = self._call(self.native.finish_all, [claim.id for claim in claims], keep_memory)
-        return [claim for claim, held in zip(claims, accepted, strict=True) if held]
 
     # --- looking and tidying ----------------------------------------------------------------------------
     def get_ready_count(self) -> int:

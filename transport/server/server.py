@@ -232,7 +232,8 @@ class _Processes:
         self._config = SupervisorConfig(ports=ports, listener=config, after_writer=after_writer)
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = threading.Event()
-        self._spawning = threading.RLock()  # Invariant: no process is spawned after stop() has begun
+        # Invariant: no process is spawned after stop() has begun. Held while one is spawned, not until it has reported.
+        self._spawning = threading.RLock()
         self._watcher: threading.Thread | None = None
         self._starting: threading.Thread | None = None
 
@@ -313,14 +314,11 @@ class _Processes:
             if self._stopping.wait(pause_s):
                 return
             log.warning("the supervisor ended with status %d; restarting it", status)
-            with self._spawning:
-                if self._stopping.is_set():
-                    return
-                try:
-                    report = self._spawn()
-                except (OSError, msgspec.MsgspecError) as error:  # cannot start a process now; tried again
-                    report = SupervisorReport(error=type(error).__name__, message=str(error))
-            if report.error:
+            try:
+                report = self._spawn()
+            except (OSError, msgspec.MsgspecError) as error:  # cannot start a process now; tried again
+                report = SupervisorReport(error=type(error).__name__, message=str(error))
+            if report.error and not self._stopping.is_set():  # else `stop` has ended it
                 log.error("the supervisor did not start: %s: %s", report.error, report.message)
 
     def stop(self) -> None:
