@@ -8,7 +8,7 @@ import sys
 import pytest
 
 FORKED_WHILE_LOADING = """
-import os, sys, threading
+import os, signal, sys, threading
 from transport.wire.ucx import engine, library
 
 loading = threading.Event()
@@ -25,6 +25,7 @@ thread.start()
 loading.wait()
 child = os.fork()
 if child == 0:
+    signal.alarm(30)  # one that hangs does not outlive the test
     engine()
     os._exit(0)
 thread.join()
