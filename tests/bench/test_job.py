@@ -77,8 +77,8 @@ def test_the_window_has_room_for_four_payloads_and_bounded_memory(size: int) -> 
     ("arguments", "message"),
     [
         (
-            ["--queue", "rings", "--wire", "tcp"],
-            "--queue rings --wire tcp: not in this version; with rings choose mapped",
+            ["--queue", "rings", "--wire", "tcp", "--layout", "packed"],
+            "--layout packed --wire tcp: batches over a wire are lists",
         ),
         (["--queue", "kafka"], "--queue kafka: choose some of rings, sqlite, redis"),
         (["--queue", "sqlite", "--layout", "packed"], "--queue sqlite --layout packed: batches of sqlite are lists"),
@@ -136,7 +136,7 @@ def test_every_peers_script_has_what_the_harness_calls() -> None:
 
 def test_a_queue_is_measured_over_the_wires_that_its_payloads_take() -> None:
     found = plan.cases([4096], ["rings", "sqlite"], ["mapped", "tcp"], "list", [], 1, 1, 32, idle=False)
-    assert [each.name for each in found] == ["rings, mapped", "sqlite, mapped", "sqlite, tcp"]
+    assert [each.name for each in found] == ["rings, mapped", "rings, tcp", "sqlite, mapped", "sqlite, tcp"]
 
 
 # --- work -----------------------------------------------------------------------------------------
@@ -307,8 +307,9 @@ def test_a_lost_payload_of_ours_is_a_failure(
     assert "rings, mapped, 4096 bytes: 3 payloads lost, 1 came twice" in capsys.readouterr().err
 
 
-def test_two_writers_rings_hand_their_payloads_to_two_trainers() -> None:
-    found = driver.measure(case(queue="rings", writers=2, trainers=2), 0.05)
+@pytest.mark.parametrize("wire", ["mapped", "tcp", "shm"])
+def test_two_writers_rings_hand_their_payloads_to_two_trainers(wire: str) -> None:
+    found = driver.measure(case(queue="rings", wire=wire, writers=2, trainers=2), 0.05)
     assert (found.lost, found.duplicated) == (0, 0)
 
 

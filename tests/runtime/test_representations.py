@@ -20,6 +20,7 @@ from transport.errors import MissingDependencyError
 from transport.packer.mixin import FetchedBatch, FetchedItem
 from transport.packer.options import ClientOptions, ServerOptions
 from transport.queue import Claim, QueuedTicket
+from transport.queue.base import Came
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.ticket import Ticket
@@ -41,6 +42,7 @@ CLAIM = Claim("ring/3/9", TICKET.encode(), 0, 1, f"7:1:{WORD}")
 RECORDS = [
     CLAIM,
     QueuedTicket("ring/3/9", TICKET.encode()),
+    Came("tcp", TICKET.encode()),
     FetchedItem(TICKET, CLAIM),
     FetchedBatch([FetchedItem(TICKET, CLAIM)]),
     Entry(TICKET.encode(), 4),

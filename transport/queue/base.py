@@ -113,6 +113,7 @@ class Failure(msgspec.Struct, frozen=True):
     reason: str
 
 
+@hiding("data")
 class Came(NamedTuple):
     """The bytes of a payload that came with its claim, and what carried them. The claim's end acknowledges it."""
 

@@ -103,9 +103,11 @@ class FoundElsewhere:
     def rank(self, rank: int) -> _Rank:
         """The demands of a rank, from the first call on."""
         known = self._ranks.get(rank)
-        if known is not None:
+        if known is not None and self._thread is not None and not self._thread.closed:
             return known
         with self._starting:
+            if self._thread is not None and self._thread.closed:
+                raise ClosedError("a forked child does not have its parent's connections; open the queue in the child")
             known = self._ranks.get(rank)
             if known is None:
                 if self._closed:

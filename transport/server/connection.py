@@ -218,7 +218,7 @@ class Connection:
         if ended < 0:
             log.warning("%r: client stopped receiving; closing the connection", self)
             self.close()
-        else:
+        elif ended > 0:  # none of a holder of claims that says that it is alive
             log.warning("%r: %d payloads not acknowledged in time; they are READY again", self, ended)
 
     def close(self) -> None:
