@@ -69,13 +69,6 @@ class SharedRingBuffer(RingReading):
         readers: int = 1,
         metadata: Mapping[str, Any] | None = None,
         policy_version: int | None = None,
-class Unread(NamedTuple):
-    """A payload that is not consumed by all of its ranks: its ticket, and the version that its writer gave."""
-
-    ticket: Ticket
-    policy_version: int | None
-
-
         deadline_s: float | None = None,
         timeout_s: float | None = None,
         casting: Literal["safe", "same_kind", "unsafe"] = "safe",

@@ -178,6 +178,8 @@ class RingReading(RingLife):
         fill: complex | Mapping[str, complex] = 0,
         pad_to: Literal["longest"] | int = "longest",
         out: Mapping[str, Any] | None = None,
+        memory: str = "host",
+        most_memory: int | None = None,
         verify: bool | None = None,
         rank: int = 0,
         most_bytes: int | None = None,
