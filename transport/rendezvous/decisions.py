@@ -64,6 +64,8 @@ class Close(NamedTuple):
     message: str
 
 
+_MOST_NAMED = 4
+
 Act: TypeAlias = Complete | OpenNext | Close
 Rule: TypeAlias = Callable[[Snapshot, Rules], Act | None]
 
@@ -142,6 +144,15 @@ def _growing(snapshot: Snapshot, rules: Rules) -> Act | None:
     if any(seat.status is Status.DONE for seat in _current(snapshot)):
         return None  # the work is ending; a new round would begin it again
     return OpenNext(f"{', '.join(newcomers)} joined: more ranks than {len(snapshot.active)} are possible")
+
+
+def without(before: Sequence[Peer], now: Sequence[Seat], why: str) -> str:
+    """For the reason of a round: the members that had a rank and have none now, unless ``why`` names them."""
+    here = {seat.member for seat in now}
+    lost = [(rank, peer) for rank, peer in enumerate(before) if peer.member not in here]
+    gone = [f"rank {rank} ({peer.member})" for rank, peer in lost if peer.member not in why]
+    shown = ", ".join(gone[:_MOST_NAMED]) + (f" and {len(gone) - _MOST_NAMED} more" if gone[_MOST_NAMED:] else "")
+    return f"; without {shown}" if gone else ""
 
 
 def _reopen(snapshot: Snapshot, rules: Rules, why: str) -> Act:

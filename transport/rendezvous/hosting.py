@@ -14,7 +14,7 @@ import msgspec
 
 from transport.errors import StoreError, StoreUnsuitableError
 from transport.rendezvous.closing import closed
-from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide
+from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide, without
 from transport.rendezvous.records import (
     Closing,
     Keys,
@@ -190,7 +190,8 @@ class Hosting:
         current = snapshot.round
         match act:
             case Complete(placement):
-                after = msgspec.structs.replace(current, phase=Phase.RUNNING)
+                why = current.why + without(snapshot.active, placement.active, current.why)
+                after = msgspec.structs.replace(current, phase=Phase.RUNNING, why=why)
                 changes = self._places(current.number, placement.active, placement.standby)
             case OpenNext(why):
                 number = current.number + 1
