@@ -18,6 +18,7 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -143,8 +144,13 @@ def _signalled(number: signal.Signals) -> Callable[[Setup, Agents], None]:
 def _restarted(setup: Setup, agents: Agents) -> None:
     if setup.process is not None:
         setup.kill_store()
-        time.sleep(1.0)
+        time.sleep(2.0)
         setup.start_store()
+    else:
+        with contextlib.closing(sqlite3.connect(setup.folder / "store.sqlite3", isolation_level=None)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            time.sleep(2.0)
+            other.execute("ROLLBACK")
     time.sleep(3.0)
 
 
@@ -158,7 +164,7 @@ CASES = (
     Case("sigstop", "an agent stopped for longer than its lease", "2", "ab", "c", _signalled(signal.SIGSTOP), "ac"),
     Case("late", "one more node comes, 1 to 3 nodes", "1:3", "ab", "", lambda setup, agents: agents.start("c"), "abc"),
     Case("closed", "the run is closed from outside", "2", "ab", "c", lambda s, a: s.close_run(), stop=False),
-    Case("restart", "the store is killed, and back after 1 s", "2", "ab", "c", _restarted),
+    Case("restart", "the store is killed, or locked, for 2 s", "2", "ab", "c", _restarted),
     Case("store", "the store is lost for good", "2", "ab", "c", lambda setup, agents: setup.kill_store(), stop=False),
 )
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any, NoReturn
@@ -48,7 +50,6 @@ log = logging.getLogger(__name__)
 
 _BARRIER = getattr(agent_api, "_TERMINAL_STATE_SYNC_ID", "torchelastic/agent/terminal_state")
 _TRIES = 3  # rounds in which rank 0 cannot be reached, until this agent gives up
-_SLICE_S = 0.5
 _CONNECT_S = 30.0
 _AGENT_S = 300.0  # torch's own time limit of a store
 
@@ -79,15 +80,49 @@ def _open(options: Options) -> Store:
     return SQLiteStore(options.url.path)
 
 
-class RoundStore:
-    """The store of one round for torch's agent. Its exit barrier is the run's end, for which `shutdown` waits."""
+def _wait(store: dist.Store, keys: Sequence[str], agents: int, still: Callable[[], bool]) -> bool:
+    """Whether the keys are in the store, waited for while ``still``. A wait with a time limit would make torch warn."""
+    while still():
+        if store.check(list(keys)):
+            return True
+        time.sleep(min(max(agents / 2000, 0.05), 1.0))  # so that rank 0 has at most 2000 questions a second
+    return False
 
-    def __init__(self, store: dist.Store, member: BlockingRendezvous) -> None:
+
+class RoundStore:
+    """The store of one round for torch's agent. Its exit barrier is the run's end, for which `shutdown` waits.
+
+    torch's agents exchange their ranks in it, and fail if one of them dies meanwhile. Here the exchange ends with the
+    round instead: the agent gets ranks that are not right, and `num_nodes_waiting` makes it stop its workers at once.
+    """
+
+    def __init__(self, store: dist.Store, member: BlockingRendezvous, place: Place) -> None:
         self._store = store
         self._member = member
+        self._place = place
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """As of the store."""
+        try:
+            self._store.set(key, value)
+        except dist.DistNetworkError as error:
+            self._lost(error)
+
+    def get(self, key: str) -> bytes:
+        """As of the store; invented ranks if the round is over."""
+        if self._there([key]):
+            return bytes(self._store.get(key))
+        rank, size = self._place.rank, self._place.size
+        return json.dumps([rank, size, rank, size]).encode()
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """As of the store; this agent's own value for all that are missing when the round is over."""
+        if self._there(keys):
+            return [bytes(value) for value in self._store.multi_get(list(keys))]
+        return [bytes(self._store.get(keys[self._place.rank]))] * len(keys)
 
     def add(self, key: str, amount: int) -> int:
         """As of the store. Whoever enters the exit barrier has workers that are done."""
@@ -100,6 +135,19 @@ class RoundStore:
         """As of the store."""
         if not any(key.startswith(_BARRIER) for key in keys):
             self._store.wait(list(keys), *timeout)
+
+    def _there(self, keys: Sequence[str]) -> bool:
+        """Wait for the keys; False if the round ends before."""
+        try:
+            return _wait(self._store, keys, self._place.size, lambda: self._member.in_round)
+        except dist.DistNetworkError as error:
+            self._lost(error)
+            return False
+
+    def _lost(self, error: Exception) -> None:
+        """Rank 0's agent is gone, and its store with it: the round cannot go on."""
+        self._member.restart(f"lost the connection to rank 0 at {self._place.leader}: {str(error).splitlines()[0]}")
+        self._member.wait_over()
 
 
 class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch is not installed for mypy
@@ -200,7 +248,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
             if store is not None:
                 host, _, port = found.leader.rpartition(":")
                 info = RendezvousStoreInfo(host, int(port))
-                return RendezvousInfo(RoundStore(store, self._member), found.rank, found.size, info)
+                return RendezvousInfo(RoundStore(store, self._member, found), found.rank, found.size, info)
 
     def _join(self) -> Place | Closing:
         self._server = None  # the workers that used it have been stopped
@@ -219,14 +267,12 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
         store.set_timeout(timedelta(seconds=_AGENT_S))
         if store.add("transport/here", 1) == place.size:
             store.set("transport/all", "")
-        while self._member.in_round:
-            with contextlib.suppress(dist.DistStoreError):
-                store.wait(["transport/all"], timedelta(seconds=_SLICE_S))
-                if place.round > 1:
-                    why = self._member.view.why
-                    log.warning("run %s: round %d, %d agents: %s", self._options.run, place.round, place.size, why)
-                return store
-        return None
+        if not _wait(store, ["transport/all"], place.size, lambda: self._member.in_round):
+            return None
+        if place.round > 1:
+            why = self._member.view.why
+            log.warning("run %s: round %d, %d agents: %s", self._options.run, place.round, place.size, why)
+        return store
 
     # --- the end ----------------------------------------------------------------------------------------
     def _finish(self) -> None:
