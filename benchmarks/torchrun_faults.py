@@ -2,11 +2,11 @@
 
     build/adapters-env/bin/python benchmarks/torchrun_faults.py [--only NAME,…] [--backends c10d,c10d-own,redis,sqlite]
 
-Prints a Markdown table. Each case starts real agents with one gloo worker each, which all-reduce and check the sum, and
-then does what the row says. The seconds run from there to the first line of the last worker of the next round, before
-it imports torch. All have --max-restarts=3, and their own defaults for all times. The store of c10d is in a process of
-its own, so that no agent's death is the store's. The backend `c10d-own` is c10d with
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: workers have a store of their own for each round.
+Prints two Markdown tables: seconds and exit codes, and what the operator sees. Each case starts real agents with one
+gloo worker each, which all-reduce and check the sum, and then does what the row says. The seconds run from there to the
+first line of the last worker of the next round, before it imports torch. All have --max-restarts=3, and their own
+defaults for all times. The store of c10d is in a process of its own, so that no agent's death is the store's. The
+backend `c10d-own` is c10d with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: workers have a store of their own for each round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -222,17 +222,30 @@ def _sees(agents: Agents) -> str:
     return f"{last[:140]}" + (f" ({trace} lines of tracebacks)" if trace else "")
 
 
+def tables(found: Mapping[tuple[str, str], Outcome], backends: Sequence[str]) -> str:
+    """What was found, by title and backend: seconds and exit codes, then what the operator sees."""
+    titles = [case.title for case in CASES if any((case.title, backend) in found for backend in backends)]
+    empty = Outcome("not run", "", "not run")
+    parts = []
+    for cell in (lambda each: f"{each.seconds}; {each.codes}".strip("; ").removeprefix("-; "), lambda each: each.sees):
+        rows = [[title, *(cell(found.get((title, backend), empty)) for backend in backends)] for title in titles]
+        head = [["what happens", *backends], ["---"] * (len(backends) + 1)]
+        parts.append("\n".join("| " + " | ".join(row) + " |" for row in head + rows))
+    return "\n\n".join(parts)
+
+
 def main() -> None:
-    """The table."""
-    arguments = argparse.ArgumentParser(description=__doc__)
+    """Rows as they come on stderr, the tables at the end."""
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--only", default=",".join(case.name for case in CASES))
     arguments.add_argument("--backends", default="c10d,c10d-own,redis,sqlite")
     chosen = arguments.parse_args()
-    print("| what happens | backend | next round | exit codes | the operator sees |\n|---|---|---|---|---|", flush=True)
+    backends, found = chosen.backends.split(","), {}
     for case in CASES:
-        for backend in chosen.backends.split(",") if case.name in chosen.only.split(",") else ():
-            found = measure(case, backend)
-            print(f"| {case.title} | {backend} | {found.seconds} | {found.codes} | {found.sees} |", flush=True)
+        for backend in backends if case.name in chosen.only.split(",") else ():
+            found[case.title, backend] = outcome = measure(case, backend)
+            print(f"| {case.title} | {backend} | {' | '.join(outcome)} |", file=sys.stderr, flush=True)
+    print(tables(found, backends))
 
 
 if __name__ == "__main__":

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from transport.adapters.torchrun import get_handler
-from transport.adapters.torchrun_options import check_torch, ended, options_of, own_address, run_name, verdict, where_of
+from transport.adapters.torchrun_options import (
+    BACKEND,
+    check_torch,
+    ended,
+    options_of,
+    own_address,
+    run_name,
+    verdict,
+    where_of,
+)
 from transport.errors import ConfigurationError, MissingDependencyError
 from transport.rendezvous.records import Closing, Reason
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
@@ -114,8 +125,11 @@ def test_a_torch_that_does_not_fit_is_named_with_those_that_do() -> None:
         check_torch(old.__getitem__)
 
 
-def test_registering_imports_nothing_of_torch() -> None:
-    assert callable(get_handler())
+def test_the_entry_point_leads_to_a_function_that_imports_nothing() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["torchrun.handlers"] == {BACKEND: "transport.adapters.torchrun:get_handler"}
+    code = "import sys, transport.adapters.torchrun as t; t.get_handler(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
 
 
 def test_a_run_that_ended_before_names_the_way_out() -> None:
