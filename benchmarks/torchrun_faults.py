@@ -208,7 +208,7 @@ def _code(agents: Agents, node: str) -> str:
     try:
         return str(agents.running[node].wait(WITHIN_S))
     except subprocess.TimeoutExpired:
-        return "hangs"
+        return "still-runs"
 
 
 def _sees(agents: Agents) -> str:
