@@ -10,6 +10,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -36,13 +37,15 @@ who = st.integers(0, 7)
 
 
 class RunOfMembers(RuleBasedStateMachine):
+    the_rules = RULES
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
 
     @initialize(count=st.integers(1, 5), archive=st.booleans())
     def begin(self, count: int, archive: bool) -> None:
-        self.simulated = SimulatedRun(Path(self.folder.name) if archive else None, RULES)
+        self.simulated = SimulatedRun(Path(self.folder.name) if archive else None, self.the_rules)
         self.emptied = False
         self.asked: set[Reason] = set()
         self.simulated.joined(count)
@@ -217,5 +220,12 @@ class RunOfMembers(RuleBasedStateMachine):
         simulated.store.close()
 
 
+class ElasticRun(RunOfMembers):
+    """With the rules of launchers that restart their work by themselves."""
+
+    the_rules = msgspec.structs.replace(RULES, least=1, grow=True, settle_s=1.0, done_stays=True)
+
+
 TestRunOfMembers = RunOfMembers.TestCase
-TestRunOfMembers.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestElasticRun = ElasticRun.TestCase
+TestRunOfMembers.settings = TestElasticRun.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)

@@ -162,3 +162,17 @@ def test_a_forked_child_and_its_parent_use_the_store(path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         assert found[0].value == b"the child's"
         assert store.add("n") == 1
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+def test_a_file_that_is_removed_while_it_is_in_use_is_refused(tmp_path: Path, replaced: bool) -> None:
+    """Processes that have it open would go on among themselves, and new ones would begin another file."""
+    path = tmp_path / "store.sqlite3"
+    with SQLiteStore(path) as store:
+        store.put("a", b"1")
+        for file in tmp_path.glob("store.sqlite3*"):
+            file.unlink()
+        if replaced:
+            SQLiteStore(path).close()
+        with pytest.raises(StoreUnsuitableError, match="was removed while it was in use; restart every process of it"):
+            store.put("a", b"2")

@@ -5,11 +5,15 @@ has an old snapshot therefore changes nothing.
 
     phase     first condition that holds                          decision
     open      `most` members joined, none of the last is missing  complete the round
+              `least` joined, none that is known is missing,
+              settle_s is over; not in the first round            complete the round
               `least` members joined, last_call_s is over         complete the round
               fewer than `least` joined within join_timeout_s     close: failure
     running   all members with a rank are done                    close: success
               a member with a rank is gone or asks for a restart  open the next round; after most_rounds close: failure
               the roster is missing                               the same
+              fewer than `most` have a rank, a spare waits,
+              `grow` is set, and nobody is done                   open the next round; after most_rounds nothing
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ class Snapshot(NamedTuple):
         active: members with a rank, in the order of ranks: of this round if it runs, else of the previous round.
         returning: members of ``active`` whose leases of the previous round still run, while this round is open.
         open_s: seconds for which this host has seen the round open.
+        waiting: members that wait as spares, where the rules need to know them. Some may have joined meanwhile.
     """
 
     round: Round
@@ -37,6 +42,7 @@ class Snapshot(NamedTuple):
     active: Sequence[Peer] = ()
     returning: frozenset[str] = frozenset()
     open_s: float = 0.0
+    waiting: frozenset[str] = frozenset()
 
 
 class Complete(NamedTuple):
@@ -57,6 +63,8 @@ class Close(NamedTuple):
     reason: Reason
     message: str
 
+
+_MOST_NAMED = 4
 
 Act: TypeAlias = Complete | OpenNext | Close
 Rule: TypeAlias = Callable[[Snapshot, Rules], Act | None]
@@ -83,6 +91,14 @@ def _full(snapshot: Snapshot, rules: Rules) -> Act | None:
     seats = _current(snapshot)
     missing = snapshot.returning - {seat.member for seat in seats}
     return _complete(snapshot, seats) if len(seats) >= snapshot.round.most and not missing else None
+
+
+def _settled(snapshot: Snapshot, rules: Rules) -> Act | None:
+    if rules.settle_s is None or snapshot.round.number == 1 or snapshot.open_s < rules.settle_s:
+        return None  # of the first round nobody knows who will come
+    seats = _current(snapshot)
+    missing = (snapshot.returning | snapshot.waiting) - {seat.member for seat in seats}
+    return _complete(snapshot, seats) if len(seats) >= snapshot.round.least and not missing else None
 
 
 def _last_call_over(snapshot: Snapshot, rules: Rules) -> Act | None:
@@ -120,6 +136,25 @@ def _broken(snapshot: Snapshot, rules: Rules) -> Act | None:
     return None
 
 
+def _growing(snapshot: Snapshot, rules: Rules) -> Act | None:
+    newcomers = sorted(snapshot.waiting - {peer.member for peer in snapshot.active})
+    last = rules.most_rounds is not None and snapshot.round.number >= rules.most_rounds
+    if not rules.grow or last or not newcomers or len(snapshot.active) >= snapshot.round.most:
+        return None
+    if any(seat.status is Status.DONE for seat in _current(snapshot)):
+        return None  # the work is ending; a new round would begin it again
+    return OpenNext(f"{', '.join(newcomers)} joined: more ranks than {len(snapshot.active)} are possible")
+
+
+def without(before: Sequence[Peer], now: Sequence[Seat], why: str) -> str:
+    """For the reason of a round: the members that had a rank and have none now, unless ``why`` names them."""
+    here = {seat.member for seat in now}
+    lost = [(rank, peer) for rank, peer in enumerate(before) if peer.member not in here]
+    gone = [f"rank {rank} ({peer.member})" for rank, peer in lost if peer.member not in why]
+    shown = ", ".join(gone[:_MOST_NAMED]) + (f" and {len(gone) - _MOST_NAMED} more" if gone[_MOST_NAMED:] else "")
+    return f"; without {shown}" if gone else ""
+
+
 def _reopen(snapshot: Snapshot, rules: Rules, why: str) -> Act:
     if rules.most_rounds is not None and snapshot.round.number >= rules.most_rounds:
         return Close(Reason.FAILURE, f"{why}; round {snapshot.round.number} was the last of {rules.most_rounds} rounds")
@@ -128,8 +163,10 @@ def _reopen(snapshot: Snapshot, rules: Rules, why: str) -> Act:
 
 TABLE: tuple[tuple[Phase, Rule], ...] = (
     (Phase.OPEN, _full),
+    (Phase.OPEN, _settled),
     (Phase.OPEN, _last_call_over),
     (Phase.OPEN, _overdue),
     (Phase.RUNNING, _all_done),
     (Phase.RUNNING, _broken),
+    (Phase.RUNNING, _growing),
 )

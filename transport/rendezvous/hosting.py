@@ -14,8 +14,21 @@ import msgspec
 
 from transport.errors import StoreError, StoreUnsuitableError
 from transport.rendezvous.closing import closed
-from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide
-from transport.rendezvous.records import Closing, Keys, Peer, Phase, Place, Role, Roster, Round, Seat, decode, encode
+from transport.rendezvous.decisions import Act, Close, Complete, OpenNext, Snapshot, decide, without
+from transport.rendezvous.records import (
+    Closing,
+    Keys,
+    Peer,
+    Phase,
+    Place,
+    Role,
+    Roster,
+    Round,
+    Seat,
+    Status,
+    decode,
+    encode,
+)
 from transport.rendezvous.rules import Rules
 from transport.store.base import ABSENT, Change, Entry, Store
 
@@ -89,6 +102,13 @@ class Hosting:
         if version != ABSENT:
             self._store.compare_and_set(self._keys.host, None, version)
 
+    def hand_over(self, now: float) -> Closing | None:
+        """Decide once more, now that this member's seat is gone, and resign: others need not find out. StoreError."""
+        try:
+            return self.duty(now) if self.version != ABSENT else None
+        finally:
+            self.resign()
+
     # --- the host's work ------------------------------------------------------------------------------
     def duty(self, now: float) -> Closing | None:
         """Read a snapshot, decide and write; returns the closing if that closed the run. Raises StoreError."""
@@ -127,9 +147,11 @@ class Hosting:
                 taken = now_taken  # another member joined meanwhile; include it
                 continue
             returning = frozenset(
-                peer.member for peer, seat in zip(before, there, strict=True) if _sits(peer, seat, current.number - 1)
+                peer.member
+                for peer, seat in zip(before, there, strict=True)
+                if _sits(peer, seat, current.number - 1) and not self._ended(seat)
             )
-            return Snapshot(current, _seats(here), before, returning, open_s), first.version
+            return Snapshot(current, _seats(here), before, returning, open_s, self._waiting()), first.version
         return None
 
     def _everybody(self, current: Round) -> tuple[Snapshot, int] | None:
@@ -141,7 +163,18 @@ class Hosting:
         first = entries[0]
         if first is None:
             return None
-        return Snapshot(current, _seats(entries[1:]), peers), first.version
+        waiting = self._waiting() if len(peers) < current.most else frozenset()
+        return Snapshot(current, _seats(entries[1:]), peers, waiting=waiting), first.version
+
+    def _waiting(self) -> frozenset[str]:
+        """Names of the spares; read after the round, so a decision that depends on them may be late, but not wrong."""
+        if not self._rules.grow:
+            return frozenset()
+        return frozenset(key.removeprefix(self._keys.waiting) for key in self._store.scan(self._keys.waiting))
+
+    def _ended(self, entry: Entry | None) -> bool:
+        """Whether the seat is of a member that is done and does not come back."""
+        return self._rules.done_stays and entry is not None and decode(Seat, "seat", entry).status is Status.DONE
 
     def _peers(self, number: int) -> tuple[Peer, ...]:
         if number < 1:
@@ -157,7 +190,8 @@ class Hosting:
         current = snapshot.round
         match act:
             case Complete(placement):
-                after = msgspec.structs.replace(current, phase=Phase.RUNNING)
+                why = current.why + without(snapshot.active, placement.active, current.why)
+                after = msgspec.structs.replace(current, phase=Phase.RUNNING, why=why)
                 changes = self._places(current.number, placement.active, placement.standby)
             case OpenNext(why):
                 number = current.number + 1

@@ -1,7 +1,8 @@
-"""The records of a run in the store: five kinds, and their keys.
+"""The records of a run in the store: six kinds, and their keys.
 
     RUN/round           Round: the state of the run; written by compare-and-set only
     RUN/host            lease of the host, with the term it was won for
+    RUN/waiting/NAME    name of a member that waits as a spare, under a lease; only where a newcomer may end a round
     RUN/7/slots         counter: the last slot taken in round 7
     RUN/7/seat/0        Seat: who took slot 0 of round 7, under a lease that its heartbeat renews
     RUN/7/place/0       Place: rank or standby, written when the round is complete
@@ -85,12 +86,17 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """A member in a round. ``address`` is the address that others reach it by."""
+    """A member in a round.
+
+    ``address`` is the address that others reach it by. ``where`` is its position in the network, a path such as
+    ``pod1/rack3/host7``; members with similar paths get neighbouring ranks.
+    """
 
     round: Count
     slot: Count
     member: Name
     address: Text = ""
+    where: Text = ""
     status: Status = Status.HERE
     message: Text = ""
 
@@ -158,6 +164,11 @@ class Keys:
     def of_round(self, number: int) -> str:
         """What all keys of a round begin with."""
         return f"{self.run}/{number}/"
+
+    @property
+    def waiting(self) -> str:
+        """What the keys of all waiting spares begin with."""
+        return f"{self.run}/waiting/"
 
     def slots(self, number: int) -> str:
         """Counter of slots taken."""

@@ -13,31 +13,21 @@ It has its own thread, so that a blocked event loop does not end the member's le
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import secrets
-import socket
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from transport.errors import ClosedError, RunLostError, StoreError, UsageError
+from transport.errors import ClosedError, RunLostError, UsageError
 from transport.rendezvous.archive import Archive
+from transport.rendezvous.living import live, own_name
 from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
 from transport.store.base import Store
 
-log = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
-
-
-def own_name() -> str:
-    """A name that no other member has: host, process, and a random part."""
-    return f"{socket.gethostname()[:64]}:{os.getpid()}:{secrets.token_hex(4)}"
 
 
 class Rendezvous:
@@ -49,6 +39,7 @@ class Rendezvous:
         rules: the same for all members.
         archive: a file that the run's end is also written to; best the same file for all members.
         address: the address that others reach this member by; they find it in `roster`.
+        where: its position in the network, such as "pod1/rack3/host7"; ranks of members that have one follow it.
         member: a name that no other member has; default: a new one.
 
     Waits raise RunLostError if the store is unavailable for ``store_patience_s`` or no longer has the run, and the
@@ -64,10 +55,13 @@ class Rendezvous:
         *,
         archive: Archive | None = None,
         address: str = "",
+        where: str = "",
         member: str | None = None,
     ) -> None:
         self._store = store
-        self._session = Session(store, run, member or own_name(), rules or Rules(), address=address, archive=archive)
+        self._session = Session(
+            store, run, member or own_name(), rules or Rules(), address=address, where=where, archive=archive
+        )
         self._view = self._session.view
         self._failure: Exception | None = None
         self._stopping = threading.Event()
@@ -185,24 +179,9 @@ class Rendezvous:
             self._thread.join()
 
     def _live(self) -> None:
-        session = self._session
         try:
-            while not self._stopping.is_set():
-                session.step()
-                self._tell(self._publish)
-                if session.view.state is State.ENDED:
-                    self._stopping.wait()
-                    break
-                try:
-                    self._store.watch(session.keys.round, session.version, session.wait_s())
-                except StoreError:
-                    self._stopping.wait(session.rules.poll_s)  # the next step handles the error
-            try:
-                session.leave()
-            except StoreError as error:
-                log.debug("%r left without giving up its leases, which will end: %s", session, error)
+            live(self._session, self._store, self._stopping, lambda: self._tell(self._publish))
         except Exception as error:  # raised in waiting calls
-            log.debug("%r failed", session, exc_info=True)
             self._failure = error
         finally:
             self._tell(self._publish)

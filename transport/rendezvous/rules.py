@@ -33,6 +33,10 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         last_call_s: how long a round waits for members of the previous one, and for more than ``least`` members.
         store_patience_s: a store that is unavailable for so long is lost.
         most_rounds: the run fails instead of opening one more round; None: no limit.
+        grow: a spare ends a round that has fewer than ``most`` members, so that the next one has it as well.
+        settle_s: a later round than the first closes its gate when no member is missing that is known to be alive, and
+            it has been open for so long. None: ``last_call_s`` counts in every round.
+        done_stays: work that was reported as done stays done when its member ends. Such a member does not come back.
     """
 
     least: int = 1
@@ -43,6 +47,9 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     last_call_s: float = 30.0
     store_patience_s: float = 60.0
     most_rounds: int | None = None
+    grow: bool = False
+    settle_s: float | None = None
+    done_stays: bool = False
     host_poll_least_s: float = 1.0
     host_poll_most_s: float = 5.0
     exit_codes: ExitCodes = ExitCodes()
@@ -71,6 +78,10 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         if not 0 <= self.last_call_s < self.join_timeout_s:
             raise ConfigurationError(
                 f"last_call_s={self.last_call_s}: give 0 <= last_call_s < join_timeout_s={self.join_timeout_s}"
+            )
+        if self.settle_s is not None and not 0 <= self.settle_s <= self.last_call_s:
+            raise ConfigurationError(
+                f"settle_s={self.settle_s}: give 0 <= settle_s <= last_call_s={self.last_call_s}, or None"
             )
         if self.host_poll_least_s > self.host_poll_most_s:
             raise ConfigurationError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
 import threading
 import time
@@ -21,6 +22,7 @@ import msgspec
 
 from transport.errors import JoinTimeoutError, RunLostError, StaleRoundError, StoreError, UsageError
 from transport.rendezvous.archive import Archive
+from transport.rendezvous.clock import ForwardClock
 from transport.rendezvous.closing import close_run, write_archive
 from transport.rendezvous.hosting import Hosting
 from transport.rendezvous.member_states import Event, Member, State
@@ -38,25 +40,10 @@ from transport.rendezvous.records import (
     encode,
 )
 from transport.rendezvous.rules import Rules
+from transport.rendezvous.waiting import Waiting
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
-
-
-class ForwardClock:
-    """Seconds by ``clock`` without its backward steps, which would extend every time limit. Thread-safe."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._read = self._now = clock()
-
-    def __call__(self) -> float:
-        with self._lock:
-            read = self._clock()
-            self._now += max(0.0, read - self._read)
-            self._read = read
-            return self._now
 
 
 class Look(NamedTuple):
@@ -68,12 +55,13 @@ class Look(NamedTuple):
 
 
 class View(NamedTuple):
-    """The state of a session at one moment."""
+    """The state of a session at one moment. ``why``: the reason for the round that was seen last."""
 
     state: State
     place: Place | None
     closing: Closing | None
     error: Exception | None
+    why: str = ""
 
 
 class Session:
@@ -82,6 +70,7 @@ class Session:
     Args:
         member: a name that no other member has or had.
         address: the address that others reach it by.
+        where: its position in the network, see `Seat`.
         clock: seconds; its backward steps are ignored.
     """
 
@@ -93,6 +82,7 @@ class Session:
         rules: Rules,
         *,
         address: str = "",
+        where: str = "",
         archive: Archive | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -103,11 +93,14 @@ class Session:
         self.error: Exception | None = None
         self._store = store
         self._address = address
+        self._where = where
+        self._why = ""
         self._archive = archive
         self._clock = clock = ForwardClock(clock)
         self._lock = threading.RLock()
         self._member = Member()
         self._hosting = Hosting(store, self.keys, self.name, rules)
+        self._waiting = Waiting(store, self.keys, self.name, rules)
         self._seat: Seat | None = None  # Invariant: as it stands in the store, while _seat_version is not ABSENT
         self._seat_version = ABSENT
         self._seat_until = 0.0  # by our clock, read before the store's, so that it is never later than the lease's end
@@ -123,7 +116,7 @@ class Session:
     @property
     def view(self) -> View:
         """As of the last step."""
-        return View(self._member.state, self._member.place, self._member.closing, self.error)
+        return View(self._member.state, self._member.place, self._member.closing, self.error, self._why)
 
     @property
     def ended(self) -> bool:
@@ -153,9 +146,10 @@ class Session:
         return min(max(min(beat, host), 0.0), self.rules.poll_s)
 
     # --- what a program asks for ---------------------------------------------------------------------
-    def join(self) -> None:
-        """Ask for a place in the next round."""
+    def join(self, address: str | None = None) -> None:
+        """Ask for a place in the next round. ``address`` replaces the address that others reach this member by."""
         with self._lock:
+            self._address = self._address if address is None else address
             self._give_up()
             if self._member.state is State.ACTIVE:
                 raise UsageError(
@@ -183,10 +177,13 @@ class Session:
             seat, self._seat = self._seat, None
             version, self._seat_version = self._seat_version, ABSENT
             try:
-                if seat is not None and version != ABSENT:
+                self._waiting.gone()
+                if seat is not None and version != ABSENT and not self._stays(seat):
                     self._store.compare_and_set(self.keys.seat(seat.round, seat.slot), None, version)
             finally:
-                self._hosting.resign()
+                closing = self._hosting.hand_over(self._clock())
+            if closing is not None:
+                write_archive(self._archive, closing)
 
     def close(self, reason: Reason, message: str = "") -> Closing:
         """Close the run, or return how it was already closed. On return the closing is in the store and the archive.
@@ -256,14 +253,15 @@ class Session:
         now = self._clock()
         if now - self._beaten_at < self.rules.beat_s:
             return
-        leases = dict(self._hosting.lease())
-        seat = self._seat
+        leases = {**self._hosting.lease(), **self._waiting.lease()}
+        seat = self._seat if self._seat is not None and not self._stays(self._seat) else None
         if seat is not None and self._seat_version != ABSENT:
             leases[self.keys.seat(seat.round, seat.slot)] = self._seat_version
         kept = self._store.renew(leases, self.rules.lease_s) if leases else set()
         self._beaten_at = now
         if self.keys.host not in kept:
             self._hosting.deposed()
+        self._waiting.renewed(kept)
         if seat is not None and self._seat_version != ABSENT:
             if self.keys.seat(seat.round, seat.slot) in kept:
                 self._seat_until = now + self.rules.lease_s
@@ -272,7 +270,7 @@ class Session:
 
     def _give_up(self) -> None:
         seat, version = self._seat, self._seat_version
-        if self._surrendered and seat is not None and version != ABSENT:
+        if self._surrendered and seat is not None and version != ABSENT and not self._stays(seat):
             self._seat_lost()
             with contextlib.suppress(StoreError):  # otherwise its lease ends
                 self._store.compare_and_set(self.keys.seat(seat.round, seat.slot), None, version)
@@ -294,6 +292,8 @@ class Session:
         if look.round is None:
             return
         now = self._clock()
+        self._why = look.round.why
+        self._waiting.show(member.state is State.SPARE)
         if member.state is State.TAKING:
             # The counter gives 1 first. A slot that is lost between these calls stays a hole.
             member.took(self._store.add(self.keys.slots(member.round)) - 1)
@@ -339,7 +339,7 @@ class Session:
     def _sit(self) -> None:
         member = self._member
         assert member.slot is not None  # SEATING
-        seat = Seat(round=member.round, slot=member.slot, member=self.name, address=self._address)
+        seat = Seat(round=member.round, slot=member.slot, member=self.name, address=self._address, where=self._where)
         begun = self._clock()
         key = self.keys.seat(seat.round, seat.slot)
         version = self._store.put(key, encode(seat), lease_s=self.rules.lease_s)
@@ -357,7 +357,8 @@ class Session:
         said = msgspec.structs.replace(seat, status=self._wanted, message=self._wanted_message[:4096])
         begun = self._clock()
         key = self.keys.seat(seat.round, seat.slot)
-        version = self._store.compare_and_set(key, encode(said), self._seat_version, lease_s=self.rules.lease_s)
+        lease_s = None if self._stays(said) else self.rules.lease_s
+        version = self._store.compare_and_set(key, encode(said), self._seat_version, lease_s=lease_s)
         if version is None:
             # The answer to an earlier try may have been lost; what stands there decides.
             entry = self._store.get(key)
@@ -365,7 +366,12 @@ class Session:
                 self._seat_lost()
                 return
             version = entry.version
-        self._seat, self._seat_version, self._seat_until = said, version, begun + self.rules.lease_s
+        until = math.inf if lease_s is None else begun + lease_s
+        self._seat, self._seat_version, self._seat_until = said, version, until
+
+    def _stays(self, seat: Seat) -> bool:
+        """Whether the seat has no lease, since what it reports stays true when its member ends."""
+        return self.rules.done_stays and seat.status is Status.DONE
 
     def _check_wait(self, now: float) -> None:
         """Time limit for an open round. Usually the host closes the run; this is for runs whose hosts fail in turn."""

@@ -7,6 +7,8 @@ It handles for its users:
   rely on locks that only the parent holds. So it is closed before a fork, and each side opens its own at its next use.
 * Times in the file are from the host's monotonic clock, so changes of the wall clock have no effect. After a reboot
   (another boot id) the statements of ``on_reboot`` may invalidate stored times.
+* Processes that have a removed file open would go on among themselves, where no other process finds them. So a write
+  looks whether the path still leads to the file, and refuses.
 """
 
 from __future__ import annotations
@@ -136,6 +138,7 @@ class Database:
         self._lock = threading.RLock()
         # Invariant: guarded by _lock; None while closed and throughout a fork.
         self._connection: sqlite3.Connection | None = None
+        self._file: tuple[int, int] | None = None  # device and inode of the file that is open
         self._closed = False
         with self._lock:
             self._opened()
@@ -156,6 +159,7 @@ class Database:
             self._refuse_reentry(connection)
             try:
                 self._begin(connection)
+                self._refuse_removed()
                 yield connection
                 connection.execute("COMMIT")
             except BaseException:
@@ -194,6 +198,12 @@ class Database:
                 "that interrupted a transaction of the same thread"
             )
 
+    def _refuse_removed(self) -> None:
+        if _identity(self.path) != self._file:
+            raise self._words.unsuitable(
+                f"the {self._words.what} {self.path} was removed while it was in use; restart every process of it"
+            )
+
     @property
     def closed(self) -> bool:
         """Whether ``close`` was called."""
@@ -220,7 +230,7 @@ class Database:
                 except BaseException:
                     connection.close()
                     raise
-                self._connection = connection
+                self._connection, self._file = connection, _identity(self.path)
         return self._connection
 
     def _disconnect(self) -> None:
@@ -312,6 +322,14 @@ class Database:
                 connection.execute(statement)
             connection.execute("UPDATE boot SET id = ?", (current,))
         connection.execute("COMMIT")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:

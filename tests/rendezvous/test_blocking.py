@@ -1,0 +1,126 @@
+"""The member for programs without an event loop, over the embedded store: threads of this process are its members."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import eventually
+
+from transport.errors import ClosedError, RunLostError
+from transport.rendezvous import Place, Reason, Role, Rules
+from transport.rendezvous.blocking import BlockingRendezvous
+from transport.rendezvous.member_states import State
+from transport.store import SQLiteStore
+
+RULES = Rules(
+    least=1, most=2, lease_s=2.0, poll_s=0.1, last_call_s=2.0, settle_s=0.2, host_poll_least_s=0.05, grow=True,
+    store_patience_s=1.0, done_stays=True,
+)  # fmt: skip
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[SQLiteStore]:
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        yield store
+
+
+def a_member(store: SQLiteStore, rules: Rules = RULES) -> BlockingRendezvous:
+    member = BlockingRendezvous(store, "run", rules)
+    member.start()
+    return member
+
+
+def joined(member: BlockingRendezvous, address: str = "here:1") -> tuple[threading.Thread, list[object]]:
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(member.join(address)))
+    thread.start()
+    return thread, found
+
+
+def test_a_run_from_the_first_rank_to_the_end(store: SQLiteStore) -> None:
+    member = a_member(store)
+    assert not member.in_round
+    place = member.join("one:1")
+    assert isinstance(place, Place)
+    assert (place.rank, place.size, place.leader) == (0, 1, "one:1")
+    assert member.in_round
+    member.restart("its worker failed")
+    place = member.join("one:2")
+    assert isinstance(place, Place)
+    assert (place.round, place.leader) == (2, "one:2")
+    assert "its worker failed" in member.view.why
+    member.done()
+    assert member.wait_closed().reason is Reason.SUCCESS
+    member.leave()
+
+
+def test_a_newcomer_and_a_member_that_leaves(store: SQLiteStore) -> None:
+    first = a_member(store)
+    first.join("one:1")
+    second = a_member(store)
+    thread, found = joined(second, "two:1")
+    eventually(lambda: not first.in_round)
+    assert first.join("one:2").size == 2
+    thread.join()
+    assert found[0].rank == 1
+    second.leave()
+    eventually(lambda: not first.in_round)
+    assert first.join("one:3").size == 1
+    assert first.close(Reason.SUCCESS, "enough").message == "enough"
+    first.leave()
+    with pytest.raises(ClosedError):
+        first.join("one:4")
+
+
+def test_a_spare_that_is_not_needed_learns_the_end(store: SQLiteStore) -> None:
+    rules = Rules(least=1, most=1, poll_s=0.1, host_poll_least_s=0.05)
+    first, spare = a_member(store, rules), a_member(store, rules)
+    first.join("one:1")
+    thread, found = joined(spare)
+    eventually(lambda: spare.view.state in (State.SPARE, State.STANDBY))
+    first.done()
+    thread.join()
+    assert found[0].reason is Reason.SUCCESS
+    late = a_member(store, rules)
+    assert late.view.closing.reason is Reason.SUCCESS
+    for each in (first, spare, late):
+        each.leave()
+
+
+def test_work_that_is_done_after_its_round_gives_the_seat_up(store: SQLiteStore) -> None:
+    first = a_member(store)
+    first.join("one:1")
+    second = a_member(store)
+    thread, _ = joined(second, "two:1")
+    eventually(lambda: not first.in_round)
+    first.done()  # too late for the round that it was done in
+    thread.join()
+    assert (second.view.place.role, second.view.place.size) == (Role.ACTIVE, 1)
+    second.done()
+    assert first.wait_closed().reason is Reason.SUCCESS
+    first.leave()
+    second.leave()
+
+
+def test_a_store_that_is_lost_ends_the_wait(tmp_path: Path) -> None:
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        member = a_member(store, Rules(least=2, poll_s=0.1))
+        thread_error: list[BaseException] = []
+
+        def join() -> None:
+            try:
+                member.join("one:1")
+            except (RunLostError, ClosedError) as error:
+                thread_error.append(error)
+
+        thread = threading.Thread(target=join)
+        thread.start()
+        eventually(lambda: member.view.state is State.SEATED)
+        for key in list(store.scan("")):
+            store.delete(key)
+        thread.join()
+        assert isinstance(thread_error[0], RunLostError)
+        member.leave()

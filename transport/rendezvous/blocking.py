@@ -1,0 +1,185 @@
+"""Rendezvous for programs without an event loop, such as the launchers of other frameworks.
+
+    member = BlockingRendezvous(store, "run-7", Rules(least=4))
+    member.start()
+    while isinstance(found := member.join(address), Place):
+        ...                             # look at `in_round` now and then; stop the work when it is False
+        member.done()                   # or restart()
+        member.wait_over()
+    member.leave()
+
+All calls to the store are made in threads, so a signal handler that raises in the waiting thread interrupts no write.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from transport.errors import ClosedError, RunLostError, StoreError
+from transport.rendezvous.archive import Archive
+from transport.rendezvous.living import live, own_name
+from transport.rendezvous.member_states import State
+from transport.rendezvous.records import Closing, Place, Reason, Status
+from transport.rendezvous.rules import Rules
+from transport.rendezvous.session import Session, View
+from transport.store.base import Store
+
+Result = TypeVar("Result")
+
+
+class BlockingRendezvous:
+    """One member of a run. Takes the arguments and raises the errors of `Rendezvous`. Thread-safe."""
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        rules: Rules | None = None,
+        *,
+        archive: Archive | None = None,
+        where: str = "",
+        member: str | None = None,
+    ) -> None:
+        self._store = store
+        self._session = Session(store, run, member or own_name(), rules or Rules(), where=where, archive=archive)
+        self._failure: Exception | None = None
+        self._stopping = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
+
+    def __repr__(self) -> str:
+        return f"<BlockingRendezvous {self._session!r}>"
+
+    @property
+    def name(self) -> str:
+        """This member's name."""
+        return self._session.name
+
+    @property
+    def view(self) -> View:
+        """As of the last step."""
+        return self._session.view
+
+    @property
+    def in_round(self) -> bool:
+        """Whether this member has a rank in a running round. Otherwise its work must stop. Never waits."""
+        view = self._session.view
+        return view.state is State.ACTIVE and not self._session.seat_ended and self._failure is None
+
+    # --- what a launcher does ---------------------------------------------------------------------------
+    def start(self) -> None:
+        """Read the store for the first time, so that `view` has the end of a closed run, and begin to renew leases."""
+        self._call(self._session.step)
+        self._thread.start()
+
+    def join(self, address: str) -> Place | Closing:
+        """Wait for a rank, without a time limit as standby or hot spare; or for the run's end.
+
+        ``address``: what others find in `Place.leader` if this member gets rank 0.
+        """
+        self.wait_over()
+        self._call(lambda: self._session.join(address))
+        view = self._until(lambda view: view.state in (State.ACTIVE, State.ENDED))
+        found = view.closing or view.place
+        assert found is not None  # ENDED without a closing is raised, ACTIVE has a place
+        return found
+
+    def done(self) -> None:
+        """Report that this member's work is done. If its round is over already, give up the seat: nobody waits."""
+        self._call(lambda: self._session.say(Status.DONE))
+        if not self.in_round:
+            self._session.surrender()
+
+    def restart(self, why: str) -> None:
+        """Ask for a new round, if this member has a rank, because its work failed."""
+        if self.in_round:
+            self._call(lambda: self._session.say(Status.RESTART, why))
+
+    def wait_over(self) -> Closing | None:
+        """Wait until this member has no rank in a running round; returns how the run ended, if it has."""
+        return self._until(lambda view: view.state is not State.ACTIVE).closing
+
+    def wait_closed(self) -> Closing:
+        """Wait for the run's end."""
+        closing = self._until(lambda view: view.state is State.ENDED).closing
+        assert closing is not None  # otherwise it is raised
+        return closing
+
+    def close(self, reason: Reason, message: str = "") -> Closing:
+        """End the run for all members, and return its closing: the first call decides. Raises as `Rendezvous.close`."""
+        return self._call(lambda: self._session.close(reason, message))
+
+    def leave(self, patience_s: float = 5.0) -> None:
+        """Give up the leases, so that others need not wait for their end. Idempotent. Never raises."""
+        self._stopping.set()
+        done = threading.Event()
+
+        def give_up() -> None:
+            try:
+                self._session.leave()
+            except StoreError:
+                pass  # the leases end by themselves
+            finally:
+                done.set()
+
+        threading.Thread(target=give_up, name="transport leaving", daemon=True).start()
+        done.wait(patience_s)
+        if self._thread.is_alive():
+            self._thread.join(patience_s)
+
+    # --- its thread -------------------------------------------------------------------------------------
+    def _live(self) -> None:
+        try:
+            live(self._session, self._store, self._stopping, self._publish)
+        except Exception as error:  # raised in waiting calls
+            self._failure = error
+        finally:
+            self._publish()
+
+    def _publish(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _until(self, reached: Callable[[View], bool]) -> View:
+        rules = self._session.rules
+        with self._changed:
+            while True:
+                view = self._now()
+                if reached(view) or view.state is State.ENDED:
+                    return view
+                self._changed.wait(rules.poll_s)
+                if self._session.silent_s > rules.store_patience_s + rules.lease_s:
+                    silent = f"{self._session.silent_s:.0f} s"
+                    raise RunLostError(f"store unavailable for {silent}: a call does not return")
+
+    def _now(self) -> View:
+        if self._stopping.is_set():
+            raise ClosedError("this member has left its run")
+        if self._failure is not None:
+            raise self._failure
+        view = self._session.view
+        if view.state is State.ENDED and view.closing is None:
+            raise view.error or RunLostError("the run's end is unknown: neither store nor archive has it")
+        if view.state is State.ACTIVE and self._session.seat_ended:
+            # The thread may be blocked in the store; the host may already give this place to another member.
+            self._session.surrender()
+            view = view._replace(state=State.AWAY, place=None)
+        return view
+
+    def _call(self, action: Callable[[], Result]) -> Result:
+        """Run a blocking call in a thread; if the wait is interrupted, the call continues."""
+        answer: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(action())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="transport call", daemon=True).start()
+        result = answer.result()
+        self._publish()
+        return result
