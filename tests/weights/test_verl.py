@@ -15,18 +15,15 @@ import pytest
 from helpers import asynchronous
 from weights_members import checksum_of, version_of
 
-from transport.adapters import verl
 from transport.errors import MissingDependencyError, RingError
 from transport.weights.versions.layout import weights_checksum
 
-pytestmark = pytest.mark.ucx
+pytestmark = [pytest.mark.ucx, pytest.mark.adapters("verl")]
 
 HAS_VERL = importlib.util.find_spec("verl") is not None
-if HAS_VERL:  # warnings of what it imports are not ours, and fail its import where they are errors
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("verl.checkpoint_engine.base")
-        verl.register()
+with warnings.catch_warnings():  # of what verl imports; they would fail its import where they are errors
+    warnings.simplefilter("ignore")
+    from transport.adapters import verl
 
 
 class Documented(abc.ABC):
