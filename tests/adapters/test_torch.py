@@ -241,7 +241,7 @@ def test_worker_processes_fetch_acknowledge_and_give_back(method: str, served: W
     eventually(lambda: free(served.ring), "every slot is free again")
     if method == "fork":
         assert "UsageError" in found["plain"] and "use it instead of DataLoader" in found["plain"]
-        assert "only the trainer's own process reads into its device memory" in found["device"]
+        assert "only the trainer process reads into its device memory" in found["device"]
         assert 'multiprocessing_context="spawn"' in found["inherited"]
 
 

@@ -36,12 +36,12 @@ IMPORTS = {
     "verl": ("verl.checkpoint_engine.base", "verl.workers.engine_workers", "verl.trainer.ppo.ray_trainer"),
     "cosmos_rl": (
         *("cosmos_rl.comm.base", "cosmos_rl.utils.payload_transport", "cosmos_rl.utils.trajectory"),
-        *("cosmos_rl.dispatcher.run_web_panel", "cosmos_rl.policy.trainer.prefetch"),
+        "cosmos_rl.dispatcher.run_web_panel",  # its trainers import what torch 2.13 no longer has
     ),
 }
 
-# torchvision's wheel is for torch with CUDA, and cannot be imported beside one without. cosmos-rl imports it for pictures
-# and videos only. Without metadata of a distribution, transformers does not take it for torchvision.
+# torchvision's wheel is for torch with CUDA, and cannot be imported beside one without. cosmos-rl imports it for
+# pictures and videos only. Without metadata of a distribution, transformers does not take it for torchvision.
 TORCHVISION = {
     "__init__.py": '"""A stand-in: names that cosmos-rl imports; nothing here works on pictures."""\n'
     "from . import io, transforms  # noqa: F401\n",

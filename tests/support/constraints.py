@@ -4,9 +4,8 @@ Run by `make constraints`. pip resolves each variant of the extras without insta
 under what the one for CUDA 12 has chosen. They differ in CUDA's own bindings, whose version follows from that of ucxx:
 those are not in the file.
 
-With the argument ``adapters``, which `make adapters-constraints` gives, it writes constraints-adapters.txt, which is for
-the environment of `make adapters`. That is a file of its own, since the frameworks admit only older releases of some
-tools.
+With the argument ``adapters``, which `make adapters-constraints` gives, it writes constraints-adapters.txt for the
+environment of `make adapters`. That is a file of its own, since the frameworks admit only older releases of some tools.
 """
 
 from __future__ import annotations
