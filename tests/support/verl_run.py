@@ -153,6 +153,8 @@ def main() -> None:
             }
             if steps[version]["paused"] and version == 3:
                 break  # nothing after this is defined
+        for members in (trainer, rollout):  # verl ends its workers instead, whose memory then stays
+            ray.get(members.execute_checkpoint_engine(["close"] * members.world_size))
     finally:
         ray.shutdown()
     print(json.dumps(steps))
