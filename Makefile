@@ -20,7 +20,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
   PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install --quiet --disable-pip-version-check
 
-.PHONY: help install demo test pytest gpu gpu-wheels native-test faults soak model lint bench docs site clean
+.PHONY: help install demo test pytest adapters gpu gpu-wheels native-test faults soak model lint bench docs site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,10 @@ install: $(VENV)/installed ## install into .venv what is missing
 constraints: $(VENV)/installed ## renew constraints.txt: the newest versions that pyproject.toml admits
 	@$(BIN)/python tests/support/constraints.py
 
+.PHONY: adapters-constraints
+adapters-constraints: $(VENV)/installed ## renew constraints-adapters.txt, the versions of make adapters
+	@$(BIN)/python tests/support/constraints.py adapters
+
 # --- running ----------------------------------------------------------------------------------------------------------
 demo: $(VENV)/usable ## the main job: rollouts play CartPole, a trainer learns from their payloads
 	@$(BIN)/transport demo
@@ -97,6 +101,19 @@ redis:
 PYTEST_WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
 pytest: $(VENV)/installed | redis
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+
+# The real frameworks: torch, CuPy, Ray, verl, cosmos-rl and TransferQueue in an environment of their own (2.6 GB), of the
+# versions in constraints-adapters.txt. Nothing is skipped in silence: tests/support/frameworks.py has what may be, and why.
+ADAPTERS_OPTIONS ?= -n $(PYTEST_WORKERS) --dist loadfile
+adapters: build/adapters/installed | redis ## every test that needs a framework, with all of them installed in build/adapters
+	@build/adapters/bin/python -m pytest --frameworks $(ADAPTERS_OPTIONS)
+
+build/adapters/installed: pyproject.toml constraints-adapters.txt tests/support/adapters_environment.py $(NATIVE) | $(VENV)/installed
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/support/adapters_environment.py $(UCXX)
+	@touch $@
+
+.PHONY: adapters-environment
+adapters-environment: build/adapters/installed ## make that environment, and check that every framework can be imported
 
 # With GPU_PYTHON=… that interpreter and its packages are used, and nothing is fetched.
 ifdef GPU_PYTHON

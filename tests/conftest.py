@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fake_cupy import fake_cupy
+from frameworks import Frameworks
 from hypothesis import HealthCheck, settings
 from mounts import own_shared_memory
 
@@ -29,6 +30,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Two shared cores: a slow example is no defect, and the watchdog of pytest-timeout ends a stuck one.
 settings.register_profile("transport", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("transport")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--frameworks", action="store_true", help="run the tests of adapters, all of whose frameworks must be installed"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Frameworks(config), "frameworks")
 
 
 @pytest.fixture(scope="session", autouse=True)

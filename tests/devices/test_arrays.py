@@ -26,6 +26,9 @@ from transport.ring.packing import (
 from transport.schema import DTYPES
 from transport.weights.versions.layout import weights_checksum
 
+needs_torch = pytest.mark.adapters("torch")
+needs_cupy = pytest.mark.adapters("cupy")
+
 
 # --- destinations: UCX writes into whatever it is given -----------------------------------------
 @pytest.mark.parametrize(
@@ -124,6 +127,7 @@ def torch() -> Any:
     return pytest.importorskip("torch", reason="torch is not installed")
 
 
+@needs_torch
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "float32", "complex64"])
 def test_torch_cpu_tensor_is_read_without_a_copy(torch: Any, dtype: str) -> None:
     tensor = torch.ones((2, 3), dtype=getattr(torch, dtype)).T
@@ -132,6 +136,7 @@ def test_torch_cpu_tensor_is_read_without_a_copy(torch: Any, dtype: str) -> None
     assert read.ctypes.data == tensor.data_ptr()
 
 
+@needs_torch
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e8m0fnu"])
 def test_torch_dtypes_that_numpy_lacks_become_those_of_ml_dtypes(torch: Any, dtype: str) -> None:
     tensor = torch.tensor([[1.0, 2.0], [4.0, 8.0]]).to(getattr(torch, dtype))
@@ -142,11 +147,13 @@ def test_torch_dtypes_that_numpy_lacks_become_those_of_ml_dtypes(torch: Any, dty
         assert read.astype(np.float32).tolist() == view.to(torch.float32).tolist()
 
 
+@needs_torch
 def test_torch_gradients_and_lazy_conjugates_are_resolved(torch: Any) -> None:
     assert as_host_array(torch.ones(2, requires_grad=True), "x").tolist() == [1, 1]
     assert as_host_array(torch.tensor([1 + 2j]).conj(), "x").tolist() == [1 - 2j]
 
 
+@needs_torch
 def test_torch_tensors_without_plain_memory_are_refused(torch: Any) -> None:
     for tensor in (torch.zeros(3).to_sparse(), torch.zeros(3, device="meta")):
         with pytest.raises(SchemaError, match="x: this Tensor cannot be read"):
@@ -155,6 +162,7 @@ def test_torch_tensors_without_plain_memory_are_refused(torch: Any) -> None:
             check_destination(tensor, 4)
 
 
+@needs_torch
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2"])
 def test_torch_cpu_tensor_is_a_destination(torch: Any, dtype: str) -> None:
     tensor = torch.zeros((5, 8), dtype=getattr(torch, dtype))
@@ -164,6 +172,7 @@ def test_torch_cpu_tensor_is_a_destination(torch: Any, dtype: str) -> None:
     assert bytes(tensor.view(torch.uint8).flatten().tolist()[:40]) == bytes(range(40))
 
 
+@needs_torch
 def test_unsuitable_torch_destination_is_refused(torch: Any) -> None:
     cases = {
         "requires gradients": torch.zeros(4, requires_grad=True),
@@ -177,6 +186,7 @@ def test_unsuitable_torch_destination_is_refused(torch: Any) -> None:
 
 
 # --- the real CuPy, here without a driver ---------------------------------------------------------
+@needs_cupy
 def test_cupy_imports_without_a_driver_and_the_lack_of_a_device_is_named() -> None:
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     try:
@@ -192,6 +202,7 @@ def test_cupy_imports_without_a_driver_and_the_lack_of_a_device_is_named() -> No
         check_destination(device_array(), 101)
 
 
+@needs_cupy
 @pytest.mark.ucx
 @asynchronous
 async def test_beside_the_real_cupy_without_a_driver_host_arrays_work_and_a_device_is_refused_by_name() -> None:
@@ -213,6 +224,7 @@ async def test_beside_the_real_cupy_without_a_driver_host_arrays_work_and_a_devi
     assert weights_checksum(values) == weights_checksum({"x": values["x"].copy(), "y": values["y"]})
 
 
+@needs_cupy
 def test_the_real_cupy_has_what_the_transport_asks_of_it() -> None:
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     stand_in = fake_cupy()

@@ -55,9 +55,12 @@ def python_blocks() -> list[object]:
         ):
             line = text.count("\n", 0, block.start(3)) + 1
             foreign = block[1] == "needs"
-            marks = [pytest.mark.filterwarnings("ignore")] if foreign else []  # of what it imports
+            marks = (
+                [pytest.mark.filterwarnings("ignore"), pytest.mark.adapters(block[2])] if foreign else []
+            )  # of what it imports
             if block[1] == "not run" or (foreign and importlib.util.find_spec(block[2]) is None):
-                marks = [pytest.mark.skip(reason=f"{block[1]}: {block[2]}")]
+                reason = f"{block[2]} is not installed" if foreign else f"{block[1]}: {block[2]}"
+                marks.append(pytest.mark.skip(reason=reason))
             found.append(pytest.param(page, line, block[3], marks=marks, id=f"{page.name}:{line}"))
     return found
 

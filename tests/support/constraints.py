@@ -3,6 +3,9 @@
 Run by `make constraints`. pip resolves each variant of the extras without installing anything, the one for CUDA 13
 under what the one for CUDA 12 has chosen. They differ in CUDA's own bindings, whose version follows from that of ucxx:
 those are not in the file.
+
+With the argument ``adapters``, which `make adapters-constraints` gives, it writes constraints-adapters.txt for the
+environment of `make adapters`. That is a file of its own, since the frameworks admit only older releases of some tools.
 """
 
 from __future__ import annotations
@@ -18,43 +21,83 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FILE = ROOT / "constraints.txt"
+ADAPTERS_FILE = ROOT / "constraints-adapters.txt"
 EXTRAS = ("redis", "metrics", "s3", "demo", "bench", "test", "lint", "site")
 VARIANTS = (("cu12", "gpu"), ("cu13", "gpu13"))
 OF_THE_VARIANT = ("cuda-",)
+NO_WHEELS = "antlr4-python3-runtime"  # of hydra-core; pure Python
 HEAD = """\
 # One version of everything that the Makefile installs. Written by `make constraints`, which is run on purpose: a new
 # release of a tool changes nothing here until then.
 """
+ADAPTERS_HEAD = """\
+# One version of everything in the environment of `make adapters`. Written by `make adapters-constraints`, on purpose.
+"""
 
 
-def wanted(project: dict[str, Any], extras: tuple[str, ...]) -> list[str]:
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def wanted(extras: tuple[str, ...]) -> list[str]:
     """What pyproject.toml asks for: to build, to run, and for ``extras``."""
-    optional = project["project"]["optional-dependencies"]
-    found = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
-    return found + [each for extra in extras for each in optional[extra]]
+    found = [*project()["build-system"]["requires"], *to_run()]
+    return found + of_extras(extras)
 
 
-def resolved(requirements: list[str], chosen: dict[str, str]) -> dict[str, str]:
+def to_run() -> list[str]:
+    required: list[str] = project()["project"]["dependencies"]
+    return required
+
+
+def of_extras(extras: tuple[str, ...]) -> list[str]:
+    optional = project()["project"]["optional-dependencies"]
+    return [each for extra in extras for each in optional[extra]]
+
+
+def of_group(name: str) -> list[str]:
+    """A dependency group of pyproject.toml."""
+    group: list[str] = project()["dependency-groups"][name]
+    return group
+
+
+def for_adapters(variant: tuple[str, ...]) -> list[str]:
+    """What pip installs, with all that it needs, into the environment of `make adapters`."""
+    return [*to_run(), *of_extras(variant), *of_group("adapters")]
+
+
+def resolved(requirements: list[str], chosen: dict[str, str], *options: str) -> dict[str, str]:
     """Versions by normalized name, as pip would install them into an empty environment."""
     with tempfile.TemporaryDirectory() as folder:
         constraints, report = Path(folder, "constraints.txt"), Path(folder, "report.json")
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in chosen.items()), encoding="utf-8")
-        options = ["--quiet", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
-        pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", *options]
-        subprocess.run([*pip, "--report", str(report), "--constraint", str(constraints), *requirements], check=True)
+        wheels = ["--only-binary", ":all:", "--no-binary", NO_WHEELS]
+        pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--dry-run", *wheels]
+        pip += ["--ignore-installed", "--report", str(report), "--constraint", str(constraints), *options]
+        subprocess.run([*pip, *requirements], check=True)
         packages = [each["metadata"] for each in json.loads(report.read_text(encoding="utf-8"))["install"]]
-    found = {re.sub(r"[-_.]+", "-", each["name"]).lower(): each["version"] for each in packages}
+    # Without the label of a build: 2.13.0 stands for 2.13.0+cpu as well, which pip prefers where its index has it.
+    found = {re.sub(r"[-_.]+", "-", each["name"]).lower(): each["version"].partition("+")[0] for each in packages}
     return {name: version for name, version in found.items() if not name.startswith(OF_THE_VARIANT)}
 
 
-def main() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    chosen: dict[str, str] = {}
-    for variant in VARIANTS:
-        chosen |= resolved(wanted(project, (*variant, *EXTRAS)), chosen)
+def write(file: Path, head: str, chosen: dict[str, str]) -> None:
     lines = "".join(f"{name}=={version}\n" for name, version in sorted(chosen.items()))
-    FILE.write_text(HEAD + lines, encoding="utf-8")
-    print(f"{FILE.name}: {len(chosen)} packages")
+    file.write_text(head + lines, encoding="utf-8")
+    print(f"{file.name}: {len(chosen)} packages")
+
+
+def main() -> None:
+    chosen: dict[str, str] = {}
+    if sys.argv[1:] == ["adapters"]:
+        for variant in VARIANTS:
+            chosen |= resolved(for_adapters(variant), chosen)
+        chosen |= resolved(of_group("adapters-alone"), chosen, "--no-deps")
+        write(ADAPTERS_FILE, ADAPTERS_HEAD, chosen)
+        return
+    for variant in VARIANTS:
+        chosen |= resolved(wanted((*variant, *EXTRAS)), chosen)
+    write(FILE, HEAD, chosen)
 
 
 if __name__ == "__main__":

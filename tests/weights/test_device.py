@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import asynchronous, noise
+from verl_adapter import verl
 from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
-from transport.adapters import verl
 from transport.devices.copies import _RUN, _SMALL_BYTES
 from transport.errors import (
     BufferUnsuitableError,

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import importlib
 import importlib.util
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from helpers import asynchronous
+from verl_adapter import verl
 from weights_members import checksum_of, version_of
 
-from transport.adapters import verl
 from transport.errors import MissingDependencyError, RingError
 from transport.weights.versions.layout import weights_checksum
 
-pytestmark = pytest.mark.ucx
+pytestmark = [pytest.mark.ucx, pytest.mark.adapters("verl")]
 
 HAS_VERL = importlib.util.find_spec("verl") is not None
-if HAS_VERL:  # warnings of what it imports are not ours, and fail its import where they are errors
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("verl.checkpoint_engine.base")
-        verl.register()
 
 
 class Documented(abc.ABC):
@@ -96,6 +89,7 @@ async def transfer(engines: list[Any], version: int) -> list[dict[str, Any]]:
         receive(engines[3]),
     )
     assert metrics["payload_transport/bytes_sent"] > 0
+    assert metrics["payload_transport/version"] == version
     assert nothing == {}
     assert next(drained, None) is None  # a trainer that does not send has produced its tensors all the same
     return received
@@ -207,5 +201,5 @@ async def test_torch_tensors_come_and_go(engines: list[Any]) -> None:
 
 @pytest.mark.skipif(HAS_VERL, reason="verl is installed")
 def test_without_verl_registering_says_what_is_missing() -> None:
-    with pytest.raises(MissingDependencyError, match="pip install verl"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'verl>=0\.9,<0\.10'"):
         verl.register()

@@ -3,5 +3,6 @@
     transport.adapters.torch       batches for a torch training loop, with or without worker processes
     transport.adapters.cosmos_rl   a payload transport for cosmos-rl's registry
 
-Ray needs none: a ticket is an object like any other (docs/ADAPTERS.md). verl's is transport.adapters.verl.
+Ray needs none: a ticket is an object like any other (docs/ADAPTERS.md). verl's are transport.adapters.verl (the
+engine) and transport.adapters.verl_manager.
 """

@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 
 from transport.adapters.tensors import tensors
+from transport.adapters.versions import require_fitting
 from transport.client.blocking import BlockingClient
 from transport.client.payload import ReceivedPayload
 from transport.client.retry import Deadline
@@ -42,6 +43,7 @@ from transport.runtime.loop_thread import Job
 from transport.schema import Schema, TensorSpec
 from transport.ticket import Ticket
 
+require_fitting("cosmos-rl")
 try:
     import torch
     from cosmos_rl.utils.payload_transport import (
@@ -63,9 +65,7 @@ try:
     )
     from cosmos_rl.utils.trajectory import TensorSpec as CosmosSpec
 except ImportError as error:
-    raise MissingDependencyError(
-        f"this adapter needs cosmos-rl 0.4.7 or newer ({error}): {install('cosmos-rl')}"
-    ) from error
+    raise MissingDependencyError(f"this adapter needs cosmos-rl 0.4.7 ({error}): {install('cosmos-rl')}") from error
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=payload_transport
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=transport.adapters.verl
+    actor_rollout_ref.rollout.checkpoint_manager_class=transport.adapters.verl_manager.Manager
 
 verl calls `prepare`, `init_process_group` and `finalize` without await, so the engine runs a loop in its own thread;
 tensors are produced on the caller's loop, where their collectives run. Without verl, `engine_class` makes the same
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import warnings
 from collections.abc import AsyncIterator, Iterable
@@ -19,6 +21,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from transport.adapters.verl_options import ring_arguments
+from transport.adapters.versions import require_fitting
 from transport.devices.arrays import kind_of
 from transport.errors import MissingDependencyError, WeightsError
 from transport.runtime.installing import install
@@ -41,8 +45,9 @@ class _Adapter:
         bucket_size: bytes.
         is_master: as verl gives it; `build_topology` decides which trainer sends.
         tensors: type of the yielded values: "torch" tensors in host memory, views of the received version, or "numpy".
-        options: of `RingEngine`. With ``device="torch"`` CUDA tensors are yielded, on the stream that is current in the
-            thread that takes them.
+        options: of `RingEngine`, and the fields of `EngineOptions` beside them, as YAML has them
+            (`transport.adapters.verl_options`). With ``device="torch"`` CUDA tensors are yielded, on the stream that is
+            current in the thread that takes them.
     """
 
     wire_format = "named_tensors"
@@ -56,11 +61,14 @@ class _Adapter:
         self.bucket_size = bucket_size
         self._tensors = tensors
         self._steps = 0
-        self._loop = LoopThread("transport weights")
-        options.setdefault(
+        arguments = ring_arguments(options)
+        arguments.setdefault(
             "name", f"{'actor' if is_master else 'worker'} {id(self):x} {np.random.default_rng().bytes(4).hex()}"
         )
-        self._engine = RingEngine(bucket_bytes=-(-bucket_size // 64) * 64, **options)
+        self._engine = RingEngine(bucket_bytes=-(-bucket_size // 64) * 64, **arguments)
+        self._loop = LoopThread("transport weights")
+        self._loading = False  # the consumer has taken a part of a version, and not all of it
+        self._again = False  # the next receive_weights yields what is held
 
     # --- called without await ---------------------------------------------------------------------------------------
     def prepare(self) -> Metadata:
@@ -96,9 +104,8 @@ class _Adapter:
         )
         if proof is None:
             return {}
-        return {
-            f"payload_transport/{name}": getattr(self._engine.statistics(), name) for name in ("version", "bytes_sent")
-        }
+        sent = self._engine.statistics().bytes_sent
+        return {"payload_transport/version": proof.version, "payload_transport/bytes_sent": sent}
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
         """Yield the tensors, once the whole version is received and proven.
@@ -107,12 +114,19 @@ class _Adapter:
         returns to the previous version; if that fails, ``aclose`` raises the error. The first version has no previous
         one: it is kept, with a warning.
         """
+        again, self._again = self._again, False
+        if again:
+            async for name, tensor in self._reload():
+                yield name, tensor
+            return
         held = await asyncio.wrap_future(self._loop.submit(self._engine.receive(self._step(global_steps))))
         taken = False
+        self._loading = True
         try:
             for name, array in self._engine.arrays(held):
                 yield name, self._tensor(array)
             taken = True
+            self._loading = False
         finally:
             if not taken:
                 try:
@@ -130,6 +144,26 @@ class _Adapter:
         for name, array in () if held is None else self._engine.arrays(held):
             yield name, self._tensor(array)
 
+    # --- for the manager, between a failed transfer and finalize -------------------------------------------------
+    def state(self) -> dict[str, Any]:
+        """The version that this engine holds (-1: none), and whether its consumer has loaded only a part of one."""
+        held = self._engine.held
+        return {"version": -1 if held is None else held.proof.version, "loading": self._loading}
+
+    def restore(self, version: int) -> bool:
+        """Go back to ``version``; the next `receive_weights` yields it. False: this engine does not hold it."""
+        if self.state()["version"] > version:
+            with contextlib.suppress(WeightsError):  # no version is before it
+                self._engine.revert()
+        self._again = version >= 0 and self.state()["version"] == version
+        return self._again
+
+    async def _reload(self) -> AsyncIterator[tuple[str, Any]]:
+        self._loading = True
+        async for name, tensor in self.get_weights():
+            yield name, tensor
+        self._loading = False
+
     def _step(self, global_steps: int | None) -> int:
         self._steps = self._steps + 1 if global_steps is None else global_steps
         return self._steps
@@ -141,7 +175,9 @@ class _Adapter:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torch has no read-only tensors
             flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
-        return flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
+        tensor = flat.view(getattr(torch, array.dtype.name)).reshape(array.shape)
+        # verl's sender copies what fits into its bucket, and passes anything larger on as a handle of CUDA memory.
+        return tensor.cuda() if tensor.nbytes > self.bucket_size and torch.cuda.is_available() else tensor
 
 
 def _torch() -> Any:
@@ -182,7 +218,11 @@ def engine_class(base: type[Any]) -> type[Any]:
 
 
 def register() -> type[Any]:
-    """Register the engine with verl. Raises MissingDependencyError if verl cannot be imported."""
+    """Register the engine with verl.
+
+    Raises MissingDependencyError if verl is of a release that does not fit, or cannot be imported.
+    """
+    require_fitting("verl")
     try:
         from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
     except ImportError as error:
@@ -193,5 +233,5 @@ def register() -> type[Any]:
     return made
 
 
-with contextlib.suppress(MissingDependencyError):
+if importlib.util.find_spec("verl") is not None:
     register()

@@ -1,0 +1,125 @@
+"""The environment of `make adapters`: the frameworks that adapters are for, in build/adapters, without a GPU.
+
+    .venv/bin/python tests/support/adapters_environment.py cu12
+
+Versions are those of constraints-adapters.txt, requirements those of pyproject.toml's dependency groups. What cannot be
+installed or imported ends the program with an error, so that no test is skipped for want of it. The package is
+installed editable, from what .venv has compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from constraints import ADAPTERS_FILE, ROOT, for_adapters, of_group
+
+HOME = ROOT / "build" / "adapters"
+PYTHON = HOME / "bin" / "python"
+STAMP = HOME / "stamp"
+VARIANTS = {"cu12": ("cu12", "gpu"), "cu13": ("cu13", "gpu13")}
+_LONGEST_S = 1800.0
+
+# Each framework, and the modules of it that tests use.
+IMPORTS = {
+    "torch": ("torch", "torch.distributed.elastic.rendezvous.api", "torch.distributed.run"),
+    "cupy": ("cupy",),
+    "ray": ("ray", "ray.cluster_utils"),
+    "transfer_queue": ("transfer_queue",),
+    "verl": ("verl.checkpoint_engine.base", "verl.workers.engine_workers", "verl.trainer.ppo.ray_trainer"),
+    "cosmos_rl": (
+        *("cosmos_rl.comm.base", "cosmos_rl.utils.payload_transport", "cosmos_rl.utils.trajectory"),
+        "cosmos_rl.dispatcher.run_web_panel",  # its trainers import what torch 2.13 no longer has
+    ),
+}
+
+# torchvision's wheel is for torch with CUDA, and cannot be imported beside one without. cosmos-rl imports it for
+# pictures and videos only. Without metadata of a distribution, transformers does not take it for torchvision.
+TORCHVISION = {
+    "__init__.py": '"""A stand-in: names that cosmos-rl imports; nothing here works on pictures."""\n'
+    "from . import io, transforms  # noqa: F401\n",
+    "io.py": "",
+    "transforms/__init__.py": "from .functional import InterpolationMode  # noqa: F401\n",
+    "transforms/functional.py": "import enum\n\n\n"
+    'class InterpolationMode(enum.Enum):\n    BICUBIC = "bicubic"\n    BILINEAR = "bilinear"\n',
+}
+
+
+def run(what: str, command: list[str], **environment: str) -> None:
+    """One step. What it says is shown only if it fails, which ends the program."""
+    print(f"{what} …", flush=True)
+    start = time.monotonic()
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=_LONGEST_S
+    )
+    if done.returncode:
+        sys.stderr.write(done.stdout[-4000:] + done.stderr[-8000:])
+        raise SystemExit(f"build/adapters could not be made: {what} failed with exit code {done.returncode}")
+    print(f"    {time.monotonic() - start:.0f} s", flush=True)
+
+
+def packages(variant: str) -> tuple[list[str], list[str]]:
+    """What pip installs with its requirements, and without them."""
+    return for_adapters(VARIANTS[variant]), of_group("adapters-alone")
+
+
+def fingerprint(variant: str) -> str:
+    """Of everything that the installed packages follow from."""
+    parts = [*packages(variant), TORCHVISION, sys.version, ADAPTERS_FILE.read_text(encoding="utf-8")]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def install_frameworks(variant: str) -> None:
+    shutil.rmtree(HOME, ignore_errors=True)
+    run("making build/adapters", [sys.executable, "-m", "venv", str(HOME)])
+    constrained = {"PIP_CONSTRAINT": str(ADAPTERS_FILE), "PIP_BUILD_CONSTRAINT": str(ADAPTERS_FILE)}
+    pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    required, alone = packages(variant)
+    run(f"installing {', '.join(of_group('adapters')[:4])} and what they need", [*pip, *required], **constrained)
+    run(f"installing {', '.join(alone)} alone", [*pip, "--no-deps", *alone], **constrained)
+    for name, text in TORCHVISION.items():
+        file = Path(site_packages(), "torchvision", name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    STAMP.write_text(fingerprint(variant), encoding="utf-8")
+
+
+def site_packages() -> str:
+    command = [str(PYTHON), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def install_package() -> None:
+    """This package, editable. Its wheel is built by .venv, where the compiler's work is already done."""
+    with tempfile.TemporaryDirectory() as folder:
+        build = f"import scikit_build_core.build as build; build.build_editable({folder!r})"
+        run("building the package", [sys.executable, "-c", build])
+        (wheel,) = Path(folder).glob("*.whl")
+        pip = [str(PYTHON), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index"]
+        run("installing the package", [*pip, "--force-reinstall", str(wheel)])
+
+
+def check_imports() -> None:
+    for name, modules in IMPORTS.items():
+        run(f"importing {name}", [str(PYTHON), "-W", "ignore", "-c", f"import {', '.join(modules)}"])
+
+
+def main() -> None:
+    if len(sys.argv) != 2 or sys.argv[1] not in VARIANTS:
+        raise SystemExit(f"usage: adapters_environment.py {'|'.join(VARIANTS)}")
+    variant = sys.argv[1]
+    if not STAMP.exists() or STAMP.read_text(encoding="utf-8") != fingerprint(variant):
+        install_frameworks(variant)
+    install_package()
+    check_imports()
+
+
+if __name__ == "__main__":
+    main()

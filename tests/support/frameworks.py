@@ -1,0 +1,106 @@
+"""Which tests `make adapters` runs, and that none of them is skipped unless it is said here why.
+
+A test belongs to a framework if it is in tests/adapters/ (in a file `test_NAME.py`), or is marked
+`pytest.mark.adapters("NAME")`. `make pytest` skips those whose framework is not installed, and fails if a test that is
+skipped for want of a framework belongs to none. `make adapters` runs them with --frameworks: an unexpected skip fails,
+and so does a framework of which no test ran.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = "adapters"
+INSTALLED = ("torch", "cupy", "ray", "cosmos_rl", "verl")  # each has to have run a test
+NOT_INSTALLED = re.compile(
+    r"\b(torch|cupy|ray|cosmos-rl|verl|transferqueue)\b.* (is not installed|could not)", re.IGNORECASE
+)
+
+# What is skipped in the environment of `make adapters` too: a pattern of the reason, and why it is not run.
+ALLOWED = {
+    r"no CUDA device": "the environment has no device; make gpu runs them where there is one",
+    r"^verl is installed$": "it is about an environment without verl; make pytest runs it",
+    r"^not run: ": "a block of the documentation that cannot run alone; the comment above it says why",
+}
+
+
+def framework_of(item: pytest.Item) -> str | None:
+    """The framework that a test belongs to."""
+    marker = item.get_closest_marker("adapters")
+    if marker is not None and marker.args:
+        return str(marker.args[0])
+    if item.path.parent.name == FOLDER and item.path.parent.parent.name == "tests":
+        return item.path.stem.removeprefix("test_")
+    return "cupy" if item.get_closest_marker("gpu") else None
+
+
+class Frameworks:
+    """The plugin that selects, counts and judges."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._all = bool(config.getoption("--frameworks"))
+        self._run: dict[str, int] = defaultdict(int)
+        self._skipped: dict[tuple[str, str], list[str]] = defaultdict(list)
+        self._wrong: list[str] = []
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        chosen, others = [], []
+        for item in items:
+            framework = framework_of(item)
+            if framework is not None:
+                item.user_properties.append(("framework", framework))
+            (chosen if framework is not None else others).append(item)
+        if self._all:
+            config.hook.pytest_deselected(items=others)
+            items[:] = chosen
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            path = Path(report.nodeid)
+            self._skip(report.nodeid, path.stem.removeprefix("test_") if path.parent.name == FOLDER else "", report)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        framework = str(dict(report.user_properties).get("framework", ""))
+        if report.skipped:
+            self._skip(report.nodeid, framework, report)
+        elif report.when == "call" and framework:
+            self._run[framework] += 1
+
+    def _skip(self, nodeid: str, framework: str, report: Any) -> None:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = reason.removeprefix("Skipped: ")
+        self._skipped[framework, reason].append(nodeid)
+        if self._all and not any(re.search(pattern, reason) for pattern in ALLOWED):
+            self._wrong.append(f"{nodeid} is skipped with every framework installed: {reason}")
+        if not self._all and not framework and NOT_INSTALLED.search(reason):
+            self._wrong.append(
+                f"{nodeid} is skipped ({reason}), and make adapters does not run it: mark it pytest.mark.adapters(…)"
+            )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(session.config, "workerinput"):
+            return  # the controller judges
+        if self._all:
+            self._wrong += [f"no test of {name} ran" for name in INSTALLED if not self._run[name]]
+        if self._wrong and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._all:
+            terminalreporter.section("tests of each framework")
+            for name in sorted({*self._run, *(framework for framework, _ in self._skipped)}):
+                terminalreporter.write_line(f"{name or 'none':20} {self._run[name]:4} run")
+                for (framework, reason), nodes in sorted(self._skipped.items()):
+                    if framework == name:
+                        why = next(
+                            (text for pattern, text in ALLOWED.items() if re.search(pattern, reason)), "UNEXPECTED"
+                        )
+                        terminalreporter.write_line(f"{'':20} {len(nodes):4} skipped: {reason} ({why})")
+        for line in self._wrong:
+            terminalreporter.write_line(f"FAILED {line}", red=True)

@@ -1,0 +1,11 @@
+"""`transport.adapters.verl` for tests: what verl imports warns, which is an error here."""
+
+from __future__ import annotations
+
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transport.adapters import verl
+
+__all__ = ["verl"]

@@ -1,0 +1,164 @@
+"""verl's own workers, worker groups and managers around our engine, in a Ray cluster without a GPU.
+
+For tests/adapters/test_verl.py, which gives the manager's class. Prints one JSON object. As verl's tests do it
+(tests/checkpoint_engine/test_utils.py of its wheel), with a trainer and a loader that need no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+from verl.checkpoint_engine import CheckpointEngineRegistry, CheckpointEngineWorker
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.utils.import_utils import import_external_libs, load_class_from_fqn
+from verl.workers.config import CheckpointEngineConfig, RolloutConfig
+
+BACKEND = "payload_transport"
+CONFIG = {
+    "backend": BACKEND,
+    "update_weights_bucket_megabytes": 1,
+    "custom_backend_module": "transport.adapters.verl",
+    "engine_kwargs": {BACKEND: {"address": "127.0.0.1", "wires": ["tcp", "mapped"], "rate": "1e9"}},
+}
+
+
+def weights_of(version: int) -> list[tuple[str, torch.Tensor]]:
+    """The first is three buckets large."""
+    large = torch.arange(3 << 18, dtype=torch.int32).reshape(3, -1) + version
+    return [("large", large), ("small", torch.full((7,), version, dtype=torch.bfloat16))]
+
+
+class Trainer(Worker):  # type: ignore[misc]
+    def __init__(self, config: CheckpointEngineConfig) -> None:
+        super().__init__()
+        import_external_libs(config.custom_backend_module)
+        kwargs = config.engine_kwargs[config.backend]
+        size = config.update_weights_bucket_megabytes << 20
+        self.checkpoint_engine = CheckpointEngineRegistry.new(
+            config.backend, bucket_size=size, is_master=True, **kwargs
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int, mode: str) -> Any:
+        return await self.checkpoint_engine.send_weights(self.weights(global_steps), global_steps=global_steps)
+
+    def weights(self, version: int) -> Any:
+        for name, tensor in weights_of(version):
+            yield name, tensor
+            if version == 4:
+                raise RuntimeError("the trainer's model cannot be gathered")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.checkpoint_engine, method)(*args, **kwargs)
+
+
+class Loader:
+    """Stands for an inference engine's server."""
+
+    def __init__(self, rank: int) -> None:
+        self.replica_rank, self.is_leader_rank = rank, True
+        self.loaded: dict[str, torch.Tensor] = {}
+        self.fails_at: int | None = None
+
+    async def update_weights(self, weights: Any, global_steps: int | None = None, wire_format: str = "") -> None:
+        async for name, tensor in weights:
+            if self.fails_at == global_steps and name == "small":
+                raise RuntimeError("the server has no memory")
+            self.loaded[name] = tensor.clone()
+
+
+class Rollout(CheckpointEngineWorker):  # type: ignore[misc]
+    def __init__(self, config: RolloutConfig) -> None:
+        super().__init__(config, SimpleNamespace(), Loader(0))
+        self.server_adapter.replica_rank = self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_at(self, version: int, rank: int) -> None:
+        if self.rank == rank:
+            self.server_adapter.fails_at = version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def versions(self) -> list[int]:
+        """The versions of which its weights are whole; -1 for a weight that is of none."""
+        found = []
+        for name, tensor in self.server_adapter.loaded.items():
+            of = [version for version in range(1, 6) if torch.equal(tensor, dict(weights_of(version))[name])]
+            found.append(of[0] if of else -1)
+        return sorted(set(found))
+
+
+class Replica:
+    """What a manager calls of verl's RolloutReplica; counts its pauses."""
+
+    def __init__(self, rank: int, workers: list[Any]) -> None:
+        self.replica_rank, self.workers = rank, workers
+        self.generating = self.has_kv_cache = True
+
+    async def abort_all_requests(self, reject_request: bool = False) -> None:
+        self.generating = False
+
+    async def resume_generation(self) -> None:
+        self.generating = True
+
+    async def release_kv_cache(self) -> None:
+        self.has_kv_cache = False
+
+    async def resume_kv_cache(self) -> None:
+        self.has_kv_cache = True
+
+
+def group(cls: type, size: int, config: Any) -> Any:
+    pool = RayResourcePool(process_on_nodes=[size], use_gpu=False, max_colocate_count=1)
+    made = RayClassWithInitArgs(cls=ray.remote(cls), config=config)
+    return RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")
+
+
+def update(manager: Any, version: int, with_await: bool) -> dict[str, Any]:
+    async def awaited() -> Any:
+        return await manager.update_weights(global_steps=version)
+
+    try:
+        metrics = asyncio.run(awaited()) if with_await else manager.update_weights(global_steps=version)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0], "text": str(error)}
+    return {"metrics": metrics}
+
+
+def main() -> None:
+    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", object_store_memory=80 << 20)
+    try:
+        config = CheckpointEngineConfig(**CONFIG)
+        trainer = group(Trainer, 1, config)
+        rollout = group(Rollout, 2, RolloutConfig(name="vllm", checkpoint_engine=config))
+        replicas = [Replica(rank, [worker]) for rank, worker in enumerate(rollout.workers)]
+        manager = load_class_from_fqn(sys.argv[1], "CheckpointEngineManager")(config, trainer, replicas)
+        steps = {}
+        for version, with_await in ((1, False), (2, True), (3, False), (4, False), (5, False)):
+            if version == 3:
+                rollout.fail_at(3, 1)
+            steps[version] = {
+                **update(manager, version, with_await),
+                "versions": rollout.versions(),
+                "paused": [replica.replica_rank for replica in replicas if not replica.generating],
+                "without_cache": [replica.replica_rank for replica in replicas if not replica.has_kv_cache],
+            }
+            if steps[version]["paused"] and version == 3:
+                break  # nothing after this is defined
+        for members in (trainer, rollout):  # verl ends its workers instead, whose memory then stays
+            ray.get(members.execute_checkpoint_engine(["close"] * members.world_size))
+    finally:
+        ray.shutdown()
+    print(json.dumps(steps))
+
+
+if __name__ == "__main__":
+    main()
