@@ -27,8 +27,13 @@ FOLDER = str(Path(buffer.__file__).parent)
 
 @pytest.fixture
 def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(SCHEMA, slots=SLOTS) as made:
-        yield made
+    gc.collect()
+    gc.freeze()  # what was there before is not looked through by each of the hundreds of collections
+    try:
+        with SharedRingBuffer.create(SCHEMA, slots=SLOTS) as made:
+            yield made
+    finally:
+        gc.unfreeze()
 
 
 def fill(ring: SharedRingBuffer, count: int = 2) -> None:
