@@ -491,6 +491,10 @@ EFFECTS: dict[str, tuple[Seen, dict[str, Any], dict[str, str]]] = {
         address_of_metrics, {"127.0.0.2": "127.0.0.2", "127.0.0.1": "127.0.0.1"}, {"metrics_port": "0"}
     ),
     "store": (store_of_a_command, {"{store}": 0, "sqlite:/absent/store.db": 2}, {}),
+    "run": (
+        of_a_worker(lambda worker: worker.ring.name.rpartition("-")[0]),
+        {"": "/transport-rollout", "seven": "/transport-run-seven"}, {},
+    ),
     "log_level": (lambda found: logged(found)[0], {"INFO": logging.INFO, "ERROR": logging.ERROR}, {}),
     "log_format": (lambda found: logged(found)[1], {"json": True, "text": False}, {}),
 }  # fmt: skip

@@ -34,6 +34,7 @@ FILE_NAME: Final = "transport.toml"
 DEFAULT: Final = "default"
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+RunName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._-]{0,80}$")]
 
 
 class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -46,6 +47,7 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
     metrics_port: Port | None = None
     metrics_bind: str = "127.0.0.1"
     store: str = ""
+    run: RunName = ""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
     log_format: Literal["text", "json"] = "text"
 
@@ -118,6 +120,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "metrics_port": "port of the Prometheus metrics, 0: any free one; not set: no metrics",
     "metrics_bind": "local address of that port",
     "store": "URL of the store that `transport cooldown` and `transport demo --checkpoint` use; empty: the demo's file",
+    "run": "name by which rollouts and trainers of a host without a queue find each other; empty: SLURM's job, or all",
     "log_level": "DEBUG, INFO, WARNING or ERROR",
     "log_format": "text, or json: an object per line with ticket, port and attempt as fields",
 }

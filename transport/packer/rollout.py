@@ -27,7 +27,7 @@ from transport.packer.unpublished import Finished, queued, queued_many, reconcil
 from transport.queue import arguments
 from transport.queue.base import TicketQueue
 from transport.queue.found import FoundRings
-from transport.queue.places import DEFAULT_PREFIX
+from transport.queue.places import default_prefix
 from transport.queue.rings import RingQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
@@ -112,7 +112,7 @@ class UCXXRolloutMixin:
         self.cleanup_ucxx()
         operator = configuration()
         directory = server.directory
-        prefix = DEFAULT_PREFIX if queue is None else ""
+        prefix = default_prefix() if queue is None else ""
         if isinstance(queue, FoundRings):
             prefix = queue.places.prefix
             directory = directory or queue.places.directory

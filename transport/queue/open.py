@@ -7,7 +7,7 @@ from typing import Any
 from transport.errors import ConfigurationError, UsageError
 from transport.queue.base import QueueAddress, TicketQueue
 from transport.queue.found import FoundRings
-from transport.queue.places import DEFAULT_PREFIX, AtAddresses, InDirectory, OnThisHost
+from transport.queue.places import AtAddresses, InDirectory, OnThisHost
 from transport.queue.redis import RedisQueue
 from transport.queue.sqlite import SQLiteQueue
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
@@ -56,6 +56,6 @@ def open_rings(text: str) -> FoundRings:
     if place.startswith("//"):
         return FoundRings(AtAddresses(place.removeprefix("//")))
     try:
-        return FoundRings(OnThisHost(place or DEFAULT_PREFIX))
+        return FoundRings(OnThisHost(place or None))
     except UsageError as error:
         raise ConfigurationError(f"{text!r}: {error}") from None

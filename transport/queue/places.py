@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import time
 from collections.abc import Collection, Mapping
@@ -16,6 +17,7 @@ from typing import Final, Protocol
 
 from transport import _ring
 from transport.client.taking import port_of
+from transport.config import configuration
 from transport.errors import ConfigurationError, RingError, UsageError
 from transport.queue.demands import Place
 from transport.ring.buffer import SharedRingBuffer
@@ -25,12 +27,21 @@ from transport.wire.addresses import LOOPBACK
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PREFIX: Final = "rollout-"
-"""With this the names of rings begin that are handed out where nobody chose a queue."""
+_UNNAMED: Final = "rollout-"
 
 _BEGINNING: Final = "/transport-"
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _STORE_EVERY_S: Final = 0.5
+
+
+def default_prefix() -> str:
+    """With this the names of rings begin that are handed out where nobody chose a queue.
+
+    Two runs on one host must not get each other's payloads. The setting ``run`` names a run; without it, SLURM's job
+    does, which all processes of a run share.
+    """
+    run = configuration().run or os.environ.get("SLURM_JOB_ID", "")
+    return f"run-{run}-" if run else _UNNAMED
 
 
 class Places(Protocol):
@@ -78,8 +89,8 @@ class OnThisHost:
 
     directory: Directory | None = None
 
-    def __init__(self, prefix: str = DEFAULT_PREFIX) -> None:
-        prefix = prefix.removeprefix(_BEGINNING)
+    def __init__(self, prefix: str | None = None) -> None:
+        prefix = default_prefix() if prefix is None else prefix.removeprefix(_BEGINNING)
         if not _NAME.fullmatch(prefix):
             raise UsageError(f"{prefix!r} begins no name of a ring: give 1 to 100 letters, digits, . _ -")
         self.prefix = prefix

@@ -1,0 +1,42 @@
+"""Two runs on one host: neither gets the other's payloads, also where nobody was given a queue."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from transport import RingOptions, UCXXRolloutMixin
+from transport.errors import ConfigurationError
+from transport.queue import open_queue
+
+
+class Worker(UCXXRolloutMixin):
+    pass
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize(
+    ("variables", "found"),
+    [({"TRANSPORT_RUN": "seven"}, 1), ({"TRANSPORT_RUN": "eight"}, 0), ({"SLURM_JOB_ID": "seven"}, 1), ({}, 0)],
+)
+def test_a_run_that_has_a_name_keeps_its_payloads_to_itself(
+    variables: dict[str, str], found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker()
+    with monkeypatch.context() as patched:
+        patched.setenv("TRANSPORT_RUN", "seven")
+        worker.setup_ucxx(slots=2, mode="thread", ring=RingOptions(slot_bytes=64))
+    try:
+        worker.write_to_buffer({"step": np.zeros(1)})
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with open_queue("rings:") as queue:
+            assert len(queue.claim(1, 0.3, consumer="a")) == found
+    finally:
+        worker.cleanup_ucxx()
+
+
+def test_a_name_of_a_run_that_no_ring_can_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_RUN", "../seven")
+    with pytest.raises(ConfigurationError, match="TRANSPORT_RUN"):
+        open_queue("rings:")
