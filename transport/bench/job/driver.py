@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from transport.bench.reads.harness import percentile
 from transport.bench.registry import JOB_PEERS, interpreter
 from transport.bench.result import OURS
 from transport.errors import LinkError, MissingDependencyError
+from transport.runtime.interruption import segment_prefix
 
 _LOOK_S = 0.004
 _STALL_S = 30.0  # without a payload consumed
@@ -85,6 +85,7 @@ class _Run:
             **{name: getattr(case, name) for name in ("size_bytes", "batch", "write_batch", "window")},
             **{name: getattr(case, name) for name in ("writers", "trainers", "idle", "queue", "wire", "layout")},
             "cells": cells,
+            "rings": segment_prefix("bench-job"),  # whatever becomes of the writers, their rings end with the command
         }
         self._helpers: list[int] = []
         # All begin at once, since importing what they need takes longest; each waits for its configuration. The service
@@ -92,7 +93,7 @@ class _Run:
         service = self._service(common, stack)
         self._writers = [self._process("writer", stack) for _ in range(case.writers)]
         self._trainers = [self._process("trainer", stack) for _ in range(case.trainers)]
-        place = self._place(service)
+        place = self._place(service, common["rings"])
         self._configure(self._writers, {**common, "place": place, "addresses": []})
         ready = [writer.answer() for writer in self._writers]
         self._helpers += [pid for each in ready for pid in each["helpers"]]
@@ -125,11 +126,11 @@ class _Run:
         job = {**common, "index": 0, "place": "", "addresses": [], "result": ""}
         return stack.enter_context(Worker(f"{self._who} service", job, command))
 
-    def _place(self, service: Worker | None) -> str:
+    def _place(self, service: Worker | None, rings: str) -> str:
         """Where the payloads or their tickets go."""
         ours = self._case.peer == OURS
         if service is None and self._case.queue == "rings":
-            return f"rings:bench-{secrets.token_hex(8)}-"
+            return f"rings:{rings}"
         if service is None:
             return f"sqlite://{self._folder / 'tickets.sqlite3'}" if ours else ""
         place: str = service.answer()["place"]

@@ -57,6 +57,7 @@ class TicketWriter:
             ring = self._rollout.setup_ucxx(
                 schema_of(job.size_bytes),
                 slots=job.window,
+                name=f"{job.rings}{job.index}",
                 queue=queue,
                 server=ServerOptions(addresses=(LOOPBACK,), linger_s=_LINGER_S),
             )
@@ -136,6 +137,7 @@ class RingWriter:
             self._ring = self._rollout.setup_ucxx(
                 schema_of(job.size_bytes),
                 slots=job.window,
+                name=f"{job.rings}{job.index}",
                 queue=stack.enter_context(open_queue(job.place)),
                 server=ServerOptions(addresses=(LOOPBACK,), linger_s=_LINGER_S),
             )

@@ -69,6 +69,7 @@ class Job(SimpleNamespace):
     wire: str
     layout: str
     cells: str
+    rings: str
     result: str
     idle: bool
     ended: threading.Event
