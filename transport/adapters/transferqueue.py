@@ -220,9 +220,9 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         if reader is not None:
             reader.close()
 
-    def __del__(self) -> None:
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # In any thread, at any time, also within a put: the rings are left alone, and no lock of theirs is taken.
-        if sys.is_finalizing():
+        if finalizing():  # the module may be empty by now, hence the default argument
             return
         try:
             self._end()

@@ -8,16 +8,21 @@ knows; where the slots have others, the field is put together again from single 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from tensordict import NonTensorStack
 
 from transport.adapters.transferqueue_packing import Unpacked, copy_to
+from transport.devices.buffers import BufferPool
 from transport.errors import PayloadLostError
 
 Shape = tuple[int, ...]
+
+_POOL: Final = BufferPool()
+_POOLED_BYTES: Final = 64 << 10
 
 
 class _Field:
@@ -41,7 +46,15 @@ class _Field:
         self._shapes = shapes
         each = [shape[0] if shape else 1 for shape in shapes]
         self._offsets = [0, *itertools.accumulate(each)]
-        self._flat = torch.empty((self._offsets[-1], *shapes[0][1:]), dtype=dtype)
+        self._flat = self._memory((self._offsets[-1], *shapes[0][1:]), dtype)
+
+    @staticmethod
+    def _memory(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """Large ones in memory whose pages are there already, which comes back when the tensor is gone."""
+        size = math.prod(shape) * dtype.itemsize
+        if size < _POOLED_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(_POOL.take(size), dtype=dtype).view(shape)
 
     def add(self, slot: Unpacked, at: list[int], rows: list[int]) -> None:
         """Values of one slot: its ``rows``, which are the samples ``at`` of the result."""
