@@ -112,6 +112,14 @@ build/adapters/installed: pyproject.toml constraints-adapters.txt tests/support/
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/support/adapters_environment.py $(UCXX)
 	@touch $@
 
+# What its package on the index lacks: its tests, which tests/adapters/test_transferqueue_run.py runs over our backend, and
+# its benchmark. A newer release than 0.1.9 has no tag.
+.PHONY: transferqueue-sources
+transferqueue-sources: ## TransferQueue's own tests and benchmark, into build/TransferQueue
+	@test -d build/TransferQueue || \
+	  git clone --quiet --depth 1 --branch v0.1.9 https://github.com/Ascend/TransferQueue build/TransferQueue || \
+	  { echo "its tests are skipped: https://github.com/Ascend/TransferQueue cannot be reached" >&2; exit 1; }
+
 .PHONY: adapters-environment
 adapters-environment: build/adapters/installed ## make that environment, and check that every framework can be imported
 

@@ -13,6 +13,7 @@ from transport.runtime.installing import install
 FITS: Final[dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "verl": ((0, 9), (0, 10)),
     "cosmos-rl": ((0, 4, 7), (0, 5)),
+    "TransferQueue": ((0, 1, 9), (0, 2)),
 }
 
 

@@ -25,6 +25,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "perftest": ("libucx-cu12",),
     "verl": ("verl>=0.9,<0.10",),
     "cosmos-rl": ("cosmos-rl>=0.4.7,<0.5",),
+    "TransferQueue": ("TransferQueue>=0.1.9,<0.2", "tensordict"),
 }
 
 
