@@ -18,10 +18,11 @@ from transport.errors import MissingDependencyError
         ("torch", "torch", "pip install 'torch>=2.3'"),
         ("tensors", "torch", "pip install 'torch>=2.3'"),
         ("cosmos_rl", "torch", "pip install 'torch>=2.3'"),
+        ("ray", "ray", r"pip install 'ray>=2\.40'"),
     ],
 )
 def test_a_missing_framework_is_named(adapter: str, missing: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("torch", "tensors", "cosmos_rl"):
+    for name in ("torch", "tensors", "cosmos_rl", "ray"):
         monkeypatch.delitem(sys.modules, f"transport.adapters.{name}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
     with pytest.raises(MissingDependencyError, match=remedy):

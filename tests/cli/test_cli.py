@@ -116,6 +116,12 @@ def test_a_shell_can_complete_the_commands(shell: str) -> None:
             ["demo", "--wire", "pigeon"],
             "transport demo: --wire pigeon: choose auto, or some of mapped, shm, tcp, rdma, separated by commas",
         ),
+        (["demo", "--on", "slurm"], "transport demo: --on slurm: choose processes or ray"),
+        (["demo", "--ray-address", "auto"], "transport demo: --ray-address auto: give --on ray as well"),
+        (
+            ["demo", "--on", "ray", "--queue", "sqlite", "--checkpoint", "c"],
+            "transport demo: --on ray does not take --queue, --checkpoint; leave it away, or give --on processes",
+        ),
     ],
 )
 def test_wrong_usage_is_one_line_and_status_2(

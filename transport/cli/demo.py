@@ -15,6 +15,9 @@ from transport.cli.output import JsonTarget, emit
 from transport.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
+    from transport.demo.display import Display
+    from transport.demo.plan import Plan
+    from transport.demo.summary import Summary
     from transport.observe.metrics import Exporter
     from transport.wires import Wire
 
@@ -24,6 +27,7 @@ EXAMPLE = "Example: transport demo --rollouts 4 --readers 2 --wire tcp --json de
 _MOST = 14
 _NONE, _EMBEDDED = "rings", "sqlite"
 _TARGET = 2.0
+_PROCESSES, _RAY = "processes", "ray"
 _DEMO_WIRES = ("mapped", "shm", "tcp", "rdma")  # episodes are in host memory: cuda would have nothing to carry
 
 
@@ -70,6 +74,13 @@ def demo(
             help="Least ratio of the mean returns of the last and the first tenth. Default: 2; 0 for a resumed run.",
         ),
     ] = None,
+    where: Annotated[
+        str, typer.Option("--on", metavar="processes|ray", help="processes: of this host; ray: actors of a cluster.")
+    ] = _PROCESSES,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Of a Ray cluster, or auto. Default: one is started here for the run."),
+    ] = None,
     json_target: JsonTarget = None,
 ) -> int:
     """Run the main job: rollouts play CartPole, a trainer fetches their episodes and improves the policy.
@@ -77,6 +88,20 @@ def demo(
     Exit status 1 when a payload was lost or came twice, or the policy did not learn.
     """
     wires = _wires(wire)
+    _check_where(
+        where,
+        ray_address,
+        [
+            name
+            for name, given in (
+                ("--queue", queue != _NONE),
+                ("--checkpoint", checkpoint),
+                ("--trace", trace),
+                ("--metrics-port", metrics_port is not None),
+            )
+            if given
+        ],
+    )
     queue_text, temporary = _queue_text(queue)
 
     import uvloop
@@ -94,7 +119,11 @@ def demo(
             to = CheckpointTo(checkpoint, default_store()) if checkpoint is not None else None
             if exporter is not None:
                 display.say(f"metrics on http://127.0.0.1:{exporter.port}/metrics")
-            summary = uvloop.run(run_demo(plan, display, queue_text, to, trace=trace, exporter=exporter))
+            summary: Summary
+            if where == _RAY:
+                summary = _on_ray(plan, display, ray_address)
+            else:
+                summary = uvloop.run(run_demo(plan, display, queue_text, to, trace=trace, exporter=exporter))
     except InterruptedBySignal as interruption:
         print(f"transport demo: stopped by {interruption}; nothing is left behind", file=sys.stderr)
         return 128 + interruption.number
@@ -110,6 +139,22 @@ def demo(
     if problems:
         print(f"transport demo: {'; '.join(problems)}", file=sys.stderr)
     return 1 if problems else 0
+
+
+def _check_where(where: str, ray_address: str | None, without: list[str]) -> None:
+    """``without``: options in use that only processes of this host have."""
+    if where not in (_PROCESSES, _RAY):
+        raise UsageError(f"--on {where}: choose processes or ray")
+    if where == _PROCESSES and ray_address is not None:
+        raise UsageError(f"--ray-address {ray_address}: give --on ray as well")
+    if where == _RAY and without:
+        raise UsageError(f"--on ray does not take {', '.join(without)}; leave it away, or give --on processes")
+
+
+def _on_ray(plan: Plan, display: Display, address: str | None) -> Summary:
+    from transport.demo.ray_job import run_on_ray
+
+    return run_on_ray(plan, display, address)
 
 
 def _exporter(port: int | None) -> Exporter | None:

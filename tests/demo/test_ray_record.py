@@ -1,0 +1,79 @@
+"""The record of a rank of the demo on Ray: what is in it is trained on, and by one life of the trainer only."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+from memory_store import MemoryStore
+
+from transport.demo.plan import Plan
+from transport.demo.policy import Policy
+from transport.demo.ray_record import (
+    RankKeeper,
+    RankRecord,
+    begin_life,
+    count_write,
+    nodes_of,
+    rank_key,
+    records,
+    restarts,
+    trained_by_all,
+    written,
+)
+from transport.errors import RunError, StoreError
+
+
+def test_a_newer_life_goes_on_from_the_record_and_refuses_the_older_one() -> None:
+    store = MemoryStore()
+    older = RankKeeper(store, 0)
+    older.keep(RankRecord(trained=[3, 1]))
+    newer = RankKeeper(store, 0)
+    assert newer.record.trained == [3, 1]
+    with pytest.raises(RunError, match="trainer 0: Ray has started it again elsewhere"):
+        older.keep(RankRecord(trained=[3, 1, 2]))
+    newer.keep(RankRecord(trained=[3, 1, 4]))
+    assert records(store, Plan())[0].trained == [3, 1, 4]
+
+
+def test_an_episode_is_needed_until_every_rank_has_trained_on_it() -> None:
+    store = MemoryStore()
+    RankKeeper(store, 0).keep(RankRecord(trained=[1, 2, 3]))
+    assert trained_by_all(records(store, Plan(trainers=2))) == set()
+    RankKeeper(store, 1).keep(RankRecord(trained=[3, 1]))
+    assert trained_by_all(records(store, Plan(trainers=2))) == {1, 3}
+
+
+def test_a_policy_is_restored_as_it_was_recorded() -> None:
+    policy = Policy(seed=5)
+    policy.load(policy.parameters(), 7)
+    record = RankRecord().after([], 2, 6, policy, learned=True)
+    again = Policy(seed=6)
+    msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=RankRecord).restore(again)
+    assert (again.version, record.updates, record.repeated) == (7, 1, 2)
+    for name, values in policy.parameters().items():
+        np.testing.assert_array_equal(again.parameters()[name], values)
+
+
+def test_a_batch_without_learning_keeps_the_recorded_policy() -> None:
+    policy = Policy(seed=5)
+    policy.load(policy.parameters(), 7)
+    learned = RankRecord().after([], 0, 6, policy, learned=True)
+    assert learned.after([], 3, 7, policy, learned=False).parameters == learned.parameters
+
+
+def test_lives_beyond_the_first_are_restarts() -> None:
+    store = MemoryStore()
+    assert [begin_life(store, "rollout-0", node) for node in ("a", "b")] == [1, 2]
+    begin_life(store, "trainer-0", "a")
+    assert (restarts(store), nodes_of(store)) == (1, {"rollout-0": "b", "trainer-0": "a"})
+    assert written(store) == 0
+    count_write(store)
+    assert written(store) == 1
+
+
+def test_a_malformed_record_is_named() -> None:
+    store = MemoryStore()
+    store.put(rank_key(0), b"\xc1")
+    with pytest.raises(StoreError, match="malformed record of a rank"):
+        records(store, Plan())

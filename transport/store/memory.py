@@ -1,0 +1,144 @@
+"""A store in the memory of one process. `transport.adapters.ray` serves one to the processes of a cluster."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from transport.errors import ClosedError, UsageError
+from transport.store.base import ABSENT, Change, Entry, Store, check_changes, check_key, check_lease, check_prefix
+
+_DECIMAL = re.compile(rb"0|-?[1-9][0-9]*")
+
+
+class _Record(NamedTuple):
+    entry: Entry
+    ends_at: float | None
+
+
+class _Memory:
+    """What all stores on one memory share."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.records: dict[str, _Record] = {}
+        self.version = 0  # Invariant: the last that was given; it only grows
+        self.changed = threading.Condition()
+
+    def living(self, key: str) -> _Record | None:
+        record = self.records.get(key)
+        if record is not None and record.ends_at is not None and record.ends_at <= self.clock():
+            del self.records[key]
+            return None
+        return record
+
+    def write(self, key: str, value: bytes | None, ends_at: float | None) -> int:
+        if value is None:
+            self.records.pop(key, None)
+            return ABSENT
+        self.version += 1
+        self.records[key] = _Record(Entry(bytes(value), self.version), ends_at)
+        return self.version
+
+
+class MemoryStore(Store):
+    """Records of this process; they end with it.
+
+    Args:
+        clock: measures leases, in seconds.
+        beside: another store, to look at the same records.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, beside: MemoryStore | None = None) -> None:
+        self._memory: _Memory = _Memory(clock) if beside is None else beside._memory
+        self._changed = self._memory.changed
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<MemoryStore {len(self._memory.records)} records{' closed' if self._closed else ''}>"
+
+    def get(self, key: str) -> Entry | None:
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        for key in keys:
+            check_key(key)
+        with self._changed:
+            self._check_open()
+            return [None if (record := self._memory.living(key)) is None else record.entry for key in keys]
+
+    def scan(self, prefix: str) -> Mapping[str, Entry]:
+        check_prefix(prefix)
+        with self._changed:
+            self._check_open()
+            found = sorted(key for key in self._memory.records if key.startswith(prefix))
+            return {key: record.entry for key in found if (record := self._memory.living(key)) is not None}
+
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        check_changes(changes)
+        with self._changed:
+            self._check_open()
+            for change in changes:
+                record = self._memory.living(change.key)
+                version = ABSENT if record is None else record.entry.version
+                if change.expected is not None and change.expected != version:
+                    return None
+            versions = [self._memory.write(each.key, each.value, self._end_of(each.lease_s)) for each in changes]
+            self._changed.notify_all()
+            return versions
+
+    def add(self, key: str, amount: int = 1) -> int:
+        check_key(key)
+        with self._changed:
+            self._check_open()
+            record = self._memory.living(key)
+            before = b"0" if record is None else record.entry.value
+            value = int(before) + amount if _DECIMAL.fullmatch(before) else 1 << 63
+            if not -(1 << 63) <= value < 1 << 63:
+                raise UsageError(f"store key {key} is not a counter, or the sum exceeds 64 bits; use another key")
+            self._memory.write(key, b"%d" % value, None if record is None else record.ends_at)
+            self._changed.notify_all()
+            return value
+
+    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        check_lease(lease_s)
+        for key in leases:
+            check_key(key)
+        with self._changed:
+            self._check_open()
+            kept = set()
+            for key, version in leases.items():
+                record = self._memory.living(key)
+                if record is not None and record.entry.version == version and record.ends_at is not None:
+                    self._memory.records[key] = record._replace(ends_at=self._end_of(lease_s))
+                    kept.add(key)
+            return kept
+
+    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
+        check_key(key)
+        give_up_at = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._check_open()
+                record = self._memory.living(key)
+                left_s = give_up_at - time.monotonic()
+                if left_s <= 0 or version != (ABSENT if record is None else record.entry.version):
+                    return None if record is None else record.entry
+                if record is not None and record.ends_at is not None:
+                    left_s = min(left_s, max(record.ends_at - self._memory.clock(), 0.001))
+                self._changed.wait(left_s)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the store is closed")
+
+    def _end_of(self, lease_s: float | None) -> float | None:
+        return None if lease_s is None else self._memory.clock() + lease_s
