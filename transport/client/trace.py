@@ -37,7 +37,7 @@ def key_of(ticket: Ticket) -> str:
 class Trace:
     """Writes spans to a file as they end. Any thread may call it. What a killed process had written remains readable.
 
-    A file that cannot be written any more, as on a full disk, ends the trace with one line in the log, and nothing else.
+    A file that cannot be written any more, as on a full disk, ends the trace with one line in the log only.
     Making one raises OSError.
     """
 
