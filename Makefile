@@ -20,7 +20,7 @@ PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/c
   PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install --quiet --disable-pip-version-check
 
-.PHONY: help install demo test pytest adapters gpu gpu-wheels native-test faults soak model lint bench docs site clean
+.PHONY: help install demo test pytest adapters gpu gpu-wheels native-test faults soak model lint bench bench-full docs site clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,7 +80,13 @@ bench-peers: $(VENV)/installed ## install what bench compares with, each into it
 
 # The whole job first. BENCH_JOB_OPTIONS="--peers all --queue sqlite,redis" adds the peers that need a Ray cluster.
 BENCH_JOB_OPTIONS ?= --peers zmq,redis,redis-stream --seconds 0.3
-bench: build/peers/stamp | redis ## the whole job, then reads over every wire, beside the peers; pictures in docs; the ring
+bench: build/peers/stamp | redis ## under 4 minutes: the job and reads, few sizes, beside few peers; pictures in build
+	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --sizes 4KiB,1MiB --repetitions 2 \
+	  --json build/bench-job.json --plot build/bench-job.png
+	@$(BIN)/transport bench loopback --sizes 64KiB,1MiB --seconds 0.4 --repetitions 1 --peers ucx_floor,pyzmq \
+	  --json build/bench.json --plot build/bench.png
+
+bench-full: build/peers/stamp | redis ## 25 minutes: every size, wire and peer; the pictures of docs; the ring
 	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --json build/bench-job.json --plot docs/bench-job.png
 	@$(BIN)/transport bench loopback --checksum on,off --peers all --json build/bench.json --plot docs/bench.png
 	@$(BIN)/transport bench ring

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transport import Schema, UCXXDataPackerMixin, UCXXRolloutMixin, UpTo
+from transport import Rollout, Schema, Trainer, UpTo
 from transport.queue import SQLiteQueue
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(4096)), log_probabilities=("float32", UpTo(4096)))
@@ -18,47 +18,33 @@ EPISODES = 20
 BATCH = 5
 
 
-class RolloutWorker(UCXXRolloutMixin):
-    """A real one has a policy; this one makes episodes up."""
-
-
-class DataPacker(UCXXDataPackerMixin):
-    """A real one has its framework's packer as second base class."""
-
-
 def rollout(queue_path: Path) -> None:
-    worker = RolloutWorker()
     rng = np.random.default_rng(0)
-    with SQLiteQueue(queue_path) as queue:
-        worker.setup_ucxx(SCHEMA, slots=8, queue=queue)  # a supervisor and one listener process
+    # a supervisor and one listener process; the end of the with waits until the trainer has everything
+    with SQLiteQueue(queue_path) as queue, Rollout(SCHEMA, slots=8, queue=queue) as worker:
         for episode in range(EPISODES):  # waits while 8 payloads are unread
             length = int(rng.integers(1, 4096))
             worker.write_to_buffer(
                 {"tokens": np.full(length, episode, np.int32), "log_probabilities": np.zeros(length, np.float32)},
                 metadata={"episode": episode},
             )
-        worker.cleanup_ucxx(drain_s=30.0)  # until the trainer has everything
 
 
 def train(queue_path: Path) -> None:
-    packer = DataPacker()
     seen = []
     with SQLiteQueue(queue_path) as queue:
-        packer.setup_ucxx_packer(schemas=[SCHEMA], queue=queue, wire={"tcp", "shm"})  # as from another host
-        try:
-            packer.start_prefetch(packer.claim_tickets(BATCH, timeout_s=30.0))
+        with Trainer(schemas=[SCHEMA], queue=queue, wire={"tcp", "shm"}) as trainer:  # as from another host
+            trainer.start_prefetch(trainer.claim_tickets(BATCH, timeout_s=30.0))
             while len(seen) < EPISODES:
-                batch = packer.collect_prefetch()
+                batch = trainer.collect_prefetch()
                 assert batch is not None
-                payloads = packer.consume(batch)  # these are this trainer's, each once
+                payloads = trainer.consume(batch)  # these are this trainer's, each once
                 seen += [payload.metadata["episode"] for payload in payloads]
                 if len(seen) < EPISODES:  # the next batch comes while this one is trained on
-                    packer.start_prefetch(packer.claim_tickets(BATCH, timeout_s=30.0))
+                    trainer.start_prefetch(trainer.claim_tickets(BATCH, timeout_s=30.0))
                 total = sum(float(payload["tokens"].sum()) for payload in payloads)
                 print(f"trained on {len(payloads)} episodes, token sum {total:.0f}")
-            print(packer.ucxx_statistics())
-        finally:
-            packer.cleanup_ucxx_packer()
+            print(trainer.ucxx_statistics())
         assert sorted(seen) == list(range(EPISODES))
         assert queue.depth().done == EPISODES
 

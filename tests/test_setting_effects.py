@@ -225,7 +225,7 @@ def calls_and_rounds(found: Configuration) -> tuple[int, int]:
 
             for each in tickets:
                 calls.append(each)
-                yield ReadOutcome(each, None, RetriesExhaustedError("tried"))
+                yield ReadOutcome(0, each, None, RetriesExhaustedError("tried"))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(UCXXClient, "read", read)

@@ -35,7 +35,7 @@ FIELDS: dict[str, Any] = {
     "size": 132,
     "checksum": 2**64 - 1,
     "readers": 2,
-    "schema_fingerprint": EPISODE.fingerprint_hex,
+    "schema_fingerprint": EPISODE.fingerprint,
     "lengths": (3, 2),
     "created": 1_750_000_000.25,
     "deadline": 1_750_000_060.0,
@@ -65,7 +65,7 @@ def test_encoding_golden() -> None:
         b"\x92\xcd\x34\x19\xcd\x34\x1a"  # ports
         b"\x11\x2a\xcf\xfe\xdc\xba\x98\x76\x54\x32\x10"  # slot, generation, key
         b"\xcc\x84\xcf\xff\xff\xff\xff\xff\xff\xff\xff\x02"  # size, checksum, readers
-        b"\xd9\x20" + EPISODE.fingerprint_hex.encode() + b"\xc0\x92\x03\x02"  # no schema; lengths
+        b"\xd9\x20" + EPISODE.fingerprint.encode() + b"\xc0\x92\x03\x02"  # no schema; lengths
         b"\xcb\x41\xda\x13\xb8\x60\x10\x00\x00\xcb\x41\xda\x13\xb8\x6f\x00\x00\x00"  # created, deadline
         b"\x83\xa6reward\xcb\x3f\xf8\x00\x00\x00\x00\x00\x00\xa5steps\x03\xa4tags\x93\xa1a\xc0\xc3"
     )
@@ -93,7 +93,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
     lengths = draw(st.lists(st.integers(0, 2**40), max_size=5))
     if draw(st.booleans()):
         schema, lengths = EPISODE, [draw(st.integers(0, 500)) for _ in EPISODE.ragged]
-        size, fingerprint = schema.layout(tuple(lengths)).total, schema.fingerprint_hex
+        size, fingerprint = schema.layout(tuple(lengths)).total, schema.fingerprint
     times = st.floats(allow_nan=False, allow_infinity=False)
     return Ticket(
         ring=draw(st.binary(min_size=16, max_size=16)).hex(),
@@ -294,7 +294,7 @@ def test_decoding_altered_bytes_raises_nothing_but_ticket_error(ticket: Ticket, 
 
 def test_ticket_too_large_for_a_slot_says_what_is_large() -> None:
     wide = Schema.of(**{f"tensor_with_a_long_name_{i}": ("float32", 1, 2, 3) for i in range(60)})
-    ticket = changed(schema=wide, schema_fingerprint=wide.fingerprint_hex, lengths=(), size=wide.max_bytes)
+    ticket = changed(schema=wide, schema_fingerprint=wide.fingerprint, lengths=(), size=wide.max_bytes)
     with pytest.raises(TicketError, match=r"has \d+ bytes, the limit is 2048; the largest field is schema with \d+"):
         ticket.encode()
     assert MAX_ENCODED_BYTES == 2048

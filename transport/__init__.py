@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transport.errors import StaleSlotError, TransportError
     from transport.packer.mixin import UCXXDataPackerMixin
     from transport.packer.options import ClientOptions, RingOptions, ServerOptions
+    from transport.packer.ready import Rollout, Trainer
     from transport.packer.rollout import UCXXRolloutMixin
     from transport.ring.buffer import SharedRingBuffer
     from transport.ring.states import SlotState
@@ -36,6 +37,7 @@ _HOMES = {
     "ReadOutcome": "client.payload",
     "ReceivedPayload": "client.payload",
     "RingOptions": "packer.options",
+    "Rollout": "packer.ready",
     "Schema": "schema",
     "ServerOptions": "packer.options",
     "Settings": "settings",
@@ -44,6 +46,7 @@ _HOMES = {
     "StaleSlotError": "errors",
     "TensorSpec": "schema",
     "Ticket": "ticket",
+    "Trainer": "packer.ready",
     "TransportError": "errors",
     "UCXXClient": "client.client",
     "UCXXDataPackerMixin": "packer.mixin",
@@ -64,6 +67,8 @@ __all__ = [  # noqa: RUF022  # in the order in which a user meets them
     "BlockingClient",
     "ReadOutcome",
     "ReceivedPayload",
+    "Rollout",
+    "Trainer",
     "UCXXRolloutMixin",
     "UCXXDataPackerMixin",
     "RingOptions",

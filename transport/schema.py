@@ -205,14 +205,9 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return self._place(tuple(spec.shape[0] for spec in self.ragged)).total
 
     @cached_property
-    def fingerprint(self) -> bytes:
-        """16 bytes that are equal for equal schemas: BLAKE2b of the canonical text."""
-        return hashlib.blake2b(str(self).encode("ascii"), digest_size=16).digest()
-
-    @cached_property
-    def fingerprint_hex(self) -> str:
-        """The fingerprint as 32 hexadecimal digits."""
-        return self.fingerprint.hex()
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that are equal for equal schemas: BLAKE2b of the canonical text."""
+        return hashlib.blake2b(str(self).encode("ascii"), digest_size=16).hexdigest()
 
     def __str__(self) -> str:
         """The canonical text: a line with version and alignment, then one line for each tensor."""

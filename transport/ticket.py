@@ -187,10 +187,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self._layout_by(schema)
 
     def _layout_by(self, chosen: Schema) -> Layout:
-        if chosen.fingerprint_hex != self.schema_fingerprint:
+        if chosen.fingerprint != self.schema_fingerprint:
             raise SchemaError(
                 f"schema mismatch: payload {self.name} was written with schema {self.schema_fingerprint}, "
-                f"got {chosen.fingerprint_hex}"
+                f"got {chosen.fingerprint}"
             )
         layout = chosen.layout(self.lengths)
         if layout.total != self.size:

@@ -42,7 +42,7 @@ _TRANSPORTS: dict[Wire, tuple[str, ...]] = {
 }
 
 
-def named_wires(wanted: Iterable[Wire]) -> frozenset[Wire]:
+def named_wires(wanted: Wire | Iterable[Wire]) -> frozenset[Wire]:
     """The wires that a caller names. Raises UsageError for an unknown name, and for no name."""
     try:
         names = {str(wanted)} if isinstance(wanted, str) else set(wanted)

@@ -314,7 +314,7 @@ def test_two_writers_rings_hand_their_payloads_to_two_trainers(wire: str) -> Non
 
 
 # --- progress -------------------------------------------------------------------------------------
-def test_progress_in_a_pipe_is_a_line_every_thirty_seconds_with_the_time_left(
+def test_progress_in_a_pipe_is_a_line_soon_and_every_thirty_seconds_with_the_time_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     now = [0.0]
@@ -323,7 +323,7 @@ def test_progress_in_a_pipe_is_a_line_every_thirty_seconds_with_the_time_left(
         now[0] = at
         show(done, 12, 0)
     assert capsys.readouterr().err.splitlines() == [
-        "bench job: 3 of 12, about 2 min left",
-        "bench job: 6 of 12, about 62 s left",
+        "bench job: 1 of 12, about 2 min left",
+        "bench job: 5 of 12, about 70 s left",
     ]
     assert [lasting(seconds) for seconds in (3.4, 240.0, 9000.0)] == ["3 s", "4 min", "2.5 h"]

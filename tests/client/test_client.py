@@ -313,7 +313,7 @@ async def test_read_many_gives_each_ticket_its_payload_or_its_error(wire: Any) -
             ring.discard(ticket)
         async with UCXXClient(wire={wire}) as client:
             seen = []
-            async for ticket, payload, error in client.read_many(tickets):
+            async for _, ticket, payload, error in client.read_many(tickets):
                 seen.append(ticket)
                 if ticket in stale:
                     assert payload is None

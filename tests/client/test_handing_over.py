@@ -107,7 +107,7 @@ async def test_what_nobody_was_handed_is_not_consumed(
         assert ring.statistics().consumes == 1
         left = [ticket for ticket in tickets if ticket != handed]
         async with UCXXClient(wire={wire}) as other:
-            async for ticket, payload, error in other.read_many(left):
+            async for _, ticket, payload, error in other.read_many(left):
                 assert error is None
                 assert payload is not None
                 assert np.array_equal(payload["data"], noise(size, tickets.index(ticket)))

@@ -91,3 +91,14 @@ def test_spans_after_the_end_are_dropped(tmp_path: Path) -> None:
     trace.close()
     trace.instant("acknowledge", "key")
     assert [each["ph"] for each in events(tmp_path / "trace")] == ["M"]
+
+
+def test_a_full_disk_ends_the_trace_with_one_line_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("ERROR"), Trace("/dev/full", "trainer 0") as trace:
+        for _ in range(500):  # more than is buffered
+            trace.span("read", "ring/0/1", 0.0, bytes=1)
+    with caplog.at_level("ERROR"), Trace("/dev/full", "trainer 0") as trace:
+        trace.instant("acknowledge", "ring/0/1")  # which fails as it closes
+    assert [record.getMessage() for record in caplog.records] == [
+        "the trace /dev/full ends here: No space left on device"
+    ] * 2

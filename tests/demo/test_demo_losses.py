@@ -110,6 +110,17 @@ def test_a_named_run_stays_and_its_server_may_be_killed_meanwhile(tmp_path: Path
 # --- what goes wrong ------------------------------------------------------------------------------
 @pytest.mark.ucx
 @pytest.mark.slow
+def test_a_trace_that_cannot_be_written_is_named_once_and_the_summary_counts(tmp_path: Path) -> None:
+    with running(tmp_path, "--episodes", "40", "--rollouts", "1", "--trace", "/dev/full", "--json", "-") as demo:
+        _, out, err = demo.finished()
+    assert json.loads(out)["payloads"] == 40
+    named = [line for line in err.splitlines() if "/dev/full" in line]
+    assert named == ["--trace /dev/full was not written: No space left on device"]
+    assert Path("/dev/full").exists()
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_everything_in_order(tmp_path: Path, number: signal.Signals, status: int) -> None:
     before = ResourceSnapshot.take()
@@ -118,7 +129,8 @@ def test_a_signal_stops_everything_in_order(tmp_path: Path, number: signal.Signa
         demo.process.send_signal(number)
         found, out, err = demo.finished()
     assert (found, out) == (status, "")
-    assert err.splitlines()[-1] == f"transport demo: stopped by {number.name}; nothing is left behind"
+    how = "interrupted" if number == signal.SIGINT else "stopped by SIGTERM"
+    assert err.splitlines()[-1] == f"transport demo: {how}; nothing is left behind"
     assert before.leaks(grace_s=0) == []
     assert demo.left() == []
 

@@ -48,7 +48,7 @@ def received(lent: Any) -> ReceivedPayload:
         generation=1,
         key=1,
         size=SIZE,
-        schema_fingerprint=SCHEMA.fingerprint_hex,
+        schema_fingerprint=SCHEMA.fingerprint,
         created=0.0,
     )
     return ReceivedPayload(ticket, 0, "tcp", lent, SCHEMA, lambda: True)

@@ -82,7 +82,7 @@ class StalledClient:
             await asyncio.Event().wait()
         finally:
             self.cancelled = True
-        yield ReadOutcome(tickets[0], None, None)
+        yield ReadOutcome(0, tickets[0], None, None)
 
     def end(self) -> None: ...
 
@@ -121,7 +121,7 @@ def test_what_had_arrived_when_the_fetch_was_cancelled_goes_to_another_trainer(
     async def read_many(tickets: Any, **options: Any) -> AsyncGenerator[ReadOutcome, None]:
         """All payloads arrive, but the last one is never told of."""
         payloads = [await session.client.read(ticket, rank=options["rank"]) for ticket in tickets]
-        yield ReadOutcome(tickets[0], payloads[0], None)
+        yield ReadOutcome(0, tickets[0], payloads[0], None)
         arrived.set()
         await asyncio.Event().wait()
 

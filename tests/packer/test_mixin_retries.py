@@ -60,7 +60,7 @@ class ScriptedClient:
     async def read_many(self, tickets: list[Ticket], **_: Any) -> AsyncGenerator[Any, None]:
         for ticket in tickets:
             outcome = self._answer(ticket)
-            yield ReadOutcome(ticket, None if outcome else FakePayload(ticket), outcome)  # type: ignore[arg-type]
+            yield ReadOutcome(0, ticket, None if outcome else FakePayload(ticket), outcome)  # type: ignore[arg-type]
 
     def end(self) -> None: ...
 

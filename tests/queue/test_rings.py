@@ -159,6 +159,8 @@ def harness() -> Iterator[RingHarness]:
 
 
 class TestConformance(QueueConformance):
+    keeps_dead = False
+
     """The suite, but for leases, which are holders here, and notices, which there are none of."""
 
     def test_a_claim_ends_with_its_lease_and_another_gets_it(self, harness: RingHarness, queue: NamedRings) -> None:

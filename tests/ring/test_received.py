@@ -45,7 +45,7 @@ def test_a_payload_is_gathered_by_its_tickets_lengths(one: tuple[bytes, bytes]) 
     arrays, places = targets(5)
     assert received.gather(fields, places, True) == []
     assert (arrays[0].tolist(), arrays[1].view(np.int64).tolist()) == ([0, 1, 2, 3, 4], [7])
-    assert received.schemas() == [SCHEMA.fingerprint_hex]
+    assert received.schemas() == [SCHEMA.fingerprint]
     assert received.place(0)[0][:5] == bytes(range(5))
     received.drop(0)
     assert (len(received), received.schemas(), received.gather(fields, places, True)) == (0, [], [])
@@ -91,7 +91,7 @@ def test_tickets_that_are_cut_or_changed_fit_or_are_left_out(one: tuple[bytes, b
     received = made(payload, bytes(changed[: len(note) - cut]) if cut < len(note) else b"")
     lengths = np.empty((1, 1), np.int64)
     [found] = received.schemas()
-    assert found in ("", SCHEMA.fingerprint_hex) or len(found) == 32
+    assert found in ("", SCHEMA.fingerprint) or len(found) == 32
     if received.measure(fields_of(SCHEMA), lengths) == []:
         assert found
         assert SCHEMA.layout((int(lengths[0, 0]),)).total == len(payload)

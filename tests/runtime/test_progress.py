@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from transport.runtime.progress import Lines
+
 FETCHING = """
 import numpy as np
 from transport import SharedRingBuffer, UCXXDataPackerMixin
@@ -59,3 +61,21 @@ def test_what_is_no_terminal_sees_no_bar(stream: str) -> None:
     done = subprocess.run([sys.executable, "-c", FETCHING], capture_output=True, text=True)
     assert done.returncode == 0
     assert getattr(done, stream) == ("4\n" if stream == "stdout" else "")
+
+
+def test_without_a_terminal_a_line_after_five_seconds_and_then_every_thirty(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    show = Lines("measuring", clock=lambda: now[0])
+    for second in range(1, 71):
+        now[0] = float(second)
+        show(second, 100, 0)
+    assert capsys.readouterr().err.splitlines() == [
+        "measuring: 5 of 100, about 2 min left",
+        "measuring: 35 of 100, about 65 s left",
+        "measuring: 65 of 100, about 35 s left",
+    ]
+    show = Lines("measuring", clock=lambda: now[0])
+    now[0] += 4.9  # what is done by then needs no line
+    show(3, 4, 0)
+    show(4, 4, 0)
+    assert capsys.readouterr().err == ""

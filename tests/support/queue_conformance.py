@@ -41,6 +41,8 @@ def ids(claims: list[Claim]) -> list[str]:
 
 
 class QueueConformance:
+    keeps_dead = True  # what died can be had again
+
     @pytest.fixture
     def queue(self, harness: Harness) -> TicketQueue:
         return harness.open()
@@ -191,6 +193,39 @@ class QueueConformance:
         assert queue.depth(0) == QueueDepth(discarded=1)
         assert queue.depth(1) == QueueDepth(ready=1)
         assert len(queue.claim(1, rank=1, consumer="b")) == 1
+
+    def test_dead_deliveries_are_claimed_once_more_when_they_are_requeued(self, harness: Harness) -> None:
+        queue = harness.open(max_deliveries=3)
+        if not self.keeps_dead:
+            with pytest.raises(UsageError, match="keeps no dead deliveries"):
+                queue.requeue()
+            return
+        assert queue.requeue() == 0
+        queue.publish([ticket(0), ticket(1), ticket(2)], readers=2, policy_version=7)
+        for rank in (0, 1):
+            for claim in queue.claim(3, rank=rank, consumer="a"):
+                assert queue.ack(claim) if rank or claim.ticket_id == ticket(1).id else queue.retry(claim)
+        for attempt in range(2, 4):
+            for claim in queue.claim(3, consumer="a"):
+                assert claim.attempts == attempt
+                assert queue.retry(claim, reason="it crashes")
+        assert queue.depth() == QueueDepth(dead=2, done=4, retried=6)
+        assert queue.unfinished(9) == []
+        assert queue.requeue(1) == 1
+        assert queue.known([ticket(0).id]) == {ticket(0).id: (READY, DONE)}
+        assert queue.unfinished(9) == [ticket(0).data]
+        assert [failure.ticket_id for failure in queue.failures()] == [ticket(2).id]
+        assert queue.requeue() == 1
+        [first, second] = queue.claim(3, consumer="b")
+        assert (first.data, first.policy_version, first.attempts) == (ticket(0).data, 7, 4)
+        assert queue.ack(first)
+        assert queue.retry(second, reason="it crashes again")
+        assert [failure.reason for failure in queue.failures()] == ["it crashes again"]
+        assert queue.depth() == QueueDepth(dead=1, done=5, retried=7)
+        assert queue.requeue() == 1
+        assert queue.ack(queue.claim(3, consumer="b")[0])
+        assert queue.depth() == QueueDepth(done=6, retried=7)
+        assert (queue.requeue(), queue.unfinished(9), queue.claim(1, consumer="b")) == (0, [], [])
 
     # --- the age of what is claimed --------------------------------------------------------------
     def test_what_is_too_old_is_discarded_and_counted_and_the_rest_is_claimed(self, queue: TicketQueue) -> None:

@@ -27,7 +27,7 @@ LOCAL = ("127.0.0.1",)
 async def read_all(client: UCXXClient, tickets: list[Ticket]) -> None:
     """Every payload once, or the test fails."""
     missing = list(tickets)
-    async for ticket, payload, error in client.read_many(tickets):
+    async for _, ticket, payload, error in client.read_many(tickets):
         assert error is None
         assert payload is not None
         assert bytes(payload.data) == noise(ticket.size, ticket.metadata["seed"]).tobytes()

@@ -11,7 +11,7 @@ from typing import Annotated, cast
 
 import typer
 
-from transport.cli import bench, cooldown, demo, doctor, read, reclaim, serve, size, top
+from transport.cli import bench, cooldown, demo, doctor, queue, read, reclaim, serve, size, top
 from transport.errors import TransportError, UsageError
 
 __all__ = ["main", "run"]
@@ -30,6 +30,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(cooldown.app, name="cooldown")
 app.command("demo", epilog=demo.EXAMPLE)(demo.demo)
 app.command("doctor", epilog=doctor.EXAMPLE)(doctor.doctor)
+app.command("queue", epilog=queue.EXAMPLE)(queue.queue)
 app.command("read", epilog=read.EXAMPLE)(read.read)
 app.command("reclaim", epilog=reclaim.EXAMPLE)(reclaim.reclaim)
 app.command("serve", epilog=serve.EXAMPLE)(serve.serve)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -98,7 +97,7 @@ def loopback(
         *session.peer_cases(others, sizes_bytes, concurrencies, wires, _checksums(checksum)),
     ]
     where = machine()
-    with _bar("measuring", json_target) as progress:
+    with _bar("measuring") as progress:
         outcome = session.run(work, seconds, repetitions, progress)
     report = Report(machine=where, settings={each: settings_of(each) for each in wires}, **outcome._asdict())
     emit(report, "\n".join([about(report), "", table(outcome.rows, outcome.skipped)]), json_target)
@@ -134,7 +133,7 @@ def scaling(
     wires = _wires(wire, among=_WIRES[1:])
     work = measuring.cases(_counts("--clients", clients), _counts("--listeners", listeners), parse_sizes(sizes), wires)
     where = machine()
-    with _bar("measuring", json_target) as progress:
+    with _bar("measuring") as progress:
         rows = measuring.run(work, seconds, repetitions, progress)
     report = Report(machine=where, settings={each: settings_of(each) for each in wires}, rows=rows)
     emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
@@ -223,7 +222,7 @@ def fetch(
         device=device is not None,
     )
     rows, where, before = [], machine(), infiniband.ports()
-    with _bar("measuring", json_target) as progress:
+    with _bar("measuring") as progress:
         for at, case in enumerate(work):
             samples = []
             for _ in range(repetitions):
@@ -269,7 +268,7 @@ def ring(
     if device is not None:
         _check_device(device)
     where = machine()
-    with _bar("measuring", json_target) as progress:
+    with _bar("measuring") as progress:
         rows = measuring.measure(progress) if device is None else measuring.measure_device(progress)
     report = Report(machine=where, settings={}, rows=rows)
     emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
@@ -294,7 +293,7 @@ def rendezvous(
 
     counts = _counts("--members", members, most=100_000)
     where = machine()
-    with _bar("measuring", json_target) as progress:
+    with _bar("measuring") as progress:
         rows = measuring.measure(counts, store, progress)
     report = Report(machine=where, settings={}, rows=rows)
     emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
@@ -353,7 +352,7 @@ def weights(
         device=device is not None,
     )
     where = machine()
-    with _bar("updates", json_target) as progress:
+    with _bar("updates") as progress:
         rows = measuring.run(load, _counts("--replicas", replicas), progress)
     report = Report(machine=where, settings={"tcp": settings_of("tcp")}, rows=rows)
     emit(report, "\n".join([about(report), "", measuring.table(rows, load)]), json_target)
@@ -397,7 +396,7 @@ def _checksums(names: str) -> list[bool]:
     return [name == "on" for name in ("on", "off") if name in wanted]
 
 
-def _bar(what: str, json_target: str | None) -> AbstractContextManager[Progress]:
-    from transport.runtime.progress import bar, silent
+def _bar(what: str) -> AbstractContextManager[Progress]:
+    from transport.runtime.progress import bar_with_time_left
 
-    return contextlib.nullcontext(silent) if json_target == "-" else bar(what)
+    return bar_with_time_left(what)  # on standard error: --json - keeps standard output for itself

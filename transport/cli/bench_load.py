@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Annotated
 
 import typer
@@ -34,7 +33,7 @@ def load(
     from transport.bench.reads import load as measuring
     from transport.bench.result import Report
     from transport.bench.units import parse_sizes
-    from transport.runtime.progress import bar, silent
+    from transport.runtime.progress import bar_with_time_left
 
     try:
         counts = sorted({int(text) for text in connections.split(",")})
@@ -47,7 +46,7 @@ def load(
         raise UsageError(f"--wire {wire}: choose some of shm, tcp, separated by commas")
     work = measuring.cases(counts, parse_sizes(sizes), wires)
     where = machine()
-    with contextlib.nullcontext(silent) if json_target == "-" else bar("measuring") as progress:
+    with bar_with_time_left("measuring") as progress:
         rows = measuring.run(work, seconds, repetitions, progress)
     report = Report(machine=where, settings={each: settings_of(each) for each in wires}, rows=rows)
     emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -125,7 +126,8 @@ def demo(
             else:
                 summary = uvloop.run(run_demo(plan, display, queue_text, to, trace=trace, exporter=exporter))
     except InterruptedBySignal as interruption:
-        print(f"transport demo: stopped by {interruption}; nothing is left behind", file=sys.stderr)
+        how = "interrupted" if interruption.number == signal.SIGINT else f"stopped by {interruption}"
+        print(f"transport demo: {how}; nothing is left behind", file=sys.stderr)
         return 128 + interruption.number
     finally:
         if exporter is not None:

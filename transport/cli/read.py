@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -14,9 +14,11 @@ from transport.cli.output import JsonTarget, emit
 if TYPE_CHECKING:
     import numpy as np
 
+    from transport.client.client import WirePolicy
     from transport.client.payload import ReceivedPayload
     from transport.schema import Schema
     from transport.ticket import Ticket
+    from transport.wires import Wire
 
 EXAMPLE = "Example: transport read ticket.txt --schema episode.json --out episode.npz"
 
@@ -54,7 +56,10 @@ def read(
     from transport.config import configuration
 
     operator = configuration()
-    policy = operator.wire_policy if wire is None else "auto" if wire == "auto" else wire.split(",")
+    named: WirePolicy = (
+        "auto" if wire == "auto" else cast("list[Wire]", (wire or "").split(","))
+    )  # the client checks them
+    policy = operator.wire_policy if wire is None else named
     with BlockingClient(
         schemas=schemas, wire=policy, ack="manual", secret=operator.secret(), settings=operator.settings
     ) as client:

@@ -363,19 +363,20 @@ def _raise_if_given_up(link: Link, error: BaseException) -> None:
         ) from error
 
 
-def grouped(tickets: list[Ticket], settings: Settings) -> list[list[Ticket]]:
-    """Groups of tickets whose payloads come in one answer; large ones are alone. Keeps the order within a ring."""
-    groups: list[list[Ticket]] = []
-    open_groups: dict[str, tuple[list[Ticket], int]] = {}
-    for ticket in tickets:
+def grouped(tickets: list[Ticket], settings: Settings) -> list[list[tuple[int, Ticket]]]:
+    """Groups of (index, ticket) whose payloads come in one answer; large ones are alone. Keeps a ring's order."""
+    groups: list[list[tuple[int, Ticket]]] = []
+    open_groups: dict[str, tuple[list[tuple[int, Ticket]], int]] = {}
+    for indexed in enumerate(tickets):
+        ticket = indexed[1]
         if ticket.size > settings.inline_limit:
-            groups.append([ticket])
+            groups.append([indexed])
             continue
         group, size = open_groups.get(ticket.ring, ([], 0))
         # half of the records, so that acknowledgements fit into the message
         if not group or len(group) >= settings.records_per_message // 2 or size + ticket.size > BATCH_BYTES:
             group, size = [], 0
             groups.append(group)
-        group.append(ticket)
+        group.append(indexed)
         open_groups[ticket.ring] = (group, size + ticket.size)
     return groups

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
-from transport.client.client import UCXXClient
-from transport.client.device_reads import target_of
-from transport.client.payload import ClientStatistics, ReadOutcome, ReceivedPayload
+from transport.client.client import UCXXClient, WirePolicy
+from transport.client.connections import CONCURRENCY, Place
+from transport.client.device_reads import DeviceReceive, target_of
+from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.taking import MOST_BYTES
+from transport.client.trace import Trace
+from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES, PayloadBatch
 from transport.runtime.loop_thread import AtExit, LoopThread
 from transport.schema import Schema
+from transport.settings import DEFAULTS, Settings
+from transport.store.directory import Directory
 from transport.taking.batch import TakenBatch, Verdicts
 from transport.taking.plans import taken_and_waited_for
 from transport.ticket import Ticket
@@ -22,11 +27,38 @@ from transport.wire.frames import SlotFate
 class BlockingClient:
     """The same arguments and errors as `UCXXClient`; every call waits. Any thread may call, calls run concurrently."""
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        schemas: Sequence[Schema] = (),
+        wire: WirePolicy = "auto",
+        ack: AckMode = "on_arrival",
+        secret: bytes | None = None,
+        verify: bool = True,
+        device: str | None = None,
+        device_receive: DeviceReceive = "staged",
+        directory: Directory | None = None,
+        settings: Settings = DEFAULTS,
+        trace: Trace | None = None,
+    ) -> None:
+        async def make() -> UCXXClient:
+            return UCXXClient(
+                schemas=schemas,
+                wire=wire,
+                ack=ack,
+                secret=secret,
+                verify=verify,
+                device=device,
+                device_receive=device_receive,
+                directory=directory,
+                settings=settings,
+                trace=trace,
+            )
+
         client = None
         try:
             self._thread = LoopThread("transport blocking client")
-            self._client = client = self._thread.run(_make(arguments))
+            self._client = client = self._thread.run(make())
             self._at_exit = AtExit(self.close)  # exit handlers run in reverse order: this one before the thread's
         except BaseException:  # also an interrupt: the caller has no object yet with which to close the thread
             if hasattr(self, "_thread"):
@@ -50,10 +82,15 @@ class BlockingClient:
         return self._client._deliveries.hand_over(payload)  # in this thread, which an interrupt may have ended before
 
     def read_many(
-        self, tickets: Iterable[Ticket | str | bytes], *, rank: int = 0, timeout: float | None = None
+        self,
+        tickets: Iterable[Ticket | str | bytes],
+        *,
+        rank: int = 0,
+        timeout: float | None = None,
+        concurrency: int = CONCURRENCY,
     ) -> Iterator[ReadOutcome]:
         """See `UCXXClient.read_many`; yields as payloads complete."""
-        outcomes = self._client._fetch_many(tickets, rank, timeout)
+        outcomes = self._client._fetch_many(tickets, rank, timeout, concurrency)
         try:
             while True:
                 try:
@@ -76,7 +113,7 @@ class BlockingClient:
         rank: int = 0,
         oldest_version: int | None = None,
         max_deliveries: int = MAX_DELIVERIES,
-        **shape: Any,
+        **shape: Unpack[ShapeArguments],
     ) -> PayloadBatch:
         """See `UCXXClient.take_batch`. The payloads are copied in this thread."""
         plan, take = self._client._batch_plan(
@@ -91,13 +128,33 @@ class BlockingClient:
         )
         return taken_and_waited_for(plan, take, wait_s, self._thread)
 
-    def warm(self, *places: Ticket | str | bytes) -> int:
+    def warm(self, *places: Place) -> int:
         """See `UCXXClient.warm`."""
         return self._thread.run(self._client.warm(*places))
 
-    def take(self, address: str, n: int, **demand: Any) -> TakenBatch:
+    def take(
+        self,
+        address: str,
+        n: int,
+        *,
+        most_bytes: int = MOST_BYTES,
+        wait_s: float = 0.0,
+        rank: int = 0,
+        oldest_version: int | None = None,
+        most_attempts: int = 0,
+    ) -> TakenBatch:
         """See `UCXXClient.take`. Its claims are ended by `consume` and `give_back` of this client."""
-        return self._thread.run(self._client.take(address, n, **demand))
+        return self._thread.run(
+            self._client.take(
+                address,
+                n,
+                most_bytes=most_bytes,
+                wait_s=wait_s,
+                rank=rank,
+                oldest_version=oldest_version,
+                most_attempts=most_attempts,
+            )
+        )
 
     def consume(self, batch: TakenBatch, which: Sequence[int] | None = None) -> Verdicts:
         """See `TakenBatch.consume`."""
@@ -147,10 +204,6 @@ T = TypeVar("T")
 
 class _Finished(Exception):
     """StopAsyncIteration cannot cross a future."""
-
-
-async def _make(arguments: dict[str, Any]) -> UCXXClient:
-    return UCXXClient(**arguments)
 
 
 async def _call(function: Callable[..., T], *arguments: Any) -> T:

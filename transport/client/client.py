@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, Unpack
 
 from transport.client.attempts import RemoteReads
 from transport.client.connections import CONCURRENCY, Links, Place, Warming
@@ -28,8 +28,10 @@ from transport.client.taking import MOST_BYTES, Taking, port_of
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, UsageError
+from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES
 from transport.runtime.arguments import expect, several
+from transport.runtime.needs_loop import NeedsLoop, running_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory, Finder
@@ -42,10 +44,10 @@ from transport.wires import Wire, named_wires
 
 log = logging.getLogger(__name__)
 
-WirePolicy = Literal["auto"] | Iterable[Wire]
+WirePolicy = Literal["auto"] | Wire | Iterable[Wire]
 
 
-class UCXXClient(Reading):
+class UCXXClient(Reading, NeedsLoop):
     """Reads payloads by ticket. Make it inside a running loop; `async with` closes it.
 
     Args:
@@ -93,7 +95,7 @@ class UCXXClient(Reading):
         ):
             if given is not None:
                 expect(given, kind, name, give)
-        self._loop = asyncio.get_running_loop()
+        self._loop = running_loop()
         self._wires: frozenset[Wire] | None = None if wire == "auto" else named_wires(wire)
         self._settings = settings.validate()
         self._mapped = MappedRings()
@@ -108,7 +110,7 @@ class UCXXClient(Reading):
         self._buffers = BufferPool()
         self._deliveries = Deliveries(schemas, ack, self._links, self._mapped, self._buffers, trace)
         self._taking = Taking(
-            self._links, self._settings, self._buffers, {schema.fingerprint_hex: schema for schema in schemas}
+            self._links, self._settings, self._buffers, {schema.fingerprint: schema for schema in schemas}
         )
         self._warming = Warming(self._links, self._settings, self._wires, self._maps, port_of, self._buffers)
         self._counts = dict.fromkeys(("stale", "failed_reads"), 0)
@@ -233,7 +235,7 @@ class UCXXClient(Reading):
         rank: int = 0,
         oldest_version: int | None = None,
         max_deliveries: int = MAX_DELIVERIES,
-        **shape: Any,
+        **shape: Unpack[ShapeArguments],
     ) -> TakenPayloads:
         """`take`, as one batch; empty when nothing came in time. Each tensor is copied once, to where it belongs.
 
@@ -265,7 +267,7 @@ class UCXXClient(Reading):
         return await taken_in_place(plan, take, wait_s)
 
     def _batch_plan(
-        self, address: str, n: int, schema: Schema | None, shape: dict[str, Any], **demand: Any
+        self, address: str, n: int, schema: Schema | None, shape: ShapeArguments, **demand: Any
     ) -> tuple[Plan, Taker]:
         """What `take_batch` asks for, and how."""
         port = port_of(address)

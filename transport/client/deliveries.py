@@ -57,7 +57,7 @@ class Deliveries:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._schemas = {schema.fingerprint_hex: schema for schema in schemas}
+        self._schemas = {schema.fingerprint: schema for schema in schemas}
         self._ack: AckMode = ack
         self._links = links
         self._mapped = rings

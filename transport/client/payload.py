@@ -171,8 +171,13 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
 
 
 class ReadOutcome(NamedTuple):
-    """The result for one ticket of `read_many`: exactly one of payload and error is set."""
+    """The result for one ticket of `read_many`: exactly one of payload and error is set.
 
+    Attributes:
+        index: where the ticket stands among those that were given; outcomes come as they complete.
+    """
+
+    index: int  # type: ignore[assignment]  # a tuple has a method of this name
     ticket: Ticket
     payload: ReceivedPayload | None
     error: TransportError | None

@@ -129,7 +129,7 @@ class Reading:
             try:
                 self._deliveries.hand_over(outcome.payload)
             except TransportError as error:
-                return ReadOutcome(outcome.ticket, None, _bare(error))
+                return outcome._replace(payload=None, error=_bare(error))
         return outcome
 
     async def _fetch_many(
@@ -166,25 +166,25 @@ class Reading:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
 
-    async def _read_group(self, group: list[Ticket], rank: int, deadline: Deadline) -> list[ReadOutcome]:
+    async def _read_group(self, group: list[tuple[int, Ticket]], rank: int, deadline: Deadline) -> list[ReadOutcome]:
         """One message for all of them where that is possible; what fails so is read singly."""
         outcomes: list[ReadOutcome] = []
         left = group
-        together = len(group) > 1 and not self._maps(group[0])
+        together = len(group) > 1 and not self._maps(group[0][1])
         if together:
             try:
                 outcomes, left = await self._read_batch(group, rank, deadline)
             except TransportError as error:
                 log.debug("batch of %d: %s; reading them one by one", len(group), error)
-        for ticket in left:
+        for index, ticket in left:
             try:
                 if self._trace is None:
                     payload = await self._read(ticket, None, rank, deadline, spent=together)
                 else:
                     payload = await self._read_traced(self._trace, ticket, None, rank, deadline, spent=together)
-                outcomes.append(ReadOutcome(ticket, payload, None))
+                outcomes.append(ReadOutcome(index, ticket, payload, None))
             except TransportError as error:
-                outcomes.append(ReadOutcome(ticket, None, _bare(error)))
+                outcomes.append(ReadOutcome(index, ticket, None, _bare(error)))
         return outcomes
 
     def _check(self, ticket: Ticket, rank: int) -> None:
@@ -231,18 +231,20 @@ class Reading:
         return self._deliveries.received(ticket, rank, wire, port, buffer if out is None else out)
 
     async def _read_batch(
-        self, group: list[Ticket], rank: int, deadline: Deadline
-    ) -> tuple[list[ReadOutcome], list[Ticket]]:
+        self, group: list[tuple[int, Ticket]], rank: int, deadline: Deadline
+    ) -> tuple[list[ReadOutcome], list[tuple[int, Ticket]]]:
         """Small payloads of one ring by one message: (outcomes, tickets to be read singly)."""
         outcomes: list[ReadOutcome] = []
         wants: list[Want] = []
+        wanted: list[int] = []  # their indices
         take, want_of = self._buffers.take, self._remote.want
-        for ticket in group:
+        for index, ticket in group:
             try:
                 self._check(ticket, rank)
                 wants.append(want_of(ticket, rank, take(ticket.size)))
+                wanted.append(index)
             except TransportError as error:
-                outcomes.append(ReadOutcome(ticket, None, _bare(error)))
+                outcomes.append(ReadOutcome(index, ticket, None, _bare(error)))
         if not wants:
             return outcomes, []
         wire, port, failures = await self._remote.read_batch(wants, deadline)
@@ -250,22 +252,22 @@ class Reading:
             if not self._device_reads.always:
                 received = self._deliveries.received
                 outcomes += [
-                    ReadOutcome(ticket, received(ticket, rank, wire, port, destination), None)
-                    for ticket, _, destination, _ in wants
+                    ReadOutcome(index, ticket, received(ticket, rank, wire, port, destination), None)
+                    for index, (ticket, _, destination, _) in zip(wanted, wants, strict=True)
                 ]
                 return outcomes, []
             failures = [None] * len(wants)
-        left: list[Ticket] = []
-        for want, failure in zip(wants, failures, strict=True):
+        left: list[tuple[int, Ticket]] = []
+        for index, want, failure in zip(wanted, wants, failures, strict=True):
             if failure is None:
                 data = self._device_reads.from_host(want.destination) if self._device_reads.always else want.destination
                 payload = self._deliveries.received(want.ticket, rank, wire, port, data)
-                outcomes.append(ReadOutcome(want.ticket, payload, None))
+                outcomes.append(ReadOutcome(index, want.ticket, payload, None))
             elif failure.retryable:
-                left.append(want.ticket)
+                left.append((index, want.ticket))
             else:
                 self._counts["stale"] += isinstance(failure, StaleSlotError)
-                outcomes.append(ReadOutcome(want.ticket, None, _bare(failure)))
+                outcomes.append(ReadOutcome(index, want.ticket, None, _bare(failure)))
         return outcomes, left
 
     def _deadline(self, timeout: float | None) -> Deadline:

@@ -9,6 +9,8 @@ clock in microseconds, the same for every process of a host: `merge` combines th
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 import time
@@ -19,6 +21,8 @@ from typing import Any, Final, Self, TextIO
 import msgspec
 
 from transport.ticket import Ticket
+
+log = logging.getLogger(__name__)
 
 PHASES: Final = ("read", "connect", "transfer", "verify", "back-off", "acknowledge", "map", "write")
 """The read; a new connection; request to last byte; checksum of a large payload; wait between attempts; the slot's
@@ -33,7 +37,8 @@ def key_of(ticket: Ticket) -> str:
 class Trace:
     """Writes spans to a file as they end. Any thread may call it. What a killed process had written remains readable.
 
-    Raises OSError when the file cannot be written.
+    A file that cannot be written any more, as on a full disk, ends the trace with one line in the log only.
+    Making one raises OSError.
     """
 
     def __init__(self, path: Path | str, process_name: str) -> None:
@@ -64,14 +69,26 @@ class Trace:
         line = msgspec.json.encode({**event, "pid": self._pid, "tid": self._pid}, enc_hook=str).decode()
         with self._lock:
             if self._file is not None:
-                self._file.write(f"{line},\n")
+                try:
+                    self._file.write(f"{line},\n")
+                except OSError as error:
+                    self._give_up(self._file, error)
+
+    def _give_up(self, file: TextIO, error: OSError) -> None:
+        self._file = None
+        with contextlib.suppress(OSError):  # closing tries to write what is buffered
+            file.close()
+        log.error("the trace %s ends here: %s", file.name, error.strerror or error)
 
     def close(self) -> None:
         """Write what is buffered. Idempotent; spans that end later are dropped."""
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            file, self._file = self._file, None
+            if file is not None:
+                try:
+                    file.close()
+                except OSError as error:
+                    self._give_up(file, error)
 
     def __enter__(self) -> Self:
         return self

@@ -85,7 +85,7 @@ async def run_demo(
                         display.say(f"resumed from epoch {epoch.resumed_from}, version {plan.first_version}")
                 workers = Workers(plan, prefix, display.say, lambda workers: _show(workers, display))
                 async with (
-                    _observed(workers, queue, directory, trace, exporter),
+                    _observed(workers, queue, directory, trace, exporter, display),
                     workers.at_work(directory, text, trace=trace is not None),
                 ):
                     await workers.work_done()
@@ -121,7 +121,12 @@ def _refuse_used(queue: TicketQueue) -> None:
 
 @contextlib.asynccontextmanager
 async def _observed(
-    workers: Workers, queue: TicketQueue, directory: Path, trace: Path | None, exporter: Exporter | None
+    workers: Workers,
+    queue: TicketQueue,
+    directory: Path,
+    trace: Path | None,
+    exporter: Exporter | None,
+    display: Display,
 ) -> AsyncIterator[None]:
     """Metrics while it lasts; the workers' traces become one at its end."""
     if exporter is not None:
@@ -132,11 +137,21 @@ async def _observed(
         if exporter is not None:
             exporter.collector.remove(workers)
         if trace is not None:
-            await asyncio.to_thread(_merge_traces, directory, trace)
+            fault = await asyncio.to_thread(_merge_traces, directory, trace)
+            if fault:  # the job itself is done, and its summary counts
+                display.say(fault)
 
 
-def _merge_traces(directory: Path, target: Path) -> None:
-    merge(sorted(directory.glob("*.trace")), target)
+def _merge_traces(directory: Path, target: Path) -> str:
+    """Why the target was not written; "": it was."""
+    try:
+        merge(sorted(directory.glob("*.trace")), target)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # part of a document helps nobody
+            if target.is_file():
+                target.unlink()
+        return f"--trace {target} was not written: {error.strerror or error}"
+    return ""
 
 
 def _show(workers: Workers, display: Display) -> None:

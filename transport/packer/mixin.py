@@ -48,14 +48,8 @@ from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions, check_options
 from transport.packer.prefetch import FetchedBatch, FetchedItem
-from transport.packer.session import (
-    PackerSession,
-    TicketLike,
-    check_shared,
-    fetchable,
-    make_client,
-    resolved,
-)
+from transport.packer.session import PackerSession, TicketLike, check_shared, fetchable, make_client, resolved
+from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
 from transport.queue.found import FoundRings
 from transport.runtime.arguments import expect, several, whole
@@ -75,8 +69,11 @@ _BATCH = "the batch that collect_prefetch() returned"
 _OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
 
 
-class UCXXDataPackerMixin:
-    """Mix into a data packer, before its base class. `get_policy_input` then also takes tickets."""
+class UCXXDataPackerMixin(WithBlock):
+    """Mix into a data packer, before its base class; `get_policy_input` then also takes tickets.
+
+    `Trainer` is one by itself. A ``with`` cleans up at its end.
+    """
 
     _ucxx: PackerSession | None = None
 

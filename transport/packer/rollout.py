@@ -1,9 +1,9 @@
 """UCXXRolloutMixin: a rollout worker gets a ring, its server, and tickets for its payloads.
 
 class Worker(UCXXRolloutMixin): ...
-worker.setup_ucxx(schema, queue=queue)
-ticket = worker.write_to_buffer(trajectory, metadata={"reward": 1.0})    # published to the queue as well
-worker.cleanup_ucxx()
+with Worker() as worker:
+    worker.setup_ucxx(schema, queue=queue)
+    ticket = worker.write_to_buffer(trajectory, metadata={"reward": 1.0})    # published to the queue as well
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transport.packer.publisher import Publisher, PublishMode, Waiting
 from transport.packer.republish import MODULE, Republishing
 from transport.packer.session import check_shared
 from transport.packer.unpublished import Finished, queued, queued_many, reconciled, ticket_id
+from transport.packer.with_block import WithBlock
 from transport.queue import arguments
 from transport.queue.base import TicketQueue
 from transport.queue.found import FoundRings
@@ -50,8 +51,11 @@ _RECONCILE_EVERY_S = 5.0  # while the ring is full
 _RING, _SERVER = RingOptions(), ServerOptions()  # what setup_ucxx() takes where nothing is said
 
 
-class UCXXRolloutMixin:
-    """Mix into a rollout worker. Belongs to the worker's thread."""
+class UCXXRolloutMixin(WithBlock):
+    """Mix into a rollout worker. Belongs to the worker's thread.
+
+    `Rollout` is one by itself. A ``with`` cleans up at its end.
+    """
 
     _ucxx_ring: SharedRingBuffer | None = None
     _ucxx_server: UCXXServer | None = None

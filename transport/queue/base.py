@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import msgspec
 
+from transport.errors import UsageError
 from transport.runtime.decoders import hiding, ready
 from transport.wires import Wire
 
@@ -228,6 +229,14 @@ class TicketQueue(abc.ABC):
     @abc.abstractmethod
     def failures(self, limit: int = 100) -> list[Failure]:
         """The last deliveries that were discarded, died or were lost, the latest published first."""
+
+    def requeue(self, limit: int = 100) -> int:
+        """Have up to ``limit`` dead deliveries claimed once more, the first published first; returns how many.
+
+        One that fails again is dead again; one whose payload is no longer in its ring is discarded when it is read.
+        Raises UsageError for a queue that keeps no dead deliveries, as rings, which free their slots.
+        """
+        raise UsageError(f"{type(self).__name__} keeps no dead deliveries; SQLiteQueue and RedisQueue do")
 
     @abc.abstractmethod
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:

@@ -19,6 +19,7 @@ from transport.queue.rings import RingQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import named
 from transport.runtime.logs import Seldom
+from transport.ticket import NO_SCHEMA
 
 if TYPE_CHECKING:
     from transport.queue.demands import Place
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 _TRY_AGAIN_S: Final = 30.0  # after an attachment was refused
 _SHARE_OF_SLOTS: Final = 0.5  # views beyond it become copies, so that a reader with many views cannot block the writer
-_NO_SCHEMA: Final = bytes(16)
 
 
 class FoundHere:
@@ -49,7 +49,7 @@ class FoundHere:
         self._views: dict[str, _ring.Views] = {}  # by ring
         self._refused: dict[str, float] = {}
         self._seen = Observed()
-        self._schemas: frozenset[bytes] = frozenset()
+        self._schemas: frozenset[str] = frozenset()
         self._mapped = True
         self._carries = True
         self._buffers = BufferPool()
@@ -111,7 +111,7 @@ class FoundHere:
         except TransportError as error:
             return str(error)
         readers = sum(owner.alive and owner.role == _ring.ROLE_READER for owner in ring.native.owners())
-        if self._schemas and ring.native.fingerprint not in self._schemas | {_NO_SCHEMA}:
+        if self._schemas and ring.native.fingerprint not in self._fitting():
             ring.close()
             return "its schema is none of this trainer's"
         if readers > _ring.MAX_OWNERS - 2 - max(1, len(ring.native.ports())):
@@ -148,9 +148,13 @@ class FoundHere:
             unfit = self._unfit() if self._schemas else set()
             return {name: place for name, place in self._places.served(mapped).items() if place.ring not in unfit}
 
+    def _fitting(self) -> set[bytes]:
+        """Fingerprints, as a segment has them, of rings that have payloads for this trainer."""
+        return {bytes.fromhex(fingerprint) for fingerprint in (*self._schemas, NO_SCHEMA)}
+
     def _unfit(self) -> set[str]:
         """Rings of this host whose payloads are of another schema."""
-        fit = self._schemas | {_NO_SCHEMA}
+        fit = self._fitting()
         return {
             ring.ring_id
             for ring in self._seen.look(self._places.segments()).values()

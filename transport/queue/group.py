@@ -303,6 +303,10 @@ class GroupQueue(TicketQueue):
         """See `TicketQueue.failures`."""
         return self._queue.failures(limit)
 
+    def requeue(self, limit: int = 100) -> int:
+        """See `TicketQueue.requeue`."""
+        return self._queue.requeue(limit)
+
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
         """See `TicketQueue.known`."""
         return self._queue.known(ticket_ids)

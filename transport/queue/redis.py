@@ -54,6 +54,7 @@ from transport.queue.redis_scripts import (
     NEXT_DUE,
     PUBLISH,
     RENEW,
+    REQUEUE,
     UNFINISHED,
 )
 from transport.runtime.arguments import at_least, expect
@@ -264,6 +265,10 @@ class RedisQueue(TicketQueue):
             )
             for ticket_id, rank, state, attempts, consumer, reason in rows
         ]
+
+    def requeue(self, limit: int = 100) -> int:
+        """Have up to ``limit`` dead deliveries claimed once more, the first published first; returns how many."""
+        return int(self._run(REQUEUE, arguments.number(limit, "limit of requeue()"))[0])
 
     def unfinished(self, n: int) -> list[bytes]:
         """See `TicketQueue.unfinished`."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from transport.storage.redis_connection import Script
 
-KEYS = ("tickets", "ids", "info", "rows", "leases", "back", "failed", "finished", "counts", "seq", "notices")
+KEYS = ("tickets", "ids", "info", "rows", "leases", "back", "failed", "finished", "counts", "seq", "notices", "dead")
 
 _COMMON = """
 local tickets, ids, info, rows, leases, back = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7]
 local failed, finished, counts, sequence, notices = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
+local dead = KEYS[13]  -- tickets with a dead delivery, whose entries remain in the stream
 local channel, max_deliveries, keep_finished = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local now = now_ms()
 
@@ -73,13 +74,14 @@ local function forget(seq)
     local ticket = ticket_of(seq)
     redis.call('HDEL', ids, ticket.id)
     redis.call('HDEL', info, seq)
+    if redis.call('SREM', dead, seq) == 1 then redis.call('XDEL', tickets, seq .. '-0') end
     for rank = 0, ticket.readers - 1 do
         redis.call('HDEL', rows, seq .. '/' .. rank)
         redis.call('ZREM', failed, seq .. '/' .. rank)
     end
 end
 
--- The delivery will not be claimed any more. With its last one, the ticket's bytes go.
+-- The delivery will not be claimed any more. With its last one, the ticket's bytes go, unless one is dead.
 local function close(seq, rank)
     passed[rank] = passed[rank] or {}
     table.insert(passed[rank], seq .. '-0')
@@ -104,7 +106,13 @@ local function write_back()
     for rank, entries in pairs(passed) do bulk('XACK', tickets, entries, 'rank' .. rank) end
     if #closed > 0 then
         local entries = {}
-        for at, seq in ipairs(closed) do entries[at] = seq .. '-0' end
+        for _, seq in ipairs(closed) do
+            if ticket_of(seq).dead then
+                redis.call('SADD', dead, seq)
+            else
+                entries[#entries + 1] = seq .. '-0'
+            end
+        end
         bulk('XDEL', tickets, entries)
         bulk('RPUSH', finished, closed)
         for _ = 1, redis.call('LLEN', finished) - keep_finished do forget(redis.call('LPOP', finished)) end
@@ -136,6 +144,7 @@ local function move(delivery, row, to, reason, ready_at)
     if to ~= 'done' then
         redis.call('ZADD', failed, tonumber(seq) * 16 + 15 - rank, delivery)
     end
+    if to == 'dead' then ticket_of(seq).dead = true end
     close(seq, rank)
     return false
 end
@@ -178,7 +187,7 @@ for start = 8, #ARGV, 2000 do
         end
     end
 end
-if bound and #new > 0 and redis.call('XLEN', tickets) + #new > bound then return -1 end
+if bound and #new > 0 and redis.call('XLEN', tickets) - redis.call('SCARD', dead) + #new > bound then return -1 end
 if #new > 0 then
     local last = redis.call('INCRBY', sequence, #new) - #new
     local named, described = {}, {}
@@ -380,13 +389,48 @@ return answer
 """
 )
 
+# limit. How many dead deliveries may be claimed again. They stand in `back`, and in the group as given out.
+REQUEUE = Script(
+    _PREPARED
+    + """
+local again = 0
+for _, delivery in ipairs(redis.call('ZRANGE', failed, 0, -1)) do
+    if again >= tonumber(ARGV[5]) then break end
+    local row = row_of(delivery)
+    local seq, rank = parts(delivery)
+    if row.state == 'dead' then
+        local ticket = ticket_of(seq)
+        if ticket.open == 0 then
+            redis.call('LREM', finished, 1, seq)
+            redis.call('SREM', dead, seq)
+        end
+        ticket.open = ticket.open + 1
+        dirty_tickets[seq] = true
+        redis.call('ZREM', failed, delivery)
+        redis.call('XCLAIM', tickets, 'rank' .. rank, 'requeue', 0, seq .. '-0', 'FORCE', 'JUSTID')
+        move(delivery, row, 'ready')
+        again = again + 1
+    end
+end
+write_back()
+if again > 0 then redis.call('PUBLISH', channel, '') end
+return again
+"""
+)
+
 # limit
 UNFINISHED = Script(
     _COMMON
     + """
-local answer = {}
-for _, entry in ipairs(redis.call('XREVRANGE', tickets, '+', '-', 'COUNT', ARGV[5])) do
-    answer[#answer + 1] = entry[2][2]
+local answer, upto, wanted = {}, '+', tonumber(ARGV[5])
+while #answer < wanted do
+    local entries = redis.call('XREVRANGE', tickets, upto, '-', 'COUNT', wanted)
+    for _, entry in ipairs(entries) do
+        local finished = redis.call('SISMEMBER', dead, string.match(entry[1], '%d+')) == 1
+        if not finished and #answer < wanted then answer[#answer + 1] = entry[2][2] end
+        upto = '(' .. entry[1]
+    end
+    if #entries < wanted then break end
 end
 return answer
 """

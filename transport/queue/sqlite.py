@@ -44,7 +44,7 @@ _MOST_ROWS = 64  # of one INSERT, with four parameters each
 _PURGE_EVERY = 1000  # tickets published
 _IDS_PER_QUERY = 500  # below the number of parameters that any SQLite takes
 
-# `open` counts a ticket's unfinished deliveries; at 0 its bytes go and the row remains as a memory of it.
+# `open` counts a ticket's unfinished deliveries; at 0 its bytes go, unless one is dead; the row remains as a memory.
 # Tokens are (seq, attempts): seq is never used twice, and attempts grow with every claim, which fences older claims.
 _SCHEMA = """
 CREATE TABLE tickets (
@@ -99,9 +99,14 @@ RETURNING seq, rank, attempts"""
 _ARRIVE = f"UPDATE deliveries SET state = 'arrived' {_HELD} AND state = 'claimed' RETURNING seq, rank, attempts"
 _RENEW = f"UPDATE deliveries SET lease_ends = ? {_HELD} AND lease_ends IS NOT NULL RETURNING seq, rank, attempts"
 _CLOSE = """
-UPDATE tickets SET data = CASE WHEN open = ended.amount THEN NULL ELSE data END, open = open - ended.amount
+UPDATE tickets SET open = open - ended.amount, data = CASE WHEN open = ended.amount AND NOT EXISTS (
+    SELECT 1 FROM deliveries WHERE deliveries.seq = tickets.seq AND state = 'dead') THEN NULL ELSE data END
 FROM (SELECT value AS seq, COUNT(*) AS amount FROM json_each(?) GROUP BY value) AS ended
 WHERE tickets.seq = ended.seq"""
+_DEAD = """
+SELECT seq, rank FROM deliveries JOIN tickets USING (seq)
+WHERE state = 'dead' AND data IS NOT NULL ORDER BY seq, rank LIMIT ?"""
+_REQUEUE = "UPDATE deliveries SET state = 'ready', not_before = 0 WHERE seq = ? AND rank = ?"
 _DISCARD_AGED = "UPDATE deliveries SET state = 'discarded', consumer = ?, reason = ? WHERE seq = ? AND rank = ?"
 _COUNT = "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET amount = amount + excluded.amount"
 _PURGE = """
@@ -380,6 +385,21 @@ class SQLiteQueue(SharedFile, TicketQueue):
             Failure(ticket_id, rank, DeliveryState(state), attempts, consumer, reason)
             for ticket_id, rank, state, attempts, consumer, reason in rows
         ]
+
+    def requeue(self, limit: int = 100) -> int:
+        """Have up to ``limit`` dead deliveries claimed once more, the first published first; returns how many."""
+        limit = arguments.number(limit, "limit of requeue()")
+        with self._database.transaction() as connection:
+            self._end_leases(connection)
+            dead = connection.execute(_DEAD, (limit,)).fetchall()
+            connection.executemany(_REQUEUE, dead)
+            connection.executemany("UPDATE tickets SET open = open + 1 WHERE seq = ?", [(seq,) for seq, _ in dead])
+            ranks = Counter(rank for _, rank in dead)
+            self._count(connection, {(rank, "ready"): amount for rank, amount in ranks.items()})
+            self._count(connection, {(rank, "dead"): -amount for rank, amount in ranks.items()})
+        if dead:
+            self._bell.ring()
+        return len(dead)
 
     # --- notices -------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:

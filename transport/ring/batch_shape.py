@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import numpy as np
@@ -18,6 +18,18 @@ from transport.schema import DTYPES, Schema, TensorSpec
 BatchLayout = Literal["list", "padded", "packed"]
 
 _MEMORIES = ("host", "pinned", "cupy", "torch")
+
+
+class ShapeArguments(TypedDict, total=False):
+    """The fields of `Shape` as keyword arguments, none of them required."""
+
+    layout: BatchLayout
+    fill: complex | Mapping[str, complex]
+    pad_to: Literal["longest"] | int
+    out: Mapping[str, Any] | None
+    memory: str
+    most_memory: int | None
+    verify: bool | None
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):

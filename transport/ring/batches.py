@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from transport import _ring
 from transport.errors import RankError, SchemaError, UsageError
 from transport.ring.batch import Batch, Part, gathered
-from transport.ring.batch_shape import BatchLayout, Shape
+from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
 from transport.ring.landing import landing_for
 from transport.ring.several import claim_any
 from transport.runtime.arguments import whole
@@ -79,7 +79,7 @@ def claim_batch(
     max_deliveries: int = MAX_DELIVERIES,
     consumer: str = "",
     most_held_s: float = 0.0,
-    **shape: Any,
+    **shape: Unpack[ShapeArguments],
 ) -> PayloadBatch:
     """Up to ``n`` payloads of these rings, of one schema, as a batch; see `SharedRingBuffer.claim_batch`.
 

@@ -149,7 +149,7 @@ class WriteLease:
                 size=self.layout.total,
                 checksum=self.checksum,
                 readers=draft.readers,
-                schema_fingerprint=draft.schema.fingerprint_hex,
+                schema_fingerprint=draft.schema.fingerprint,
                 schema=draft.schema if ring.schema is None else None,
                 lengths=draft.lengths,
                 created=draft.created,

@@ -88,7 +88,7 @@ class RingLife(Attachment):
             )
         if slots < 1 or slot_bytes < 1:
             raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
-        fingerprint = schema.fingerprint if schema is not None else bytes(16)
+        fingerprint = bytes.fromhex(schema.fingerprint) if schema is not None else bytes(16)
         chosen = attachment.random_name(prefix) if name is None else name
         try:
             native = attachment.create(chosen, slots, slot_bytes, fingerprint)
@@ -118,11 +118,11 @@ class RingLife(Attachment):
         """
         expect(name, str, "name of attach()", "the text that `ring.name` is")
         native = attachment.attach(name, role)
-        if schema is not None and native.fingerprint != schema.fingerprint:
+        if schema is not None and native.fingerprint.hex() != schema.fingerprint:
             native.close()
             raise SchemaError(
                 f"schema mismatch: ring {name} was made for {native.fingerprint.hex()}, "
-                f"got {schema.fingerprint.hex()}: both sides must use the same tensors, dtypes and shapes"
+                f"got {schema.fingerprint}: both sides must use the same tensors, dtypes and shapes"
             )
         ring = cls(native, schema, "block", writable=role == "writer")
         ring._forget_with(ring._pages.release, only_empty=True)

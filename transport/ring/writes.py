@@ -166,4 +166,4 @@ def _fields(schema: Schema) -> tuple[list[tuple[str, np.dtype[Any], tuple[int, .
 
 
 def _middle(schema: Schema, *, inline: bool) -> bytes:
-    return _encode(schema.fingerprint_hex) + _encode(schema.encode() if inline else None)
+    return _encode(schema.fingerprint) + _encode(schema.encode() if inline else None)

@@ -43,23 +43,32 @@ def bar(what: str, time_left: bool = False) -> Iterator[Progress]:
         yield show
 
 
+FIRST_S = 5.0  # what is done by then needs no line
 EVERY_S = 30.0
 
 
 class Lines:
-    """Progress as lines on standard error, at most one in ``every_s``, each with the time that is left."""
+    """Progress as lines on standard error, after ``first_s`` and then each ``every_s``, with the time that is left."""
 
-    def __init__(self, what: str, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        what: str,
+        every_s: float = EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        first_s: float = FIRST_S,
+    ) -> None:
         self._what = what
         self._every_s = every_s
         self._clock = clock
-        self._begun = self._said = clock()
+        self._begun = clock()
+        self._next = self._begun + min(first_s, every_s)
 
     def __call__(self, done: int, total: int, size: int) -> None:
         now = self._clock()
-        if now - self._said < self._every_s or not 0 < done < total:
+        if now < self._next or not 0 < done < total:
             return
-        self._said = now
+        self._next = now + self._every_s
         left_s = (now - self._begun) / done * (total - done)
         print(f"{self._what}: {done} of {total}, about {lasting(left_s)} left", file=sys.stderr, flush=True)
 
@@ -73,7 +82,7 @@ def lasting(seconds: float) -> str:
 
 @contextlib.contextmanager
 def bar_with_time_left(what: str) -> Iterator[Progress]:
-    """For work that takes minutes: a bar on a terminal, elsewhere a line every 30 seconds."""
+    """For work of more than some seconds: a bar on a terminal, elsewhere a line after 5 seconds and then every 30."""
     if not sys.stderr.isatty():
         yield Lines(what)
         return

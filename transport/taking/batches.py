@@ -95,10 +95,10 @@ def of_one_schema(kind: type[B], parts: Sequence[Any], shape: Shape, schema: Sch
 
 
 def _check_schemas(part: Any, schema: Schema) -> None:
-    strange = [each for each in part.schemas() if each not in ("", schema.fingerprint_hex)]
+    strange = [each for each in part.schemas() if each not in ("", schema.fingerprint)]
     if strange:
         raise SchemaError(
             f"ring {part.ring[:4]}… has payloads of schema {', '.join(strange)}, and the batch is of schema "
-            f"{schema.fingerprint_hex}; its payloads were given back: `take` gives payloads of any schema, and a ring "
+            f"{schema.fingerprint}; its payloads were given back: `take` gives payloads of any schema, and a ring "
             "that is made with a schema has no others"
         )

@@ -6,8 +6,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
+
 from transport.errors import BatchTooLargeError, SchemaError
-from transport.ring.batch_shape import Shape
+from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.batches import PayloadBatch
 from transport.ring.landing import Landing, landing_for
 from transport.runtime.loop_thread import LoopThread
@@ -27,7 +29,7 @@ class Plan:
         UsageError, MissingDependencyError: an argument makes no sense, or there is no such memory here.
     """
 
-    def __init__(self, schema: Schema | None, known: Sequence[Schema], verify: bool, shape: dict[str, Any]) -> None:
+    def __init__(self, schema: Schema | None, known: Sequence[Schema], verify: bool, shape: ShapeArguments) -> None:
         if schema is None and len(known) != 1:
             raise SchemaError(
                 f"a batch has the tensors of one schema, and this client was given {len(known)}; pass "
@@ -39,7 +41,7 @@ class Plan:
         self._verify = verify if wanted.verify is None else wanted.verify
         # The bytes of a list were compared as they came; those of other layouts are as they are copied.
         self.joined_verify = self._verify and wanted.layout == "list"
-        self.shape = Shape(**{**shape, "verify": self._verify and wanted.layout != "list"})
+        self.shape = msgspec.structs.replace(wanted, verify=self._verify and wanted.layout != "list")
         self.landing: Landing = landing_for(wanted.memory, wanted.out, wanted.most_memory)
 
     async def part(self, take: Taker, wait_s: float) -> TakenPart:

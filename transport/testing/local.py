@@ -51,7 +51,7 @@ class LocalTransport:
                 SharedRingBuffer.create(schema, slots=slots, slot_bytes=slot_bytes, overflow="error")
             )
             schemas = [] if schema is None else [schema]
-            self.client = stack.enter_context(BlockingClient(schemas=schemas, wire="mapped", ack="manual"))
+            self.client = stack.enter_context(BlockingClient(schemas=schemas, wire={"mapped"}, ack="manual"))
             self._opened = stack.pop_all()
 
     def __repr__(self) -> str:
@@ -91,5 +91,5 @@ def a_ticket(schema: Schema | None = None, **fields: Any) -> Ticket:
         "created": time.time(),
     }
     if schema is not None:
-        chosen["schema_fingerprint"] = schema.fingerprint_hex
+        chosen["schema_fingerprint"] = schema.fingerprint
     return Ticket(**{**chosen, **fields})

@@ -241,6 +241,27 @@ class MemoryQueue(TicketQueue):
             for each in ended[:limit]
         ]
 
+    def requeue(self, limit: int = 100) -> int:
+        """See `TicketQueue.requeue`."""
+        limit = arguments.number(limit, "limit of requeue()")
+        with self._contents.changed:
+            self._check_open()
+            self._end_leases()
+            dead = [each for each in self._contents.deliveries.values() if each.state is DeliveryState.DEAD]
+            for delivery in dead[:limit]:
+                delivery.state, delivery.not_before = DeliveryState.READY, 0.0
+            self._contents.changed.notify_all()
+        return len(dead[:limit])
+
+    def unfinished(self, n: int) -> list[bytes]:
+        """See `TicketQueue.unfinished`."""
+        n = arguments.number(n, "n of unfinished()")
+        with self._contents.changed:
+            self._check_open()
+            ordered = sorted(self._contents.deliveries.values(), key=lambda each: -each.sequence)
+            found = {each.ticket.id: each.ticket.data for each in ordered if not each.state.final}
+        return list(found.values())[:n]
+
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
         """See `TicketQueue.known`."""
         with self._contents.changed:

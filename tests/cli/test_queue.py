@@ -1,0 +1,56 @@
+"""``transport queue``: depth, what failed and why, and dead deliveries once more."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from transport.cli import run
+from transport.queue import QueuedTicket, SQLiteQueue
+
+
+def test_depth_failures_and_reasons_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tickets.sqlite3"
+    with SQLiteQueue(path, max_deliveries=1) as queue:
+        queue.publish([QueuedTicket(f"ring/{slot}/1", b"ticket") for slot in range(4)])
+        dead, discarded, _ = queue.claim(3, consumer="trainer 0")
+        queue.retry(dead, reason="checksum mismatch")
+        queue.discard(discarded, "its host is gone")
+    assert run(["queue", f"sqlite://{path}"]) == 0
+    shown = capsys.readouterr().out
+    assert "ready 1  claimed 1  arrived 0  done 0  discarded 1  dead 1  lost 0" in shown
+    assert "dead      ring/0/1 rank 0, 1 claim by trainer 0: checksum mismatch" in shown
+    assert "discarded ring/1/1 rank 0, 1 claim by trainer 0: its host is gone" in shown
+    assert run(["queue", f"sqlite://{path}", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["depth"]["dead"] == 1
+    assert [failure["reason"] for failure in report["failures"]] == ["its host is gone", "checksum mismatch"]
+
+
+def test_dead_deliveries_are_requeued_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tickets.sqlite3"
+    with SQLiteQueue(path, max_deliveries=1) as queue:
+        queue.publish(QueuedTicket("ring/0/1", b"ticket"))
+        queue.retry(queue.claim(1, consumer="trainer 0")[0], reason="it crashes")
+        assert run(["queue", f"sqlite://{path}", "--requeue", "--json", "-"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["requeued"], report["depth"]["ready"], report["failures"]) == (1, 1, [])
+        assert queue.claim(1, consumer="trainer 1")[0].data == b"ticket"
+
+
+def test_a_file_that_does_not_exist_is_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tickets.sqlite3"
+    assert run(["queue", f"sqlite://{path}"]) == 2
+    assert f"{path} does not exist" in capsys.readouterr().err
+    assert not path.exists()
+    assert run(["queue", "nonsense"]) != 0
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_rings_show_what_they_say_of_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["queue", "rings:nobody-has-this-name"]) == 0
+    assert "ready 0" in capsys.readouterr().out
+    assert run(["queue", "rings:nobody-has-this-name", "--requeue"]) == 2
+    assert "keeps no dead deliveries" in capsys.readouterr().err

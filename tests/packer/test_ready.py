@@ -1,0 +1,143 @@
+"""Rollout and Trainer need no subclass, and ``with`` cleans up: theirs, the mixins', and beside a base class's own."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transport import Rollout, Schema, Trainer, UCXXDataPackerMixin, UCXXRolloutMixin, UpTo
+from transport.errors import ClosedError, UsageError
+from transport.queue.base import DeliveryState
+from transport.queue.sqlite import SQLiteQueue
+
+SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
+VALUES = {"obs": np.ones((3, 2), np.float32)}
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
+        yield opened
+
+
+@pytest.mark.ucx
+def test_a_payload_goes_from_a_rollout_to_a_trainer(queue: SQLiteQueue) -> None:
+    with (
+        Rollout(SCHEMA, slots=4, queue=queue, mode="thread") as rollout,
+        Trainer(schemas=[SCHEMA], queue=queue) as trainer,
+    ):
+        rollout.write_to_buffer(VALUES)
+        trainer.start_prefetch(trainer.claim_tickets(1, timeout_s=20))
+        batch = trainer.collect_prefetch(timeout=20)
+        assert batch is not None
+        (payload,) = trainer.consume(batch)
+        assert np.array_equal(payload["obs"], VALUES["obs"])
+        payload.release()
+        segment = Path("/dev/shm") / rollout.ring.name.removeprefix("/")
+        assert segment.exists()
+    assert not segment.exists()
+    assert repr(rollout) == "<Rollout closed>"
+    assert repr(trainer) == "<Trainer closed>"
+    with pytest.raises(ClosedError, match="setup_ucxx_packer"):
+        trainer.claim_tickets(1)
+
+
+@pytest.mark.ucx
+def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(queue: SQLiteQueue) -> None:
+    waited = []
+
+    class Watched(Rollout):
+        def cleanup_ucxx(self, drain_s: float = 0.0) -> None:
+            waited.append(drain_s)
+            super().cleanup_ucxx()
+
+    with Watched(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=7.0):
+        waited.clear()
+    assert waited[0] == 7.0
+    with pytest.raises(KeyboardInterrupt), Watched(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=7.0):
+        waited.clear()
+        raise KeyboardInterrupt
+    assert waited == [0.0]
+    with pytest.raises(UsageError, match="drain_s"):
+        Rollout(SCHEMA, queue=queue, drain_s="soon")  # type: ignore[arg-type]
+
+
+@pytest.mark.ucx
+def test_claims_return_to_the_queue_at_the_end_of_a_with(queue: SQLiteQueue) -> None:
+    with Rollout(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=0.0) as rollout:
+        rollout.write_to_buffer(VALUES)
+        with pytest.raises(ZeroDivisionError), Trainer(schemas=[SCHEMA], queue=queue) as trainer:
+            (claim,) = trainer.claim_tickets(1, timeout_s=20)
+            1 / 0  # noqa: B018
+        assert queue.known([claim.ticket_id])[claim.ticket_id] == (DeliveryState.READY,)
+
+
+class Base:
+    """A framework's class with a ``with`` of its own."""
+
+    def __init__(self) -> None:
+        self.story: list[Any] = []
+
+    def __enter__(self) -> Base:
+        self.story.append("entered")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        self.story.append(kind)
+        return True
+
+
+class Worker(UCXXRolloutMixin, Base):
+    pass
+
+
+class Both(UCXXRolloutMixin, UCXXDataPackerMixin):
+    pass
+
+
+@pytest.mark.ucx
+def test_the_with_of_the_class_that_a_mixin_is_mixed_into_still_runs() -> None:
+    with Worker() as worker:
+        worker.setup_ucxx(SCHEMA, slots=4, mode="thread")
+        raise ValueError("swallowed by the base, as it would be without the mixin")
+    assert worker.story == ["entered", ValueError]
+    with pytest.raises(ClosedError):
+        _ = worker.ring
+
+
+@pytest.mark.ucx
+def test_a_class_with_both_mixins_cleans_up_both() -> None:
+    with Both() as both:
+        both.setup_ucxx(SCHEMA, slots=4, mode="thread")
+        both.setup_ucxx_packer(schemas=[SCHEMA])
+    assert both._ucxx is None
+    assert both._ucxx_ring is None
+    with Both():  # nothing was set up
+        pass
+
+
+@pytest.mark.parametrize(
+    ("made", "setup", "more"),
+    [
+        (Rollout, UCXXRolloutMixin.setup_ucxx, {"drain_s"}),
+        (Trainer, UCXXDataPackerMixin.setup_ucxx_packer, set()),
+    ],
+)
+def test_arguments_and_defaults_are_those_of_the_setup(made: Any, setup: Any, more: set[str]) -> None:
+    expected, given = inspect.signature(setup).parameters, inspect.signature(made).parameters
+    assert set(given) - set(expected) == more
+    assert {name: given[name] for name in expected if name != "self"} == {
+        name: each for name, each in expected.items() if name != "self"
+    }
+
+
+def test_this_process_is_the_consumer() -> None:
+    with Trainer(schemas=[SCHEMA]) as trainer:
+        assert trainer._ucxx is not None
+        assert str(os.getpid()) in trainer._ucxx.claims._consumer

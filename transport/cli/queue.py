@@ -1,0 +1,73 @@
+"""``transport queue``: what a queue holds, and which tickets ended without being trained on; dead ones again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from transport.cli.output import JsonTarget, count, emit
+from transport.errors import UsageError
+from transport.storage.urls import SQLiteURL, parse_url
+
+if TYPE_CHECKING:
+    from transport.queue.base import Failure, QueueDepth
+
+EXAMPLE = "Example: transport queue redis://node7:6379/0?run=train --requeue"
+
+_SHOWN_STATES = ("ready", "claimed", "arrived", "done", "discarded", "dead", "lost")
+_EVENTS = ("retried", "expired", "aged")
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The command's JSON."""
+
+    requeued: int  # dead deliveries that --requeue made ready again
+    depth: QueueDepth
+    failures: list[Failure]  # the latest published first
+
+
+def queue(
+    url: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL", help="sqlite:///path, redis://host:port/db?run=name, or rings:NAME for rings of this host."
+        ),
+    ],
+    rank: Annotated[int | None, typer.Option(min=0, max=15, help="Count this rank only. Default: all ranks.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many failed deliveries to list, or to requeue.")] = 20,
+    requeue: Annotated[
+        bool,
+        typer.Option("--requeue", help="Have dead deliveries claimed once more. One that fails again is dead again."),
+    ] = False,
+    json_target: JsonTarget = None,
+) -> None:
+    """Show a queue's depth, and the tickets that were discarded, died or were lost, with reasons."""
+    from transport.queue.open import open_queue
+
+    if not url.startswith("rings"):
+        match parse_url(url):  # opening the queue would make the file
+            case SQLiteURL(path) if not path.exists():
+                raise UsageError(f"{path} does not exist: give the path of the queue that rollouts and trainers use")
+    with open_queue(url) as opened:
+        requeued = opened.requeue(limit) if requeue else 0
+        report = Report(requeued=requeued, depth=opened.depth(rank), failures=opened.failures(limit))
+    emit(report, _text(report, requeue), json_target)
+
+
+def _text(report: Report, requeue: bool) -> str:
+    depth = report.depth
+    lines = [
+        "  ".join(f"{name} {getattr(depth, name)}" for name in _SHOWN_STATES),
+        "  ".join(f"{name} {getattr(depth, name)}" for name in _EVENTS),
+    ]
+    if requeue:
+        lines.append(f"requeued {report.requeued} of the dead")
+    for each in report.failures:
+        by = f" by {each.consumer}" if each.consumer else ""
+        tries = count(each.attempts, "claim")
+        lines.append(f"{each.state.value:9} {each.ticket_id} rank {each.rank}, {tries}{by}: {each.reason}")
+    if depth.discarded + depth.dead + depth.lost > len(report.failures):
+        lines.append("older failures are not listed; raise --limit, up to what the queue remembers")
+    return "\n".join(lines)

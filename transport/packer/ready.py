@@ -1,0 +1,136 @@
+"""Rollout and Trainer: the two mixins as classes to use as they are, and the ``with`` of both.
+
+with Rollout(schema, queue=queue) as rollout:
+    rollout.write_to_buffer(trajectory)
+with Trainer(schemas=[schema], queue=queue) as trainer:
+    trainer.start_prefetch(trainer.claim_tickets(32, timeout_s=5))
+    payloads = trainer.consume(trainer.collect_prefetch())
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Literal
+
+from transport.client.client import WirePolicy
+from transport.client.payload import AckMode
+from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.options import ClientOptions, RingOptions, ServerOptions
+from transport.packer.publisher import PublishMode
+from transport.packer.rollout import UCXXRolloutMixin
+from transport.queue.base import TicketQueue
+from transport.runtime.arguments import seconds
+from transport.runtime.progress import Progress
+from transport.schema import Schema
+from transport.settings import Settings
+
+_RING, _SERVER, _CLIENT = RingOptions(), ServerOptions(), ClientOptions()
+
+
+class Rollout(UCXXRolloutMixin):
+    """A rollout worker that is set up as it is made; `UCXXRolloutMixin` has its methods.
+
+    Args:
+        drain_s: at the end of its ``with``, wait this long for payloads that nobody has consumed yet: they are lost
+            with the ring. Not where an exception ends it. `close` waits only as long as it is told to.
+
+    The other arguments, and the errors, are those of `UCXXRolloutMixin.setup_ucxx`.
+    """
+
+    def __init__(
+        self,
+        schema: Schema | None = None,
+        *,
+        slots: int = 64,
+        name: str | None = None,
+        queue: TicketQueue | None = None,
+        readers: int = 1,
+        grouped: bool = False,
+        publish: PublishMode | None = None,
+        mode: Literal["process", "thread"] = "process",
+        ring: RingOptions = _RING,
+        server: ServerOptions = _SERVER,
+        settings: Settings | None = None,
+        drain_s: float = 30.0,
+    ) -> None:
+        seconds(drain_s, "drain_s")
+        self._drain_s = drain_s
+        self.setup_ucxx(
+            schema,
+            slots=slots,
+            name=name,
+            queue=queue,
+            readers=readers,
+            grouped=grouped,
+            publish=publish,
+            mode=mode,
+            ring=ring,
+            server=server,
+            settings=settings,
+        )
+
+    def __repr__(self) -> str:
+        return "<Rollout closed>" if self._ucxx_ring is None else f"<Rollout {self._ucxx_ring!r}>"
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """The same as `cleanup_ucxx`."""
+        self.cleanup_ucxx(drain_s)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.close(self._drain_s)
+        finally:
+            super().__exit__(kind, error, trace)
+
+
+class Trainer(UCXXDataPackerMixin):
+    """A trainer's data packer that is set up as it is made; `UCXXDataPackerMixin` has its methods.
+
+    Arguments and errors are those of `UCXXDataPackerMixin.setup_ucxx_packer`.
+    """
+
+    def __init__(
+        self,
+        *,
+        schemas: Sequence[Schema] = (),
+        queue: TicketQueue | None = None,
+        rank: int = 0,
+        consumer: str | None = None,
+        ack: AckMode = "on_consumed",
+        max_policy_age: int | None = None,
+        consumed: ConsumedRecord | None = None,
+        progress: Progress | Literal["bar"] | None = None,
+        wire: WirePolicy | None = None,
+        client: ClientOptions = _CLIENT,
+        settings: Settings | None = None,
+    ) -> None:
+        self.setup_ucxx_packer(
+            schemas=schemas,
+            queue=queue,
+            rank=rank,
+            consumer=consumer,
+            ack=ack,
+            max_policy_age=max_policy_age,
+            consumed=consumed,
+            progress=progress,
+            wire=wire,
+            client=client,
+            settings=settings,
+        )
+
+    def __repr__(self) -> str:
+        return "<Trainer closed>" if self._ucxx is None else f"<Trainer {self._ucxx.claims!r}>"
+
+    def close(self) -> None:
+        """The same as `cleanup_ucxx_packer`."""
+        self.cleanup_ucxx_packer()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:  # None: type checkers know that this `with` lets exceptions through
+        super().__exit__(kind, error, trace)
