@@ -25,6 +25,7 @@ from transport.packer.mixin import FetchedBatch
 from transport.queue.base import Claim, DeliveryState, Failure
 from transport.ticket import Ticket
 
+ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on
 _PAUSE_S = 0.05
 
 
@@ -120,15 +121,20 @@ def main() -> None:
     logging.basicConfig(level="WARNING", format="%(asctime)s trainer %(process)d %(levelname)s %(message)s")
     part = msgspec.json.decode(sys.argv[1], type=TrainerPlan)
     trainer = Trainer(part)
-    fetching = 0
+    fetching = collected = 0
     while True:
         claims = trainer.claimed(part.batch, 0.0 if fetching else 0.3)
         if claims:
             trainer.defer_prefetch(claims)
             fetching += 1
         if fetching == 2 or (fetching and not claims):
-            trainer.train(trainer.collect_prefetch())  # type: ignore[arg-type]
+            batch: FetchedBatch = trainer.collect_prefetch()  # type: ignore[assignment]
             fetching -= 1
+            collected += 1
+            if collected % ABANDON_EVERY == 0 and part.plan.ack == "on_consumed":
+                trainer.patiently(partial(trainer.abandon, batch))
+            else:
+                trainer.train(batch)
         elif not claims and select.select([sys.stdin], [], [], 0)[0]:
             break
     trainer.cleanup_ucxx_packer()
