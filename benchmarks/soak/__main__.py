@@ -28,7 +28,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--payloads", type=int, default=50_000)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--queue", choices=("sqlite", "redis"), default="sqlite", help="redis: a server of its own")
+    parser.add_argument("--queue", choices=("sqlite", "redis", "rings"), default="sqlite", help="redis: its own server")
     parser.add_argument("--ack", choices=("on_consumed", "on_arrival"), default="on_consumed")
     parser.add_argument("--lapses", type=int, help="trainers stopped until their claims have lapsed (default kills/20)")
     parser.add_argument("--plant", choices=PLANTS, default="", help="a fault that this run must find (planted.py)")

@@ -9,10 +9,12 @@ reported for a reason that is allowed (a deadline that passed) is accounted for,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 _MOST_NAMED = 20
+EXPIRED = "expired"
+PERISHED = f"{EXPIRED}: its slot is free"
 
 
 @dataclass
@@ -54,15 +56,27 @@ class Verdict:
     named: list[str]  # the first few that went wrong
 
 
-class Accounts:
-    """Books of writers 0, 1, …; ``readers`` says for each how many ranks read its payloads."""
+def _nothing_perishes(writer: int, number: int) -> bool:
+    return False
 
-    def __init__(self, readers: Iterable[int]) -> None:
+
+class Accounts:
+    """Books of writers 0, 1, …; ``readers`` says for each how many ranks read its payloads.
+
+    ``perishes``: whether the queue may end a delivery of this payload without a word.
+    """
+
+    def __init__(self, readers: Iterable[int], perishes: Callable[[int, int], bool] = _nothing_perishes) -> None:
+        self._perishes = perishes
+        self._perishable: dict[tuple[int, int, int], str] = {}  # deliveries that are open → ticket
         self._books = [_Book(each) for each in readers]
         # Claims that a trainer was about to have accepted, by journal: token → (rank, writer, number).
         self._asked: dict[str, dict[str, tuple[int, int, int]]] = {}
         # Of them, those of trainers that died since: (rank, token) → (rank, writer, number).
         self._open: dict[tuple[int, str], tuple[int, int, int]] = {}
+        # Claims that a trainer was about to end without consuming them, and why: likewise.
+        self._ending: dict[str, dict[tuple[int, int, int], tuple[str, str]]] = {}
+        self._open_ends: dict[tuple[int, str], str] = {}
         self._names: dict[str, tuple[int, int]] = {}  # ticket id → (writer, number)
         self._wrong: list[str] = []
         self._reported: dict[tuple[int, int, int], str] = {}
@@ -104,7 +118,9 @@ class Accounts:
         elif kind == "P" or kind == "F":
             book = self._books[int(first)]
             for each in rest:
-                book.mark(book.published, int(each.partition("=")[0]))
+                number, _, ticket_id = each.partition("=")
+                book.mark(book.published, int(number))
+                self._may_perish(int(first), int(number), ticket_id)
         elif kind == "E":
             self._books[int(first)].finished = True
         elif kind == "A":
@@ -117,17 +133,38 @@ class Accounts:
             for each in rest:
                 writer, number = each.split("=")
                 self._consume(int(first), int(writer), int(number))
+                self._ending.get(source, {}).pop((int(first), int(writer), int(number)), None)
+        elif kind == "D":
+            at = rest.index("because")
+            reason = " ".join(rest[at + 1 :])
+            for each in rest[:at]:
+                number, writer, token = each.split("=")
+                self._ending.setdefault(source, {})[int(first), int(writer), int(number)] = token, reason
+        elif kind == "R" or kind == "K":
+            for each in rest:
+                writer, number = each.split("=")
+                _, reason = self._ending[source].pop((int(first), int(writer), int(number)))
+                if kind == "K":
+                    self.report(int(first), int(writer), int(number), reason)
         elif kind == "N":
             for each in rest:
                 ticket_id, writer, number = each.split("=")
                 self._names[ticket_id] = (int(writer), int(number))
+                self._may_perish(int(writer), int(number), ticket_id)
         elif kind == "X":
             self._wrong.append(f"{source}: rank {first} {' '.join(rest)}")
         else:
             raise ValueError(f"{source}: unexpected line that begins with {kind!r}")
 
+    def _may_perish(self, writer: int, number: int, ticket_id: str) -> None:
+        if self._perishes(writer, number):
+            for rank in range(self._books[writer].readers):
+                if not self._is_settled((rank, writer, number)):
+                    self._perishable[rank, writer, number] = ticket_id
+
     def _consume(self, rank: int, writer: int, number: int) -> None:
         book = self._books[writer]
+        self._perishable.pop((rank, writer, number), None)
         if book.mark(book.consumed[rank], number) == 1:
             self.consumed_total += 1
 
@@ -136,6 +173,9 @@ class Accounts:
         """The process of this journal is gone: what it asked for without saying what became of it is a question."""
         for token, delivery in self._asked.pop(source, {}).items():
             self._open[delivery[0], token] = delivery
+        for delivery, (token, reason) in self._ending.pop(source, {}).items():
+            self._open[delivery[0], token] = delivery
+            self._open_ends[delivery[0], token] = reason
 
     def open_questions(self) -> list[tuple[int, str]]:
         """Rank and token of claims whose trainers died before they could say what became of them."""
@@ -148,8 +188,47 @@ class Accounts:
             self._consume(*delivery)
             self._silent += 1
 
+    def over(self, rank: int, token: str) -> None:
+        """Of an open question: the delivery has ended, which says nothing of the claim. Say so before the journals
+        are read again.
+
+        It was this claim's end unless another trainer has said, or may yet say, that it was its own.
+        """
+        delivery = self._open[rank, token]
+        if self._is_settled(delivery):
+            self._open.pop((rank, token))
+            self._open_ends.pop((rank, token), None)
+        elif not self._is_asked_for(delivery):
+            reason = self._open_ends.pop((rank, token), None)
+            if reason is None and self._perishes(*delivery[1:]):
+                reason = PERISHED  # nobody trained on it, and it may have ended so before
+            if reason is None:
+                self.answer(rank, token, True)
+            else:
+                self._open.pop((rank, token))
+                self.report(*delivery, reason)
+
+    def perishable(self) -> dict[tuple[int, str], tuple[int, int, int]]:
+        """Deliveries that are open and may have ended without a word, by rank and ticket."""
+        return {(delivery[0], ticket_id): delivery for delivery, ticket_id in self._perishable.items()}
+
+    def perished(self, delivery: tuple[int, int, int]) -> None:
+        """It has ended, as was seen before the journals were read again: by its deadline unless anybody claims it."""
+        taken = self._is_settled(delivery) or self._is_asked_for(delivery) or delivery in self._open.values()
+        if not taken:
+            self.report(*delivery, PERISHED)
+
+    def _is_settled(self, delivery: tuple[int, int, int]) -> bool:
+        rank, writer, number = delivery
+        return delivery in self._reported or _at(self._books[writer].consumed[rank], number) > 0
+
+    def _is_asked_for(self, delivery: tuple[int, int, int]) -> bool:
+        asked = any(delivery in each.values() for each in self._asked.values())
+        return asked or any(delivery in each for each in self._ending.values())
+
     def report(self, rank: int, writer: int, number: int, reason: str) -> None:
         """The queue ended this delivery without consumption. Its kind is what stands before the reason's colon."""
+        self._perishable.pop((rank, writer, number), None)
         if (rank, writer, number) not in self._reported:
             book = self._books[writer]
             if not _at(book.known, number):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from transport.errors import MissingDependencyError
+from transport import SharedRingBuffer
+from transport._ring import segments
+from transport.errors import MissingDependencyError, TransportError
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
 Question = tuple[int, str]  # rank, token of the claim
@@ -22,6 +25,32 @@ class Row(msgspec.Struct):
 
     state: str
     token: str
+
+
+def ended(prefix: str, questions: Iterable[Question]) -> set[Question]:
+    """Of claims of the rings that are named so: those whose delivery has ended, whoever ended it.
+
+    A slot says that a rank is done with its payload, and not through which claim. A ring that is gone had no payload
+    left, or gave it up.
+    """
+    rings = {}
+    with contextlib.ExitStack() as attached:
+        for name in segments():
+            if name.startswith(f"/transport-{prefix}"):
+                with contextlib.suppress(TransportError):  # gone again, or being made
+                    ring = attached.enter_context(SharedRingBuffer.attach(name, role="observer"))
+                    rings[ring.ring_id] = ring
+                    continue
+                return set()
+        return {question for question in questions if _has_ended(rings, *question)}
+
+
+def _has_ended(rings: Mapping[str, SharedRingBuffer], rank: int, token: str) -> bool:
+    ring_id, slot, generation = token.partition("|")[0].split("/")
+    if ring_id not in rings:
+        return True
+    info = rings[ring_id].native.info(int(slot))
+    return info.generation > int(generation) or bool(info.done >> rank & 1)
 
 
 def fates(queue: str, questions: Iterable[Question]) -> dict[Question, bool]:

@@ -2,11 +2,14 @@
 
     I writer first last          will write these numbers, last excluded; nothing is promised of them yet
     P writer number=id …         are in the ring, and the queue has their tickets
-    F writer number …            were found unread in the ring of a killed predecessor
+    F writer number=id …         were found unread in the ring of a killed predecessor
     E writer                     has written its share
     N rank id=writer=number …    has claimed these tickets, of which the queue may yet make a report
     A rank number=writer=token … asks the queue to accept these claims
     C rank writer=number …       the queue has accepted them: consumed
+    D rank number=writer=token … is about to end these claims without consuming them; what follows "because" is why
+    K rank writer=number …       it has ended these claims so
+    R rank writer=number …       it has not: they were another's by then
     X rank writer=number why     other bytes than those of the payload
 
 A line that a kill tore ends without its full stop and counts as never said; a process begins with a line of its own.

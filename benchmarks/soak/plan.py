@@ -30,6 +30,12 @@ SETTINGS = msgspec.structs.replace(
 MAX_DELIVERIES = 1000  # a payload is not given up because its trainers were killed
 
 
+def lapse_s(plan: Plan) -> float:
+    """So long has a trainer to be stopped until its claims are another's, however they were made."""
+    over_the_wire_s = plan.settings.ack_timeout_s if plan.queue.startswith("rings") else 0.0
+    return max(plan.settings.claim_lease_s, over_the_wire_s) + 0.5
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Told to every process on its command line."""
 

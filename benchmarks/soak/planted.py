@@ -28,6 +28,7 @@ class Plant(NamedTuple):
     shows: str  # the figure of the report that must not be 0 (or empty)
     changes: dict[str, Change]  # by module
     hides: str = ""  # a figure that must stay 0: what else guards against it still does
+    queues: tuple[str, ...] = ("sqlite", "redis", "rings")  # with which it is a fault
 
 
 # --- the queue ----------------------------------------------------------------------------------------
@@ -57,6 +58,99 @@ def _claims_are_dropped(module: ModuleType) -> None:
         return kept
 
     book.claim = claim
+
+
+# --- the rings as the queue ---------------------------------------------------------------------------
+_LOSE_EVERY = 3  # answers to FINISH, in the faults that need one to be lost
+
+
+def _finishes_are_lost(module: ModuleType) -> None:
+    """The connection ends before what was to be consumed is sent: the ring says that it has not been."""
+    link: Any = module.TakeLink
+    original = link._settle
+    turns = itertools.count()
+
+    def settle(self: Any, kind: Any, *arguments: Any) -> Any:
+        if kind is module.Kind.FINISH and next(turns) % _LOSE_EVERY == 1:
+            self.link.abort()
+        return original(self, kind, *arguments)
+
+    link._settle = settle
+
+
+def _answers_are_lost(module: ModuleType) -> None:
+    """The connection ends before the trainer knows that the ring has consumed it: the ring says that it has."""
+    link: Any = module.TakeLink
+    original = link._codes
+    turns = itertools.count()
+
+    async def codes(self: Any, future: Any) -> Any:
+        answer = await original(self, future)
+        if next(turns) % _LOSE_EVERY != 1:
+            return answer
+        self.abort()
+        return None
+
+    link._codes = codes
+
+
+def _outcomes_are(accepted: bool) -> Change:
+    def change(module: ModuleType) -> None:
+        outcomes: Any = module.Outcomes
+
+        async def of(self: Any, broken: Any, rows: Any, *arguments: Any) -> Any:
+            return [0 if accepted else 1] * len(rows)
+
+        outcomes.of = of
+
+    return change
+
+
+def _dead_connections_hold(module: ModuleType) -> None:
+    """What came through a connection that is dead by now is consumed without asking anybody."""
+    elsewhere: Any = module.FoundElsewhere
+    original = elsewhere._settle
+
+    def settle(self: Any, groups: Any, delay_s: Any) -> Any:
+        dead = [brought.link.lost for brought, _ in groups]
+        verdicts = original(self, groups, delay_s)
+        return [each | gone for each, gone in zip(verdicts, dead, strict=True)]
+
+    elsewhere._settle = settle
+
+
+def _nothing_is_given_back(module: ModuleType) -> None:
+    link: Any = module.TakeLink
+
+    async def give_back(self: Any, rows: Any, delay_s: float = 0.0) -> Any:
+        return module.np.ones(len(rows), module.np.bool_)
+
+    link.give_back = give_back
+
+
+def _nothing_is_given_back_here(module: ModuleType) -> None:
+    rings: Any = module.RingQueue
+    rings.retry = lambda self, claim, delay_s=0.0, reason="": True
+
+
+def _nobody_lingers(module: ModuleType) -> None:
+    lifetime: Any = module.Lifetime
+    original = lifetime.__init__
+
+    def at_once(self: Any, linger_s: float) -> None:
+        original(self, 0.0)
+
+    lifetime.__init__ = at_once
+
+
+def _takes_are_not_verified(module: ModuleType) -> None:
+    link: Any = module.TakeLink
+    original = link.take
+
+    async def take(self: Any, n: int, **named: Any) -> Any:
+        return await original(self, n, **named | {"verify": False})
+
+    link.take = take
 
 
 # --- the ring -----------------------------------------------------------------------------------------
@@ -155,15 +249,19 @@ def _bytes_are_flipped(module: ModuleType) -> None:
     ring.write_raw = write_raw
 
 
-def _nobody_maps(module: ModuleType) -> None:
-    """Mapped payloads cross no wire, and are not compared with their checksum."""
+def _only_over(module: ModuleType, *wires: str) -> None:
     packer: Any = module.UCXXDataPackerMixin
     original = packer.setup_ucxx_packer
 
     def setup_ucxx_packer(self: Any, *, wire: Any, **named: Any) -> None:
-        original(self, wire=frozenset({"shm", "tcp"}) if wire == "auto" else wire, **named)
+        original(self, wire=frozenset(wires), **named)
 
     packer.setup_ucxx_packer = setup_ucxx_packer
+
+
+def _nobody_maps(module: ModuleType) -> None:
+    """Mapped payloads cross no wire, and are not compared with their checksum."""
+    _only_over(module, "shm", "tcp")
 
 
 def _nothing_is_verified(module: ModuleType) -> None:
@@ -211,7 +309,61 @@ PLANTS = {
         {
             "transport.queue.sqlite": lambda module: _unfenced(module.SQLiteQueue),
             "transport.queue.redis": lambda module: _unfenced(module.RedisQueue),
+            "transport.queue.found": lambda module: _unfenced(module.FoundRings),
         },
+    ),
+    "finished-twice": Plant(
+        "what a broken connection may not have finished counts as consumed, and another trainer's end of it as well",
+        "duplicated",
+        {
+            "transport.client.taking": _finishes_are_lost,
+            "transport.taking.outcomes": _outcomes_are(True),
+            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
+        },
+        queues=("rings",),
+    ),
+    "outcome-forgotten": Plant(
+        "nobody knows what a connection that broke had finished",
+        "lost",
+        {
+            "transport.client.taking": _answers_are_lost,
+            "transport.taking.outcomes": _outcomes_are(False),
+            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
+        },
+        queues=("rings",),
+    ),
+    "dead-connection": Plant(
+        "the claims of a dead connection are its trainer's",
+        "duplicated",
+        {
+            "transport.client.taking": _finishes_are_lost,
+            "transport.queue.found_elsewhere": _dead_connections_hold,
+            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
+        },
+        queues=("rings",),
+    ),
+    "kept-elsewhere": Plant(
+        "what is given back is not, over the network",
+        "lost",
+        {
+            "transport.client.taking": _nothing_is_given_back,
+            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
+        },
+        queues=("rings",),
+    ),
+    "kept-here": Plant(
+        "what is given back is not, in a mapped ring",
+        "lost",
+        {
+            "transport.queue.rings": _nothing_is_given_back_here,
+            "transport.packer.mixin": lambda module: _only_over(module, "mapped"),
+        },
+        queues=("rings",),
+    ),
+    "left-early": Plant(
+        "a ring is left when its writer has ended, with what is unread in it",
+        "lost",
+        {"transport.server.lifetime": _nobody_lingers},
     ),
     "dropped": Plant(
         "payloads without a deadline are discarded as if it had passed",
@@ -237,6 +389,7 @@ PLANTS = {
         "a ticket names a slot and no generation",
         "wrong",
         {"transport.client.client": _generations_are_not_compared},
+        queues=("sqlite", "redis"),
     ),
     "flipped": Plant(
         "bytes change in the ring; over wires, the checksum keeps them from being consumed",
@@ -247,7 +400,11 @@ PLANTS = {
     "flipped-unverified": Plant(
         "bytes change in the ring, and no checksum is compared",
         "wrong",
-        {"transport.ring.buffer": _bytes_are_flipped, "transport.ticket": _nothing_is_verified},
+        {
+            "transport.ring.buffer": _bytes_are_flipped,
+            "transport.ticket": _nothing_is_verified,
+            "transport.client.taking": _takes_are_not_verified,
+        },
     ),
     "segments-stay": Plant(
         "a writer leaves a segment behind",

@@ -1,4 +1,4 @@
-"""The soak's queue: an SQLite file, or a Redis server that the soak itself starts, kills, and starts again."""
+"""The soak's queue: the rings themselves, an SQLite file, or a Redis server that the soak starts and kills."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from plan import MAX_DELIVERIES, Plan
 
+from transport._ring import MAX_ATTEMPTS
 from transport.errors import QueueError
-from transport.queue import RedisQueue, SQLiteQueue
-from transport.queue.base import TicketQueue
+from transport.queue import FoundRings, RedisQueue, SQLiteQueue
+from transport.queue.base import Claim, DeliveryState, TicketQueue
+from transport.queue.places import OnThisHost
 from transport.storage.urls import SQLiteURL, parse_url
 
 _FIRST_PORT = 6379  # below what the kernel gives away: nobody has it while the server is down
@@ -27,9 +29,46 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
+class SaidRings(FoundRings):
+    """The rings as the queue, for one who says beforehand which claims it ends otherwise than by consuming.
+
+    A ring keeps no claims that have ended, and a listener keeps no reasons: what a killed trainer asked for last is
+    known only from itself.
+
+    Attributes:
+        ending: called with claims, how they are to end, and why.
+        ended: called afterwards, with claims of which it is known whether they ended so.
+    """
+
+    ending: Callable[[Sequence[Claim], DeliveryState, str], None] | None = None
+    ended: Callable[[Sequence[Claim], bool], None]
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """See `TicketQueue.discard`."""
+        if self.ending is None:
+            return super().discard(claim, reason)
+        self.ending([claim], DeliveryState.DISCARDED, reason)
+        good = super().discard(claim, reason)
+        self.ended([claim], good)
+        return good
+
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+        """See `TicketQueue.ack_many`."""
+        if self.ending is None or trained:
+            return super().ack_many(claims, trained=trained)
+        self.ending(claims, DeliveryState.LOST, "in the memory of a trainer that was killed")
+        arrived = super().ack_many(claims, trained=False)  # which ends with their consumption, or with this process
+        known = {claim.token for claim in arrived}
+        self.ended([claim for claim in claims if claim.token not in known], False)
+        return arrived
+
+
 def open_queue(plan: Plan, patience_s: float = 10.0) -> TicketQueue:
     """The queue of the plan. QueueError if it cannot be had within ``patience_s``."""
     lease_s = plan.settings.claim_lease_s
+    scheme, _, prefix = plan.queue.partition(":")
+    if scheme == "rings":
+        return SaidRings(OnThisHost(prefix), lease_s=lease_s, max_deliveries=min(MAX_DELIVERIES, MAX_ATTEMPTS))
     parsed = parse_url(plan.queue)
     if isinstance(parsed, SQLiteURL):
         return SQLiteQueue(parsed.path, lease_s=lease_s, max_deliveries=MAX_DELIVERIES, busy_timeout_s=patience_s)

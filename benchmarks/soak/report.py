@@ -6,14 +6,14 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import payloads
-from accounts import Verdict
+from accounts import EXPIRED, Verdict
 from plan import Plan
 
 from transport.queue.base import DeliveryState, Failure, QueueDepth
 
 _MOST_FAILURES = 20
-EXPIRED = "expired"
 LOST_ON_ARRIVAL = "lost on arrival"
+_LATE = ("StaleSlotError", "its deadline has passed")  # of a trainer, of a ring
 
 
 class End(NamedTuple):
@@ -31,6 +31,11 @@ class End(NamedTuple):
     seconds: float
 
 
+def perishes(plan: Plan, writer: int, number: int) -> bool:
+    """Whether a delivery of this payload may end with no trace but its slot's: a ring discards what is too late."""
+    return plan.queue.startswith("rings") and plan.deadlines and payloads.deadline_s(writer, number) is not None
+
+
 def allowed(plan: Plan) -> tuple[str, ...]:
     """Kinds of reports for which a delivery may end without consumption, in a run with this plan."""
     arrival = (LOST_ON_ARRIVAL,) if plan.ack == "on_arrival" else ()
@@ -41,7 +46,7 @@ def reason_of(failure: Failure, writer: int, number: int, plan: Plan) -> str:
     """The queue's report of this payload, its kind before the colon. Only a payload that has a deadline can expire."""
     said = f"{failure.state}: {failure.reason}"
     has_deadline = plan.deadlines and payloads.deadline_s(writer, number) is not None
-    if failure.state is DeliveryState.DISCARDED and has_deadline and failure.reason.startswith("StaleSlotError"):
+    if failure.state is DeliveryState.DISCARDED and has_deadline and failure.reason.startswith(_LATE):
         return f"{EXPIRED}: {failure.reason}"
     if failure.state is DeliveryState.LOST and plan.ack == "on_arrival":
         return f"{LOST_ON_ARRIVAL}: {failure.reason}"

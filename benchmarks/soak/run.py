@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,10 +23,10 @@ from clock import WallClock
 from fault_injection import FaultInjector
 from faults import Fault, amounts, schedule
 from journal import Reader
-from plan import Plan, TrainerPlan, WriterPlan
+from plan import Plan, TrainerPlan, WriterPlan, lapse_s
 from process_tree import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
 from queues import RedisServer, open_queue
-from report import End, allowed, reason_of, report
+from report import End, allowed, perishes, reason_of, report
 from traps import Points
 
 from transport import SharedRingBuffer
@@ -66,7 +67,7 @@ class Options(NamedTuple):
     stuck_s: float
     isolated: bool
     build: Path | None  # of native modules with fault points
-    queue: Literal["sqlite", "redis"] = "sqlite"
+    queue: Literal["sqlite", "redis", "rings"] = "sqlite"
     ack: Literal["on_consumed", "on_arrival"] = "on_consumed"
     lapses: int = 0
     plant: str = ""
@@ -91,11 +92,16 @@ class Soak:
         place = SQLiteURL(disk / "queue.sqlite3").text
         if self._server is not None:
             place = f"redis://127.0.0.1:{self._server.port}/0?run={run}"
+        elif options.queue == "rings":
+            place = f"rings:soak-{run}-"
         self._plan = Plan(folder=str(folder), queue=place, ack=options.ack, run=run, seed=options.seed)
         self._allowed = allowed(self._plan)
         self._failures: dict[tuple[int, str], str] = {}  # of the queue, and not allowed as far as is known
-        self._injector = FaultInjector(disk if options.isolated else None, options.isolated, self._server)
-        self._accounts = Accounts(READERS)
+        self._lapse_s = lapse_s(self._plan)
+        has_disk = options.isolated and options.queue != "rings"
+        self._injector = FaultInjector(disk if has_disk else None, options.isolated, self._server)
+        self._expired = 0
+        self._accounts = Accounts(READERS, partial(perishes, self._plan))
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         root = str(HERE.parent.parent)
         self._environment |= {MARK: self._plan.run, "PYTHONPATH": f"{HERE / 'points'}{os.pathsep}{root}"}
@@ -109,6 +115,7 @@ class Soak:
                 "share": 0.0 if options.build is None else _SHARE,
                 "build": None if options.build is None else str(options.build),
                 "plant": options.plant,
+                "queue": options.queue,
             }
         )
         self._children = [self._writer(number) for number in range(len(READERS))]
@@ -185,6 +192,10 @@ class Soak:
             ),
         ) | {"isolated": self._options.isolated, "planted": self._options.plant}
 
+    @property
+    def _of_rings(self) -> bool:
+        return self._options.queue == "rings"
+
     def _settled(self) -> int:
         return self._accounts.settled(self._allowed)
 
@@ -201,8 +212,8 @@ class Soak:
         """What has to be looked at all the time."""
         self._injector.tend()
         for pid, point, number in self._points.closed():
-            lapse_s = self._plan.settings.claim_lease_s + 0.5 if point in LAPSES else 0.1
-            self._injector.closed(pid, point, number, lapse_s + 5.0 * self._rng.random())
+            least_s = self._lapse_s if point in LAPSES else 0.1
+            self._injector.closed(pid, point, number, least_s + 5.0 * self._rng.random())
         reap_orphans(self._own())
         for child in self._children:
             self._hear(child.name)
@@ -240,8 +251,22 @@ class Soak:
     def _ask(self) -> None:
         """What became of the claims that trainers were about to have accepted when they were killed."""
         questions = self._accounts.open_questions()
+        if self._of_rings:
+            self._ask_rings(questions)
+            return
         for (rank, token), accepted in audit.fates(self._plan.queue, questions).items() if questions else ():
             self._accounts.answer(rank, token, accepted)
+
+    def _ask_rings(self, questions: list[tuple[int, str]]) -> None:
+        perishable = self._accounts.perishable()
+        asked = {*questions, *perishable}
+        over = audit.ended(self._plan.queue.partition(":")[2], asked) if asked else set()
+        for child in self._children if over else ():
+            self._hear(child.name)  # whoever ended them has said before that it was about to
+        for rank, token in over.intersection(questions):
+            self._accounts.over(rank, token)
+        for question in over.intersection(perishable):
+            self._accounts.perished(perishable[question])
 
     def _harvest(self, patience_s: float) -> QueueDepth:
         """Enter what the queue reports."""
@@ -255,7 +280,9 @@ class Soak:
                 self._failures[failure.rank, failure.ticket_id] = reason
                 if reason.partition(":")[0] in self._allowed:
                     del self._failures[failure.rank, failure.ticket_id]
-            return queue.depth()
+            depth = queue.depth()
+        self._expired = max(self._expired, depth.expired)  # rings take their counts with them
+        return msgspec.structs.replace(depth, expired=self._expired)
 
     def _look_last(self) -> QueueDepth:
         """At the queue, when nobody uses it any more; until the last leases have ended."""

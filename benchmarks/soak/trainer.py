@@ -8,6 +8,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,14 +16,16 @@ import msgspec
 import payloads
 from journal import Journal
 from plan import TrainerPlan
-from queues import opened_in_time
+from queues import SaidRings, opened_in_time
+from report import reason_of
 
 from transport import UCXXDataPackerMixin
 from transport.errors import QueueError
 from transport.packer.mixin import FetchedBatch
-from transport.queue.base import Claim
+from transport.queue.base import Claim, DeliveryState, Failure
 from transport.ticket import Ticket
 
+ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on
 _PAUSE_S = 0.05
 
 
@@ -32,14 +35,32 @@ class Trainer(UCXXDataPackerMixin):
     def __init__(self, part: TrainerPlan) -> None:
         self.part = part
         self.journal = Journal(part.plan.journal(f"trainer-{part.number}"))
+        queue = opened_in_time(part.plan, _complain)
+        if isinstance(queue, SaidRings):
+            queue.ending, queue.ended = self.ending, self.ended
         self.setup_ucxx_packer(
-            queue=opened_in_time(part.plan, _complain),
+            queue=queue,
             rank=part.rank,
             consumer=f"trainer-{part.number}",
             ack=part.plan.ack,
             wire=frozenset(part.wire) if part.wire else "auto",  # type: ignore[arg-type]
             settings=part.plan.settings,
         )
+
+    def ending(self, claims: Sequence[Claim], state: DeliveryState, reason: str) -> None:
+        """Claims are about to end without consumption; `SaidRings` says so, from any thread."""
+        for claim in claims:
+            writer, number = _named(claim)
+            failure = Failure(claim.ticket_id, claim.rank, state, claim.attempts, "", reason)
+            why = reason_of(failure, writer, number, self.part.plan)
+            said = f"{number}={writer}={_token(claim)}"
+            self.journal.say("D", self.part.rank, said, "because", *why.split())
+
+    def ended(self, claims: Sequence[Claim], good: bool) -> None:
+        """What became of it."""
+        names = ["=".join(map(str, _named(claim))) for claim in claims]
+        if names:
+            self.journal.say("K" if good else "R", self.part.rank, *names)
 
     def claimed(self, n: int, timeout_s: float) -> list[Claim]:
         """Claims, named in the journal where the queue may come to report them: the queue names no payload."""
@@ -64,7 +85,7 @@ class Trainer(UCXXDataPackerMixin):
             writer, number = named["w"], named["n"]
             if not payloads.is_right(writer, number, item.payload.data):
                 self.journal.say("X", rank, f"{writer}={number}", item.payload.wire)
-            asked.append(f"{number}={writer}={item.claim.token}")
+            asked.append(f"{number}={writer}={_token(item.claim)}")
         self.journal.say("A", rank, *asked)
         trained = self.patiently(lambda: self.consume(batch))
         self.journal.say("C", rank, *(f"{each.ticket.metadata['w']}={each.ticket.metadata['n']}" for each in trained))
@@ -79,6 +100,17 @@ class Trainer(UCXXDataPackerMixin):
                 time.sleep(_PAUSE_S)
 
 
+def _named(claim: Claim) -> tuple[int, int]:
+    """Writer and number of the payload."""
+    metadata: Any = Ticket.decode(claim.data).metadata
+    return metadata["w"], metadata["n"]
+
+
+def _token(claim: Claim) -> str:
+    """As one word of the journal."""
+    return claim.token.replace(" ", "|")
+
+
 def _complain(what: str) -> None:
     print(f"trainer: {what}", file=sys.stderr)
 
@@ -89,15 +121,20 @@ def main() -> None:
     logging.basicConfig(level="WARNING", format="%(asctime)s trainer %(process)d %(levelname)s %(message)s")
     part = msgspec.json.decode(sys.argv[1], type=TrainerPlan)
     trainer = Trainer(part)
-    fetching = 0
+    fetching = collected = 0
     while True:
         claims = trainer.claimed(part.batch, 0.0 if fetching else 0.3)
         if claims:
             trainer.defer_prefetch(claims)
             fetching += 1
         if fetching == 2 or (fetching and not claims):
-            trainer.train(trainer.collect_prefetch())  # type: ignore[arg-type]
+            batch: FetchedBatch = trainer.collect_prefetch()  # type: ignore[assignment]
             fetching -= 1
+            collected += 1
+            if collected % ABANDON_EVERY == 0 and part.plan.ack == "on_consumed":
+                trainer.patiently(partial(trainer.abandon, batch))
+            else:
+                trainer.train(batch)
         elif not claims and select.select([sys.stdin], [], [], 0)[0]:
             break
     trainer.cleanup_ucxx_packer()

@@ -58,7 +58,7 @@ class Worker(UCXXRolloutMixin):
             except QueueError as error:  # the disk is full just now, or the server away
                 _complain(str(error))
                 time.sleep(_PAUSE_S)
-        found = [ticket.metadata["n"] for ticket in self.ring.tickets()]
+        found = [f"{ticket.metadata['n']}={ticket_id(ticket)}" for ticket in self.ring.tickets()]
         if found:
             self.journal.say("F", self.part.number, *found)
 

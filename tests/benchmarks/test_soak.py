@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 from redis_server import needs_redis, redis_server
 
+from transport import SharedRingBuffer
+from transport.packer.rollout import ticket_id
 from transport.queue import RedisQueue, SQLiteQueue
 from transport.queue.base import DeliveryState, Failure, QueuedTicket, TicketQueue
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
@@ -93,6 +96,69 @@ def test_a_claim_that_the_queue_accepted_from_a_dead_trainer_is_consumption() ->
     assert (accounts.verdict().lost, accounts.verdict().duplicated) == (0, 1)
 
 
+# --- with the rings as the queue, which keep no claims --------------------------------------------------
+def of_rings(*lines: str) -> Accounts:
+    """Number 0 of writer 0 may end without a word, the others not."""
+    accounts = Accounts((2,), perishes=lambda writer, number: number == 0)
+    for line in lines:
+        source, _, said = line.partition(": ")
+        accounts.hear(source, said.split())
+    return accounts
+
+
+def test_a_delivery_that_ended_was_its_dead_claimants_unless_another_says_or_may_say_that_it_was_its_own() -> None:
+    accounts = of_rings("w0: P 0 1=a 2=b", "t0: A 0 1=0=a|0|1 2=0=b|0|1", "t1: A 0 2=0=b|0|2")
+    accounts.died("t0")
+    for _, token in accounts.open_questions():
+        accounts.over(0, token)
+    assert accounts.open_questions() == [(0, "b|0|1")]  # t1 may have it
+    assert (accounts.verdict().silent, accounts.consumed_total) == (1, 1)
+    accounts.hear("t1", ["C", "0", "0=2"])
+    accounts.over(0, "b|0|1")
+    assert (accounts.open_questions(), accounts.verdict().silent, accounts.verdict().duplicated) == ([], 1, 0)
+
+
+def test_a_claim_that_was_about_to_be_discarded_ends_with_its_reason_or_goes_on() -> None:
+    said = ["t0: D 0 1=0=a|0|1 because expired: late", "t0: D 0 2=0=b|0|1 because expired: late"]
+    accounts = of_rings("w0: P 0 1=a 2=b", *said, "t0: K 0 0=1", "t0: R 0 0=2")
+    assert accounts.settled(["expired"]) == 1
+    accounts.died("t0")
+    assert accounts.open_questions() == []
+    accounts = of_rings("w0: P 0 1=a", said[0])
+    accounts.died("t0")
+    accounts.over(0, "a|0|1")
+    assert (accounts.settled(["expired"]), accounts.consumed_total) == (1, 0)
+
+
+def test_only_what_has_a_deadline_perishes_and_only_while_nobody_has_it() -> None:
+    accounts = of_rings("w0: P 0 0=a 1=b", "t0: A 0 0=0=a|0|1", "t2: A 1 0=0=a|1|1")
+    assert accounts.perishable() == {(0, "a"): (0, 0, 0), (1, "a"): (1, 0, 0)}
+    accounts.perished((0, 0, 0))
+    assert accounts.settled(["expired"]) == 0
+    accounts.died("t0")
+    accounts.perished((0, 0, 0))  # t0 may have consumed it
+    assert accounts.settled(["expired"]) == 0
+    accounts.over(0, "a|0|1")  # nobody lives who has trained on it
+    assert (accounts.settled(["expired"]), accounts.verdict().silent) == (1, 0)
+    accounts.hear("t2", ["C", "1", "0=0"])
+    accounts.perished((1, 0, 0))
+    assert accounts.perishable() == {}
+    verdict = accounts.verdict(["expired"])
+    assert (verdict.lost, verdict.duplicated, verdict.reported) == (2, 0, {"expired": 1})
+
+
+def test_the_auditor_sees_in_its_slot_that_a_delivery_has_ended() -> None:
+    prefix = f"soak-audit-{secrets.token_hex(4)}-"
+    with SharedRingBuffer.create(slots=2, slot_bytes=64, name=f"/transport-{prefix}0") as ring:
+        first, second = (ticket_id(ring.write_raw(b"x", readers=2)) for _ in range(2))
+        questions = [(rank, f"{each}|{rank}|1|t0") for each in (first, second) for rank in (0, 1)]
+        [claimed] = ring.claim(1, rank=0)
+        assert claimed.consume()
+        assert audit.ended(prefix, questions) == {(0, f"{first}|0|1|t0")}
+        gone = [(0, "another-ring/0/1|0|1|t0")]
+        assert audit.ended(prefix, gone) == set(gone)
+
+
 def test_a_report_excuses_only_for_the_reasons_that_are_allowed() -> None:
     accounts = heard("w0: I 0 0 1", "w0: P 0 0=a")
     accounts.report(0, 0, 0, "StaleSlotError: gone")
@@ -136,6 +202,7 @@ def numbers(with_deadline: bool) -> int:
     [
         (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", True, "on_consumed", True),
         (DeliveryState.DISCARDED, "StaleSlotError: the deadline has passed", False, "on_consumed", False),
+        (DeliveryState.DISCARDED, "its deadline has passed", True, "on_consumed", True),
         (DeliveryState.DISCARDED, "PayloadLostError: nobody serves it", True, "on_consumed", False),
         (DeliveryState.DEAD, "StaleSlotError: gone", True, "on_consumed", False),
         (DeliveryState.LOST, "the lease of t0 ended", False, "on_arrival", True),

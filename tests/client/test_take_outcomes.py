@@ -38,7 +38,7 @@ def tcp(**arguments: Any) -> UCXXClient:
 
 
 def link_of(batch: TakenBatch) -> TakeLink:
-    link = batch._link
+    link = batch.link
     assert isinstance(link, TakeLink)
     return link
 

@@ -6,8 +6,10 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -285,3 +287,35 @@ def test_a_claim_that_waits_in_a_thread_ends_with_the_queue(prefix: str, monkeyp
         queue.close()
         thread.join(LONG_S)
         assert ended == ["ClosedError"]
+
+
+def test_what_was_consumed_is_told_by_a_listener_that_has_another_port_by_then(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with (
+        SharedRingBuffer.create(NUMBERED, prefix=prefix, slots=32) as ring,
+        contextlib.ExitStack() as later,
+        UCXXServer(ring, addresses=("127.0.0.1",)) as server,
+        opened(prefix) as queue,
+    ):
+        fill(ring, 3)
+        claims = some(queue, 3)
+        [link] = {queue._elsewhere._held[claim.token].brought.link for claim in claims}
+        outcome, [before] = link._outcome, ring.native.ports()
+
+        async def lost(*arguments: Any) -> Any:
+            link._outcome = outcome  # type: ignore[method-assign]
+            eventually(lambda: free(ring), "the ring has consumed them")
+            server.close()
+            taken = later.enter_context(socket.socket())
+            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            taken.bind(("0.0.0.0", before))
+            taken.listen()
+            later.enter_context(UCXXServer(ring, addresses=("127.0.0.1",)))
+            assert before not in ring.native.ports()
+            link.link.abort()
+            return await outcome(*arguments)
+
+        link._outcome = lost  # type: ignore[method-assign]
+        assert queue.ack_many(claims) == claims

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,9 @@ class TakeLink:
         end: ends it.
         outcomes: asks what became of a FINISH whose answer was lost; None: nobody does.
         buffers: where memory for answers comes from.
+
+    Attributes:
+        served: where the ring is served at the moment, for who follows it; its ports may change.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class TakeLink:
         self._closed = False
         self._process = os.getpid()
         self.checksum_failures = 0
+        self.served: Callable[[], Iterable[PortKey]] = tuple
 
     def __repr__(self) -> str:
         return f"<TakeLink {self.link!r}{' lost' if self.lost else ''}>"
@@ -307,7 +311,7 @@ class TakeLink:
             else:
                 accepted[at] = codes[index] == 0
         if unsaid and self._outcomes is not None:
-            accepted[unsaid] = np.equal(await self._outcomes.of(self.link, rows[unsaid]), 0)
+            accepted[unsaid] = np.equal(await self._outcomes.of(self.link, rows[unsaid], self.served), 0)
         return accepted
 
     async def _codes(self, future: asyncio.Future[Any]) -> list[int] | None:

@@ -14,6 +14,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from transport.errors import BusyError, TransportError, WrongRingError
@@ -25,6 +26,7 @@ from transport.wire.library import engine
 if TYPE_CHECKING:
     import numpy as np
 
+    from transport.client.pool import PortKey
     from transport.client.taking import TakeLink, Taking
 
 log = logging.getLogger(__name__)
@@ -218,9 +220,14 @@ class Demands:
             self._takers.lost(name, time.monotonic())
         else:
             self.faults.pop(name, None)
+            link.served = partial(self._served, name)
             self._links[name] = link
             self._takers.opened(name)
         self._turn()
+
+    def _served(self, name: str) -> list[PortKey]:
+        place = self._places.get(name)
+        return [] if place is None else [(address, port) for address in place.addresses for port in place.ports]
 
     async def _ask(self, name: str, n: int) -> None:
         link = self._links[name]

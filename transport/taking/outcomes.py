@@ -8,9 +8,10 @@ The first question settles it: what was not consumed by then is not consumed any
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,8 +65,10 @@ class Outcomes:
         settings = self._settings
         return settings.watchdog_s + settings.connect_timeout_s + settings.handshake_timeout_s
 
-    async def of(self, broken: Link, rows: Rows) -> list[int]:
+    async def of(self, broken: Link, rows: Rows, served: Callable[[], Iterable[PortKey]] = tuple) -> list[int]:
         """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
+
+        ``served``: where the ring is served now, beside the ports that it had: a listener may have got another one.
 
         Every other one is to be dropped: refused, or unknown, because the ring is gone or out of reach.
         """
@@ -74,14 +77,18 @@ class Outcomes:
         elsewhere: set[PortKey] = set()  # ports of other rings by now
         give_up = time.monotonic() + self.patience_s
         pause_s = _PAUSE_S
-        for port in itertools.cycle(_ports(broken)):
+        to_ask: deque[PortKey] = deque()
+        while True:
+            if not to_ask:
+                to_ask.extend(dict.fromkeys((*served(), *_ports(broken))))
+            port = to_ask.popleft()
             try:
                 answers = await self._asked(port, broken, rows[left])
             except ClosedError:
                 break
             except WrongRingError:
                 elsewhere.add(port)
-                if elsewhere >= set(_ports(broken)):
+                if elsewhere >= {*served(), *_ports(broken)}:
                     break
             except TransportError as error:
                 log.debug("%s:%d did not tell what became of %d claims: %s", *port, len(left), error)

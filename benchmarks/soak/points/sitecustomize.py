@@ -35,8 +35,38 @@ _READING = ("pin.pinned", "unpin.unpinned", "consume.consumed", "mark_consumed.m
 _RECLAIMING = ("reclaim.proven", "reclaim.cleared", "reclaim.vacated")
 _BOARD = ("board.locked", "board.written")
 _ASKING = ("queue.asked", "queue.changed", "queue.committed")
+_CLAIMING = ("claim.pinned", "claim.claimed", "claim.withdrawn")
+_RETURNING = ("give_back.dropped", "return.unhinted", "return.unannounced")
+
+
+def _flat(groups: Any) -> tuple[tuple[str, int], ...]:
+    return tuple((point, most) for points, most in groups for point in points)
+
+
+# With the rings as the queue besides: claims, demands and the ends of both.
+OF_RINGS: dict[str, tuple[tuple[str, int], ...]] = {
+    role: _flat(groups)
+    for role, groups in {
+        "writer": (((*_RETURNING, "reclaim.disclaimed"), 5), (("failure.counted",), 5)),
+        "supervisor": (((*_RETURNING, "reclaim.disclaimed"), 5),),
+        "listener": (
+            (("demand.waits", "demand.claimed", "demand.answered"), 200),
+            (("demand.claimed", "demand.answered", "finish.asked", "outcome.noted", "outcome.decided"), 50),
+            (("finish.asked", "outcome.noted", "outcome.decided"), 2000),
+            (_CLAIMING, 2000),
+            (("taker.building",), 3),
+            ((*_RETURNING, "reclaim.disclaimed", "failure.counted"), 10),
+        ),
+        "trainer": (
+            (_CLAIMING, 1000),
+            (_RETURNING, 20),
+            (("reclaim.disclaimed", "failure.counted"), 5),
+            (("ends.sent",) * 4, 50),
+        ),
+    }.items()
+}
 POINTS: dict[str, tuple[tuple[str, int], ...]] = {
-    role: tuple((point, most) for points, most in groups for point in points)
+    role: _flat(groups)
     for role, groups in {
         "writer": (
             (("create.opened", "create.locked", "create.allocated", "create.header", "create.initialised"), 1),
@@ -83,7 +113,8 @@ class _Trap:
         self.point, self.after, self.signal = "", 0, signal.SIGKILL
         self._lock = threading.Lock()
         if self.role and rng.random() < told["share"] and not (self.folder / "points.off").exists():
-            self.point, most = rng.choice(POINTS[self.role])
+            points = POINTS[self.role] + (OF_RINGS[self.role] if told["queue"] == "rings" else ())
+            self.point, most = rng.choice(points)
             self.after = int(most ** rng.random()) - 1
             # one that stops here has payloads in hand, whose claims run out: fencing is what is to be seen then
             stops = 0.7 if self.point in ("settle.asked", "claim.taken") else 0.15
@@ -126,8 +157,12 @@ def _around(trap: _Trap, method: Callable[..., Any], before: str, after: str) ->
     return marked
 
 
-def _mark_queue(trap: _Trap, queue: Any) -> None:
-    for name in ("publish", "known", "_try_claim", "renew", "ack_many", "finish", "retry"):
+_CALLED = ("publish", "known", "_try_claim", "renew", "ack_many", "finish", "retry")
+_CALLED_OF_RINGS = ("publish", "known", "claim", "renew", "ack_many", "finish", "retry", "discard", "brought")
+
+
+def _mark(trap: _Trap, queue: Any, called: Sequence[str]) -> None:
+    for name in called:
         setattr(queue, name, _around(trap, getattr(queue, name), "queue.asked", "queue.committed"))
 
 
@@ -151,6 +186,11 @@ def _mark_session(trap: _Trap, module: ModuleType) -> None:
     session.settle = _around(trap, session.settle, "", "settle.told")  # rings are told, or will be
 
 
+def _mark_ends(trap: _Trap, module: ModuleType) -> None:
+    link = module.TakeLink
+    link._settle = _around(trap, link._settle, "", "ends.sent")  # to a listener, which has not answered
+
+
 def _planted(name: str) -> dict[str, Callable[[ModuleType], None]]:
     """What a planted fault changes, by module."""
     if not name:
@@ -167,8 +207,10 @@ def _planted(name: str) -> dict[str, Callable[[ModuleType], None]]:
 CHANGES: dict[str, Callable[[_Trap, ModuleType], None]] = {
     **dict.fromkeys(_NATIVE, _Trap.arm),
     "transport.storage.sqlite_file": _mark_database,
-    "transport.queue.sqlite": lambda trap, module: _mark_queue(trap, module.SQLiteQueue),
-    "transport.queue.redis": lambda trap, module: _mark_queue(trap, module.RedisQueue),
+    "transport.queue.sqlite": lambda trap, module: _mark(trap, module.SQLiteQueue, _CALLED),
+    "transport.queue.redis": lambda trap, module: _mark(trap, module.RedisQueue, _CALLED),
+    "transport.queue.found": lambda trap, module: _mark(trap, module.FoundRings, _CALLED_OF_RINGS),
+    "transport.client.taking": _mark_ends,
     "transport.packer.session": _mark_session,
 }
 
