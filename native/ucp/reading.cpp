@@ -27,6 +27,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     under_way_ = 1;  // this call itself: requests may complete at once
     failure_ = UCS_OK;
     protocol_ = answered_ = each_ = false;
+    expects_ = asked != 0;
     records_ = 0;
     wants_.clear();
     outcomes_.assign(asked, 0);
@@ -34,7 +35,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     status_.resize(sizeof(Header) + asked * sizeof(Answer));
     self_ = shared_from_this();
     ++link_->under_way_;
-    if (asked != 0) ++engine_.expecting;
+    if (expects_) ++engine_.expecting;
   }
 
   void add(const Record& record) {
@@ -42,7 +43,11 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     ++records_;
   }
 
-  void tell_each() { each_ = true; }
+  // Of claims that end. Nobody spins for the answer: whoever takes payloads goes on meanwhile.
+  void tell_each() {
+    each_ = true;
+    if (std::exchange(expects_, false)) --engine_.expecting;
+  }
 
   void add(Want&& want) {
     add(Record{static_cast<std::uint8_t>(Kind::read), want.rank, 0, want.slot, want.generation, 0, want.key, want.size});
@@ -163,7 +168,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     const std::shared_ptr<Operation> keep = std::move(self_);
     const std::shared_ptr<Link> link = std::move(link_);
     --link->under_way_;
-    if (asked_ != 0) --engine_.expecting;
+    if (expects_) --engine_.expecting;
     const bool good = failure_ == UCS_OK && !protocol_;
     if (good)
       for (std::size_t at = 0; at < wants_.size(); ++at) {
@@ -202,7 +207,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   std::size_t before_ = 0, asked_ = 0, records_ = 0;  // records without an answer, with one, all
   std::size_t under_way_ = 0;
   ucs_status_t failure_ = UCS_OK;
-  bool protocol_ = false, answered_ = false, each_ = false;
+  bool protocol_ = false, answered_ = false, each_ = false, expects_ = false;
   long value_ = 0;
   std::vector<std::byte> control_, status_;
   std::vector<Want> wants_;

@@ -281,6 +281,11 @@ void Connection::end_consumed() {
   }
 }
 
+// It takes payloads: when its next message comes depends on what is written, so that a spin for it does not pay.
+void Connection::expect_no_more() {
+  if (std::exchange(expected_, false)) --service_->engine().expecting;
+}
+
 long Connection::expire(double before) {
   const Ring::InUse use(service_->ring_);
   for (const Attempt* each = first_; each != nullptr; each = each->next)
@@ -294,6 +299,8 @@ long Connection::expire(double before) {
     }
     each = next;
   }
+  // Whoever is silent would be given the same payloads again and again.
+  if (ended != 0) service_->untake_all(*this);
   return ended;
 }
 
@@ -301,7 +308,7 @@ void Connection::end(End how, const char* reason) {
   if (over_) return;
   over_ = true;
   reason_ = reason;
-  --service_->engine().expecting;
+  expect_no_more();
   service_->engine().emit({std::exchange(ended_, nullptr), static_cast<long>(how)});
 }
 

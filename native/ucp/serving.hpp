@@ -142,6 +142,7 @@ class Service {
   std::size_t serve_waiting();
   void forget(const Connection& connection);
   void untake(const Connection& connection, std::uint32_t number);
+  void untake_all(const Connection& connection);
   void arm(std::uint32_t before);
   Attempt* held(const Connection& connection, const Record& record) const;
   Code finish(Connection& connection, const Record& record);
@@ -261,6 +262,7 @@ class Connection : public Deferred {
   void send_reply(std::shared_ptr<Reply> reply, std::uint32_t number, std::size_t pieces);
   void sent(ucs_status_t status);
   void end(End how, const char* reason);
+  void expect_no_more();
 
   std::shared_ptr<Service> service_;
   std::shared_ptr<Endpoint> endpoint_;
@@ -269,6 +271,7 @@ class Connection : public Deferred {
   std::uint8_t version_;  // of its frames, both ways
   void* ended_ = nullptr;  // null once it was told
   bool over_ = false, closed_ = false;
+  bool expected_ = true;  // its next message, soon: the engine spins for it
   const char* reason_ = "";
   std::uint32_t due_ = 0, posted_ = 0;  // message numbers
   std::array<Arrival, kReceives> arrivals_;

@@ -27,7 +27,6 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
   std::uint32_t start() {
     self_ = shared_from_this();
     ++link_->under_way_;
-    ++engine_->expecting;
     Endpoint& endpoint = *link_->endpoint_;
     endpoint.receive(room_.data, room_.size, tag_of(link_->tag_base_, number_), {&TakeOperation::arrived, this}, self_);
     store(control_.data(), Header{link_->version_, static_cast<std::uint8_t>(Kind::control), 1, number_, 0, 0});
@@ -36,8 +35,7 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
                  terms_.joined_most, std::bit_cast<std::uint64_t>(terms_.oldest_version), terms_.most_bytes});
     endpoint.send(control_.data(), control_.size(), tag_of(link_->their_base_, number_), {&TakeOperation::sent, this},
                   self_);
-    FAULT_POINT("read.asked");
-    engine_->expect_soon();
+    FAULT_POINT("read.asked");  // no spin for the answer: it may come when the next payload is written
     const std::uint32_t number = number_;
     one_less();
     return number;
@@ -67,7 +65,6 @@ class TakeOperation final : public Deferred, public std::enable_shared_from_this
   void run() override {
     const std::shared_ptr<TakeOperation> keep = std::move(self_);
     --link_->under_way_;
-    --engine_->expecting;
     engine_->emit(event());
     engine_->release(std::move(room_.keep));
     engine_->release(keep);

@@ -24,6 +24,7 @@ constexpr std::array<std::byte, kTakenAlignment> kZeros{};
 
 // --- demands ----------------------------------------------------------------------------------------
 void Service::take(Connection& connection, std::uint32_t number, const Record& record) {
+  connection.expect_no_more();
   Demand demand{&connection,
                 number,
                 {record.rank, record.slot, record.length, std::bit_cast<std::int64_t>(record.key), record.attempts,
@@ -243,6 +244,14 @@ void Service::untake(const Connection& connection, std::uint32_t number) {
   waiting_.erase(found);
   --demand.connection->waiting_;
   answer(demand, Code::accepted);
+}
+
+void Service::untake_all(const Connection& connection) {
+  while (connection.waiting_ != 0) {  // each is in `waiting_`
+    const auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                                    [&](const Demand& each) { return each.connection == &connection; });
+    untake(connection, found->number);
+  }
 }
 
 // --- the end of a claim ----------------------------------------------------------------------------------

@@ -102,6 +102,21 @@ async def test_a_holder_that_gives_signs_of_life_is_not_reported_as_late(
         assert (await batch.consume()).tolist() == [True]
 
 
+@asynchronous
+async def test_a_silent_holder_whose_claims_have_ended_is_not_given_the_payloads_again(ring: SharedRingBuffer) -> None:
+    first = ring.write_raw(b"claimed by the silent peer")
+    async with Stage(ring, ack_timeout_s=0.5, heartbeat_s=0.1) as stage, tcp() as other:
+        peer = await stage.connected()
+        await received(peer, peer.tell(demand()))
+        peer.tell(demand(wait_ms=LONG_MS))
+        service = stage.listener._service
+        assert service is not None
+        await until(lambda: service.waiting == 1, "its second demand waits")
+        await until(lambda: service.waiting == 0, "its claim has ended, and with it its demand")
+        [taken] = await other.take(f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S)
+        assert (taken.ticket.name, taken.attempts) == (first.name, 2)
+
+
 # --- claims that end while UCX is in their slots ------------------------------------------------------------
 @asynchronous
 async def test_what_is_given_back_before_it_was_received_keeps_its_delay(ring: SharedRingBuffer) -> None:

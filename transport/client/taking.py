@@ -15,9 +15,9 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,19 @@ _LONGEST_WAIT_S = 3600.0
 _LONGEST_DELAY_S = 1e6  # 32 bits of milliseconds
 
 _Said = tuple[asyncio.Future[Any], int]  # the answer to a FINISH message, and the claim's position in it
+
+
+class _Asked(NamedTuple):
+    """Claims of one FINISH message: positions among the rows, and in the message; and its answer."""
+
+    positions: Sequence[int]
+    indexes: Sequence[int]
+    answer: asyncio.Future[Any]
+
+
+def _selected(positions: Sequence[int]) -> slice | list[int]:
+    """The positions as numpy indexes best."""
+    return slice(positions.start, positions.stop) if isinstance(positions, range) else list(positions)
 
 
 def port_of(address: str) -> PortKey:
@@ -268,20 +281,23 @@ class TakeLink:
     async def finish(self, rows: Rows) -> Verdicts:
         """Consume claims; which were accepted. Where it is cancelled, asking again has the same answer."""
         rows = np.ascontiguousarray(rows, TAKEN)
-        said: dict[int, _Said] = {}
+        fresh: Sequence[int] = range(len(rows))
+        asked: list[_Asked] = []
         if self._left:
-            keys = enumerate(row.tobytes() for row in rows)
-            said = {at: self._left.pop(key) for at, key in keys if key in self._left}
+            said = [self._left.pop(row.tobytes(), None) for row in rows]
+            fresh = [at for at, each in enumerate(said) if each is None]
+            asked = [_Asked((at,), (each[1],), each[0]) for at, each in enumerate(said) if each is not None]
         try:
-            await self._finish(rows, said)
-            return await self._verdicts(rows, said)
+            await self._finish(rows, fresh, asked)
+            return await self._verdicts(rows, asked)
         except BaseException:
-            self._left.update((rows[at].tobytes(), each) for at, each in said.items())
+            for positions, indexes, future in asked:
+                for at, index in zip(positions, indexes, strict=True):
+                    self._left[rows[at].tobytes()] = future, index
             raise
 
-    async def _finish(self, rows: Rows, said: dict[int, _Said]) -> None:
+    async def _finish(self, rows: Rows, fresh: Sequence[int], asked: list[_Asked]) -> None:
         """Send what has not been sent, as there is room for it; nothing once the connection is gone."""
-        fresh = [at for at in range(len(rows)) if at not in said]
         for begin in range(0, len(fresh), frames.MAX_RECORDS):
             chunk = fresh[begin : begin + frames.MAX_RECORDS]
             while self._unanswered + len(chunk) > frames.MOST_UNANSWERED and not self.lost:
@@ -289,10 +305,10 @@ class TakeLink:
                 await self._answered.wait()
             if self.lost:
                 return
-            [future] = self._settle(Kind.FINISH, rows[chunk], 0)
+            [future] = self._settle(Kind.FINISH, rows[_selected(chunk)], 0)
             self._unanswered += len(chunk)
             future.add_done_callback(partial(self._now_answered, len(chunk)))
-            said.update((at, (future, index)) for index, at in enumerate(chunk))
+            asked.append(_Asked(chunk, range(len(chunk)), future))
 
     def _now_answered(self, count: int, future: asyncio.Future[Any]) -> None:
         self._unanswered -= count
@@ -300,16 +316,16 @@ class TakeLink:
         if not future.cancelled():
             future.exception()  # `finish` may have been cancelled
 
-    async def _verdicts(self, rows: Rows, said: dict[int, _Said]) -> Verdicts:
+    async def _verdicts(self, rows: Rows, asked: list[_Asked]) -> Verdicts:
         accepted = np.zeros(len(rows), np.bool_)
         unsaid: list[int] = []
-        outcomes = {future: await self._codes(future) for future in dict.fromkeys(each[0] for each in said.values())}
-        for at, (future, index) in said.items():
+        outcomes = {future: await self._codes(future) for future in dict.fromkeys(each.answer for each in asked)}
+        for positions, indexes, future in asked:
             codes = outcomes[future]
             if codes is None:
-                unsaid.append(at)
+                unsaid += positions
             else:
-                accepted[at] = codes[index] == 0
+                accepted[_selected(positions)] = np.equal(codes, 0)[_selected(indexes)]
         if unsaid and self._outcomes is not None:
             accepted[unsaid] = np.equal(await self._outcomes.of(self.link, rows[unsaid], self.served), 0)
         return accepted

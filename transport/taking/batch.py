@@ -151,6 +151,7 @@ class TakenBatch:
         self._read = read  # by position: payloads that were not joined to the answer
         self.ring = link.ring
         self.nbytes = int(rows["length"].sum())
+        self._places: list[tuple[int, int]] | None = None  # (begin, end): one element of an array costs more
 
     def __repr__(self) -> str:
         return f"<TakenBatch of {len(self)} payloads, {self.nbytes} bytes, ring {self.ring[:4]}…>"
@@ -173,12 +174,13 @@ class TakenBatch:
 
     def data(self, at: int) -> memoryview:
         """The bytes of the payload at this position, read-only."""
-        length = int(self.rows["length"][at])
-        own = self._read.get(at)
-        if own is not None:
-            return memoryview(own).toreadonly()[:length]
-        begin = int(self._offsets[at])
-        return self._buffer[begin : begin + length]
+        if self._places is None:
+            ends = self._offsets + self.rows["length"].astype(np.int64)
+            self._places = list(zip(self._offsets.tolist(), ends.tolist(), strict=True))
+        begin, end = self._places[at]
+        if self._read and at in self._read:
+            return memoryview(self._read[at]).toreadonly()[: end - begin]
+        return self._buffer[begin:end]
 
     def received(self) -> _ring.ReceivedPayloads:
         """The payloads as a batch in place wants them."""
