@@ -150,7 +150,7 @@ class _DescribingProducer(TicketProducer):
 
     def __init__(self, specs: Sequence[Any], choices: Choices, options: Mapping[str, Any]) -> None:
         schema = ring_schema(specs)
-        known = schema.fingerprint_hex in (each.fingerprint_hex for each in choices.schemas)
+        known = schema.fingerprint in (each.fingerprint for each in choices.schemas)
         if not known and len(schema.encode()) > _MOST_SCHEMA_BYTES:
             raise SchemaError(
                 f"the schema of {len(specs)} tensors does not fit into tickets "

@@ -15,8 +15,9 @@ from transport.config import configuration
 from transport.errors import PayloadLostError, TransportError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ticket import Ticket
+from transport.wires import Wire
 
-_REMOTE = frozenset({"shm", "tcp", "rdma", "cuda"})
+_REMOTE: frozenset[Wire] = frozenset({"shm", "tcp", "rdma", "cuda"})
 
 
 class Reader:
