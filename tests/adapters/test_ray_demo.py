@@ -6,11 +6,14 @@ import contextlib
 import importlib.util
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from demos import AT_WORK, Demo
 
 from transport import _ring
 from transport.errors import UsageError
@@ -162,6 +165,20 @@ def test_an_actor_that_is_killed_alone_goes_on_with_its_ring(kind: str) -> None:
     assert summary.problems(EPISODES, target=0) == []
     assert (summary.restarts, summary.nodes) == (1, 1)
     assert summary.replayed <= 1  # but for one that was being written, the ring has kept them
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_ends_in_order_and_leaves_no_segment(number: signal.Signals, tmp_path: Path) -> None:
+    before = set(_ring.segments())
+    # Not in a temporary folder of its own, as other demos: Ray's sockets do not fit into long paths.
+    command = [sys.executable, "-m", "transport", "demo", "--on", "ray", "--episodes", AT_WORK]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        demo = Demo(process, "", tmp_path)
+        demo.until_at_work()
+        process.send_signal(number)
+        status, _, said = demo.finished()
+    assert (status, set(_ring.segments()) - before) == (128 + number, set())
+    assert f"stopped by {number.name}; nothing is left behind" in said
 
 
 @pytest.mark.parametrize(

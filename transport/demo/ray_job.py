@@ -75,7 +75,7 @@ def run_on_ray(plan: Plan, display: Display, address: str | None = None) -> RayS
     started = time.monotonic()
     prefix = segment_prefix("demo")
     directory = prefix.rstrip("-")
-    with _cluster(address), _signals():
+    with _cluster(address), _signals() as came:
         handle = start_directory(directory)
         try:
             store = RayStore(directory)
@@ -86,7 +86,7 @@ def run_on_ray(plan: Plan, display: Display, address: str | None = None) -> RayS
             }
             running = {name: actor.run.remote() for name, actor in actors.items()}
             try:
-                results = _results(running, store, plan, display)
+                results = _results(running, store, plan, display, came)
             finally:
                 _end(actors, running)
             ranks, placed, again, writes = records(store, plan), nodes_of(store), restarts(store), written(store)
@@ -123,14 +123,18 @@ def _made(kind: type[Any], plan: Plan, index: int, directory: str, prefix: str) 
     return actor.remote(plan, index, directory, prefix)
 
 
-def _results(running: dict[str, Any], store: RayStore, plan: Plan, display: Display) -> list[Any]:
-    """Of all actors. Raises WorkerFailedError as soon as one cannot."""
+def _results(
+    running: dict[str, Any], store: RayStore, plan: Plan, display: Display, came: list[signal.Signals]
+) -> list[Any]:
+    """Of all actors. Raises WorkerFailedError as soon as one cannot, and InterruptedBySignal for one that came."""
     names = {reference: name for name, reference in running.items()}
     left = list(names)
     late_at = time.monotonic() + _PLACED_S
     told = 0
     while left:
         ended, left = ray.wait(left, num_returns=len(left), timeout=_LOOK_S)
+        if came:
+            raise InterruptedBySignal(came[0])
         for reference in ended:
             try:
                 ray.get(reference)
@@ -180,9 +184,11 @@ def _cluster(address: str | None) -> Iterator[None]:
     local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
     try:
         ray.init(address=address or "local", logging_level="ERROR", **({} if address else local))
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
+        if address is None:
+            raise UsageError(f"--on ray: Ray did not start here: {error}") from None
         raise UsageError(
-            f"--ray-address {address or 'local'}: no cluster answers ({error}); give host:port of its head, or auto"
+            f"--ray-address {address}: no cluster answers ({error}); give host:port of its head, or auto"
         ) from None
     try:
         yield
@@ -206,19 +212,17 @@ def _check_address(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise InterruptedBySignal while the block runs; only the first does."""
-    came: list[int] = []
+def _signals() -> Iterator[list[signal.Signals]]:
+    """SIGINT and SIGTERM while the block runs. The handler raises nothing: Ray's own calls do not survive that."""
+    came: list[signal.Signals] = []
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        if not came:
-            came.append(number)
-            interruption.began(_STOP_S)
-            raise InterruptedBySignal(signal.Signals(number))
+        came.append(signal.Signals(number))
+        interruption.began(_STOP_S)
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
