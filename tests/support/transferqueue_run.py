@@ -34,6 +34,12 @@ class Worker:
         return os.getpid()
 
 
+def in_use() -> int:
+    """Slots of this process's rings."""
+    rings = [each for of in transport.adapters.transferqueue._rings.values() for each in of._rings]
+    return sum(sum(each.ring.native.state_counts()[1:]) for each in rings)
+
+
 def main() -> None:
     ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR", object_store_memory=80 << 20)
     found: dict[str, Any] = {}
@@ -50,11 +56,14 @@ def main() -> None:
             tq.kv_batch_get(keys=KEYS, partition_id="train")
         except Exception as error:
             found["after clear"] = f"{type(error).__name__}: {error}"
-        rings = [each for of in transport.adapters.transferqueue._rings.values() for each in of._rings]
-        found["in use"] = sum(sum(each.ring.native.state_counts()[1:]) for each in rings)
+        found["in use"] = in_use()
+        fields = {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}
+        for _ in range(3):
+            tq.kv_batch_put(keys=KEYS, partition_id="again", fields=TensorDict(fields, batch_size=4))
+        found["put again"] = in_use()
         os.kill(ray.get(second.put.remote("last")), signal.SIGKILL)
         found["putter killed"] = float(tq.kv_batch_get(keys=KEYS, partition_id="last")["a"].values().sum())
-        for partition in ("elsewhere", "last"):
+        for partition in ("elsewhere", "again", "last"):
             tq.kv_clear(keys=KEYS, partition_id=partition)
         tq.close()
     finally:

@@ -72,8 +72,8 @@ class Place(msgspec.Struct, frozen=True):
                 f"not the place of a value in a ring, version {_VERSION}: {data!r:.40}; the value was put through "
                 "another backend, or by another version of this package"
             )
-        values = (*_PLACE.unpack_from(data)[1:], data[_PLACE.size :].decode(errors="replace"))
-        return cls(**dict(zip(cls.__struct_fields__, values, strict=True)))
+        fixed = dict(zip(cls.__struct_fields__, _PLACE.unpack_from(data)[1:], strict=False))
+        return cls(**fixed, address=data[_PLACE.size :].decode(errors="replace"))
 
     @classmethod
     def of(cls, ticket: Ticket, row: int, fields: int) -> Place:
