@@ -122,7 +122,7 @@ def _line(row: Row) -> Line:
 
 
 def _panel(axes: Any, rows: Sequence[Row], figure: str, shown: Sequence[Line]) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     ends: list[tuple[float, str, str]] = []
     for at, line in enumerate(shown):
@@ -141,6 +141,7 @@ def _panel(axes: Any, rows: Sequence[Row], figure: str, shown: Sequence[Line]) -
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: show_size(int(size))))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=30))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("payload")
     axes.grid(True, which="major", color="#dddddd", linewidth=0.8)
     for side in ("top", "right"):
