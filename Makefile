@@ -179,7 +179,7 @@ wheel-test: build/wheel-test ## wheel and sdist; the wheel installed and used wh
 WHEEL_PYTHONS ?= python3.11 python3.12 python3.13
 .PHONY: wheels
 wheels: prerequisites ## wheels for each Python of WHEEL_PYTHONS and glibc 2.28 or newer, into dist/, each installed and used
-	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) tests/wheel/wheels.py $(UCXX) $(WHEEL_PYTHONS)
+	@PROJECT_URL=$(PROJECT_URL) PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) tests/wheel/wheels.py $(UCXX) $(WHEEL_PYTHONS)
 
 # The native modules once more, with fault points: for make soak, beside the installed ones and never in their place.
 build/faults/stamp: $(NATIVE) | $(VENV)/installed

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import re
 import tomllib
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -96,3 +98,35 @@ def test_the_workflow_runs_what_make_test_runs() -> None:
     assert re.findall(r"^ *- run: (.*)$", workflow, re.MULTILINE) == [".ci/run"]
     run = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert re.findall(r"^(?:exec )?make .*$|^exec .*$", run, re.MULTILINE) == ["exec make test"]
+
+
+# --- what a release says of itself -----------------------------------------------------------------
+def release_text() -> Any:
+    spec = importlib.util.spec_from_file_location("readme", ROOT / "tests" / "wheel" / "readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_metadata_name_authors_keywords_and_pythons() -> None:
+    assert PROJECT["authors"]
+    assert PROJECT["keywords"]
+    pythons = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python :: 3." in each}
+    assert pythons == {"3.11", "3.12", "3.13"}
+    assert not [each for each in PROJECT["classifiers"] if each.startswith("License")]  # the SPDX expression says it
+
+
+def test_with_an_address_links_of_the_readme_are_absolute_and_metadata_have_it() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = release_text().absolute(readme, "https://example.org/group/project/")
+    assert "](https://example.org/group/project/blob/main/docs/TUTORIAL.md)" in shown
+    assert re.findall(r"\]\((?!https://)[^)]+\)", shown) == []
+    project = tomllib.loads(
+        release_text().with_urls((ROOT / "pyproject.toml").read_text(encoding="utf-8"), "https://example.org/p")
+    )["project"]
+    assert project["urls"]["Source"] == "https://example.org/p"
+    assert {**project, "urls": None} == {**PROJECT, "urls": None}
+    with pytest.raises(ValueError, match="PROJECT_URL=ftp"):
+        release_text().with_urls("", "ftp://example.org")

@@ -19,9 +19,11 @@ from transport.bench.machine import settings_of
 from transport.bench.processes import Worker, last_line, run_group
 from transport.bench.reads import loopback, scaling, session
 from transport.bench.reads.harness import Content, Tally, percentile
+from transport.bench.reads.plot import MOST_LINES, lines, pictures
 from transport.bench.reads.reader import Reader, Reading
 from transport.bench.reads.writer import Writing
-from transport.bench.result import Row, aligned, table
+from transport.bench.registry import PEERS
+from transport.bench.result import OURS, Row, aligned, table
 from transport.bench.units import parse_size, show_size
 from transport.cli import run
 from transport.errors import ChecksumError, LinkError, UsageError
@@ -240,10 +242,37 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     # in a process of its own, since matplotlib keeps its fonts open for life
     encoded = msgspec.json.encode(report())
     subprocess.run([sys.executable, "-c", DRAW, str(path)], input=encoded, check=True, timeout=60)
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = np.frombuffer(data[16:24], ">u4")
-    assert width > height > 500
+    assert not path.exists()
+    drawn = sorted(tmp_path.iterdir())
+    assert drawn == sorted(pictures(report().rows, path))
+    assert {each.name for each in drawn} <= {"picture-host.png", "picture-network.png"}
+    for each in drawn:
+        data = each.read_bytes()
+        assert data.startswith(b"\x89PNG\r\n\x1a\n")
+        width, height = np.frombuffer(data[16:24], ">u4")
+        assert width > height > 500
+
+
+def test_host_and_network_have_a_picture_each_of_at_most_eight_lines() -> None:
+    first = report().rows[0]
+
+    def row(peer: str, case: str, wire: str, checksum: str = "on") -> Row:
+        return msgspec.structs.replace(first, peer=peer, case=case, wire=wire, checksum=checksum)
+
+    peers = {name: peer.wire or "tcp" for name, peer in PEERS.items()}
+    rows = [row(name, "read", wire, "off") for name, wire in peers.items()]
+    rows += [row(name, "read", "tcp", "off") for name in list(peers)]
+    rows += [
+        row(OURS, case, wire, on) for case in ("read", "read_many") for wire in ("tcp", "shm") for on in ("on", "off")
+    ]
+    found = pictures(rows, Path("/somewhere/bench.png"))
+    assert [path.name for path in found] == ["bench-host.png", "bench-network.png"]
+    for kept in found.values():
+        shown = lines(kept)
+        assert len(shown) <= MOST_LINES
+        assert [line.case for line in shown[:2]] == ["read", "read_many"]  # ours first
+        assert all(each.checksum == "on" for each in kept if each.peer == OURS)
+    assert {each.wire for each in found[Path("/somewhere/bench-network.png")]} == {"tcp"}
 
 
 def test_without_matplotlib_the_error_names_the_extra(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from transport.bench import registry
+from transport.bench import named_lines, registry
 from transport.bench.job import driver, plan, plot, redis_service, session, work
 from transport.bench.job.driver import JobSample, account
 from transport.bench.job.plan import JobCase
@@ -269,10 +269,10 @@ def test_the_picture_has_at_most_eight_lines_with_every_peer() -> None:
 
 
 def test_names_of_lines_do_not_cover_each_other_and_stay_near_their_lines() -> None:
-    assert plot.apart([0.1, 0.5, 0.9], 0.05) == pytest.approx([0.1, 0.5, 0.9])
-    assert plot.apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
-    assert plot.apart([0.5, 0.52, 0.54], 0.1) == pytest.approx([0.42, 0.52, 0.62])
-    assert plot.apart([], 0.1) == []
+    assert named_lines.apart([0.1, 0.5, 0.9], 0.05) == pytest.approx([0.1, 0.5, 0.9])
+    assert named_lines.apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert named_lines.apart([0.5, 0.52, 0.54], 0.1) == pytest.approx([0.42, 0.52, 0.62])
+    assert named_lines.apart([], 0.1) == []
 
 
 # --- a run ----------------------------------------------------------------------------------------

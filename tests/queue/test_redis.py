@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+import redis
 from hypothesis import settings
 from queue_conformance import LEASE_S, QueueConformance, ids, in_thread, ticket, tickets
 from queue_model import QueueMachine
@@ -256,3 +257,16 @@ while claims := queue.claim(5, 10, consumer=str(os.getpid())):
         assert len(trained) == len(set(trained))
         assert queue.depth().done == 600
         assert len(trained) >= 600 - 2 * 5  # what a child had acknowledged and not yet printed
+
+
+def test_remembered_answers_are_one_key_of_each_client_which_ends_with_it(server: RedisServer) -> None:
+    with RedisQueue(place(server)) as first, RedisQueue(place(server)) as second:
+        for number in range(30):
+            assert first.publish(ticket(number)) == 1
+            [claim] = second.claim(1, consumer="a")
+            assert second.ack(claim)
+        client = redis.Redis.from_url(server.place().partition("?")[0])
+        keys = list(client.scan_iter("*answer*"))
+        assert 2 <= len(keys) <= 4  # the minute may have changed in between, once for each
+        assert all(0 < client.pttl(key) <= 60_000 for key in keys)
+        client.close()

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from check import BUILD, ROOT, run, used
+from readme import absolute, with_urls
 
 DIST = ROOT / "dist"
 GLIBC = "2.28"
@@ -80,12 +81,25 @@ def zig(python: Path) -> dict[str, str]:
     }
 
 
-def wheel_of(version: str, python: Path) -> Path:
+def source_of(url: str) -> Path:
+    """What is built: this checkout, or with the project's address a copy of it whose README and metadata have that."""
+    if not url:
+        return ROOT
+    copy = BUILD / "source"
+    for name in ("transport", "native"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "LICENSE", copy)
+    (copy / "README.md").write_text(absolute((ROOT / "README.md").read_text("utf-8"), url), "utf-8")
+    (copy / "pyproject.toml").write_text(with_urls((ROOT / "pyproject.toml").read_text("utf-8"), url), "utf-8")
+    return copy
+
+
+def wheel_of(version: str, python: Path, source: Path) -> Path:
     """The wheel, under the name of the oldest system that it runs on."""
     raw = BUILD / f"raw-{version}"
     pip = [str(python), "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     options = ["--no-build-isolation", "--config-settings", f"build-dir={BUILD / f'cmake-{version}'}"]
-    run(f"{version}: built", [*pip, *options, "--wheel-dir", str(raw), "."], zig(python))
+    run(f"{version}: built", [*pip, *options, "--wheel-dir", str(raw), str(source)], zig(python))
     [built] = raw.glob("*.whl")
     excluded = [word for name in OF_UCX for word in ("--exclude", name)]
     run(
@@ -117,8 +131,9 @@ def main() -> None:
     found = interpreters(named)
     if not found:
         sys.exit("no interpreter to build for")
+    source = source_of(os.environ.get("PROJECT_URL", ""))
     for version, path in found.items():
-        made = wheel_of(version, environment_of(version, path, variant))
+        made = wheel_of(version, environment_of(version, path, variant), source)
         used(made, variant, path)
     print(*(f"dist/{path.name}" for path in sorted(DIST.iterdir())), sep="\n")
 

@@ -65,7 +65,7 @@ def loopback(
         typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the rows into this file. Default: no drawing.")
+        Path | None, typer.Option(metavar="FILE.png", help="Draw FILE-host.png and FILE-network.png. Default: neither.")
     ] = None,
     repetitions: Annotated[
         int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")
@@ -188,7 +188,7 @@ def fetch(
         typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the rows into this file. Default: no drawing.")
+        Path | None, typer.Option(metavar="FILE.png", help="Draw FILE-host.png and FILE-network.png. Default: neither.")
     ] = None,
     repetitions: Annotated[
         int, typer.Option(min=1, help="Repetitions in fresh processes; each row is their median.")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import logging
 import os
 import random
@@ -46,19 +47,23 @@ _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
 _JOIN_S = 10.0
 
-# Before each script. KEYS[1] remembers the answer. ARGV[1] is the time in ms, empty for the server's own.
+# Before each script. KEYS[1] is the hash of this client's answers. ARGV[1] is the time in ms (empty: the server's own),
+# a stroke, and the field of the answer.
 _PRELUDE = f"""
 local function now_ms()
-    if ARGV[1] ~= '' then return tonumber(ARGV[1]) end
+    local given = string.match(ARGV[1], '^(.-)/')
+    if given ~= '' then return tonumber(given) end
     local time = redis.call('TIME')
     return time[1] * 1000 + math.floor(time[2] / 1000)
 end
+local answer_field = string.match(ARGV[1], '/(.*)$')
 local function remembered()
-    local answer = redis.call('GET', KEYS[1])
+    local answer = redis.call('HGET', KEYS[1], answer_field)
     return answer and cmsgpack.unpack(answer)
 end
 local function remember(answer)
-    redis.call('SET', KEYS[1], cmsgpack.pack(answer), 'PX', {_REMEMBER_MS})
+    redis.call('HSET', KEYS[1], answer_field, cmsgpack.pack(answer))
+    redis.call('PEXPIRE', KEYS[1], {_REMEMBER_MS})
     return answer
 end
 """
@@ -112,7 +117,9 @@ class RedisConnection:
         self._closed = False
         # By process id: a lock that another thread held at the fork would stay locked in the child.
         self._rooms: dict[int, _Room] = {}
-        self._unanswered: dict[tuple[Any, ...], str] = {}  # script, keys and arguments → number
+        self._unanswered: dict[tuple[Any, ...], tuple[str, str]] = {}  # script, keys and arguments → hash and field
+        self._client = secrets.token_hex(6)
+        self._fields = itertools.count()
         try:
             self._check_server()
         except BaseException:
@@ -149,9 +156,10 @@ class RedisConnection:
         writes that must take effect each time, as a renewal.
         """
         asked = (script.sha, *keys, *arguments)
-        number = (self._unanswered.pop(asked, "") if repeatable else "") or secrets.token_hex(12)
-        arguments = ["" if now_ms is None else now_ms, *arguments]
-        every_key = [self.key(f"answer:{number}"), *map(self.key, keys)]
+        place = (self._unanswered.pop(asked, None) if repeatable else None) or self._place()
+        name, field = place
+        arguments = [f"{'' if now_ms is None else now_ms}/{field}", *arguments]
+        every_key = [self.key(name), *map(self.key, keys)]
 
         def attempt(client: redis.Redis) -> Any:
             try:
@@ -163,10 +171,15 @@ class RedisConnection:
             return self._patiently(attempt)
         except self._words.busy:
             if repeatable:
-                self._unanswered[asked] = number
+                self._unanswered[asked] = place
                 while len(self._unanswered) > _MOST_UNANSWERED:
                     del self._unanswered[next(iter(self._unanswered))]
             raise
+
+    def _place(self) -> tuple[str, str]:
+        """Hash and field of the next answer. A new hash each minute, so that the ones before expire."""
+        minute = int(time.monotonic() * 1000) // _REMEMBER_MS
+        return f"answers:{self._client}:{os.getpid()}:{minute}", str(next(self._fields))
 
     def _patiently(self, attempt: Any) -> Any:
         give_up_at = time.monotonic() + self._patience_s
@@ -182,7 +195,7 @@ class RedisConnection:
                     raise self._words.busy(
                         f"the {self._words.what} at {self.name} did not answer for {self._patience_s:g} s: {error}"
                     ) from error
-            except (AttributeError, ValueError):
+            except (AttributeError, TypeError, ValueError):
                 if not self._closed:  # else another thread closed the connection during the call
                     raise
             if room.ended.wait(pause_s * random.uniform(0.5, 1.0)):

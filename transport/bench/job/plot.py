@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from transport.bench.job.rows import JobReport, JobRow
+from transport.bench.named_lines import name_lines
 from transport.bench.result import OURS
 from transport.bench.units import show_size
 
 MOST_LINES = 8
 _MOST_PEERS = 5
-_APART = 0.05  # of a panel's height, between two names
 _COLOURS = ("#08519c", "#d73027", "#1a9850", "#762a83", "#e08214", "#00868b", "#b0006d", "#5a3e1b")
 _GREYS = ("#555555", "#777777", "#8c8c8c", "#a0a0a0", "#b4b4b4")
 _MARKERS = ("s", "^", "v", "D", "x")
@@ -69,7 +69,7 @@ def _panel(axes: Any, rows: Sequence[JobRow], figure: str, title: str) -> None:
     axes.grid(True, which="major", color="#dddddd", linewidth=0.8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    _name_lines(axes, ends)
+    name_lines(axes, ends, bold=_COLOURS)
 
 
 def _style(name: str, names: Sequence[str], ours: bool) -> dict[str, Any]:
@@ -77,39 +77,6 @@ def _style(name: str, names: Sequence[str], ours: bool) -> dict[str, Any]:
         return {"color": _COLOURS[names.index(name)], "linewidth": 2.8, "marker": "o", "markersize": 7, "zorder": 5}
     at = names.index(name) % len(_GREYS)
     return {"color": _GREYS[at], "linewidth": 1.4, "marker": _MARKERS[at], "markersize": 5, "zorder": 3}
-
-
-def _name_lines(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Right of the panel, at the height of the last point, moved apart where two would cover each other."""
-    axes.get_figure().canvas.draw()
-    least, most = axes.transAxes.transform([(0, 0), (0, 1)])[:, 1]
-    ordered = sorted(ends)
-    heights = [(axes.transData.transform((1, value))[1] - least) / (most - least) for value, _, _ in ordered]
-    for height, (_, name, colour) in zip(apart(heights, _APART), ordered, strict=True):
-        axes.annotate(
-            name,
-            (1.03, height),
-            xycoords="axes fraction",
-            color=colour,
-            fontsize=9.5,
-            fontweight="bold" if colour in _COLOURS else "normal",
-            va="center",
-            annotation_clip=False,
-        )
-
-
-def apart(heights: Sequence[float], least: float) -> list[float]:
-    """Ascending heights, each at least so far above the one before, and as near to where they were as may be."""
-    groups: list[tuple[float, int]] = []  # the lowest of a group, and how many stand on it at that distance
-    for height in heights:
-        low, number = height, 1
-        while groups and groups[-1][0] + groups[-1][1] * least > low:
-            before, many = groups.pop()
-            # both groups keep their middle, weighted by their numbers
-            low = (before * many + (low - many * least) * number) / (many + number)
-            number += many
-        groups.append((low, number))
-    return [low + at * least for low, number in groups for at in range(number)]
 
 
 def _caption(report: JobReport) -> str:

@@ -1,13 +1,16 @@
-"""The picture of `bench loopback`: latency against size, throughput against size, one line per peer and wire."""
+"""The pictures of `bench loopback`: one of what stays on this host, one of what a network carries.
+
+Latency against size, throughput against size; ours in colour, the peers in grey, each named at the end of its line.
+"""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from transport.bench.named_lines import name_lines
 from transport.bench.reads.loopback import MANY_SMALL
 from transport.bench.registry import PEERS
 from transport.bench.result import OURS, Report, Row
@@ -15,29 +18,27 @@ from transport.bench.units import show_size
 from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
-_DASHES: dict[str, Any] = {"mapped": "-", "tcp": "-", "shm": (0, (5, 2)), "rdma": "-.", "memory": (0, (1, 1.5))}
-_MARKERS = {"mapped": "D", "tcp": "o", "shm": "s", "rdma": "^", "memory": "."}
-_OUR_COLOURS = {"mapped": "#1a9850", "shm": "#d73027", "tcp": "#08519c", "rdma": "#762a83"}
-# Far from ours and from the floors', and from one another.
-_PEER_COLOURS = ("#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#9a9b00", "#17becf", "#e6b800", "#000000")
-_FLOOR_COLOUR = "#555555"
+MOST_LINES = 8
+_COLOURS = ("#08519c", "#d73027", "#1a9850", "#762a83", "#e08214", "#00868b")
+_GREYS = ("#555555", "#777777", "#8c8c8c", "#a0a0a0", "#b4b4b4", "#666666", "#999999", "#bbbbbb")
+_MARKERS = ("s", "^", "v", "D", "x", "P", "*", "<")
+_NETWORK = ("tcp", "rdma")
+_TITLES = {"host": "Within one host", "network": "What a network carries (here: loopback)"}
 
 
 class Line(NamedTuple):
-    """One line of the picture."""
+    """One line of a picture."""
 
     peer: str
     case: str
     wire: str
-    checksum: str
 
     def label(self) -> str:
-        """As the legend has it."""
+        """As it is named beside its end."""
         if self.peer != OURS:
-            how = "" if self.wire == "memory" else f", {self.wire}"
-            return f"{self.peer}{how}"
-        what = {"read": "read into own buffer", "view": "view, no copy"}.get(self.case, self.case)
-        return f"{self.wire}: {what}" + (", checksum" if self.checksum == "on" else "")
+            return self.peer
+        what = {"read": "read", "view": "view, no copy", "read_many": "many reads"}.get(self.case, self.case)
+        return f"{self.wire}: {what}"
 
 
 def check(path: Path) -> None:
@@ -55,28 +56,58 @@ def check(path: Path) -> None:
         raise MissingDependencyError(f"--plot needs matplotlib, which is not installed; {install('bench')}") from error
 
 
-def draw(report: Report, path: Path) -> None:
-    """Write the picture of a report's rows, as PNG."""
+def pictures(rows: Sequence[Row], path: Path) -> dict[Path, list[Row]]:
+    """The files, NAME-host.png and NAME-network.png, and the rows of each; one without rows is left out.
+
+    Of a read that was measured with and without checksum the one with it is drawn.
+    """
+    both = {(row.peer, row.case, row.wire) for row in rows if row.checksum == "on"}
+    # The batch of a thousand small payloads has one size: a figure for the table, no line.
+    drawn = [
+        row
+        for row in rows
+        if row.case != MANY_SMALL and (row.checksum == "on" or (row.peer, row.case, row.wire) not in both)
+    ]
+    found = {
+        "host": [row for row in drawn if row.wire not in _NETWORK],
+        "network": [row for row in drawn if row.wire in _NETWORK],
+    }
+    return {path.with_name(f"{path.stem}-{name}{path.suffix}"): kept for name, kept in found.items() if kept}
+
+
+def lines(rows: Sequence[Row]) -> list[Line]:
+    """What is drawn of a picture's rows, at most eight lines: ours, then what the machine can do, then the peers."""
+    every = list(dict.fromkeys(map(_line, rows)))
+    ours = [line for line in every if line.peer == OURS]
+    floors = [line for line in every if line.peer != OURS and PEERS[line.peer].floor]
+    peers = [line for line in every if line.peer != OURS and not PEERS[line.peer].floor]
+    return [*ours, *floors, *peers][:MOST_LINES]
+
+
+def draw(report: Report, path: Path) -> list[Path]:
+    """Write the pictures of a report's rows, as PNG; their paths."""
+    drawn = pictures(report.rows, path)
+    for target, rows in drawn.items():
+        _draw(report, rows, target, target.stem.rpartition("-")[2])
+    return list(drawn)
+
+
+def _draw(report: Report, rows: Sequence[Row], path: Path, name: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # The batch of a thousand small payloads has one size: a figure for the table, no line.
-    rows: list[Row] = [row for row in report.rows if row.case != MANY_SMALL]
     one, many = min(row.concurrency for row in rows), max(row.concurrency for row in rows)
-    figure = Figure(figsize=(15, 7.6), dpi=130)
+    figure = Figure(figsize=(13, 6.2), dpi=130)
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    handles: dict[Line, Any] = {}
-    colours = _colours(rows)
-    _panel(left, [row for row in rows if row.concurrency == one], "us_p50", colours, handles)
-    _panel(right, [row for row in rows if row.concurrency == many and _moves(row)], "gb_per_s", colours, handles)
-    left.set_title(f"Latency, {one} in flight (lower is better)")
-    left.set_ylabel("µs per payload, median")
-    right.set_title(f"Throughput, {many} in flight (higher is better)")
-    right.set_ylabel("GB/s")
-    _legend(figure, handles)
-    figure.text(0.06, 0.02, _caption(report), fontsize=8.5, color="#333333", va="bottom", linespacing=1.4)
-    figure.subplots_adjust(left=0.06, right=0.765, top=0.94, bottom=0.19, wspace=0.16)
+    shown = lines(rows)
+    latency = [row for row in rows if row.concurrency == one and row.case != "read_many"]
+    _panel(left, latency, "us_p50", shown)
+    _panel(right, [row for row in rows if row.concurrency == many and _moves(row)], "gb_per_s", shown)
+    left.set_title(f"{_TITLES[name]}: median latency, µs, {one} in flight (lower is better)", fontsize=10.5)
+    right.set_title(f"GB/s, {many} in flight (higher is better)", fontsize=10.5)
+    figure.text(0.05, 0.02, _caption(report), fontsize=8.5, color="#333333", va="bottom", linespacing=1.4)
+    figure.subplots_adjust(left=0.06, right=0.88, top=0.92, bottom=0.2, wspace=0.45)
     figure.savefig(path, format="png")
 
 
@@ -85,56 +116,23 @@ def _moves(row: Row) -> bool:
     return row.case != "view" and (row.case, row.wire) != ("read_many", "mapped")
 
 
-def _legend(figure: Any, handles: dict[Line, Any]) -> None:
-    """Beside the panels: ours, then the peers, then the floors."""
-    from matplotlib.lines import Line2D
-
-    groups = ("transport", "peers", "what the machine can do")
-    shown: list[Any] = []
-    labels: list[str] = []
-    for number, group in enumerate(groups):
-        lines = sorted(line for line in handles if _group(line) == number)
-        if lines:
-            shown += [Line2D([], [], linestyle=""), *(handles[line] for line in lines)]
-            labels += [f"$\\bf{{{group.replace(' ', chr(92) + ' ')}}}$", *(line.label() for line in lines)]
-    figure.legend(
-        shown,
-        labels,
-        loc="upper left",
-        bbox_to_anchor=(0.775, 0.955),
-        frameon=False,
-        fontsize=9.5,
-        handlelength=3.8,
-        labelspacing=0.55,
-    )
+def _line(row: Row) -> Line:
+    # ucx_perftest measures latency and throughput by different tests: one line for both.
+    return Line(row.peer, row.case if row.peer == OURS else "", row.wire)
 
 
-def _group(line: Line) -> int:
-    if line.peer == OURS:
-        return 0
-    return 2 if PEERS[line.peer].floor else 1
+def _panel(axes: Any, rows: Sequence[Row], figure: str, shown: Sequence[Line]) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-
-def _colours(rows: Sequence[Row]) -> dict[str, str]:
-    """A colour for each peer, the same in both panels; a program that is measured over two wires has one."""
-    peers = [PEERS[name] for name in sorted({row.peer for row in rows if row.peer != OURS})]
-    scripts = list(dict.fromkeys(peer.script for peer in peers if not peer.floor))
-    by_script = dict(zip(scripts, cycle(_PEER_COLOURS), strict=False))
-    return {peer.name: by_script[peer.script] for peer in peers if not peer.floor}
-
-
-def _panel(axes: Any, rows: Sequence[Row], figure: str, colours: dict[str, str], handles: dict[Line, Any]) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
-
-    lines: dict[Line, list[Row]] = {}
-    for row in rows:
-        if row.case != "read_many" or figure == "gb_per_s":
-            lines.setdefault(_line(row), []).append(row)
-    for line, points in lines.items():
-        points.sort(key=lambda row: row.size_bytes)
-        sizes = [row.size_bytes for row in points]
+    ends: list[tuple[float, str, str]] = []
+    for at, line in enumerate(shown):
+        points = sorted((row for row in rows if _line(row) == line), key=lambda row: row.size_bytes)
+        if not points:
+            continue
+        style = _style(at, ours=line.peer == OURS)
         values = [getattr(row, figure) for row in points]
-        (handles[line],) = axes.plot(sizes, values, **_style(line, colours))
+        axes.plot([row.size_bytes for row in points], values, **style)
+        ends.append((values[-1], line.label(), style["color"]))
     sizes = sorted({row.size_bytes for row in rows})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -143,30 +141,19 @@ def _panel(axes: Any, rows: Sequence[Row], figure: str, colours: dict[str, str],
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: show_size(int(size))))
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=30))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("payload")
-    axes.grid(True, which="major", color="#cccccc", linewidth=0.8)
-    axes.grid(True, which="minor", color="#eeeeee", linewidth=0.5)
+    axes.grid(True, which="major", color="#dddddd", linewidth=0.8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+    name_lines(axes, ends, bold=_COLOURS)
 
 
-def _line(row: Row) -> Line:
-    # ucx_perftest measures latency and throughput by different tests: one line of the legend for both.
-    return Line(row.peer, row.case if row.peer == OURS else "", row.wire, row.checksum)
-
-
-def _style(line: Line, colours: dict[str, str]) -> dict[str, Any]:
-    style: dict[str, Any] = {"linestyle": _DASHES[line.wire], "marker": _MARKERS[line.wire]}
-    if line.peer == OURS:
-        many = line.case == "read_many"
-        style |= {"color": _OUR_COLOURS[line.wire], "linewidth": 2.2 if many else 3.4, "markersize": 6 if many else 8}
-        style |= {"zorder": 5, "alpha": 0.55 if many or (line.wire, line.case) == ("mapped", "read") else 1.0}
-        if line.checksum == "on":
-            style |= {"markerfacecolor": "white", "linewidth": style["linewidth"] * 0.7}
-        return style
-    if PEERS[line.peer].floor:
-        return style | {"color": _FLOOR_COLOUR, "linewidth": 1.6, "markersize": 6, "zorder": 3, "marker": "x"}
-    return style | {"color": colours[line.peer], "linewidth": 1.3, "markersize": 5, "zorder": 4}
+def _style(at: int, *, ours: bool) -> dict[str, Any]:
+    if ours:
+        colour = _COLOURS[at % len(_COLOURS)]
+        return {"color": colour, "linewidth": 2.8, "marker": "o", "markersize": 7, "zorder": 5}
+    return {"color": _GREYS[at], "linewidth": 1.4, "marker": _MARKERS[at], "markersize": 5, "zorder": 3}
 
 
 def _caption(report: Report) -> str:
@@ -176,8 +163,7 @@ def _caption(report: Report) -> str:
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
         f"Python {machine['python']}, UCX {versions.get('ucx', 'none')}, transport {versions['payload-transport']}. "
         f"Two processes on this host; medians of {max(row.repetitions for row in report.rows)} repetitions; payloads "
-        "verified, but not by ucx_perftest, which sends its messages one way, without a request. Solid: TCP, or a "
-        "mapped ring; dashed: shared memory; dotted: within one process. White markers: with checksum."
+        "verified, but not by ucx_perftest, which sends its messages one way, without a request."
     )
     missing = f"\nNot measured: {', '.join(report.skipped)}." if report.skipped else ""
-    return textwrap.fill(where, 200) + missing
+    return textwrap.fill(where, 190) + missing
