@@ -250,8 +250,8 @@ class Ring:
     def outcome(self, token: int, claim: ClaimId) -> int:
         """What became of a claim that the connection of this token finished.
 
-        0: unknown, 1: undecided as long as its listener is at it, 2: accepted, 3: refused. What has not been consumed by
-        now is not consumed any more for that connection.
+        0: unknown, 1: undecided as long as its listener is at it, 2: accepted, 3: refused. What has not been consumed
+        by now is not consumed any more for that connection.
         """
     @staticmethod
     def wait_any(rings: Sequence[Ring], seen: Sequence[int], timeout_s: float) -> None:

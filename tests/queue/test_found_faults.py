@@ -9,15 +9,17 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Child, eventually, free, listener_pids, parent_of
+from helpers import Child, dead_port, eventually, free, listener_pids, parent_of
 
 from transport import Schema, SharedRingBuffer, UCXXServer
 from transport.queue import Claim, FoundRings, open_queue
+from transport.queue.demands import Place
+from transport.queue.places import OnThisHost
 from transport.settings import Settings
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -78,6 +80,18 @@ with open_queue(sys.argv[1]) as queue:
     sys.stdin.readline()
     worker.cleanup_ucxx(drain_s=20.0)
 """
+
+
+class Gone(OnThisHost):
+    """Finds one ring, whose segment has gone since."""
+
+    def __init__(self, prefix: str, port: int) -> None:
+        super().__init__(prefix)
+        self._port = port
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """It."""
+        return {"gone": Place(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
 
 
 @pytest.fixture
@@ -374,3 +388,13 @@ def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
         assert queue.ack_many(some(queue, 2))
     gc.collect()
     assert "never retrieved" not in caplog.text
+
+
+def test_a_ring_that_went_before_it_was_connected_to_is_no_fault_of_the_wires_that_are_allowed(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "shm")
+    with dead_port() as port, FoundRings(Gone(prefix, port)) as queue:
+        assert queue.claim(1, 0.1, consumer="test") == []
+        eventually(lambda: queue._elsewhere.rank(0).demands.faults, "it was tried")
+        assert queue.claim(1, 0.1, consumer="test") == []
