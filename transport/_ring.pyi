@@ -247,6 +247,12 @@ class Ring:
         """`claim`, without an object for each."""
     def renew(self, claim: ClaimId) -> bool:
         """As if it had just been claimed. False: it is not held."""
+    def outcome(self, token: int, claim: ClaimId) -> int:
+        """What became of a claim that the connection of this token finished.
+
+        0: unknown, 1: undecided as long as its listener is at it, 2: accepted, 3: refused. What has not been consumed
+        by now is not consumed any more for that connection.
+        """
     @staticmethod
     def wait_any(rings: Sequence[Ring], seen: Sequence[int], timeout_s: float) -> None:
         """Until a `published_event` differs from what was seen of it; returns early now and then."""

@@ -25,7 +25,7 @@ from transport.packer.mixin import FetchedBatch
 from transport.queue.base import Claim, DeliveryState, Failure
 from transport.ticket import Ticket
 
-ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on
+ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on, the first of each life among them
 _PAUSE_S = 0.05
 
 
@@ -131,7 +131,7 @@ def main() -> None:
             batch: FetchedBatch = trainer.collect_prefetch()  # type: ignore[assignment]
             fetching -= 1
             collected += 1
-            if collected % ABANDON_EVERY == 0 and part.plan.ack == "on_consumed":
+            if collected % ABANDON_EVERY == 1 and part.plan.ack == "on_consumed":
                 trainer.patiently(partial(trainer.abandon, batch))
             else:
                 trainer.train(batch)

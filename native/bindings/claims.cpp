@@ -168,6 +168,14 @@ void bind_claims(nb::class_<Ring>& ring) {
            "consumer"_a = "", "most_held_s"_a = 0.0)
       .def("renew", &Ring::renew, "claim"_a)
       .def(
+          "outcome",
+          [](Ring& r, std::uint64_t token, const ClaimId& claim) {
+            Outcome found = r.outcome(token, claim);
+            if (found == Outcome::undecided && r.reclaim() > 0) found = r.outcome(token, claim);
+            return static_cast<unsigned>(found);
+          },
+          "token"_a, "claim"_a)
+      .def(
           "finish", [](Ring& r, const ClaimId& claim, bool keep, bool arrived) { return r.finish(claim, keep, arrived); },
           "claim"_a, "keep_pin"_a = false, "arrived"_a = false)
       .def("finish_all", finish_all, "claims"_a, "keep_pins"_a = false, "arrived"_a = false)

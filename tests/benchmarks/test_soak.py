@@ -322,10 +322,11 @@ def test_a_schedule_follows_from_its_seed_and_has_what_was_asked_for() -> None:
 # --- a short soak ----------------------------------------------------------------------------------------
 @pytest.mark.ucx
 @pytest.mark.slow
-def test_a_short_soak_loses_mixes_up_and_leaves_behind_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("queue", ["sqlite", "rings"])
+def test_a_short_soak_loses_mixes_up_and_leaves_behind_nothing(tmp_path: Path, queue: str) -> None:
     report = tmp_path / "report.json"
     command = [sys.executable, SOAK, "--payloads", "2500", "--kills", "8", "--seed", "5", "--json", report]
-    command += ["--folder", tmp_path / "run", "--stuck-s", "60"]
+    command += ["--queue", queue, "--folder", tmp_path / "run", "--stuck-s", "60"]
     if (BUILD / "stamp").exists():
         command += ["--build", BUILD]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=110)

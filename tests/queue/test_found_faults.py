@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Child, eventually, free, listener_pids
+from helpers import Child, dead_port, eventually, free, listener_pids, parent_of
 
 from transport import Schema, SharedRingBuffer, UCXXServer
 from transport.queue import Claim, FoundRings, open_queue
+from transport.queue.demands import Place
+from transport.queue.places import OnThisHost
 from transport.settings import Settings
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
@@ -77,6 +80,18 @@ with open_queue(sys.argv[1]) as queue:
     sys.stdin.readline()
     worker.cleanup_ucxx(drain_s=20.0)
 """
+
+
+class Gone(OnThisHost):
+    """Finds one ring, whose segment has gone since."""
+
+    def __init__(self, prefix: str, port: int) -> None:
+        super().__init__(prefix)
+        self._port = port
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """It."""
+        return {"gone": Place(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
 
 
 @pytest.fixture
@@ -304,7 +319,9 @@ def test_what_was_consumed_is_told_by_a_listener_that_has_another_port_by_then(
         [link] = {queue._elsewhere._held[claim.token].brought.link for claim in claims}
         outcome, [before] = link._outcome, ring.native.ports()
 
-        async def lost(*arguments: Any) -> Any:
+        async def lost(future: Any, limit_s: float, what: str) -> Any:
+            if what != "the end of claims":
+                return await outcome(future, limit_s, what)
             link._outcome = outcome  # type: ignore[method-assign]
             eventually(lambda: free(ring), "the ring has consumed them")
             server.close()
@@ -315,7 +332,69 @@ def test_what_was_consumed_is_told_by_a_listener_that_has_another_port_by_then(
             later.enter_context(UCXXServer(ring, addresses=("127.0.0.1",)))
             assert before not in ring.native.ports()
             link.link.abort()
-            return await outcome(*arguments)
+            return await outcome(future, limit_s, what)
 
         link._outcome = lost  # type: ignore[method-assign]
         assert queue.ack_many(claims) == claims
+
+
+def test_what_was_consumed_is_told_by_a_ring_that_nobody_serves(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with opened(prefix) as queue, Child(WRITER, f"rings:{prefix}", 3) as writer:
+        assert writer.line() == "written"
+        claims = some(queue, 3)
+        [name] = queue.places.segments()
+        [link] = {queue._elsewhere._held[claim.token].brought.link for claim in claims}
+        outcome = link._outcome
+
+        async def lost(future: Any, limit_s: float, what: str) -> Any:
+            if what != "the end of claims":
+                return await outcome(future, limit_s, what)
+            link._outcome = outcome  # type: ignore[method-assign]
+            eventually(lambda: free(ring), "the ring has consumed them")
+            listeners = list(listener_pids(ring).values())
+            os.kill(parent_of(listeners[0]), signal.SIGKILL)
+            writer.kill()
+            for each in listeners:
+                os.kill(each, signal.SIGKILL)
+            link.link.abort()
+            return await outcome(future, limit_s, what)
+
+        link._outcome = lost  # type: ignore[method-assign]
+        with SharedRingBuffer.attach(name, role="observer") as ring:
+            assert queue.ack_many(claims) == claims
+
+
+def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
+    prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
+        fill(ring, 1)
+        assert queue.ack_many(some(queue, 1))
+        demands = queue._elsewhere.rank(0).demands
+        start = demands._task
+
+        def lost_at_once(work: Any) -> None:
+            start(work)
+            if work.__name__ == "_ask":
+                demands._task = start  # type: ignore[method-assign]
+                for link in list(demands._links.values()):
+                    link.abort()
+                demands._turn()
+
+        demands._task = lost_at_once  # type: ignore[method-assign]
+        fill(ring, 2)
+        assert queue.ack_many(some(queue, 2))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_a_ring_that_went_before_it_was_connected_to_is_no_fault_of_the_wires_that_are_allowed(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "shm")
+    with dead_port() as port, FoundRings(Gone(prefix, port)) as queue:
+        assert queue.claim(1, 0.1, consumer="test") == []
+        eventually(lambda: queue._elsewhere.rank(0).demands.faults, "it was tried")
+        assert queue.claim(1, 0.1, consumer="test") == []

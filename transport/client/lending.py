@@ -224,9 +224,10 @@ class Lending:
     async def open_apart(self, port: PortKey, ring: str = "", segment: str | None = "") -> Link:
         """A link outside the pool: its caller ends it with `break_off`. "": whatever ring is served.
 
-        segment: of the ring that is served; None: it is on another host; "": unknown, so no shared memory is used.
+        segment: of the ring that is served, which was seen on this host; None: it is on another one; "": unknown, so no
+        shared memory is used. RingNotFoundError if the segment has gone.
         """
-        near = segment is None or (segment != "" and shares_memory(segment))
+        near = segment is None or (segment != "" and shares_memory(segment, seen=True))
         link = await self._connect(port, ring, near)
         self._check_wire(port, link)
         return link

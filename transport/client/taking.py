@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,7 @@ from transport.errors import (
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, Verdicts, apart, parsed
-from transport.taking.outcomes import Outcomes
+from transport.taking.outcomes import Outcomes, Served
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
 from transport.wire.library import engine
@@ -83,7 +83,7 @@ class TakeLink:
         buffers: where memory for answers comes from.
 
     Attributes:
-        served: where the ring is served at the moment, for who follows it; its ports may change.
+        served: where the ring is at the moment, for who follows it; its ports may change.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class TakeLink:
         self._closed = False
         self._process = os.getpid()
         self.checksum_failures = 0
-        self.served: Callable[[], Iterable[PortKey]] = tuple
+        self.served: Callable[[], Served] = Served
 
     def __repr__(self) -> str:
         return f"<TakeLink {self.link!r}{' lost' if self.lost else ''}>"

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from transport.errors import BusyError, TransportError, WrongRingError
 from transport.runtime.logs import Seldom
 from transport.taking.batch import Rows, TakenBatch
+from transport.taking.outcomes import Served
 from transport.taking.takers import Ask, Close, Open, Takers, Untake
 from transport.wire.library import engine
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from transport.client.pool import PortKey
     from transport.client.taking import TakeLink, Taking
 
 log = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ class Demands:
                 case Close(name):
                     self._taking.leave(self._links.pop(name))
                 case Ask(name, n):
-                    self._task(self._ask(name, n))
+                    self._task(self._ask(name, self._links[name], n))
                 case Untake(name):
                     number = self._numbers.get(name)
                     if number is not None:
@@ -225,12 +225,14 @@ class Demands:
             self._takers.opened(name)
         self._turn()
 
-    def _served(self, name: str) -> list[PortKey]:
+    def _served(self, name: str) -> Served:
         place = self._places.get(name)
-        return [] if place is None else [(address, port) for address in place.addresses for port in place.ports]
+        if place is None:
+            return Served()
+        ports = ((address, port) for address in place.addresses for port in place.ports)
+        return Served(tuple(ports), place.segment or "")
 
-    async def _ask(self, name: str, n: int) -> None:
-        link = self._links[name]
+    async def _ask(self, name: str, link: TakeLink, n: int) -> None:
         try:
             batch = await link.take(
                 n,

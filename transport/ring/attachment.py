@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, Literal, Self
 
 from transport import _ring
+from transport.errors import RingNotFoundError
 from transport.ring.states import named
 
 log = logging.getLogger(__name__)
@@ -169,15 +170,18 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
         remove_if_dead(native.name, only_empty=only_empty or give_up_unread)
 
 
-def shares_memory(name: str) -> bool:
+def shares_memory(name: str, *, seen: bool = False) -> bool:
     """Whether the processes of a segment of this host and this process may map each other's memory.
 
     The kernel permits it only for processes of the same user and group; UCX detects a refusal too late and crashes. A
-    segment that is not visible here (another container's) counts as another user's.
+    segment that is not visible here (another container's) counts as another user's. RingNotFoundError if it was
+    ``seen`` here before: it is gone.
     """
     try:
         owner = Path(f"/dev/shm{name}").stat()
-    except OSError:
+    except OSError as error:
+        if seen and isinstance(error, FileNotFoundError):
+            raise RingNotFoundError(f"the segment {name} has gone since it was found") from None
         return False
     return bool(name) and (owner.st_uid, owner.st_gid) == (os.geteuid(), os.getegid())
 

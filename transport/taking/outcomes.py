@@ -1,4 +1,4 @@
-"""What became of claims whose FINISH has no answer: asked of any port of the ring, until one knows.
+"""What became of claims whose FINISH has no answer: asked of any port of the ring, or of its segment, until one knows.
 
 A connection that breaks between FINISH and its answer leaves the trainer with payloads that the ring may have consumed
 for it. The ring keeps the last finishes of each connection (native/ring/finishes.hpp), whatever became of the listener.
@@ -11,12 +11,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from transport import _ring
 from transport.errors import ClosedError, ProtocolError, ReadTimeoutError, TransportError, WrongRingError
+from transport.ring.buffer import SharedRingBuffer
 from transport.settings import Settings
 from transport.taking.batch import TAKEN, Rows
 from transport.wire import frames
@@ -26,9 +28,22 @@ log = logging.getLogger(__name__)
 
 _AGAIN = 8  # its listener is at it
 _PAUSE_S = 0.05
+_CODES = (frames.UNKNOWN, _AGAIN, 0, 1)  # by `Ring.outcome`
 
 
 PortKey = tuple[str, int]
+
+
+class Served(NamedTuple):
+    """Where a ring is at the moment.
+
+    Attributes:
+        ports: of its listeners.
+        segment: its name on this host; "": unknown, or on another one.
+    """
+
+    ports: tuple[PortKey, ...] = ()
+    segment: str = ""
 
 
 class Link(Protocol):
@@ -65,10 +80,11 @@ class Outcomes:
         settings = self._settings
         return settings.watchdog_s + settings.connect_timeout_s + settings.handshake_timeout_s
 
-    async def of(self, broken: Link, rows: Rows, served: Callable[[], Iterable[PortKey]] = tuple) -> list[int]:
+    async def of(self, broken: Link, rows: Rows, served: Callable[[], Served] = Served) -> list[int]:
         """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
 
-        ``served``: where the ring is served now, beside the ports that it had: a listener may have got another one.
+        ``served``: where the ring is now. A listener may have got another port than the ring had, and a ring whose
+        writer and listeners were all killed is not served until somebody takes it over.
 
         Every other one is to be dropped: refused, or unknown, because the ring is gone or out of reach.
         """
@@ -78,17 +94,23 @@ class Outcomes:
         give_up = time.monotonic() + self.patience_s
         pause_s = _PAUSE_S
         to_ask: deque[PortKey] = deque()
+        passes = 0
         while True:
             if not to_ask:
-                to_ask.extend(dict.fromkeys((*served(), *_ports(broken))))
+                to_ask.extend(dict.fromkeys((*served().ports, *_ports(broken))))
+                passes += 1
             port = to_ask.popleft()
+            segment = served().segment if passes > 1 else ""
             try:
-                answers = await self._asked(port, broken, rows[left])
+                if segment:
+                    answers = await asyncio.to_thread(_looked_up, segment, broken.ring, rows[left], broken.native.token)
+                else:
+                    answers = await self._asked(port, broken, rows[left])
             except ClosedError:
                 break
             except WrongRingError:
                 elsewhere.add(port)
-                if elsewhere >= {*served(), *_ports(broken)}:
+                if elsewhere >= {*served().ports, *_ports(broken)}:
                     break
             except TransportError as error:
                 log.debug("%s:%d did not tell what became of %d claims: %s", *port, len(left), error)
@@ -135,6 +157,17 @@ class Outcomes:
         if not isinstance(outcome, list):
             raise ProtocolError(f"{link!r} sent an answer that does not fit its question")
         return outcome
+
+
+def _looked_up(segment: str, ring_id: str, rows: Rows, token: int) -> list[int]:
+    """As a listener of this host would answer. Blocks."""
+    with SharedRingBuffer.attach(segment, role="reader") as ring:
+        if ring.ring_id != ring_id:
+            raise WrongRingError(f"{segment} is ring {ring.ring_id[:8]} by now, not {ring_id[:8]}")
+        return [
+            _CODES[ring.native.outcome(token, _ring.ClaimId(slot, generation, rank, attempts))]
+            for slot, generation, rank, attempts in rows[["slot", "generation", "rank", "attempts"]].tolist()
+        ]
 
 
 def _ports(broken: Link) -> list[PortKey]:
