@@ -76,10 +76,6 @@ def test_the_window_has_room_for_four_payloads_and_bounded_memory(size: int) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["--queue", "rings", "--wire", "tcp", "--layout", "packed"],
-            "--layout packed --wire tcp: batches over a wire are lists",
-        ),
         (["--queue", "kafka"], "--queue kafka: choose some of rings, sqlite, redis"),
         (["--queue", "sqlite", "--layout", "packed"], "--queue sqlite --layout packed: batches of sqlite are lists"),
         (["--layout", "tiled"], "--layout tiled: choose one of list, padded, packed"),

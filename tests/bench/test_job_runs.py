@@ -58,6 +58,15 @@ def test_every_payload_of_the_embedded_queue_is_consumed_once_over_each_wire(
 
 
 @pytest.mark.ucx
+@pytest.mark.parametrize("layout", ["list", "padded", "packed"])
+def test_every_payload_of_rings_is_consumed_once_over_the_network_in_each_layout(
+    capsys: pytest.CaptureFixture[str], layout: str
+) -> None:
+    (row,) = rows_of(capsys, "--queue", "rings", "--wire", "tcp", "--layout", layout)
+    assert (row["queue"], row["wire"], row["layout"]) == ("rings", "tcp", layout)
+
+
+@pytest.mark.ucx
 def test_two_writers_and_two_trainers_share_the_payloads(capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = rows_of(capsys, "--queue", "sqlite", "--wire", "mapped", "--writers", "2", "--trainers", "2")
     assert (row["writers"], row["trainers"]) == (2, 2)

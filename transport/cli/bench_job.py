@@ -73,7 +73,7 @@ def job(
     others = chosen(peers, JOB_PEERS) if peers is not None else []
     queues = plan.check_queues(queue)
     wires = plan.check_wires(wire, queues)
-    shape = plan.check_layout(layout, queues, wires)
+    shape = plan.check_layout(layout, queues)
     if plot is not None:
         check(plot)
     work = plan.cases(parse_sizes(sizes), queues, wires, shape, others, writers, trainers, batch, idle, write_batch)

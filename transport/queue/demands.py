@@ -146,6 +146,12 @@ class Demands:
         finally:
             self._ended(brought, len(rows))
 
+    def let_go(self, brought: Brought, rows: Rows, delay_s: float = 0.0) -> None:
+        """`give_back` without waiting for the answer. Any thread."""
+        brought.link.let_go(rows, delay_s)
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and every claim has ended
+            self._loop.call_soon_threadsafe(self._ended, brought, len(rows))
+
     def _ended(self, brought: Brought, count: int) -> None:
         if self._links.get(brought.place) is brought.link:
             self._takers.ended(brought.place, count)

@@ -38,6 +38,7 @@ from transport.queue.places import OnThisHost, Places
 from transport.queue.rings import depth_of, failures_of
 from transport.ring.buffer import SharedRingBuffer
 from transport.taking.batch import Verdicts
+from transport.taking.batches import TakenPayloads
 from transport.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -159,10 +160,13 @@ class FoundRings(TicketQueue):
         """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others."""
         return self.consume_soon(brought).result()
 
-    def consume_soon(self, brought: Brought) -> Future[Verdicts]:
-        """`consume` without waiting: the next batch may be taken while the answer of this one is on its way."""
+    def consume_soon(self, brought: Brought, payloads: TakenPayloads | None = None) -> Future[Verdicts]:
+        """`consume` without waiting: the next batch may be taken while the answer of this one is on its way.
+
+        ``payloads``: the batch that `placed` made of it.
+        """
         self._check_open()
-        return self._elsewhere.finish_batch(brought)
+        return self._elsewhere.finish_batch(brought, payloads)
 
     def _follow(self, rank: int, n: int, oldest_version: int | None) -> tuple[bool, bool]:
         """Whether there are rings here, and elsewhere; the latter have demands from here on."""

@@ -26,6 +26,7 @@ from transport.queue.demands import Brought, Demands, Place
 from transport.queue.rings import consumer_of, token_of
 from transport.runtime.loop_thread import LoopThread
 from transport.taking.batch import Verdicts
+from transport.taking.batches import TakenPayloads
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
@@ -164,15 +165,17 @@ class FoundElsewhere:
                     return brought
         return None
 
-    def finish_batch(self, brought: Brought) -> Future[Verdicts]:
-        """Consume all of a batch; which were accepted, once the listener has said so."""
+    def finish_batch(self, brought: Brought, payloads: TakenPayloads | None = None) -> Future[Verdicts]:
+        """Consume all of a batch, or what was kept of it; which were accepted, once the listener has said so."""
         for of in self._ranks.values():
             of.unsaid.pop(id(brought), None)  # its end says that it was used
         thread = self._thread
         if thread is None or thread.closed:
             ended: Future[Verdicts] = Future()
-            ended.set_result(np.zeros(len(brought.batch), np.bool_))
+            ended.set_result(np.zeros(len(brought.batch if payloads is None else payloads), np.bool_))
             return ended
+        if payloads is not None:
+            return thread.submit(payloads.consume())
         return thread.submit(brought.demands.finish(brought, brought.batch.rows))
 
     def claim(self, n: int, wait_s: float, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
-from transport.taking.batch import TakenBatch
+from transport.taking.batch import Holder, TakenBatch
 
 _COLUMNS = tuple("sequence" if name == "offset" else name for name in _ring.BATCH_COLUMNS)  # offsets are the pieces'
 
@@ -21,8 +21,8 @@ class TakenPart:
     nobody can use: they go back like others, and ``most_attempts`` of a later TAKE ends them.
     """
 
-    def __init__(self, taken: TakenBatch) -> None:
-        self._link = taken.link
+    def __init__(self, taken: TakenBatch, holder: Holder | None = None) -> None:
+        self._link = taken.link if holder is None else holder  # who ends the claims
         self._rows = taken.rows
         self.dropped = taken.dropped  # before it was a part
         self._held = np.ones(len(taken), np.bool_)

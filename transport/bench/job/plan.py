@@ -95,17 +95,13 @@ def check_wires(names: str, queues: Iterable[str]) -> list[str]:
     return wires
 
 
-def check_layout(name: str, queues: Iterable[str], wires: Sequence[str]) -> str:
+def check_layout(name: str, queues: Iterable[str]) -> str:
     """The layout of a batch. UsageError: not a layout, or not one of these queues."""
     if name not in LAYOUTS:
         raise UsageError(f"--layout {name}: choose one of {', '.join(LAYOUTS)}")
     for queue in queues:
         if name not in KINDS[queue].layouts:
             raise UsageError(f"--queue {queue} --layout {name}: batches of {queue} are lists of payloads; choose list")
-    if name != "list" and set(wires) != {"mapped"}:
-        raise UsageError(
-            f"--layout {name} --wire {','.join(wires)}: batches over a wire are lists; choose --wire mapped"
-        )
     return name
 
 

@@ -21,11 +21,14 @@ from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import FoundRings, open_queue
 from transport.queue.demands import Brought
+from transport.queue.placing import placed
+from transport.ring.batch_shape import Shape
 from transport.ring.batches import BatchLayout, PayloadBatch, claim_batch
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Layout, Schema, UpTo
 from transport.taking.batch import TakenBatch, Verdicts
+from transport.taking.batches import TakenPayloads
 from transport.wire.addresses import LOOPBACK
 from transport.wires import Wire
 
@@ -223,7 +226,10 @@ class TakingTrainer:
                 raise InternalError(f"{job.place} names no rings")
             queue.connect(thread, client, [schema])
             self._queue = queue
-            self._asked: deque[tuple[TakenBatch, Future[Verdicts]]] = deque()
+            self._schema = schema
+            layout: BatchLayout = job.layout  # type: ignore[assignment]
+            self._shape = Shape(layout=layout, verify=False)  # checksums were compared on arrival
+            self._asked: deque[tuple[TakenBatch | TakenPayloads, Future[Verdicts]]] = deque()
             self._layouts: dict[int, Layout] = {}
             self._open = stack.pop_all()
 
@@ -234,13 +240,22 @@ class TakingTrainer:
     def consume(self, brought: Brought | Literal["answers"]) -> Sequence[tuple[Any, Any]]:
         """Header and body of what was still held, of the batches whose answers have come."""
         if brought != "answers":
-            self._asked.append((brought.batch, self._queue.consume_soon(brought)))
+            self._asked.append(self._asked_for(brought))
         payloads: list[tuple[Any, Any]] = []
         while self._asked and (brought == "answers" or len(self._asked) > _ANSWERS or self._asked[0][1].done()):
             batch, accepted = self._asked.popleft()
             held = itertools.compress(range(len(batch)), accepted.result().tolist())
-            payloads += [self._arrays(batch, at) for at in held]
+            if isinstance(batch, TakenBatch):
+                payloads += [self._arrays(batch, at) for at in held]
+            else:
+                payloads += [(each["header"], each["body"]) for each in map(batch.__getitem__, held)]
         return payloads
+
+    def _asked_for(self, brought: Brought) -> tuple[TakenBatch | TakenPayloads, Future[Verdicts]]:
+        if self._shape.layout == "list":
+            return brought.batch, self._queue.consume_soon(brought)
+        batch = placed(brought, self._shape, self._schema)
+        return batch, self._queue.consume_soon(brought, batch)
 
     def _arrays(self, batch: TakenBatch, at: int) -> tuple[Any, Any]:
         """Views of the answer. One tensor is ragged, so the size says where each stands."""

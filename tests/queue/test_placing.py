@@ -1,0 +1,57 @@
+"""Padded and packed batches of what a demand brought: consumed once, or given back."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport.queue import FoundRings, open_queue
+from transport.queue.placing import placed
+from transport.ring.batch_shape import Shape
+
+pytestmark = pytest.mark.ucx
+LONG_S = 30.0
+SCHEMA = Schema.of(tokens=("int32", UpTo(8)))
+
+
+@contextlib.contextmanager
+def served() -> Iterator[tuple[SharedRingBuffer, FoundRings]]:
+    """A ring, and the queue that finds it over the network."""
+    prefix = f"found-{secrets.token_hex(4)}-"
+    with (
+        SharedRingBuffer.create(prefix=prefix, slots=8, schema=SCHEMA) as ring,
+        UCXXServer(ring, mode="thread"),
+        open_queue(f"rings:{prefix}") as queue,
+    ):
+        assert isinstance(queue, FoundRings)
+        yield ring, queue
+
+
+def test_what_a_demand_brought_becomes_a_padded_batch_and_is_consumed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with served() as (ring, queue):
+        ring.write_many([{"tokens": np.arange(length, dtype=np.int32)} for length in (3, 5)])
+        brought = queue.take(2, LONG_S)
+        assert brought is not None
+        batch = placed(brought, Shape(layout="padded", fill=-1), SCHEMA)
+        rows = [[*range(length)] + [-1] * (batch["tokens"].shape[1] - length) for length in (3, 5)][: len(batch)]
+        assert batch["tokens"].tolist() == rows
+        assert queue.consume_soon(brought, batch).result().all()
+        assert not queue.consume(brought).any()
+
+
+def test_a_padded_batch_that_is_dropped_gives_its_payloads_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with served() as (ring, queue):
+        ring.write_many([{"tokens": np.zeros(3, np.int32)}])
+        first = queue.take(1, LONG_S)
+        assert first is not None
+        placed(first, Shape(layout="packed"), SCHEMA).release()
+        again = queue.take(1, LONG_S)
+        assert again is not None
+        assert again.batch[0].attempts == 2
