@@ -64,7 +64,9 @@ class Worker(CommMixin):
 
 @pytest.fixture(params=["mapped", "tcp"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield cosmos_rl.register(SPECS, wire={request.param})
+    transport = cosmos_rl.register(SPECS, wire={request.param})
+    yield transport
+    transport.discarding.close()
     PayloadTransportRegistry._registry.pop(cosmos_rl.NAME)
 
 
@@ -213,6 +215,17 @@ def test_discarded_rollouts_free_their_slots(context: PayloadContext, transport:
     freed = PayloadTransportRegistry.handle_discarded(rollouts, rollouts[1:2], config=None, redis_client=None)
     assert freed == 2
     assert ring(context).get_ready_count() == 1
+
+
+def test_the_connection_for_discarded_rollouts_is_kept(context: PayloadContext, transport: Any) -> None:
+    rollouts = [rollout(context, length) for length in (2, 3)]
+    clients = set()
+    for each in rollouts:
+        assert PayloadTransportRegistry.handle_discarded([each], [], config=None, redis_client=None) == 1
+        clients.add(transport.discarding._client)
+    assert len(clients) == 1
+    transport.discarding.close()
+    assert PayloadTransportRegistry.handle_discarded(rollouts, [], config=None, redis_client=None) == 0
 
 
 def test_a_full_ring_is_an_error_and_overwrites_nothing(context: PayloadContext) -> None:

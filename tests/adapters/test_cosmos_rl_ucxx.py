@@ -27,12 +27,14 @@ with warnings.catch_warnings():  # of what cosmos-rl imports
     from cosmos_rl.utils.payload_transport.ucxx import producer as upstream_producer
     from cosmos_rl.utils.payload_transport.ucxx import strategy as upstream_strategy
     from cosmos_rl.utils.trajectory import TensorSpec, build_trajectory_schema
+    from cosmos_rl.utils.transport_failure import TransportUnusableError
 
 from transport.adapters import cosmos_rl
 from transport.errors import ConfigurationError, RingFullError, SchemaError, UsageError
 
 pytestmark = [pytest.mark.ucx, pytest.mark.adapters("cosmos_rl")]
 
+UPSTREAM_STRATEGY = upstream_strategy.UCXXTransportStrategy
 SHAPE = {"max_steps": 32, "obs_dim": 4, "action_dim": 2}
 ROLLOUT = {"mode": "thread"}  # of the server: no process for each test
 
@@ -73,8 +75,10 @@ def upstream(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def replaced() -> Any:
-    return cosmos_rl.replace_ucxx(rollout=ROLLOUT, timeout_s=0.0)
+def replaced() -> Iterator[Any]:
+    transport = cosmos_rl.replace_ucxx(rollout=ROLLOUT, timeout_s=0.0)
+    yield transport
+    transport.discarding.close()
 
 
 def created(**more: Any) -> PayloadContext:
@@ -126,6 +130,13 @@ def test_a_job_that_says_ucxx_runs_over_our_rings(context: PayloadContext, packe
     worker.data_packer.release_prefetch()
     eventually(lambda: free(ring(context)), "the batch is consumed when it is released")
     worker.close_payload_transports()
+
+
+def test_a_process_without_the_call_refuses_our_references(context: PayloadContext) -> None:
+    reference = rollout(context, 2).completion
+    assert UPSTREAM_STRATEGY().should_intercept(reference)
+    with pytest.raises(TransportUnusableError, match="UCXX payload reference"):
+        UPSTREAM_STRATEGY().cache_key(reference)
 
 
 def test_a_strategy_that_is_made_from_the_configuration_reads_our_payloads(context: PayloadContext) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -31,6 +32,7 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
         self.name = name
         self._rank = rank
         self._options = dict(options)
+        self.discarding = Discarding(self._options)
 
     def attach_data_packer(self, packer: Any, *, config: Any, device: Any = None, redis_endpoint: Any = None) -> None:
         """Give a packer its strategy and start its prefetch. A packer without transport strategies is not changed.
@@ -70,9 +72,9 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
     def publish_cleanup_for_discarded(self, *, transfer_ids: list[str], config: Any, redis_client: Any) -> int:
         """Free the payloads of rollouts that the controller drops; returns how many were still there.
 
-        See `free_discarded`.
+        See `Discarding.free`.
         """
-        return free_discarded(transfer_ids, self._options)
+        return self.discarding.free(transfer_ids)
 
 
 def _readers(config: Any) -> int:
@@ -82,19 +84,22 @@ def _readers(config: Any) -> int:
     return int(np.prod(list(sizes)))
 
 
-def free_discarded(tickets: Sequence[str], options: Mapping[str, Any]) -> int:
-    """Free these payloads, which nobody will read; returns how many were still there.
+class Discarding:
+    """Frees the payloads of dropped rollouts. Keeps its client: a connection costs more than what it is used for."""
 
-    Those of listeners that do not answer within 2 s remain until their writer needs the slot or ends.
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._lock = threading.Lock()  # guards the client, which several threads of the controller may ask for at once
+        self._client: BlockingClient | None = None
 
-    options: of `UCXXDataPackerMixin.setup_ucxx_packer`, of which secret and settings are used.
-    """
-    freed = 0
-    give_up = time.monotonic() + _DISCARD_S
-    operator = configuration()
-    client_options = options.get("client") or ClientOptions()
-    secret = client_options.secret or operator.secret()
-    with BlockingClient(secret=secret, settings=options.get("settings") or operator.settings) as client:
+    def free(self, tickets: Sequence[str]) -> int:
+        """Free these payloads, which nobody will read; returns how many were still there.
+
+        Those of listeners that do not answer within 2 s remain until their writer needs the slot or ends.
+        """
+        freed = 0
+        give_up = time.monotonic() + _DISCARD_S
+        client = self._connected()
         for text in tickets:
             left = give_up - time.monotonic()
             if left <= 0:
@@ -104,4 +109,22 @@ def free_discarded(tickets: Sequence[str], options: Mapping[str, Any]) -> int:
                 freed += client.discard(Ticket.parse(text), left)
             except TransportError as error:
                 log.warning("a discarded rollout's payload remains in its ring: %s", str(error))
-    return freed
+        return freed
+
+    def _connected(self) -> BlockingClient:
+        with self._lock:
+            if self._client is None:
+                operator = configuration()
+                client_options = self._options.get("client") or ClientOptions()
+                self._client = BlockingClient(
+                    secret=client_options.secret or operator.secret(),
+                    settings=self._options.get("settings") or operator.settings,
+                )
+            return self._client
+
+    def close(self) -> None:
+        """Close the client; the process's end does it, too. Idempotent: the next `free` makes another one."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()

@@ -18,7 +18,7 @@ from cosmos_rl.utils.payload_transport.ucxx import strategy as upstream_strategy
 from cosmos_rl.utils.payload_transport.ucxx.transport import UCXXPayloadTransport
 from cosmos_rl.utils.trajectory import build_trajectory_schema
 
-from transport.adapters.cosmos_rl_controller import free_discarded
+from transport.adapters.cosmos_rl_controller import Discarding
 from transport.adapters.cosmos_rl_policy import PREFIX, TicketStrategy
 from transport.adapters.cosmos_rl_rollout import TicketProducer, ring_schema
 from transport.config import configuration
@@ -241,11 +241,11 @@ class UCXXReplacement(UCXXPayloadTransport):  # type: ignore[misc]  # cosmos-rl 
     completion_prefix = PREFIX
 
     def __init__(self, choices: Choices) -> None:
-        self._choices = choices
+        self.discarding = Discarding(choices.policy)
 
     def publish_cleanup_for_discarded(self, *, transfer_ids: list[str], config: Any, redis_client: Any) -> int:
         """Free the payloads of rollouts that the controller drops; returns how many were still there."""
-        return free_discarded(transfer_ids, self._choices.policy)
+        return self.discarding.free(transfer_ids)
 
 
 def checked(
