@@ -445,7 +445,7 @@ try:
         worker.write_to_buffer({"obs": np.zeros((2, 4), np.float32), "step": written})
         written += 1
 except KeyboardInterrupt:
-    print("caught", flush=True)
+    pass
 worker.flush_ucxx()
 tickets = [f"{each.ring}/{each.slot}/{each.generation}" for each in worker.ring.tickets()]
 missing = set(tickets) - set(queue.known(tickets))
@@ -459,21 +459,7 @@ def test_ctrl_c_in_the_middle_of_writing_leaves_nothing_unpublished(tmp_path: Pa
     with SQLiteQueue(tmp_path / "tickets.sqlite3") as queue, Child(INTERRUPTED, queue.path) as child:
         assert child.line() == "ready"
         eventually(lambda: queue.depth().ready >= 8, "it writes")
-        caught = threading.Event()
-
-        def interrupt() -> None:
-            while True:  # Python loses an interrupt that comes while it runs a destructor
-                child.process.send_signal(signal.SIGINT)
-                if caught.wait(10.0):
-                    return
-
-        interrupting = threading.Thread(target=interrupt)
-        interrupting.start()
-        try:
-            assert child.line() == "caught"
-        finally:
-            caught.set()
-            interrupting.join()
+        child.process.send_signal(signal.SIGINT)
         assert child.line() == "0 True"
         assert child.wait() == 0
 
