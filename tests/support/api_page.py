@@ -10,14 +10,20 @@ from types import FunctionType
 from typing import Any
 
 import transport
-from transport import config, errors, queue
+from transport import config, cooldown, errors, queue, rendezvous, store, testing
 from transport.client import trace
+from transport.packer import prefetch
 
 HEAD = """# The interface, name by name
 
-Generated from the docstrings; `python tests/docs/test_docs.py` writes it. What `from transport import …` gives comes
-first, then `transport.queue`, `transport.client.trace`, `transport.config` and the errors. Whatever begins with an
-underscore, or is not here, may change.
+Generated from the docstrings; `python tests/docs/test_docs.py` writes it. **Public** is what stands here, what
+[ADAPTERS.md](ADAPTERS.md) and [WEIGHTS.md](WEIGHTS.md) import, the commands with their JSON, and the names of metrics
+and settings: it changes with a line in the CHANGELOG, and before 1.0 only in a minor version. Whatever begins with an
+underscore, or is not here, may change at any time.
+
+What `from transport import …` gives comes first, then what a packer returns, `transport.queue`, `transport.store`,
+`transport.rendezvous`, `transport.cooldown`, `transport.testing`, `transport.client.trace`, `transport.config` and the
+errors.
 """
 
 
@@ -28,7 +34,9 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     parts += [_section(name, getattr(transport, name)) for name in sorted(transport.__all__)]
-    for module, names in ((queue, queue.__all__), (trace, ("Trace", "merge")), (config, ("load", "configuration"))):
+    modules = [(prefetch, ("FetchedBatch", "FetchedItem"))]
+    modules += [(module, tuple(module.__all__)) for module in (queue, store, rendezvous, cooldown, testing)]
+    for module, names in (*modules, (trace, ("Trace", "merge")), (config, ("load", "configuration"))):
         parts += [_section(f"{module.__name__}.{name}", getattr(module, name)) for name in names]
     parts.append(_errors())
     return "\n".join(parts).rstrip() + "\n"
@@ -86,6 +94,7 @@ def _signature(function: Any) -> str:
         if name not in ("self", "cls")
     ]
     shown = str(signature.replace(parameters=kept, return_annotation=_raw(signature.return_annotation)))
+    shown = re.sub(r"<(?:built-in )?function (\S+)(?: at \w+)?>", r"\1", shown)  # an address differs from run to run
     return re.sub(r"= Settings\(.*?\)(?=[,)])", "= DEFAULTS", shown).removesuffix(" -> None")
 
 
