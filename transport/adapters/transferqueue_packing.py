@@ -4,13 +4,11 @@ A slot has up to 16 samples, which are the payload's reader ranks: clearing a sa
 by whichever process, and the last one frees the slot. What TransferQueue's controller keeps for a value is `Place`, a
 few bytes that are the same for all fields of a sample.
 
-Values that are not tensors are MessagePack where that gives the same value back, else pickled, as TransferQueue itself
-does it: whoever may write to a ring of the run is trusted.
+Values that are not tensors are MessagePack, see transferqueue_values.py. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any, Final
@@ -19,6 +17,7 @@ import msgspec
 import torch
 
 from transport import _ring
+from transport.adapters.transferqueue_values import decode, encode
 from transport.errors import TicketError
 from transport.ring.attachment import random_name
 from transport.ticket import Ticket, host_identity
@@ -31,8 +30,6 @@ _ALIGNMENT: Final = 64
 _PLACE: Final = struct.Struct("<BBBH16s8sIIQQQ")
 _HEAD: Final = struct.Struct("<I")  # bytes of the index
 _SEGMENT: Final = random_name(PREFIX)[:-16]  # its last 16 digits are the ring's own
-_PLAIN: Final = (str, bytes, float, bool, type(None))
-_SMALL: Final = 1 << 63
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -123,7 +120,6 @@ class Column(msgspec.Struct, array_like=True):
         dtype: torch's name for it; "": they are no tensors, and lie there encoded as one list.
         shapes: of each row's tensor; one that all have, where there is one only.
         at, length: of its bytes, counted from the end of the index.
-        pickled: how a list is encoded.
     """
 
     name: str
@@ -131,7 +127,6 @@ class Column(msgspec.Struct, array_like=True):
     shapes: list[tuple[int, ...]]
     at: int
     length: int
-    pickled: bool = False
 
     def shape(self, row: int) -> tuple[int, ...]:
         """Of a row's tensor."""
@@ -202,9 +197,7 @@ def _column(name: str, values: Any) -> tuple[Column, list[Any]]:
     if all(map(_is_plain_tensor, values)) and len({each.dtype for each in values}) == 1:
         shapes = [tuple(each.shape) for each in values]
         return Column(name, _dtype(values[0]), shapes, 0, 0), [_bytes(each) for each in values]
-    same = all(type(each) in _PLAIN or (type(each) is int and -_SMALL <= each < _SMALL) for each in values)
-    encoded = msgspec.msgpack.encode(values) if same else pickle.dumps(list(values), protocol=5)
-    return Column(name, "", [], 0, 0, pickled=not same), [encoded]
+    return Column(name, "", [], 0, 0), [encode(list(values), name)]
 
 
 def _is_plain_tensor(value: Any) -> bool:
@@ -254,7 +247,7 @@ class Unpacked:
         found = self._lists.get(column.name)
         if found is None:
             data = self._data[self._at + column.at : self._at + column.at + column.length]
-            found = self._lists[column.name] = pickle.loads(data) if column.pickled else msgspec.msgpack.decode(data)
+            found = self._lists[column.name] = decode(data)
         return found[row]
 
 
