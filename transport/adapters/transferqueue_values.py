@@ -2,8 +2,9 @@
 
     encode([{"role": "user", "turn": (1, 2)}, np.int64(3)])  ⇄  decode(bytes)
 
-Tuples, sets, large integers, complex numbers, dicts with other keys than text, and arrays inside of values are extension
-types of MessagePack. What has no such form is refused, by its path: "values[3].image: a socket cannot be sent".
+Tuples, sets, large integers, complex numbers, dicts with other keys than text, and arrays inside of values are
+extension types of MessagePack. What has no such form is refused, by its path: "values[3].image: a socket cannot be
+sent".
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _form(value: Any, path: str, depth: int) -> Any:
         ]
         return msgspec.msgpack.Ext(_PAIRS, _pack(pairs))
     if kind in (tuple, set, frozenset):
-        code = {tuple: _TUPLE, set: _SET, frozenset: _FROZENSET}[kind]
+        code = _TUPLE if kind is tuple else _SET if kind is set else _FROZENSET
         return msgspec.msgpack.Ext(code, _pack([_form(each, f"{path}[…]", depth + 1) for each in value]))
     if kind is int:
         return msgspec.msgpack.Ext(_INT, str(value).encode())
@@ -62,8 +63,8 @@ def _form(value: Any, path: str, depth: int) -> Any:
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return msgspec.msgpack.Ext(_TENSOR, _pack([str(value.dtype).removeprefix("torch."), list(value.shape), flat]))
     raise SchemaError(
-        f"{path:.200}: a {kind.__module__}.{kind.__qualname__} cannot be sent: give text, bytes, numbers, arrays, tensors, "
-        "and lists, tuples, sets and dicts of them"
+        f"{path:.200}: a {kind.__module__}.{kind.__qualname__} cannot be sent: give text, bytes, numbers, arrays, "
+        "tensors, and lists, tuples, sets and dicts of them"
     )
 
 
@@ -73,6 +74,10 @@ def decode(data: bytes | memoryview) -> Any:
         return _unpack(data)
     except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         raise TicketError(f"these bytes are no values of TransferQueue: {error}") from error
+
+
+def _unpack(data: Any) -> Any:
+    return _decoder.decode(data)
 
 
 def _array(data: Any) -> np.ndarray:
@@ -113,4 +118,4 @@ def _made(code: int, data: memoryview) -> Any:
     return _FORMS[code](data)
 
 
-_unpack = msgspec.msgpack.Decoder(ext_hook=_made).decode
+_decoder: Final = msgspec.msgpack.Decoder(ext_hook=_made)
