@@ -380,6 +380,7 @@ PLANTS = {
         "a slot is acknowledged when its payload has arrived, not when it was consumed",
         "lost",
         {"transport.packer.mixin": _freed_on_arrival},
+        queues=("sqlite", "redis"),  # with the rings as the queue the claim keeps it
     ),
     "freed-on-send": Plant(
         "a slot is freed when it was sent",
