@@ -26,7 +26,18 @@ def run(plant: str, folder: Path, options: list[str]) -> dict[str, Any]:
     """The report of one short soak."""
     written = folder / "report.json"
     written.unlink(missing_ok=True)
-    command = [sys.executable, str(HERE), *SIZE, *options, "--folder", str(folder / "run"), "--json", str(written)]
+    calm = ["--kills", "0", "--lapses", "0"] if plant and PLANTS[plant].calm else []
+    command = [
+        sys.executable,
+        str(HERE),
+        *SIZE,
+        *options,
+        *calm,
+        "--folder",
+        str(folder / "run"),
+        "--json",
+        str(written),
+    ]
     done = subprocess.run([*command, "--plant", plant] if plant else command, capture_output=True, text=True)
     if not written.exists():
         raise SystemExit(f"the soak with {plant or 'nothing'} planted ended with {done.returncode}: {done.stderr}")

@@ -29,6 +29,7 @@ class Plant(NamedTuple):
     changes: dict[str, Change]  # by module
     hides: str = ""  # a figure that must stay 0: what else guards against it still does
     queues: tuple[str, ...] = ("sqlite", "redis", "rings")  # with which it is a fault
+    calm: bool = False  # nobody is killed or stopped, which would undo it
 
 
 # --- the queue ----------------------------------------------------------------------------------------
@@ -350,6 +351,7 @@ PLANTS = {
             "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
         },
         queues=("rings",),
+        calm=True,
     ),
     "kept-here": Plant(
         "what is given back is not, in a mapped ring",
@@ -359,11 +361,15 @@ PLANTS = {
             "transport.packer.mixin": lambda module: _only_over(module, "mapped"),
         },
         queues=("rings",),
+        calm=True,
     ),
     "left-early": Plant(
         "a ring is left when its writer has ended, with what is unread in it",
         "lost",
-        {"transport.server.lifetime": _nobody_lingers},
+        {
+            "transport.server.lifetime": _nobody_lingers,
+            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),  # who maps a ring keeps it, too
+        },
     ),
     "dropped": Plant(
         "payloads without a deadline are discarded as if it had passed",
@@ -374,6 +380,7 @@ PLANTS = {
         "a slot is acknowledged when its payload has arrived, not when it was consumed",
         "lost",
         {"transport.packer.mixin": _freed_on_arrival},
+        queues=("sqlite", "redis"),  # with the rings as the queue the claim keeps it
     ),
     "freed-on-send": Plant(
         "a slot is freed when it was sent",
