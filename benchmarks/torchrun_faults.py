@@ -68,7 +68,7 @@ class Setup:
         elif self.backend.startswith("c10d"):
             serve = f"import time, torch.distributed as d; s = d.TCPStore('127.0.0.1', {self.port}, None, True, "
             serve += "wait_for_workers=False, multi_tenant=True); time.sleep(1e6)"
-            self.process = subprocess.Popen([sys.executable, "-c", serve])
+            self.process = subprocess.Popen([sys.executable, "-P", "-c", serve])
         while self.process is not None:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
                 return
@@ -87,7 +87,7 @@ class Setup:
     def close_run(self) -> None:
         """End the run from outside, as failed where a reason can be given."""
         if self.backend.startswith("c10d"):
-            subprocess.run([sys.executable, "-c", CLOSE_C10D, self.endpoint], check=True, capture_output=True)
+            subprocess.run([sys.executable, "-P", "-c", CLOSE_C10D, self.endpoint], check=True, capture_output=True)
             return
         from transport.rendezvous.closing import close_run
         from transport.rendezvous.records import Keys, Reason

@@ -128,8 +128,8 @@ def tickets_of_one_message(found: Configuration) -> list[int]:
 
 def phase_of_a_server_without_its_writer(found: Configuration) -> Phase:
     lifetime = Lifetime(found.settings.linger_s)
-    lifetime.tick(0.0, writer_alive=False, unread=1)
-    return lifetime.tick(100.0, writer_alive=False, unread=1)
+    lifetime.tick(0.0, writer_alive=False, unread=1, sequence=1)
+    return lifetime.tick(100.0, writer_alive=False, unread=1, sequence=1)
 
 
 def whether_a_silent_listener_counts_as_stopped(found: Configuration) -> bool:

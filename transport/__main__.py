@@ -21,7 +21,7 @@ def main() -> None:
         except KeyboardInterrupt:  # before `run` could catch it
             status = interruption.STATUS
     if watch.begun:
-        watch.exit(status)
+        watch.exit(status and interruption.STATUS)  # what failed since then has failed because of it
     sys.exit(status)
 
 

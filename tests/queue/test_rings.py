@@ -81,6 +81,9 @@ class NamedRings(RingQueue):
     def claim(self, *arguments: Any, **keywords: Any) -> list[Claim]:
         return [self._shown(claim) for claim in super().claim(*arguments, **keywords)]
 
+    def unfinished(self, n: int) -> list[bytes]:
+        return [base64.b64decode(str(Ticket.decode(data).metadata["data"])) for data in super().unfinished(n)]
+
     def _own(self, claim: Claim) -> Claim:
         return msgspec.structs.replace(claim, ticket_id=self.names.own[claim.ticket_id])
 

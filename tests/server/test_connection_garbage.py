@@ -72,7 +72,7 @@ def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int 
         control(kind=Kind.CONTROL),
         control(kind=0),
         control(kind=Kind.READ - 1),
-        control(kind=Kind.RENEW + 1),
+        control(kind=Kind.OUTCOME + 1),
         control(kind=255),
     ],
     ids=lambda message: f"{message[:4].hex()} {len(message)}",
@@ -91,7 +91,7 @@ async def test_garbage_closes_that_connection_only(ring: SharedRingBuffer, messa
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("kind", [Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW], ids=str)
+@pytest.mark.parametrize("kind", [Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME], ids=str)
 @asynchronous
 async def test_records_of_version_3_are_garbage_to_the_versions_before(
     ring: SharedRingBuffer, kind: Kind, version: int

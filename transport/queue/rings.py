@@ -17,6 +17,7 @@ A client reads these tickets with ``ack="manual"``: here the queue's ack is the 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import Counter
@@ -284,6 +285,12 @@ class RingQueue(TicketQueue):
         if any(each[:2] == (ticket_id, rank) for each in _arrived_of(ring)):
             return DeliveryState.ARRIVED
         return endings.get((ticket_id, rank), DeliveryState.DONE)
+
+    def unfinished(self, n: int) -> list[bytes]:
+        """See `TicketQueue.unfinished`. Of several rings one after the other."""
+        self._check_open()
+        tickets = (ticket for ring in self._open_rings() for ticket in reversed(ring.tickets()))
+        return [ticket.encode() for ticket in itertools.islice(tickets, n)]
 
     # --- notices -----------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
