@@ -91,7 +91,9 @@ async def test_garbage_closes_that_connection_only(ring: SharedRingBuffer, messa
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("kind", [Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME], ids=str)
+@pytest.mark.parametrize(
+    "kind", [Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME], ids=str
+)
 @asynchronous
 async def test_records_of_version_3_are_garbage_to_the_versions_before(
     ring: SharedRingBuffer, kind: Kind, version: int
