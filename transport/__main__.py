@@ -21,7 +21,8 @@ def main() -> None:
         except KeyboardInterrupt:  # before `run` could catch it
             status = interruption.STATUS
     if watch.begun:
-        watch.exit(status and interruption.STATUS)  # what failed since then has failed because of it
+        # what failed since then has failed because of it; above 128 a command names the signal itself
+        watch.exit(interruption.STATUS if 0 < status <= 128 else status)
     sys.exit(status)
 
 
