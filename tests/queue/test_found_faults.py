@@ -19,6 +19,7 @@ from helpers import Child, dead_port, eventually, free, listener_pids, parent_of
 from transport import Schema, SharedRingBuffer, UCXXServer
 from transport.queue import Claim, FoundRings, open_queue
 from transport.queue.demands import Place
+from transport.queue.found_elsewhere import FoundElsewhere
 from transport.queue.places import OnThisHost
 from transport.settings import Settings
 
@@ -398,3 +399,27 @@ def test_a_ring_that_went_before_it_was_connected_to_is_no_fault_of_the_wires_th
         assert queue.claim(1, 0.1, consumer="test") == []
         eventually(lambda: queue._elsewhere.rank(0).demands.faults, "it was tried")
         assert queue.claim(1, 0.1, consumer="test") == []
+
+
+@pytest.mark.parametrize("wire", ["tcp"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_consuming_that_was_interrupted_is_repeated_with_the_same_answer(
+    prefix: str, wire: str, over: None, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = FoundElsewhere._settle
+
+    def interrupted(*arguments: Any) -> Any:
+        monkeypatch.setattr(FoundElsewhere, "_settle", settle)
+        if when == "after":  # the ring has consumed them, and nobody was told
+            settle(*arguments)
+        raise KeyboardInterrupt
+
+    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
+        fill(ring, 3)
+        claims = some(queue, 3)
+        monkeypatch.setattr(FoundElsewhere, "_settle", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            queue.ack_many(claims)
+        assert queue.ack_many(claims) == claims
+        assert queue.depth().done == 3
+        eventually(lambda: free(ring), "every slot is free")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,7 @@ class FoundElsewhere:
         self._ranks: dict[int, _Rank] = {}
         self._changed = threading.Condition()  # guards what follows, and what came
         self._held: dict[str, _Held] = {}
+        self._said: dict[tuple[int, int], bool] = {}  # of a batch's payload, until the caller has been told
         self._arrived: dict[str, Claim] = {}  # acknowledged and not trained on
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
@@ -95,11 +97,12 @@ class FoundElsewhere:
             self._thread = self._client = None
             self._own = False
         if thread is not None and not thread.closed:
-            for rank in ranks.values():
-                thread.run(_call(rank.demands.close))
-            if own:
-                thread.run(ours.close())
-                thread.close()
+            with contextlib.ExitStack() as stack:
+                if own:
+                    stack.callback(thread.close)
+                    stack.callback(lambda: thread.run(ours.close()))
+                for rank in ranks.values():
+                    stack.callback(_closed_on, thread, rank.demands)
 
     def rank(self, rank: int) -> _Rank:
         """The demands of a rank, from the first call on."""
@@ -280,28 +283,38 @@ class FoundElsewhere:
 
     def _end(self, claims: Sequence[Claim], delay_s: float | None) -> list[Claim]:
         """Consume (None), or give back after the delay: the claims for which it was accepted."""
+        taken: dict[str, _Held] = {}
         groups: dict[int, tuple[Brought, list[int]]] = {}
-        which: dict[int, list[Claim]] = {}
+        try:
+            with self._changed:
+                for claim in claims:
+                    held = self._held.get(claim.token)
+                    if held is None:
+                        continue
+                    taken[claim.token] = held
+                    del self._held[claim.token]
+                    if _key(held) not in self._said:
+                        groups.setdefault(id(held.brought), (held.brought, []))[1].append(held.at)
+            if groups:
+                self._settle(list(groups.values()), delay_s)
+        except BaseException:  # an interrupt: the call that is repeated gets the answers of this one
+            with self._changed:
+                self._held.update(taken)
+            raise
+        accepted: list[Claim] = []
         with self._changed:
             for claim in claims:
-                held = self._held.pop(claim.token, None)
-                if held is None:
-                    continue
-                self._count(_ring_of(claim), claim.rank, claimed=-1)
-                groups.setdefault(id(held.brought), (held.brought, []))[1].append(held.at)
-                which.setdefault(id(held.brought), []).append(claim)
-        if not groups:
-            return []
-        accepted: list[Claim] = []
-        for group, verdicts in zip(which.values(), self._settle(list(groups.values()), delay_s), strict=True):
-            accepted += [claim for claim, good in zip(group, verdicts.tolist(), strict=True) if good]
+                if (ended := taken.pop(claim.token, None)) is not None:
+                    self._count(_ring_of(claim), claim.rank, claimed=-1)
+                    if self._said.pop(_key(ended), False):
+                        accepted.append(claim)
         return accepted
 
-    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None) -> list[Verdicts]:
+    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None) -> None:
+        """Ask, and keep the answers in `_said`: written on the loop, so that no interrupt comes in between."""
         thread = self._thread
-        if thread is None or thread.closed:  # and every connection with it
-            return [np.zeros(len(at), np.bool_) for _, at in groups]
-        return thread.run(_settled(groups, delay_s))
+        if thread is not None and not thread.closed:  # otherwise every connection is closed as well
+            thread.run(_settled(groups, delay_s, self._said))
 
     def _count(self, ring: str, rank: int, **amounts: int) -> None:
         counts = self.counts.setdefault(ring, Counter())
@@ -327,15 +340,24 @@ class FoundElsewhere:
         self.disconnect(None)
 
 
-async def _settled(groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None) -> list[Verdicts]:
-    verdicts = []
+async def _settled(
+    groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None, said: dict[tuple[int, int], bool]
+) -> None:
     for brought, at in groups:
         rows = brought.batch.rows if len(at) == len(brought.batch.rows) else brought.batch.rows[np.asarray(at, np.intp)]
         demands = brought.demands
-        verdicts.append(
-            await (demands.finish(brought, rows) if delay_s is None else demands.give_back(brought, rows, delay_s))
+        verdicts = await (
+            demands.finish(brought, rows) if delay_s is None else demands.give_back(brought, rows, delay_s)
         )
-    return verdicts
+        said.update(((id(brought), position), good) for position, good in zip(at, verdicts.tolist(), strict=True))
+
+
+def _key(held: _Held) -> tuple[int, int]:
+    return id(held.brought), held.at
+
+
+def _closed_on(thread: LoopThread, demands: Demands) -> None:
+    thread.run(_call(demands.close))
 
 
 async def _call(function: Callable[..., Any], *arguments: Any) -> Any:
