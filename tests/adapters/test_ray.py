@@ -75,6 +75,7 @@ def test_the_block_to_paste_runs(tmp_path: Path) -> None:
     block = section.split("```python\n")[1].split("```")[0]
     program = tmp_path / "job.py"
     program.write_text(block, encoding="utf-8")
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    # The block's ray.init() would join the cluster of a test that runs beside this one.
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
     done = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=95)
     assert done.returncode == 0, done.stderr

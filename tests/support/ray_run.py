@@ -47,7 +47,7 @@ def train_all(references: list[Any]) -> list[int]:
 
 
 def main() -> None:
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", object_store_memory=80 << 20)
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR", object_store_memory=80 << 20)
     try:
         rollout = Rollout.remote(SCHEMA)
         found: dict[str, Any] = {}

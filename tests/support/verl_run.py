@@ -134,7 +134,7 @@ def update(manager: Any, version: int, with_await: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    ray.init(num_cpus=4, include_dashboard=False, logging_level="ERROR", object_store_memory=80 << 20)
+    ray.init("local", num_cpus=4, include_dashboard=False, logging_level="ERROR", object_store_memory=80 << 20)
     try:
         config = CheckpointEngineConfig(**CONFIG)
         trainer = group(Trainer, 1, config)

@@ -40,6 +40,7 @@ def cluster(job: Any) -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="ray-")
     try:
         ray.init(
+            address="local",
             _node_ip_address=_HOST,
             num_cpus=4,  # actors of TransferQueue reserve one each
             include_dashboard=False,

@@ -37,6 +37,7 @@ def serve(content: Content, slots: int, link: Link) -> None:
     folder = tempfile.mkdtemp(prefix="ray-")
     try:
         ray.init(
+            address="local",
             _node_ip_address=_HOST,
             num_cpus=2,
             include_dashboard=False,
