@@ -29,15 +29,17 @@ shift && exec "$@"
 
 
 class Host:
-    """One of the two."""
+    """One of the two. Without an identity it is a container that shares everything with others but the network."""
 
-    def __init__(self, name: str, address: str, identity: Path) -> None:
+    def __init__(self, name: str, address: str, identity: Path | None) -> None:
         self.name = name
         self.address = address
         self._identity = identity
 
     def command(self, *words: str) -> list[str]:
         """The command that runs ``words`` there."""
+        if self._identity is None:
+            return ["ip", "netns", "exec", self.name, *words]
         within = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _ENTER, "sh", str(self._identity)]
         return ["ip", "netns", "exec", self.name, *within, *words]
 
@@ -81,8 +83,8 @@ def why_not() -> str:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
-    """Make them, and remove them again."""
+def two_hosts(folder: Path, *, one_machine: bool = False) -> Iterator[tuple[Host, Host]]:
+    """Make them, and remove them again; on one machine: containers that share its memory (`docker run --ipc=host`)."""
     names = f"tr{os.getpid()}a", f"tr{os.getpid()}b"
     addresses = "10.203.77.1", "10.203.77.2"
     with contextlib.ExitStack() as stack:
@@ -91,7 +93,7 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
             stack.enter_context(_namespace(name))
             identity = folder / f"{name}.boot_id"
             identity.write_text(f"{uuid.uuid4()}\n")
-            hosts.append(Host(name, address, identity))
+            hosts.append(Host(name, address, None if one_machine else identity))
         _ip("-n", names[0], "link", "add", "cable0", "type", "veth", "peer", "name", "cable0", "netns", names[1])
         for host in hosts:
             _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "cable0")

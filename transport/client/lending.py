@@ -161,14 +161,17 @@ class Lending:
         return self._wires
 
     def _worker_for(self, ring: str, host: str) -> Worker:
-        """Whether shared memory works has to be known before connecting: UCX crashes where it does not."""
-        route = self.routes.find(ring)
-        if route is None and not of_this_host(host):
-            return self._get_worker()
-        if route is not None and (route.segment is None or shares_memory(route.segment)):
-            return self._get_worker()
+        """The worker that may use shared memory, or the one that may not.
+
+        Which has to be known before connecting. UCX crashes where the memory cannot be attached. And where only the
+        network namespace is another one it maps the memory, but who waits is not woken: that goes through a socket.
+        """
         if self._wires is not None and "shm" not in self._wires:
             return self._get_worker()
+        if of_this_host(host):
+            route = self.routes.find(ring)
+            if route is not None and (route.segment is None or shares_memory(route.segment)):
+                return self._get_worker()
         if self._worker_apart is None:
             self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
             self._worker_apart.engine.drop_unexpected()
