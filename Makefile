@@ -68,6 +68,10 @@ adapters-constraints: $(VENV)/installed ## renew constraints-adapters.txt, the v
 demo: $(VENV)/usable ## the main job: rollouts play CartPole, a trainer learns from their payloads
 	@$(BIN)/transport demo
 
+.PHONY: image-check
+image-check: $(VENV)/installed ## take the steps of deploy/Dockerfile in an empty Debian; as root, with debootstrap
+	@$(BIN)/python tests/support/image_steps.py
+
 # Peers are installed once; one that failed is tried again when its folder in build/peers is removed, or by bench-peers.
 build/peers/stamp: transport/bench/registry.py benchmarks/install_peers.py | $(VENV)/installed
 	@$(BIN)/python benchmarks/install_peers.py

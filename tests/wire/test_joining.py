@@ -11,7 +11,7 @@ from helpers import Child, asynchronous, serving
 from preloaded import needs_compiler, preloaded
 
 from transport.errors import ConnectionLostError, UnreachableError
-from transport.wire.joining import maps_memory, of_this_host
+from transport.wire.joining import address_of, maps_memory, of_this_host
 from transport.wire.ucx import Worker
 from transport.wires import settings_for
 
@@ -129,3 +129,12 @@ def test_a_context_may_map_memory_if_its_transports_say_so(
 def test_an_address_is_of_this_host_or_not() -> None:
     assert of_this_host("127.0.0.1")
     assert not of_this_host("198.51.100.1")
+
+
+@asynchronous
+async def test_a_name_is_looked_up_without_blocking_and_only_an_address_is_compared() -> None:
+    assert await address_of("localhost") == await address_of("127.0.0.1") == "127.0.0.1"
+    assert of_this_host("127.0.0.1")
+    assert not of_this_host("localhost")  # looking it up here would stop the loop for as long as a name server needs
+    with pytest.raises(UnreachableError, match=r"no-such-host\.invalid does not resolve"):
+        await address_of("no-such-host.invalid")

@@ -28,7 +28,7 @@ from transport.errors import (
 from transport.ring.attachment import shares_memory
 from transport.settings import Settings
 from transport.wire.frames import Kind, Record
-from transport.wire.joining import of_this_host
+from transport.wire.joining import address_of, of_this_host
 from transport.wire.ucx import Worker
 from transport.wires import Wire, settings_for
 
@@ -160,7 +160,7 @@ class Lending:
             return self._wires | {"cuda"}
         return self._wires
 
-    def _worker_for(self, ring: str, host: str) -> Worker:
+    def _worker_for(self, ring: str, address: str) -> Worker:
         """The worker that may use shared memory, or the one that may not.
 
         Which has to be known before connecting. UCX crashes where the memory cannot be attached. And where only the
@@ -168,7 +168,7 @@ class Lending:
         """
         if self._wires is not None and "shm" not in self._wires:
             return self._get_worker()
-        if of_this_host(host):
+        if of_this_host(address):
             route = self.routes.find(ring)
             if route is not None and (route.segment is None or shares_memory(route.segment)):
                 return self._get_worker()
@@ -262,7 +262,7 @@ class Lending:
     async def _connected(self, port: PortKey, ring: str, base: int, near: bool) -> Link:
         """Connect and shake hands; again, where the worker was replaced meanwhile, which is not the port's fault."""
         while True:
-            worker = self._get_worker() if near else self._worker_for(ring, port[0])
+            worker = self._get_worker() if near else self._worker_for(ring, await address_of(port[0]))
             try:
                 return await Link.open(
                     worker, *port, ring=ring, tag_base=base, secret=self._secret, settings=self._settings

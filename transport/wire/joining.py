@@ -18,6 +18,8 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from transport.errors import UnreachableError
+
 if TYPE_CHECKING:
     from transport import _ucp
 
@@ -35,13 +37,31 @@ def maps_memory(settings: Mapping[str, str]) -> bool:
 
 
 def of_this_host(address: str) -> bool:
-    """Whether an IPv4 address is one of this host's."""
+    """Whether an IPv4 address is one of this host's. A name is not looked up, which would block: see `address_of`."""
+    try:
+        socket.inet_pton(socket.AF_INET, address)
+    except OSError:
+        return False
     with socket.socket() as probe:
         try:
             probe.bind((address, 0))
         except OSError:
             return False
     return True
+
+
+async def address_of(host: str) -> str:
+    """The IPv4 address of a host, looked up in a thread.
+
+    Raises:
+        UnreachableError: the name does not resolve.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise UnreachableError(f"{host} does not resolve to an IPv4 address: {error}") from error
+    return str(found[0][4][0])
 
 
 class Joining:

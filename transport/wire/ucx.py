@@ -23,8 +23,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from transport.errors import ClosedError, ConnectionLostError, TransportError, UnreachableError, UsageError
-from transport.wire.joining import MAPPED, Joining, maps_memory, of_this_host
+from transport.errors import ClosedError, ConnectionLostError, TransportError, UsageError
+from transport.wire.joining import MAPPED, Joining, address_of, maps_memory, of_this_host
 from transport.wire.library import beginning, engine, failure, library, translated
 from transport.wires import Wire
 
@@ -153,16 +153,13 @@ class Worker:
         Raises:
             UnreachableError: the name does not resolve, or there is no route.
         """
-        try:
-            found = await self.loop.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise UnreachableError(f"{host} does not resolve to an IPv4 address: {error}") from error
+        address = await address_of(host)
         if self._closed:
             raise ClosedError("the worker was closed while connecting")
         with translated(f"connecting to {host}:{port}"):
-            native = self._endpoint_type.connect(self.engine, found[0][4][0], port)
+            native = self._endpoint_type.connect(self.engine, address, port)
         self.kick()
-        return Endpoint(self, native, f"{host}:{port}", self.maps_memory and of_this_host(str(found[0][4][0])))
+        return Endpoint(self, native, f"{host}:{port}", self.maps_memory and of_this_host(address))
 
     def listen(
         self, port: int, accept: Callable[[Endpoint], None], address: str = "", most: int = sys.maxsize
