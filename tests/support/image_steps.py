@@ -27,6 +27,7 @@ SETTINGS = (
     "/etc/ssl/certs",
     "/etc/apt/apt.conf.d",
 )
+_CERTIFICATES = "/run/certificates.pem"
 PASSED_ON = ("PIP_", "SSL_", "http_", "https_")
 
 # Arguments: root, user, folder, and the command.
@@ -54,6 +55,7 @@ class Image:
         self._user = "root"
         self._environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
         self._passed_on = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+        self._passed_on["PIP_CERT"] = _CERTIFICATES  # installing packages renews those of the system
 
     def take(self, instruction: str, rest: str) -> None:
         known = {
@@ -82,6 +84,8 @@ class Image:
             elif setting.exists():
                 there.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(setting, there)
+        certificates = os.environ.get("PIP_CERT", "/etc/ssl/certs/ca-certificates.crt")
+        shutil.copyfile(certificates, self._root / _CERTIFICATES.lstrip("/"))
 
     def _go_to(self, folder: str) -> None:
         self._folder = folder

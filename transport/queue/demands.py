@@ -220,9 +220,8 @@ class Demands:
             self._tries[name] = tries + 1
             self.faults[name] = error
             if (before := self._seldom.due()) is not None:
-                log.warning(
-                    "a place where payloads are taken is not reached, and tried again: %s (%d more)", error, before
-                )
+                more = f" ({before} more failures since the last report)" if before else ""
+                log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)
             self._takers.lost(name, time.monotonic())
         else:
             self.faults.pop(name, None)
