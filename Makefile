@@ -122,7 +122,7 @@ build/adapters/installed: pyproject.toml constraints-adapters.txt tests/support/
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/support/adapters_environment.py $(UCXX)
 	@touch $@
 
-# What its package on the index lacks: its tests, which tests/adapters/test_transferqueue_run.py runs over our backend, and
+# What its package on the index lacks: its tests, which tests/adapters/transferqueue/test_run.py runs over our backend, and
 # its benchmark. A newer release than 0.1.9 has no tag.
 .PHONY: transferqueue-sources
 transferqueue-sources: ## TransferQueue's own tests and benchmark, into build/TransferQueue

@@ -167,6 +167,7 @@ def test_an_actor_that_is_killed_alone_goes_on_with_its_ring(kind: str) -> None:
     assert summary.replayed <= 1  # but for one that was being written, the ring has kept them
 
 
+@pytest.mark.timeout(280)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_ends_in_order_and_leaves_no_segment(number: signal.Signals, tmp_path: Path) -> None:
     before = set(_ring.segments())

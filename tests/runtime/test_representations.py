@@ -76,7 +76,7 @@ _HARMLESS = {
     "transport.wire.frames.Answer",  # `value` is a length
     "transport.cooldown.destinations.base.Destination",
     "transport.ticket._Row",  # never leaves its module
-    "transport.adapters.torchrun_options.Options",  # its URL hides the password itself
+    "transport.adapters.torchrun.options.Options",  # its URL hides the password itself
 }
 
 

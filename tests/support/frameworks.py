@@ -1,6 +1,6 @@
 """Which tests `make adapters` runs, and that none of them is skipped unless it is said here why.
 
-A test belongs to a framework if it is in tests/adapters/ (in a file `test_NAME.py`), or is marked
+A test belongs to a framework if it is in tests/adapters/ (in a folder `NAME` or a file `test_NAME.py`), or is marked
 `pytest.mark.adapters("NAME")`. `make pytest` skips those whose framework is not installed, and fails if a test that is
 skipped for want of a framework belongs to none. `make adapters` runs them with --frameworks: an unexpected skip fails,
 and so does a framework of which no test ran.
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-FOLDER = "adapters"
 INSTALLED = ("torch", "cupy", "ray", "cosmos_rl", "verl", "transferqueue")  # each has to have run a test
 NOT_INSTALLED = re.compile(
     r"\b(torch|cupy|ray|cosmos-rl|verl|transferqueue)\b.* (is not installed|could not)", re.IGNORECASE
@@ -36,9 +35,17 @@ def framework_of(item: pytest.Item) -> str | None:
     marker = item.get_closest_marker("adapters")
     if marker is not None and marker.args:
         return str(marker.args[0])
-    if item.path.parent.name == FOLDER and item.path.parent.parent.name == "tests":
-        return item.path.stem.removeprefix("test_")
-    return "cupy" if item.get_closest_marker("gpu") else None
+    return _of_file(item.path) or ("cupy" if item.get_closest_marker("gpu") else None)
+
+
+def _of_file(path: Path) -> str:
+    """The framework of all tests of a file; none: ""."""
+    match path.parts:
+        case [*_, "tests", "adapters", file]:
+            return Path(file).stem.removeprefix("test_")
+        case [*_, "tests", "adapters", framework, _]:
+            return framework
+    return ""
 
 
 class Frameworks:
@@ -63,8 +70,7 @@ class Frameworks:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
-            path = Path(report.nodeid)
-            self._skip(report.nodeid, path.stem.removeprefix("test_") if path.parent.name == FOLDER else "", report)
+            self._skip(report.nodeid, _of_file(Path(report.nodeid)), report)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         framework = str(dict(report.user_properties).get("framework", ""))

@@ -1,4 +1,4 @@
-"""A rollout as a Ray actor and its trainers, for test_adapters_ray.py. Prints one JSON object."""
+"""A rollout as a Ray actor and its trainers, for tests/adapters/test_ray.py. Prints one JSON object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer with worker processes, for test_adapters_torch.py: ``python torch_loop.py METHOD FOLDER [wait]``.
+"""A trainer with worker processes, for tests/adapters/torch: ``python torch_loop.py METHOD FOLDER [wait]``.
 
 Prints one JSON object. With ``wait`` it says "waiting" with its second batch in hand, and goes no further.
 """

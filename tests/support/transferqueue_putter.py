@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import sys
 import time
@@ -14,7 +15,6 @@ import torch
 from tensordict import TensorDict
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 
-from transport.adapters import transferqueue
 from transport.adapters.transferqueue import PayloadTransportStorageManager
 
 
@@ -28,7 +28,7 @@ class Alone(PayloadTransportStorageManager):
 
 def children() -> list[int]:
     """The supervisor and its listeners."""
-    found, pids = [], [transferqueue.os.getpid()]
+    found, pids = [], [os.getpid()]
     while pids:
         below = Path(f"/proc/{pids.pop()}/task").glob("*/children")
         more = [int(pid) for each in below for pid in each.read_text().split()]

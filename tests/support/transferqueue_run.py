@@ -36,7 +36,7 @@ class Worker:
 
 def in_use() -> int:
     """Slots of this process's rings."""
-    rings = [each for of in transport.adapters.transferqueue._rings.values() for each in of._rings]
+    rings = [each for of in transport.adapters.transferqueue.manager._rings.values() for each in of._rings]
     return sum(sum(each.ring.native.state_counts()[1:]) for each in rings)
 
 

@@ -1,6 +1,6 @@
 """verl's own workers, worker groups and managers around our engine, in a Ray cluster without a GPU.
 
-For tests/adapters/test_verl.py, which gives the manager's class. Prints one JSON object. As verl's tests do it
+For tests/adapters/verl/test_manager.py, which gives the manager's class. Prints one JSON object. As verl's tests do it
 (tests/checkpoint_engine/test_utils.py of its wheel), with a trainer and a loader that need no model.
 """
 

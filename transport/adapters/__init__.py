@@ -1,9 +1,9 @@
-"""Adapters to other frameworks, one file for each, imported by name.
+"""Adapters to other frameworks, a folder for each, imported by name (docs/ADAPTERS.md).
 
-    transport.adapters.torch          batches for a torch training loop, with or without worker processes
-    transport.adapters.cosmos_rl      a payload transport for cosmos-rl's registry
-    transport.adapters.transferqueue  a storage backend for TransferQueue
-
-Ray needs none: a ticket is an object like any other (docs/ADAPTERS.md). verl's are transport.adapters.verl (the
-engine) and transport.adapters.verl_manager.
+torch          batches for a torch training loop, with or without worker processes
+torchrun       the rendezvous backend ``transport``, which torch finds by its name
+ray            rings find each other within a Ray cluster; tickets are objects like any other and need nothing
+cosmos_rl      a payload transport for cosmos-rl's registry
+verl           the engine in verl's registry of checkpoint engines; its manager is ``verl_manager.Manager``
+transferqueue  a storage backend for TransferQueue, which verl finds by ``transferqueue_plugin``
 """

@@ -1,0 +1,331 @@
+"""Torch's loops over a real ring and queue: in this process, and in worker processes, forked and spawned."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import eventually, free, serving
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("torch is not installed: pip install torch", allow_module_level=True)
+
+with warnings.catch_warnings():  # of what torch imports
+    warnings.simplefilter("ignore")
+    import torch
+
+import torch_loop
+from torch.utils.data import DataLoader
+
+from transport.adapters.torch import TicketDataset, TicketLoader
+from transport.adapters.torch.tensors import tensors
+from transport.client.blocking import BlockingClient
+from transport.errors import BatchTooLargeError, SchemaError, UsageError
+from transport.packer.options import ClientOptions
+from transport.packer.rollout import UCXXRolloutMixin, queued
+from transport.queue.sqlite import SQLiteQueue
+from transport.schema import DTYPES, Schema, UpTo
+
+pytestmark = pytest.mark.ucx
+
+SCHEMA = torch_loop.SCHEMA
+
+
+class Worker(UCXXRolloutMixin):
+    """The mixin alone."""
+
+    def play(self, steps: int, first: int = 1) -> None:
+        for step in range(first, first + steps):
+            payload = {"tokens": np.arange(step, dtype=np.int32), "step": step}
+            self.write_to_buffer(payload, metadata={"step": step}, policy_version=step)
+
+
+@pytest.fixture
+def queue(tmp_path: Path) -> Iterator[SQLiteQueue]:
+    with SQLiteQueue(tmp_path / "tickets.sqlite3") as opened:
+        yield opened
+
+
+@pytest.fixture
+def worker(queue: SQLiteQueue) -> Iterator[Worker]:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=32, queue=queue, mode="thread")
+    yield worker
+    worker.cleanup_ucxx()
+
+
+@pytest.fixture(params=["mapped", "tcp"])
+def dataset(request: pytest.FixtureRequest, queue: SQLiteQueue) -> Callable[..., TicketDataset]:
+    def make(**options: Any) -> TicketDataset:
+        waits = {"fill_s": 0.0, "idle_s": 0.0}
+        return TicketDataset(
+            queue, **{"batch_size": 4, **waits, "schemas": [SCHEMA], "wire": {request.param}, **options}
+        )
+
+    return make
+
+
+def steps_of(batch: Any) -> list[int]:
+    return [int(sample.tensors["step"]) for sample in batch]
+
+
+# --- tensors ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_tensors_are_views_of_what_arrived(wire: str) -> None:
+    schema = Schema.of(tokens=("int32", UpTo(64)), scalar=("float32",))
+    with serving(schema) as (ring, _), BlockingClient(schemas=[schema], wire={wire}, ack="manual") as client:
+        payload = client.read(ring.write({"tokens": np.arange(5, dtype=np.int32), "scalar": 2.5}))
+        found = tensors(payload)
+        assert found["tokens"].data_ptr() == payload["tokens"].__array_interface__["data"][0]
+        assert found["tokens"].tolist() == [0, 1, 2, 3, 4]
+        assert found["scalar"].shape == () and found["scalar"].item() == 2.5
+        payload.ack()
+        payload.release()
+        assert found["tokens"].tolist() == [0, 1, 2, 3, 4]  # they keep the memory
+        del found
+        eventually(lambda: free(ring), "the slot is free")
+
+
+def test_every_dtype_that_torch_has_arrives_bit_by_bit() -> None:
+    names = [name for name in DTYPES if hasattr(torch, name)]
+    assert {"bfloat16", "float8_e4m3fn", "bool", "uint16", "complex64"} <= set(names)
+    schema = Schema.of(**{name: (name, UpTo(16)) for name in names})
+    written = {name: np.arange(7).astype(DTYPES[name]) for name in names}
+    with serving(schema) as (ring, _), BlockingClient(schemas=[schema], wire={"tcp"}) as client:
+        found = tensors(client.read(ring.write(written)))
+        for name in names:
+            assert found[name].dtype == getattr(torch, name)
+            assert bytes(found[name].view(torch.uint8).numpy()) == written[name].tobytes()
+        assert found["bfloat16"].float().tolist() == written["bfloat16"].astype(np.float32).tolist()
+        assert written["bfloat16"].dtype == ml_dtypes.bfloat16
+
+
+def test_a_payload_of_no_bytes_has_empty_tensors() -> None:
+    schema = Schema.of(tokens=("int32", UpTo(64), 3))
+    with serving(schema) as (ring, _), BlockingClient(schemas=[schema], wire={"tcp"}) as client:
+        found = tensors(client.read(ring.write({"tokens": np.empty((0, 3), np.int32)})))
+        assert found["tokens"].shape == (0, 3)
+
+
+# --- in this process ------------------------------------------------------------------------------------
+def test_a_dataset_is_iterated_as_it_is(worker: Worker, dataset: Callable[..., TicketDataset]) -> None:
+    worker.play(10)
+    found = [(steps_of(batch), [sample.metadata["step"] for sample in batch]) for batch in dataset()]
+    assert found == [([1, 2, 3, 4],) * 2, ([5, 6, 7, 8],) * 2, ([9, 10],) * 2]
+    eventually(lambda: free(worker.ring), "every slot is free again")
+
+
+@pytest.mark.parametrize("kind", [TicketLoader, lambda dataset: DataLoader(dataset, batch_size=None)])
+def test_a_loader_without_workers_gives_the_same(
+    kind: Callable[..., Any], worker: Worker, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(6)
+    batches = [tokens.shape for tokens, _ in kind(dataset(collate=torch_loop.pad))]
+    assert batches == [(4, 4), (2, 6)]
+
+
+def test_asking_for_the_next_batch_acknowledges_the_one_before(
+    worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(8)
+    batches = iter(TicketLoader(dataset()))
+    next(batches)
+    assert queue.depth().done == 0
+    next(batches)
+    assert queue.depth().done == 4
+    batches.close()
+
+
+def test_a_slot_is_not_pinned_by_a_batch_that_was_copied(worker: Worker, queue: SQLiteQueue) -> None:
+    worker.play(4)
+    dataset = TicketDataset(queue, batch_size=4, collate=torch_loop.pad, idle_s=0.0, schemas=[SCHEMA], wire={"mapped"})
+    batches = iter(dataset)
+    next(batches)
+    assert (worker.ring.statistics().ready, worker.ring.statistics().reading) == (4, 0)
+    assert next(batches, None) is None
+    assert (queue.depth().done, worker.ring.statistics().free) == (4, 32)
+
+
+def test_a_loop_that_is_left_gives_back_what_it_had_not_used(
+    worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(12)
+    loader = TicketLoader(dataset())
+    with pytest.raises(ZeroDivisionError):
+        for number, batch in enumerate(loader):
+            steps = steps_of(batch)
+            del batch
+            if number == 1:
+                raise ZeroDivisionError
+    assert (queue.depth().done, queue.depth().claimed, queue.depth().ready) == (4, 0, 8)
+    assert steps_of(next(iter(loader))) == steps
+
+
+def test_what_was_consumed_before_a_break_is_not_given_back(
+    worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(12)
+    loader = TicketLoader(dataset())
+    for _ in loader:
+        loader.consume()
+        loader.consume()
+        break
+    assert (queue.depth().done, queue.depth().claimed, queue.depth().ready) == (4, 0, 8)
+
+
+def test_the_version_that_is_trained_bounds_the_age(worker: Worker, dataset: Callable[..., TicketDataset]) -> None:
+    worker.play(8)
+    loader = TicketLoader(dataset(max_policy_age=1))
+    loader.set_policy_version(8)
+    assert [steps_of(batch) for batch in loader] == [[7, 8]]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"batch_size": 4}, "batch_size: the TicketDataset makes the batches"),
+        ({"persistent_workers": True, "num_workers": 1}, "persistent_workers=True"),
+    ],
+)
+def test_what_a_loader_cannot_do_is_refused(
+    options: dict[str, Any], why: str, dataset: Callable[..., TicketDataset]
+) -> None:
+    with pytest.raises(UsageError, match=why):
+        TicketLoader(dataset(), **options)
+
+
+def test_a_queue_object_cannot_go_to_a_spawned_worker(dataset: Callable[..., TicketDataset]) -> None:
+    with pytest.raises(UsageError, match="give its URL, not a SQLiteQueue"):
+        next(iter(TicketLoader(dataset(), num_workers=1, multiprocessing_context="spawn")))
+
+
+# --- batches in place -----------------------------------------------------------------------------------
+def test_a_packed_batch_is_a_dict_of_tensors(worker: Worker, dataset: Callable[..., TicketDataset]) -> None:
+    worker.play(6)
+    first, second = TicketLoader(dataset(layout="packed"))
+    assert {name: each.tolist() for name, each in first.items()} == {
+        "tokens": [0, 0, 1, 0, 1, 2, 0, 1, 2, 3],
+        "tokens.lengths": [1, 2, 3, 4],
+        "tokens.cu_seqlens": [0, 1, 3, 6, 10],
+        "step": [1, 2, 3, 4],
+    }
+    assert (first["tokens"].dtype, first["tokens.cu_seqlens"].dtype) == (torch.int32, torch.int32)
+    assert second["tokens.cu_seqlens"].tolist() == [0, 5, 11]
+    first["tokens"] += 1  # the memory is the batch's own
+    eventually(lambda: free(worker.ring), "every slot is free again")
+
+
+def test_a_padded_batch_has_the_fill_value_and_collate_gets_the_metadata(
+    worker: Worker, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(2)
+    made = dataset(layout="padded", shape={"fill": -1, "pad_to": 3}, collate=lambda batch, metadata: (batch, metadata))
+    [(batch, metadata)] = TicketLoader(made)
+    assert batch["tokens"].tolist() == [[0, -1, -1], [0, 1, -1]]
+    assert batch.keys() == {"tokens", "tokens.lengths", "step"}
+    assert [each["step"] for each in metadata] == [1, 2]
+
+
+def test_every_dtype_that_torch_has_is_in_a_batch_bit_by_bit() -> None:
+    names = [name for name in DTYPES if hasattr(torch, name)]
+    schema = Schema.of(**{name: (name, UpTo(16)) for name in names}, scalar=("bool",))
+    written = {name: np.arange(7).astype(DTYPES[name]) for name in names} | {"scalar": np.bool_(True)}
+    with serving(schema) as (ring, _):
+        ring.write_many([written, written])
+        with ring.claim_batch(2, layout="packed") as batch:
+            found = batch.torch()
+        for name in names:
+            assert found[name].dtype == getattr(torch, name)
+            assert found[name].data_ptr() == batch[name].__array_interface__["data"][0]
+            assert bytes(found[name].view(torch.uint8).numpy()) == written[name].tobytes() * 2
+        assert found["scalar"].tolist() == [True, True]
+
+
+def test_a_batch_is_written_into_the_callers_tensor() -> None:
+    schema = Schema.of(tokens=("int32", UpTo(8)))
+    with serving(schema) as (ring, _):
+        ring.write_many([{"tokens": np.arange(n, dtype=np.int32)} for n in (2, 3)])
+        out = torch.full((10,), 9, dtype=torch.int32)
+        with ring.claim_batch(2, layout="packed", out={"tokens": out}) as batch:
+            assert out.tolist() == [0, 1, 0, 1, 2, 9, 9, 9, 9, 9]
+            assert batch.torch()["tokens"].data_ptr() == out.data_ptr()
+
+
+def test_a_batch_that_cannot_be_made_gives_its_payloads_back(
+    worker: Worker, queue: SQLiteQueue, dataset: Callable[..., TicketDataset]
+) -> None:
+    worker.play(4)
+    with pytest.raises(BatchTooLargeError, match="more than the 3 that the batch is padded to"):
+        next(iter(TicketLoader(dataset(layout="padded", shape={"pad_to": 3}))))
+    assert (queue.depth().done, queue.depth().claimed, queue.depth().ready) == (0, 0, 4)
+    with pytest.raises(UsageError, match="leave ClientOptions"):
+        dataset(layout="packed", client=ClientOptions(device="torch"))
+    with pytest.raises(UsageError, match="overwritten by the next batch"):
+        dataset(layout="packed", shape={"out": {}})
+
+
+def test_payloads_of_two_schemas_make_no_batch_and_both_are_named(queue: SQLiteQueue) -> None:
+    with serving(None, slots=4, slot_bytes=4096) as (ring, _):
+        for payload in ({"x": np.zeros(3, np.int8)}, {"y": np.zeros(3, np.int8)}):
+            queue.publish(queued(ring.write(payload)))
+        dataset = TicketDataset(queue, batch_size=2, layout="packed", fill_s=0.0, idle_s=0.0, wire={"mapped"})
+        with pytest.raises(SchemaError, match="for several schemas use collate= with the layout list"):
+            next(iter(dataset))
+        assert queue.depth().ready == 2
+
+
+# --- in worker processes --------------------------------------------------------------------------------
+@pytest.fixture
+def served(queue: SQLiteQueue) -> Iterator[Worker]:
+    worker = Worker()
+    worker.setup_ucxx(SCHEMA, slots=32, queue=queue, mode="thread")
+    worker.play(32)
+    yield worker
+    worker.cleanup_ucxx()
+
+
+def loop(method: str, folder: Path, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, torch_loop.__file__, method, str(folder), *more],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_worker_processes_fetch_acknowledge_and_give_back(method: str, served: Worker, tmp_path: Path) -> None:
+    with loop(method, tmp_path) as trainer:
+        output, errors = trainer.communicate()
+    assert trainer.returncode == 0, errors
+    found = json.loads(output)
+    assert found["after break"] == [8, 0, 24]  # the batch that was consumed, and the one before it
+    trained = found["steps"] + found["kept"]  # without the first batch
+    assert len(trained) == len(set(trained)) == 28
+    assert found["after all"] == [32, 0]
+    eventually(lambda: free(served.ring), "every slot is free again")
+    if method == "fork":
+        assert "UsageError" in found["plain"] and "use it instead of DataLoader" in found["plain"]
+        assert "only the trainer process reads into its device memory" in found["device"]
+        assert 'multiprocessing_context="spawn"' in found["inherited"]
+
+
+@pytest.mark.slow
+def test_workers_of_a_killed_trainer_give_back_what_it_had(served: Worker, queue: SQLiteQueue, tmp_path: Path) -> None:
+    with loop("fork", tmp_path, "wait") as trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "waiting\n"
+        trainer.kill()
+    eventually(lambda: queue.depth().claimed == 0, "the workers have noticed")
+    assert (queue.depth().done, queue.depth().ready) == (4, 28)

@@ -1,0 +1,332 @@
+"""The storage backend for TransferQueue: its manager with real rings, without a controller. test_run.py
+has the whole of TransferQueue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from transport.errors import ConfigurationError, PayloadLostError, RingFullError, TicketError
+
+pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue")
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+from transfer_queue.metadata import BatchMeta, extract_field_schema
+
+from transport.adapters.transferqueue import Loader, PayloadTransportStorageManager, options_of, provide
+from transport.adapters.transferqueue.manager import _rings
+from transport.adapters.transferqueue.packing import Place, Unpacked, pack
+
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+
+PUTTER = Path(__file__).resolve().parents[2] / "support" / "transferqueue_putter.py"
+
+
+class Alone(PayloadTransportStorageManager):
+    """A manager that has no controller: what it would tell it is kept."""
+
+    def _connect_to_controller(self) -> None:
+        self.told: list[Any] = []
+
+    async def notify_data_update(self, *told: Any) -> None:
+        self.told.append(told)
+
+
+@contextlib.contextmanager
+def manager(**options: Any) -> Iterator[Alone]:
+    made = Alone(SimpleNamespace(id="none", ip="127.0.0.1"), {"serve": False, "ring_bytes": 1 << 20, **options})
+    try:
+        yield made
+    finally:
+        for rings in _rings.values():
+            for served in rings._rings:
+                served.close()
+        _rings.clear()
+        made.close()
+
+
+def meta_of(data: TensorDict, indexes: list[int] | None = None) -> BatchMeta:
+    indexes = indexes or list(range(data.batch_size[0]))
+    return BatchMeta(
+        global_indexes=indexes,
+        partition_ids=["train"] * len(indexes),
+        field_schema=extract_field_schema(data),
+        production_status=np.ones(len(indexes), dtype=np.int8),
+    )
+
+
+def put(to: Alone, data: TensorDict) -> BatchMeta:
+    meta = meta_of(data)
+    asyncio.run(to.put_data(data, meta))
+    return meta
+
+
+def get(of: Alone, meta: BatchMeta) -> TensorDict:
+    return asyncio.run(of.get_data(meta))
+
+
+def clear(of: Alone, meta: BatchMeta) -> None:
+    asyncio.run(of.clear_data(meta))
+
+
+def slots() -> tuple[int, int]:
+    """Of all rings of this process: those in use, and how many there are."""
+    counts = [served.ring.native.state_counts() for rings in _rings.values() for served in rings._rings]
+    return sum(sum(each[1:]) for each in counts), sum(map(sum, counts))
+
+
+def rows(field: Any) -> list[Any]:
+    return list(field.unbind()) if isinstance(field, torch.Tensor) else list(field)
+
+
+def strided(tensors: list[torch.Tensor]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is a prototype
+        return torch.nested.nested_tensor(tensors, layout=torch.strided)
+
+
+MIXED = {
+    "float": torch.arange(35, dtype=torch.float32).reshape(7, 5),
+    "half": torch.arange(35, dtype=torch.bfloat16).reshape(7, 5),
+    "bool": torch.arange(14).reshape(7, 2) % 2 == 0,
+    "deep": torch.arange(7 * 24, dtype=torch.int16).reshape(7, 2, 3, 4),
+    "transposed": torch.arange(21).reshape(3, 7).T,
+    "scalar": torch.arange(7),
+    "jagged": torch.nested.as_nested_tensor([torch.arange(n) for n in (3, 1, 4, 0, 5, 9, 2)], layout=torch.jagged),
+    "strided": strided([torch.ones(n, 2 + n) for n in range(1, 8)]),
+    "text": NonTensorStack(*"abcdefg"),
+    "objects": NonTensorStack(*[{"n": n, "pair": (n, {n})} for n in range(7)]),
+    "numbers": NonTensorStack(*[2**n for n in (1, 62, 63, 64, 100, 0, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_was_put_is_got(name: str) -> None:
+    data = TensorDict({name: MIXED[name]}, batch_size=7)
+    with manager(samples=3) as both:
+        got = get(both, put(both, data))[name]
+        for found, expected in zip(rows(got), rows(data[name]), strict=True):
+            if isinstance(expected, torch.Tensor):
+                assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+                assert torch.equal(found, expected)
+            else:
+                assert (type(found), found) == (type(expected), expected)
+
+
+def test_many_values_share_a_slot_and_their_place_is_short() -> None:
+    data = TensorDict({f"field{n}": torch.ones(64, 4) for n in range(10)}, batch_size=64)
+    with manager() as both:
+        put(both, data)
+        assert slots()[0] == 4  # 640 values
+        told = both.told[0][3]
+        assert {len(place) for known in told.values() for place in known.values()} == {61}
+        assert len(pickle.dumps(told)) < 64 * 10 * 16
+
+
+def test_any_samples_and_fields_are_got_in_any_order_any_number_of_times() -> None:
+    data = TensorDict({name: MIXED[name] for name in ("float", "jagged", "text")}, batch_size=7)
+    with manager(samples=3) as both:
+        meta = put(both, data)
+        for chosen in ([6, 0, 3], [5], [1, 2, 3, 4], [0, 0]):
+            for names in (["float"], ["jagged", "text"]):
+                some = meta.select_samples(chosen).select_fields(names)
+                got = get(both, some)
+                for name in names:
+                    found, expected = rows(got[name]), [rows(data[name])[at] for at in chosen]
+                    assert all(map(torch.equal, found, expected)) if name != "text" else found == expected
+
+
+def test_what_was_got_is_the_callers_own() -> None:
+    data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
+    with manager() as both:
+        meta = put(both, data)
+        get(both, meta)["a"].values().zero_()
+        assert get(both, meta)["a"].values().sum() == 32
+
+
+def test_a_slot_is_freed_by_the_clear_of_its_last_sample_in_whichever_process() -> None:
+    data = TensorDict({"a": torch.ones(6, 8), "b": torch.ones(6, 2)}, batch_size=6)
+    with manager(samples=3) as both:
+        meta = put(both, data)
+        other = Alone(SimpleNamespace(id="none", ip="127.0.0.1"), {"serve": False})
+        try:
+            clear(both, meta.select_samples([0, 4]))
+            clear(other, meta.select_samples([1]))
+            clear(other, meta.select_samples([1]))  # twice is once
+            assert slots()[0] == 2
+            assert torch.equal(get(both, meta.select_samples([2]))["a"].values(), torch.ones(8))
+            clear(other, meta.select_samples([2]))
+            assert slots()[0] == 1
+            clear(both, meta)
+            assert slots()[0] == 0
+        finally:
+            other.close()
+
+
+def test_a_cleared_sample_is_an_error_that_names_it() -> None:
+    with manager() as both:
+        meta = put(both, TensorDict({"a": torch.ones(4, 8)}, batch_size=4))
+        clear(both, meta)
+        with pytest.raises(PayloadLostError, match=r"samples 0, 1, 2, 3: their values were cleared, or put again"):
+            get(both, meta)
+
+
+def test_a_value_that_is_put_again_frees_the_old_one() -> None:
+    with manager() as both:
+        meta = put(both, TensorDict({"a": torch.zeros(4, 8), "b": torch.zeros(4, 8)}, batch_size=4))
+        asyncio.run(both.put_data(TensorDict({"a": torch.ones(4, 8)}, batch_size=4), meta))
+        assert slots()[0] == 2  # b is in the old slot
+        assert get(both, meta.select_fields(["a"]))["a"].values().sum() == 32
+        asyncio.run(both.put_data(TensorDict({"b": torch.ones(4, 8)}, batch_size=4), meta))
+        assert slots()[0] == 2
+        assert get(both, meta.select_fields(["b"]))["b"].values().sum() == 32
+
+
+def test_rings_grow_by_need_and_empty_ones_make_room() -> None:
+    with manager(most_bytes=4 << 20) as both:
+        small = put(both, TensorDict({"a": torch.ones(16, 64)}, batch_size=16))
+        large = put(both, TensorDict({"a": torch.ones(1, 400_000)}, batch_size=1))
+        with pytest.raises(RingFullError, match=r"most_bytes=4194304 has no room for more; clear samples"):
+            put(both, TensorDict({"a": torch.ones(1, 800_000)}, batch_size=1))
+        assert get(both, large)["a"].values().sum() == 400_000
+        clear(both, small)
+        clear(both, large)
+        again = put(both, TensorDict({"a": torch.ones(1, 800_000)}, batch_size=1))
+        assert get(both, again)["a"].values().sum() == 800_000
+
+
+def test_a_put_that_fails_leaves_nothing_in_the_rings() -> None:
+    with manager(most_bytes=1 << 20, ring_bytes=1 << 18) as both:
+        with pytest.raises(RingFullError):
+            put(both, TensorDict({"a": torch.ones(64, 8192)}, batch_size=64))
+        assert slots()[0] == 0
+        assert both.told == []
+
+
+def test_data_parser_is_called_before_the_put() -> None:
+    def parse(batch: dict[str, Any]) -> None:
+        batch["a"] = [each * 2 for each in batch["a"]]
+
+    data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
+    with manager() as both:
+        meta = meta_of(data)
+        asyncio.run(both.put_data(data, meta, parse))
+        assert get(both, meta)["a"].values().sum() == 64
+
+
+def test_nothing_is_put_for_an_empty_batch_and_a_wrong_size_is_refused() -> None:
+    data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
+    with manager() as both:
+        with pytest.raises(ValueError, match="4 samples of data, 3 in the metadata"):
+            asyncio.run(both.put_data(data, meta_of(data).select_samples([0, 1, 2])))
+        assert both.told == []
+
+
+def test_a_value_of_another_backend_is_refused_with_what_it_is() -> None:
+    with manager() as both:
+        meta = put(both, TensorDict({"a": torch.ones(4, 8)}, batch_size=4))
+        meta._custom_backend_meta[2]["a"] = {"key": "of another"}
+        with pytest.raises(TicketError, match=r"put through another backend"):
+            get(both, meta)
+        del meta._custom_backend_meta[2]["a"]
+        with pytest.raises(PayloadLostError, match="sample 2 has no value of field 'a'"):
+            get(both, meta)
+
+
+@pytest.mark.ucx
+@pytest.mark.slow
+def test_a_killed_putters_values_stay_readable_and_a_dead_hosts_are_said_to_be_lost() -> None:
+    """With linger_s its listeners outlive the process; then they are killed, as the host's end does."""
+    with subprocess.Popen([sys.executable, str(PUTTER)], stdout=subprocess.PIPE, start_new_session=True) as putter:
+        assert putter.stdout is not None
+        meta, listeners = pickle.loads(bytes.fromhex(putter.stdout.readline().decode()))
+        os.kill(putter.pid, signal.SIGKILL)
+        putter.wait()
+    with manager(serve=True, timeout_s=5.0) as reader:
+        try:
+            place = Place.decode(meta._custom_backend_meta[0]["a"])
+            elsewhere = Place(**{**{f: getattr(place, f) for f in place.__struct_fields__}, "segment": bytes(8)})
+            for known in meta._custom_backend_meta:
+                known["b"] = known["a"]
+            assert get(reader, meta.select_fields(["a"]))["a"].values().sum() == 4 * 8
+            for row, known in enumerate(meta._custom_backend_meta):  # as another host sees it
+                known["a"] = Place(
+                    **{**{f: getattr(elsewhere, f) for f in elsewhere.__struct_fields__}, "row": row}
+                ).encode()
+        finally:
+            for pid in listeners:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    with (
+        manager(serve=True, timeout_s=5.0) as reader,
+        pytest.raises(PayloadLostError, match=r"samples 0, 1, 2, 3: the process that put them does not answer at "),
+    ):
+        get(reader, meta.select_fields(["a"]))
+    Path("/dev/shm" + place.ticket().segment).unlink()  # goes with a host
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"ring_bites": 1}, "ring_bites.*there are ring_bytes"),
+        ({"samples": 17}, "samples=17 must be 1 to 16"),
+        ({"timeout_s": "soon"}, "timeout_s"),
+    ],
+)
+def test_a_wrong_option_is_an_error_that_names_it(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        options_of(OmegaConf.create(config))
+
+
+def test_the_provider_puts_into_the_configuration_what_makes_other_processes_import_it() -> None:
+    conf = OmegaConf.create({"backend": {"storage_backend": "PayloadTransport"}}, flags={"allow_objects": True})
+    assert provide(conf)
+    script = (
+        "import pickle, sys; conf = pickle.load(sys.stdin.buffer); "
+        "from transfer_queue.storage.managers.base import StorageManagerFactory as factory; "
+        "assert 'PayloadTransport' in factory._registry"
+    )
+    subprocess.run([sys.executable, "-c", script], input=pickle.dumps(conf), check=True, timeout=100)
+    assert isinstance(conf.backend.PayloadTransport.loader, Loader)
+
+
+@pytest.mark.parametrize("before", ["", "import transfer_queue; "])
+def test_the_plugin_registers_it_when_transferqueue_is_imported_and_imports_nothing_itself(before: str) -> None:
+    script = before + (
+        "import sys; import transport.adapters.transferqueue_plugin; "
+        f"assert {bool(before)} or not {{'torch', 'ray', 'transfer_queue', 'numpy'}} & set(sys.modules); "
+        "import transfer_queue; "
+        "from transfer_queue.storage.managers.base import StorageManagerFactory as factory; "
+        "assert 'PayloadTransport' in factory._registry"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+
+
+def test_verl_loads_the_plugin_by_its_entry_point() -> None:
+    from importlib.metadata import entry_points
+
+    (found,) = [each for each in entry_points(group="verl.plugins") if each.name == "payload_transport"]
+    assert found.load().FRAMEWORK == "transfer_queue"
+
+
+def test_a_slots_index_gives_each_row_its_own_bytes() -> None:
+    packed = pack(["a", "b"], [torch.arange(12).reshape(6, 2), [torch.arange(n) for n in range(6)]], 2, 3)
+    memory = bytearray(packed.size)
+    packed.into(memoryview(memory))
+    slot = Unpacked(memory)
+    assert [slot.tensor(slot.columns["a"], row).tolist() for row in range(3)] == [[4, 5], [6, 7], [8, 9]]
+    assert [slot.tensor(slot.columns["b"], row).tolist() for row in range(3)] == [[0, 1], [0, 1, 2], [0, 1, 2, 3]]

@@ -1,0 +1,48 @@
+"""The backend within the whole of TransferQueue: Ray, its controller, and clients in several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue")
+
+pytestmark = [pytest.mark.adapters("transferqueue"), pytest.mark.slow, pytest.mark.ucx, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[3]
+SUPPORT = ROOT / "tests" / "support"
+SOURCES = Path(os.environ.get("TRANSFERQUEUE_SOURCES", ROOT / "build" / "TransferQueue"))
+ENVIRONMENT = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}  # a Ray of their own
+
+
+def test_batches_go_from_process_to_process_and_only_the_first_imports_the_backend() -> None:
+    script = SUPPORT / "transferqueue_run.py"
+    done = subprocess.run([sys.executable, str(script)], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["sums"] == [[120.0, 16.0, "aabb"], [120.0, 16.0, "aabb"]]
+    assert found["put elsewhere"] == 4 * 8
+    assert found["after clear"].startswith("ValueError")
+    assert found["in use"] == 0
+    assert found["put again"] == 1
+    assert found["putter killed"] == 4 * 8  # its listeners outlive it
+
+
+@pytest.mark.skipif(
+    not SOURCES.joinpath("tests", "e2e").is_dir(),
+    reason="TransferQueue's own tests are not here: make transferqueue-sources, or TRANSFERQUEUE_SOURCES=(a checkout)",
+)
+@pytest.mark.parametrize("name", ["test_e2e_lifecycle_consistency.py", "test_kv_interface_e2e.py"])
+def test_transferqueues_own_tests_of_backends_pass(name: str) -> None:
+    """Those that it runs over each of its backends, by TQ_TEST_BACKEND."""
+    environment = {**ENVIRONMENT, "TQ_TEST_BACKEND": "PayloadTransport", "PYTHONPATH": str(SUPPORT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "transferqueue_upstream"]
+    command += ["-c", os.devnull, "--rootdir", str(SOURCES), str(SOURCES / "tests" / "e2e" / name)]
+    done = subprocess.run(command, env=environment, cwd=SOURCES, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert " passed" in done.stdout

@@ -1,0 +1,268 @@
+"""cosmos-rl's transport "ucxx" is this one: `replace_ucxx`, from `transport.adapters.cosmos_rl`.
+
+cosmos-rl's functions that choose by the name "ucxx" do not ask its registry: `PayloadContext.create` makes a
+`UCXXPayloadProducer`, `make_transport_strategy` and `compose_ucxx_transport` make a `UCXXTransportStrategy`. They look
+up these classes when they are called, so that `replace_ucxx` puts its own in their place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import msgspec
+from cosmos_rl.utils.payload_transport.registry import PayloadTransportRegistry
+from cosmos_rl.utils.payload_transport.ucxx import producer as upstream_producer
+from cosmos_rl.utils.payload_transport.ucxx import strategy as upstream_strategy
+from cosmos_rl.utils.payload_transport.ucxx.transport import UCXXPayloadTransport
+from cosmos_rl.utils.trajectory import build_trajectory_schema
+
+from transport.adapters.cosmos_rl.controller import Discarding
+from transport.adapters.cosmos_rl.policy import PREFIX, TicketStrategy
+from transport.adapters.cosmos_rl.rollout import TicketProducer, ring_schema
+from transport.config import configuration
+from transport.errors import ConfigurationError, RingFullError, SchemaError, UsageError
+from transport.packer.options import RingOptions, ServerOptions
+from transport.ring.overflow import Overflow
+from transport.runtime.arguments import seconds
+from transport.schema import Schema
+from transport.ticket import Ticket
+
+NAME: Final = "ucxx"
+
+# Of a schema within each ticket, which has room for 2048 bytes. cosmos-rl's trajectories take about 200.
+_MOST_SCHEMA_BYTES: Final = 1200
+_SLOTS: Final = 1000  # what cosmos-rl takes where a job gives no UCXXBufferConfig
+
+
+class Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """What `replace_ucxx` was given, for the objects that cosmos-rl makes itself."""
+
+    schemas: tuple[Schema, ...] = ()
+    overflow: Overflow = "block"
+    timeout_s: float | None = 300.0
+    rollout: Mapping[str, Any] = {}
+    policy: Mapping[str, Any] = {}
+
+
+def replace(choices: Choices) -> UCXXReplacement:
+    """Put the classes below in the place of cosmos-rl's. A second call replaces the choices of the first."""
+    UCXXProducer.choices = UCXXStrategy.choices = choices
+    upstream_producer.UCXXPayloadProducer = UCXXProducer
+    upstream_strategy.UCXXTransportStrategy = UCXXStrategy
+    transport = UCXXReplacement(choices)
+    PayloadTransportRegistry.register(transport)
+    return transport
+
+
+class UCXXProducer:
+    """Has the place of cosmos-rl's `UCXXPayloadProducer`: made without arguments, then set up by its own."""
+
+    choices: ClassVar[Choices] = Choices()
+
+    def __init__(self) -> None:
+        self._within: _DescribingProducer | None = None
+
+    def setup(
+        self,
+        replica_id: str,
+        max_steps: int,
+        obs_dim: int,
+        action_dim: int,
+        port: int = 0,
+        config: Any = None,
+        schema: Sequence[Any] | None = None,
+    ) -> None:
+        """Create the ring and serve it.
+
+        Args:
+            replica_id: for cosmos-rl's logs; the ring has a name of its own.
+            max_steps, obs_dim, action_dim: of the schema, if none is given.
+            port: of the listener; 0 is any free one.
+            config: a UCXXBufferConfig, of which ``max_entries`` is used.
+            schema: cosmos-rl's TensorSpecs.
+
+        Raises:
+            UsageError: it was set up before and not closed.
+            SchemaError: the schema is too large for the tickets, and `replace_ucxx` was not given it.
+        """
+        if self._within is not None:
+            raise UsageError(f"replica {replica_id}: this producer is set up already; close it first")
+        if schema is None:
+            schema = build_trajectory_schema({"max_steps": max_steps, "obs_dim": obs_dim, "action_dim": action_dim})
+        choices = self.choices
+        options: dict[str, Any] = {
+            "slots": _SLOTS if config is None else config.max_entries,
+            "ring": RingOptions(overflow=choices.overflow),
+            "server": ServerOptions(ports=(port,)),
+            **choices.rollout,
+        }
+        self._within = _DescribingProducer(schema, choices, options)
+
+    @property
+    def default_layout(self) -> Any:
+        """The layout of `setup`."""
+        return self._ready.default_layout
+
+    @property
+    def ring(self) -> Any:
+        """The ring that `setup` made."""
+        return self._ready.ring
+
+    @property
+    def _ready(self) -> _DescribingProducer:
+        if self._within is None:
+            raise UsageError("this payload producer is closed, or was not set up")
+        return self._within
+
+    def register_layout(self, layout: Any) -> None:
+        """ValueError for another layout than that of `setup`."""
+        self._ready.register_layout(layout)
+
+    def publish(
+        self, trajectory: Mapping[str, Any], *, layout: Any = None, copy_policy: str = "batched"
+    ) -> dict[str, Any]:
+        """Write one trajectory. Unlike cosmos-rl's, it raises what went wrong, and never returns None."""
+        return self._ready.publish(trajectory, layout=layout, copy_policy=copy_policy)
+
+    def acquire(self, *, layout: Any = None) -> Any:
+        """The slot's own memory, as `TicketProducer.acquire`."""
+        return self._ready.acquire(layout=layout)
+
+    def publish_storage(self, payload: Any, *, ready_event: Any = None) -> dict[str, Any]:
+        """Publish a payload from `acquire`, after ``ready_event``."""
+        return self._ready.publish_storage(payload, ready_event=ready_event)
+
+    def metrics(self) -> dict[str, int]:
+        """Counters of the ring, by the names that cosmos-rl logs; none after `close`."""
+        return {} if self._within is None else self._within.metrics()
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop serving, after waiting at most ``timeout`` seconds for unread payloads. Idempotent."""
+        within, self._within = self._within, None
+        if within is not None:
+            within.close(timeout)
+
+
+class _DescribingProducer(TicketProducer):
+    """Its references look like cosmos-rl's, and its tickets bring the schema, since the job gives the policy none."""
+
+    def __init__(self, specs: Sequence[Any], choices: Choices, options: Mapping[str, Any]) -> None:
+        schema = ring_schema(specs)
+        known = schema.fingerprint in (each.fingerprint for each in choices.schemas)
+        if not known and len(schema.encode()) > _MOST_SCHEMA_BYTES:
+            raise SchemaError(
+                f"the schema of {len(specs)} tensors does not fit into tickets "
+                f"({len(schema.encode())} bytes, at most {_MOST_SCHEMA_BYTES}): give it to replace_ucxx(schema)"
+            )
+        self._inline = None if known else schema
+        self._waits_s = choices.timeout_s
+        super().__init__(specs, choices.timeout_s, options)
+
+    def publish(
+        self, trajectory: Mapping[str, Any], *, layout: Any = None, copy_policy: str = "batched"
+    ) -> dict[str, Any]:
+        try:
+            return super().publish(trajectory, layout=layout, copy_policy=copy_policy)
+        except RingFullError as error:
+            raise self._full() from error
+
+    def acquire(self, *, layout: Any = None) -> Any:
+        try:
+            return super().acquire(layout=layout)
+        except RingFullError as error:
+            raise self._full() from error
+
+    def _full(self) -> RingFullError:
+        waited = "" if self._waits_s is None else f" for {self._waits_s:g} s"
+        return RingFullError(
+            f"all {self.ring.slot_count} slots of the ring have been full{waited}: raise max_entries, or, to lose "
+            'unread payloads as cosmos-rl\'s own transport does, call replace_ucxx(overflow="overwrite")'
+        )
+
+    def _reference(self, ticket: Ticket, rewards: Any, length: int) -> dict[str, Any]:
+        if self._inline is not None:
+            ticket = msgspec.structs.replace(ticket, schema=self._inline)
+        return {"_ucxx": True, "_ucxx_enabled": True, **super()._reference(ticket, rewards, length)}
+
+
+class UCXXStrategy(TicketStrategy):
+    """Has the place of cosmos-rl's `UCXXTransportStrategy`."""
+
+    choices: ClassVar[Choices] = Choices()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read_timeout = 30.0
+
+    @property
+    def read_timeout(self) -> float:
+        """Seconds for one attempt to read, beside what a large payload adds. cosmos-rl reads it when it closes."""
+        return self._read_timeout
+
+    @property
+    def _client(self) -> Any:  # for cosmos-rl's `_ucxx_dp_client`
+        return None if self._ucxx is None else self._ucxx.client
+
+    def setup(self, *, device: Any = None, max_attempts: int = 2, read_timeout: float = 30.0, **options: Any) -> None:
+        """Start the client.
+
+        Args:
+            device: a CUDA device has payloads put into its memory.
+            max_attempts: fresh calls for each payload, [custom] ucxx_read_max_attempts.
+            read_timeout: seconds for each attempt, [custom] ucxx_read_timeout.
+            options: of `TicketStrategy.setup`.
+
+        Raises:
+            ConfigurationError: ``read_timeout`` is no positive number of seconds. And as `setup_ucxx_packer`.
+        """
+        if not (math.isfinite(read_timeout) and read_timeout > 0):
+            raise ConfigurationError(f"[custom] ucxx_read_timeout = {read_timeout}: give a number of seconds above 0")
+        given = {"schemas": self.choices.schemas, **self.choices.policy, **options}
+        settings = given.pop("settings", None) or configuration().settings
+        self._read_timeout = float(read_timeout)
+        settings = msgspec.structs.replace(
+            settings,
+            read_timeout_s=self._read_timeout,
+            calls_per_ticket=max(1, int(max_attempts)),
+            batch_deadline_s=max(settings.batch_deadline_s, 2 * self._read_timeout),
+        ).validate()
+        super().setup(device=device, settings=settings, **given)
+
+
+class UCXXReplacement(UCXXPayloadTransport):  # type: ignore[misc]  # cosmos-rl is not there when types are checked
+    """cosmos-rl's "ucxx" with references that the controller recognises, so that discarded payloads are freed.
+
+    It attaches packers as cosmos-rl does, with [custom] ucxx_prefetch_timeout, ucxx_read_max_attempts and
+    ucxx_read_timeout, and by way of `compose_ucxx_transport` gives them a `UCXXStrategy`.
+    """
+
+    completion_prefix = PREFIX
+
+    def __init__(self, choices: Choices) -> None:
+        self.discarding = Discarding(choices.policy)
+
+    def publish_cleanup_for_discarded(self, *, transfer_ids: list[str], config: Any, redis_client: Any) -> int:
+        """Free the payloads of rollouts that the controller drops; returns how many were still there."""
+        return self.discarding.free(transfer_ids)
+
+
+def checked(
+    schemas: Sequence[Any],
+    overflow: Overflow,
+    timeout_s: float | None,
+    rollout: Mapping[str, Any] | None,
+    policy: Mapping[str, Any] | None,
+) -> Choices:
+    """The arguments of `replace_ucxx`. UsageError if one is wrong."""
+    if overflow not in ("block", "error", "overwrite"):
+        raise UsageError(f"overflow={overflow!r}: choose 'block', 'error' or 'overwrite'")
+    seconds(timeout_s, "timeout_s", none=True)
+    return Choices(
+        schemas=tuple(ring_schema(each) for each in schemas),
+        overflow=overflow,
+        timeout_s=timeout_s,
+        rollout=dict(rollout or {}),
+        policy=dict(policy or {}),
+    )

@@ -1,0 +1,312 @@
+"""Tickets in a torch training loop: batches of tensors, in the trainer's process or fetched by worker processes.
+
+    dataset = TicketDataset("sqlite:///run/tickets.sqlite3", batch_size=64, schemas=[schema], collate=pad)
+    for batch in TicketLoader(dataset, num_workers=2):
+        ...                    # asking for the next batch acknowledges this one
+
+A batch is acknowledged when the loop asks for the next one. If the loop ends early, its last batch is given back to the
+queue, unless `consume` was called. The claims of a killed trainer return to the queue when their leases end: a batch
+that it trained on without asking for the next one is trained on again, from the checkpoint it restarts with.
+
+    trainer                                    worker process (num_workers > 0): a client of its own
+    TicketLoader ◄──── batches, copied ─────── TicketDataset ──► claims, fetches, acknowledges
+                 ─────── used, version, stop ──►
+
+With ``layout="packed"`` or ``"padded"`` a batch is a dict of tensors (in_place.py), each payload copied once, without
+Python code for a payload.
+
+Use worker processes where `collate` takes much time. Without them nothing is copied, and the next batch is prefetched
+as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from transport.adapters.torch.in_place import tensor_batch
+from transport.adapters.torch.tensors import tensors
+from transport.errors import UsageError
+from transport.packer.mixin import FetchedBatch
+from transport.packer.options import ClientOptions
+from transport.packer.stream import BatchStream
+from transport.queue.base import TicketQueue
+from transport.queue.open import open_queue
+from transport.ring.batch_shape import BatchLayout, Shape
+from transport.ticket import Metadata
+from transport.wire import ucx
+
+# tensors.py has said what to do where torch is missing
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # isort: skip
+
+_PARENT_S: Final = 1.0  # how often a waiting worker checks that its trainer is alive
+
+
+class Sample(NamedTuple):
+    """One payload: its tensors by name, and the writer's small values."""
+
+    tensors: dict[str, Any]
+    metadata: Metadata
+
+
+class _Delivery(NamedTuple):
+    """A batch from a worker process, with the worker's number and its token there."""
+
+    worker: int
+    token: str
+    data: Any
+
+
+class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not there when types are checked
+    """Batches for the tickets of a queue. Iterate over it, or give it to a `TicketLoader`.
+
+    Args:
+        queue: URL for `open_queue`, which every process opens itself; or a queue, but not for spawned workers.
+        batch_size: payloads of a batch, at most; failed payloads are left out and reported to the queue.
+        collate: makes a batch from a list of `Sample`; None: the list itself. With a padded or packed ``layout`` it is
+            given the dict of tensors and the list of the payloads' metadata; None: the dict. Runs in the worker
+            process, if any.
+        layout: "list"; or "padded" or "packed" for payloads of one schema, as `SharedRingBuffer.claim_batch` has them.
+        shape: with such a layout, its ``fill``, ``pad_to``, ``memory`` and ``most_memory``.
+        fill_s: seconds for which an incomplete batch waits for more tickets.
+        idle_s: the iteration ends after so many seconds without a ticket; None: it waits for ever.
+        options: of `UCXXDataPackerMixin.setup_ucxx_packer`; must be picklable for spawned workers.
+    """
+
+    def __init__(
+        self,
+        queue: str | TicketQueue,
+        *,
+        batch_size: int = 1,
+        collate: Callable[..., Any] | None = None,
+        layout: BatchLayout = "list",
+        shape: Mapping[str, Any] | None = None,
+        fill_s: float = 1.0,
+        idle_s: float | None = None,
+        **options: Any,
+    ) -> None:
+        if batch_size < 1:
+            raise UsageError(f"batch_size={batch_size}: give 1 or more payloads")
+        self.policy_version: int | None = None  # that is trained now, with max_policy_age; see `TicketLoader`
+        self._queue = queue
+        self._batch_size = batch_size
+        self._shape = Shape(layout=layout, **(shape or {}))
+        if self._shape.out is not None:
+            raise UsageError("out= would be overwritten by the next batch; leave it out of the shape")
+        if layout != "list" and options.get("client", ClientOptions()).device is not None:
+            raise UsageError(
+                f"layout={layout!r} reads to the host: leave ClientOptions(device=…) out, and give "
+                'shape={"memory": "torch"} for batches in device memory'
+            )
+        self._collate = collate
+        self._fill_s, self._idle_s = fill_s, idle_s
+        self._options = options
+        self._orders: Sequence[multiprocessing.connection.Connection] = ()  # of the trainer, one for each worker
+        self._in_hand: tuple[BatchStream, FetchedBatch] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a spawned worker."""
+        if not isinstance(self._queue, str):
+            raise UsageError(
+                f"a spawned worker opens the queue itself: give its URL, not a {type(self._queue).__name__}"
+            )
+        return {**self.__dict__, "_in_hand": None}
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches; asking for the next one acknowledges the previous one.
+
+        Raises the errors of queue and packer, and UsageError in a worker process with options that do not work there.
+        """
+        worker = get_worker_info()
+        if worker is None:
+            return self._in_this_process()
+        if ucx.inherited():
+            raise UsageError(
+                "this worker was forked from a process that uses UCX, and would hang: give the loader "
+                'multiprocessing_context="spawn", or close every client and server first'
+            )
+        if self._options.get("client", ClientOptions()).device is not None or self._shape.memory != "host":
+            raise UsageError(
+                "ClientOptions(device=…) and a shape's memory= need num_workers=0: only the trainer process reads into "
+                "its device memory"
+            )
+        if not self._orders:
+            raise UsageError("a TicketDataset with worker processes needs a TicketLoader; use it instead of DataLoader")
+        return _in_a_worker(self, worker.id, self._orders[worker.id])
+
+    def _in_this_process(self) -> Iterator[Any]:
+        with self.stream() as stream:
+            while True:
+                stream.policy_version = self.policy_version
+                batch = stream.next()
+                if batch is None:
+                    return
+                self._in_hand = stream, batch
+                try:
+                    yield self.collated(batch)
+                    self.consume()
+                finally:
+                    self._in_hand = None
+
+    def consume(self) -> None:
+        """Acknowledge the current batch now, before leaving the loop. Idempotent. For iteration in this process."""
+        if self._in_hand is not None:
+            stream, batch = self._in_hand
+            self._in_hand = None
+            stream.used(batch)
+
+    # --- used by both -----------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def stream(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[BatchStream]:
+        """A stream on a queue that this process opens."""
+        with contextlib.ExitStack() as stack:
+            queue = stack.enter_context(open_queue(self._queue)) if isinstance(self._queue, str) else self._queue
+            waits: dict[str, Any] = {"fill_s": self._fill_s, "idle_s": self._idle_s, "stopping": stopping}
+            yield stack.enter_context(BatchStream(queue, self._batch_size, **waits, **self._options))
+
+    def collated(self, batch: FetchedBatch) -> Any:
+        """The batch for the loop. From then on only its tensors keep the payloads' memory."""
+        payloads = batch.payloads
+        data: Any
+        if self._shape.layout == "list":
+            data = [Sample(tensors(payload), payload.metadata) for payload in payloads]
+            data = data if self._collate is None else self._collate(data)
+        else:
+            data = tensor_batch(payloads, self._shape)
+            if self._collate is not None:
+                data = self._collate(data, [payload.metadata for payload in payloads])
+        batch.release()
+        return data
+
+
+# --- in a worker process --------------------------------------------------------------------------------
+class _Trainer:
+    """The trainer's orders to this worker. ``used`` and ``version`` are carried out as they arrive."""
+
+    def __init__(self, orders: multiprocessing.connection.Connection) -> None:
+        self._orders = orders
+        self.stopped = False
+        self.unused: dict[str, FetchedBatch] = {}
+        self.stream: BatchStream | None = None
+
+    def listen(self, timeout_s: float = 0.0) -> bool:
+        """Carry out the waiting orders; True when the trainer has stopped."""
+        parent = multiprocessing.parent_process()
+        try:
+            while not self.stopped and self._orders.poll(timeout_s):
+                self._obey(*self._orders.recv_bytes().decode().split())
+                timeout_s = 0.0
+        except (EOFError, OSError):
+            self.stopped = True
+        self.stopped = self.stopped or (parent is not None and not parent.is_alive())
+        return self.stopped
+
+    def _obey(self, order: str, value: str) -> None:
+        assert self.stream is not None
+        match order:
+            case "used":
+                self.stream.used(self.unused.pop(value))
+            case "version":
+                self.stream.policy_version = int(value)
+            case "stop":
+                self.stopped = True
+
+
+def _in_a_worker(
+    dataset: TicketDataset, number: int, orders: multiprocessing.connection.Connection
+) -> Iterator[_Delivery]:
+    trainer = _Trainer(orders)
+    with dataset.stream(trainer.listen) as stream:
+        stream.policy_version = dataset.policy_version
+        trainer.stream = stream
+        serial = 0
+        try:
+            while (batch := stream.next()) is not None:
+                serial += 1
+                delivery = _Delivery(number, str(serial), dataset.collated(batch))
+                trainer.unused[delivery.token] = batch
+                yield delivery
+                del delivery  # the loader holds its tensors now
+        finally:  # unused batches belong to the trainer until it stops
+            while trainer.unused and not trainer.listen(_PARENT_S):
+                pass
+
+
+class TicketLoader(DataLoader):  # type: ignore[misc]  # torch is not there when types are checked
+    """torch's DataLoader for a `TicketDataset`; it reports used batches to the worker processes.
+
+    Args:
+        dataset: makes the batches, so batch_size, sampler and collate_fn are not accepted here.
+        num_workers: 0: the trainer's own process fetches, and tensors are views of the received memory.
+        options: of torch.utils.data.DataLoader. If this process has a client or a server, workers need
+            ``multiprocessing_context="spawn"``.
+    """
+
+    def __init__(self, dataset: TicketDataset, *, num_workers: int = 0, **options: Any) -> None:
+        own = {"batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last"} & options.keys()
+        if own:
+            raise UsageError(f"{', '.join(sorted(own))}: the TicketDataset makes the batches; leave these options out")
+        if options.get("persistent_workers"):
+            raise UsageError(
+                "persistent_workers=True is not supported: unused payloads are given back when a worker ends"
+            )
+        super().__init__(dataset, num_workers=num_workers, batch_size=None, collate_fn=_as_it_is, **options)
+        self._workers: list[multiprocessing.connection.Connection] = []  # of the iteration under way
+        self._in_hand: _Delivery | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches as `collate` makes them. Asking for the next one acknowledges the last one; one loop at a time."""
+        return self._own() if self.num_workers == 0 else self._from_workers()
+
+    def _own(self) -> Iterator[Any]:
+        yield from super().__iter__()
+
+    def _from_workers(self) -> Iterator[Any]:
+        context = self.multiprocessing_context or multiprocessing
+        pipes = [context.Pipe(duplex=False) for _ in range(self.num_workers)]
+        ours = [sending for _, sending in pipes]
+        self.dataset._orders = [receiving for receiving, _ in pipes]
+        batches = None
+        try:
+            batches = super().__iter__()
+            for receiving, _ in pipes:
+                receiving.close()  # the workers have theirs
+            self._workers = ours
+            for delivery in batches:
+                self._in_hand = delivery
+                yield delivery.data
+                self.consume()
+        finally:
+            self._in_hand, self._workers, self.dataset._orders = None, [], ()
+            for worker in ours:
+                _tell(worker, "stop 0")
+            del batches  # ends the workers, once they have given back what was not used
+            for receiving, sending in pipes:
+                receiving.close()
+                sending.close()
+
+    def consume(self) -> None:
+        """Acknowledge the current batch now; call it before leaving the loop early. Idempotent."""
+        if self.num_workers == 0:
+            self.dataset.consume()
+        elif self._in_hand is not None:
+            delivery, self._in_hand = self._in_hand, None
+            _tell(self._workers[delivery.worker], f"used {delivery.token}")
+
+    def set_policy_version(self, version: int) -> None:
+        """Set the version in training, for ``max_policy_age``: it limits the payloads claimed from now on."""
+        self.dataset.policy_version = version
+        for worker in self._workers:
+            _tell(worker, f"version {version}")
+
+
+def _tell(worker: multiprocessing.connection.Connection, order: str) -> None:
+    with contextlib.suppress(OSError):  # an ended worker has given its claims back, or their leases end
+        worker.send_bytes(order.encode())
+
+
+def _as_it_is(data: Any) -> Any:
+    return data

@@ -1,0 +1,330 @@
+"""The handler that torchrun's agent calls: the calls of `BlockingRendezvous` under torch's names.
+
+For every round rank 0 serves a new TCPStore, through which torch's agents and workers find each other. Every agent
+opens one before it joins, so that its address stands in its seat, and nothing is published afterwards.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server import api as agent_api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+
+from transport.adapters.torchrun.options import (
+    BACKEND,
+    Options,
+    Verdict,
+    ended,
+    exit_with,
+    options_of,
+    own_address,
+    verdict,
+)
+from transport.errors import RunError, StaleRoundError, StoreError, StoreUnavailableError, TransportError
+from transport.rendezvous.archive import Archive
+from transport.rendezvous.blocking import BlockingRendezvous
+from transport.rendezvous.records import Closing, Place, Reason
+from transport.storage.urls import RedisURL
+from transport.store.base import Store
+from transport.store.redis import RedisStore
+from transport.store.sqlite import SQLiteStore
+
+log = logging.getLogger(__name__)
+
+_BARRIER = getattr(agent_api, "_TERMINAL_STATE_SYNC_ID", "torchelastic/agent/terminal_state")
+_TRIES = 3  # rounds in which rank 0 cannot be reached, until this agent gives up
+_CONNECT_S = 30.0
+_AGENT_S = 300.0  # torch's own time limit of a store
+
+
+def make(parameters: RendezvousParameters) -> TransportRendezvousHandler:
+    """A handler of torchrun's arguments, connected to its store. Raises TransportError."""
+    options = options_of(
+        parameters.endpoint,
+        parameters.run_id,
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.config,
+        environ=os.environ,
+        host=socket.gethostname(),
+    )
+    address = own_address(options.url, parameters.local_addr)
+    if options.warning:
+        log.warning("torchrun --rdzv-backend=%s: %s", BACKEND, options.warning)
+    return TransportRendezvousHandler(_open(options), options, address, parameters.run_id)
+
+
+def _open(options: Options) -> Store:
+    if isinstance(options.url, RedisURL):
+        try:
+            return RedisStore(options.url, patience_s=min(options.rules.lease_s / 2, 5.0))  # below the lease
+        except StoreUnavailableError as error:
+            raise StoreUnavailableError(f"{error}; check --rdzv-endpoint, and that the server runs") from error
+    return SQLiteStore(options.url.path)
+
+
+def _wait(store: dist.Store, keys: Sequence[str], agents: int, still: Callable[[], bool]) -> bool:
+    """Whether the keys are in the store, waited for while ``still``. A wait with a time limit would make torch warn."""
+    while still():
+        if store.check(list(keys)):
+            return True
+        time.sleep(min(max(agents / 2000, 0.05), 1.0))  # so that rank 0 has at most 2000 questions a second
+    return False
+
+
+class RoundStore:
+    """The store of one round for torch's agent. Its exit barrier is the run's end, for which `shutdown` waits.
+
+    torch's agents exchange their ranks in it, and fail if one of them dies meanwhile. Here the exchange ends with the
+    round instead: the agent gets ranks that are not right, and `num_nodes_waiting` makes it stop its workers at once.
+    """
+
+    def __init__(self, store: dist.Store, member: BlockingRendezvous, place: Place) -> None:
+        self._store = store
+        self._member = member
+        self._place = place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """As of the store."""
+        try:
+            self._store.set(key, value)
+        except dist.DistNetworkError as error:
+            self._lost(error)
+
+    def get(self, key: str) -> bytes:
+        """As of the store; invented ranks if the round is over."""
+        if self._there([key]):
+            return bytes(self._store.get(key))
+        rank, size = self._place.rank, self._place.size
+        return json.dumps([rank, size, rank, size]).encode()
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """As of the store; this agent's own value for all that are missing when the round is over."""
+        if self._there(keys):
+            return [bytes(value) for value in self._store.multi_get(list(keys))]
+        return [bytes(self._store.get(keys[self._place.rank]))] * len(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        """As of the store. Whoever enters the exit barrier has workers that are done."""
+        if key.startswith(_BARRIER):
+            self._member.done()
+            return 0  # not the last one; no agent waits in the store of another
+        return int(self._store.add(key, amount))
+
+    def wait(self, keys: Sequence[str], *timeout: timedelta) -> None:
+        """As of the store."""
+        if not any(key.startswith(_BARRIER) for key in keys):
+            self._store.wait(list(keys), *timeout)
+
+    def _there(self, keys: Sequence[str]) -> bool:
+        """Wait for the keys; False if the round ends before."""
+        try:
+            return _wait(self._store, keys, self._place.size, lambda: self._member.in_round)
+        except dist.DistNetworkError as error:
+            self._lost(error)
+            return False
+
+    def _lost(self, error: Exception) -> None:
+        """Rank 0's agent is gone, and its store with it: the round cannot go on."""
+        self._member.restart(f"lost the connection to rank 0 at {self._place.leader}: {str(error).splitlines()[0]}")
+        self._member.wait_over()
+
+
+class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # torch is not installed for mypy
+    """One agent's part of a run."""
+
+    def __init__(self, store: Store, options: Options, address: str, run_id: str) -> None:
+        self._store = store
+        self._options = options
+        self._address = address
+        self._run_id = run_id
+        archive = None if options.archive is None else Archive(options.archive)
+        self._member = BlockingRendezvous(store, options.run, options.rules, archive=archive, where=options.where)
+        self._server: dist.TCPStore | None = None
+        self._started = self._left = False
+        atexit.register(self._leave)  # after a signal torchrun does not call `shutdown`
+
+    # --- torch's interface ------------------------------------------------------------------------------
+    def get_backend(self) -> str:
+        """The name on torchrun's command line."""
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Workers use the store of their round, which rank 0's agent serves."""
+        return True
+
+    def get_run_id(self) -> str:
+        """As given by --rdzv-id."""
+        return self._run_id
+
+    def is_closed(self) -> bool:
+        """Whether the run has ended, as far as this agent knows."""
+        return self._member.view.closing is not None
+
+    def set_closed(self) -> None:
+        """End the run as failed, since nothing proves that it is done."""
+        self._close(Verdict(reason=Reason.FAILURE, message="closed by set_closed()"))
+
+    def num_nodes_waiting(self) -> int:
+        """1 when this agent's round is over: torch then stops the workers and calls `next_rendezvous`. Never waits."""
+        return 0 if self._member.in_round else 1
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait for a rank, or exit with the run's code."""
+        with _leaving_at_signals():
+            try:
+                return self._next()
+            except (RunError, StoreError) as error:
+                exit_with(self._options.rules.exit_codes.failure, f"run {self._options.run!r}: {error}")
+
+    def shutdown(self) -> bool:
+        """torchrun calls it last, while its own exception passes; this is how the agent's end is known."""
+        error = sys.exception()
+        failures = None
+        if isinstance(error, ChildFailedError):
+            first, _ = error.get_first_failure()
+            failures = {first: error.failures[first].exitcode}
+            failures |= {rank: failure.exitcode for rank, failure in error.failures.items()}
+        codes = self._options.rules.exit_codes
+        result = verdict(
+            failures, interrupted=error is not None, no_restart=codes.no_restart, host=socket.gethostname()
+        )
+        try:
+            if result.done:
+                self._finish()
+            elif result.reason is not None:
+                self._close(result)
+                if result.reason is Reason.NO_RESTART:
+                    log.error("%s", error)
+                    exit_with(codes.no_restart, result.message)
+        finally:
+            self._leave()
+        return True
+
+    # --- rounds -----------------------------------------------------------------------------------------
+    def _next(self) -> RendezvousInfo:
+        if not self._started:
+            self._started = True
+            self._member.start()
+            closing = self._member.view.closing
+            if closing is not None:
+                self._exit(closing, before=True)
+        self._member.restart(f"workers on {socket.gethostname()} failed")
+        failed = 0
+        while True:
+            found = self._join()
+            if isinstance(found, Closing):
+                self._exit(found, before=False)
+            try:
+                store = self._meet(found)
+            except dist.DistError as error:
+                failed += 1
+                why = f"no connection to rank 0 at {found.leader}: {str(error).splitlines()[0]}"
+                if failed == _TRIES:
+                    exit_with(1, f"run {self._options.run!r}: {why}; check the firewall, or give --local-addr there")
+                self._member.restart(why)
+                continue
+            if store is not None:
+                host, _, port = found.leader.rpartition(":")
+                info = RendezvousStoreInfo(host, int(port))
+                return RendezvousInfo(RoundStore(store, self._member, found), found.rank, found.size, info)
+
+    def _join(self) -> Place | Closing:
+        self._server = None  # the workers that used it have been stopped
+        self._server = dist.TCPStore(self._address, 0, None, True, wait_for_workers=False)
+        return self._member.join(f"{self._address}:{self._server.port}")
+
+    def _meet(self, place: Place) -> dist.TCPStore | None:
+        """Rank 0's store, once all of the round have met there; None: the round is over."""
+        assert self._server is not None
+        store = self._server
+        if place.rank:
+            self._server = None
+            host, _, port = place.leader.rpartition(":")
+            limit = timedelta(seconds=_CONNECT_S)
+            store = dist.TCPStore(host, int(port), None, False, timeout=limit, wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=_AGENT_S))
+        if store.add("transport/here", 1) == place.size:
+            store.set("transport/all", "")
+        if not _wait(store, ["transport/all"], place.size, lambda: self._member.in_round):
+            return None
+        if place.round > 1:
+            why = self._member.view.why
+            log.warning("run %s: round %d, %d agents: %s", self._options.run, place.round, place.size, why)
+        return store
+
+    # --- the end ----------------------------------------------------------------------------------------
+    def _finish(self) -> None:
+        """This agent's workers are done: wait for the others, since only the run's end says whether it succeeded."""
+        try:
+            self._member.done()
+            closing = self._member.wait_closed()
+        except (RunError, StoreError) as error:
+            exit_with(
+                self._options.rules.exit_codes.failure,
+                f"run {self._options.run!r}: the workers of this agent are done, but the run's end is unknown: {error}",
+            )
+        code = self._options.rules.exit_codes.of(closing)
+        if code:
+            exit_with(code, ended(self._options.run, closing, before=False))
+
+    def _close(self, result: Verdict) -> None:
+        assert result.reason is not None
+        try:
+            self._member.close(result.reason, result.message)
+        except StaleRoundError:
+            log.warning("run %s goes on without this agent, which is of an older round", self._options.run)
+        except TransportError as error:
+            log.warning("run %s could not be closed: %s", self._options.run, error)
+
+    def _exit(self, closing: Closing, *, before: bool) -> NoReturn:
+        code = self._options.rules.exit_codes.of(closing)
+        exit_with(code, ended(self._options.run, closing, before=before))
+
+    def _leave(self) -> None:
+        if not self._left:
+            self._left = True
+            atexit.unregister(self._leave)
+            self._member.leave()
+            self._store.close()
+
+
+@contextlib.contextmanager
+def _leaving_at_signals() -> Iterator[None]:
+    """Before the first workers start, torchrun has no handlers: the agent would die with its leases."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        exit_with(128 + number, f"got {signal.Signals(number).name} while waiting for a rank; leaving the run")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    mine = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    try:
+        for each in mine:
+            signal.signal(each, leave)
+        yield
+    finally:
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)

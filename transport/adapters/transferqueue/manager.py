@@ -1,0 +1,272 @@
+"""TransferQueue's storage backend "PayloadTransport"; importing this module registers it.
+
+    backend:
+      storage_backend: PayloadTransport
+
+A put writes into rings of the process that puts, a get reads from there, once per slot, and a clear frees. Only the
+process that calls `transfer_queue.init` first must have imported this module: for verl its entry point does that, see
+transport/adapters/transferqueue_plugin.py. The others are told by the configuration, see `Loader`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from transport.config import Configuration, configuration
+from transport.errors import ConfigurationError, MissingDependencyError, PayloadLostError, StaleSlotError
+from transport.runtime.installing import install
+from transport.runtime.releases import require_fitting
+
+require_fitting("TransferQueue")
+try:
+    from tensordict import NonTensorStack, TensorDict
+    from torch import Tensor
+    from transfer_queue.metadata import BatchMeta, extract_field_schema
+    from transfer_queue.storage.bootstrap.provider import StorageBootstrapProvider
+    from transfer_queue.storage.managers.base import StorageManager, StorageManagerFactory
+
+    from transport.adapters.transferqueue.gathering import Gathering
+    from transport.adapters.transferqueue.packing import Place, dense, pack
+    from transport.adapters.transferqueue.reader import Reader, Unread
+    from transport.adapters.transferqueue.rings import Options, Rings, place_for
+except ImportError as error:
+    raise MissingDependencyError(
+        f"TransferQueue's storage managers cannot be imported ({error}): {install('TransferQueue')}"
+    ) from error
+
+BACKEND = "PayloadTransport"
+
+log = logging.getLogger(__name__)
+
+_SLOT_BYTES = 16 << 20  # of one slot, roughly: readers elsewhere get a slot as a whole
+_SIZED = (Tensor, str, bytes)
+_rings: dict[Any, Rings] = {}
+_making = threading.Lock()
+
+
+class Loader:
+    """Stands in the configuration: a process that unpickles it has imported this module, and hence the backend."""
+
+
+def options_of(config: Any) -> Options:
+    """The backend's options of TransferQueue's configuration. Raises ConfigurationError, which names the option."""
+    plain = {str(name): value for name, value in dict(config or {}).items() if not isinstance(value, Loader)}
+    try:
+        options = msgspec.convert(plain, Options, strict=False)
+    except msgspec.ValidationError as error:
+        known = ", ".join(Options.__struct_fields__)
+        raise ConfigurationError(f"backend.{BACKEND}: {error}; there are {known}") from None
+    if not 1 <= options.samples <= 16 or min(options.ring_bytes, options.timeout_s, options.linger_s) <= 0:
+        raise ConfigurationError(
+            f"backend.{BACKEND}: samples={options.samples} must be 1 to 16, and ring_bytes={options.ring_bytes}, "
+            f"timeout_s={options.timeout_s:g} and linger_s={options.linger_s:g} above 0"
+        )
+    return options
+
+
+def _secret(options: Options) -> bytes | None:
+    return Configuration(secret_file=options.secret_file).secret() if options.secret_file else configuration().secret()
+
+
+class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
+    """TransferQueue's view of the rings: one for each of its clients."""
+
+    def __init__(self, controller_info: Any, config: Any, zmq_context: Any = None) -> None:
+        self._options = options_of(config)
+        self._secret = _secret(self._options)
+        self._reader = Reader(self._options, self._secret)
+        self._dropped: dict[tuple[Any, int], set[str]] = defaultdict(set)
+        super().__init__(controller_info, config)
+
+    # --- put ----------------------------------------------------------------------------------------------------------
+    async def put_data(
+        self, data: TensorDict, metadata: BatchMeta, data_parser: Callable[[Any], Any] | None = None
+    ) -> None:
+        """Write the values, and tell the controller where they are.
+
+        ``data_parser`` is called here, in the process that puts.
+        """
+        size = len(metadata.global_indexes)
+        if data.batch_size[0] != size:
+            raise ValueError(f"{data.batch_size[0]} samples of data, {size} in the metadata")
+        if not size:
+            return
+        places = await asyncio.get_running_loop().run_in_executor(None, self._put, data, size, data_parser)
+        names = sorted(data.keys())
+        told = {}
+        replaced = []
+        for at, (index, place) in enumerate(zip(metadata.global_indexes, places, strict=True)):
+            known = metadata._custom_backend_meta[at]
+            replaced += [(name, known[name]) for name in names if name in known]
+            told[index] = dict.fromkeys(names, place)
+            known.update(told[index])
+        await self.notify_data_update(
+            metadata.partition_ids[0], metadata.global_indexes, extract_field_schema(data), told
+        )
+        self._replaced(replaced)
+
+    def _put(self, data: TensorDict, size: int, data_parser: Callable[[Any], Any] | None) -> list[bytes]:
+        """The encoded place of each sample."""
+        columns = {name: _column(data[name]) for name in sorted(data.keys())}
+        if data_parser is not None:
+            data_parser(columns)
+        names, values = list(columns), list(columns.values())
+        each = sum(map(_bytes, values)) // size
+        rows = max(1, min(self._options.samples, _SLOT_BYTES // (each + 1)))
+        payloads = [pack(names, values, first, min(rows, size - first)) for first in range(0, size, rows)]
+        with _making:
+            rings = place_for(_rings, self._options, self._options, self._secret)
+        tickets = rings.write(payloads)
+        return [
+            Place.of(ticket, row, len(names)).encode()
+            for ticket, payload in zip(tickets, payloads, strict=True)
+            for row in range(payload.rows)
+        ]
+
+    # --- get ----------------------------------------------------------------------------------------------------------
+    async def get_data(self, metadata: BatchMeta) -> TensorDict:
+        """Read the values, any number of times.
+
+        Raises:
+            PayloadLostError: they were cleared, or the process that put them, or its host, is gone.
+        """
+        if not metadata.field_names:
+            return TensorDict({}, batch_size=len(metadata))
+        return await asyncio.get_running_loop().run_in_executor(None, self._get, metadata)
+
+    def _get(self, metadata: BatchMeta) -> TensorDict:
+        names = sorted(metadata.field_names)
+        size = metadata.size
+        wanted: dict[Any, dict[str, tuple[list[int], list[int]]]] = {}
+        places: dict[Any, Place] = {}
+        decode = functools.lru_cache(maxsize=None)(Place.decode)
+        for at in range(size):
+            known = metadata._custom_backend_meta[at]
+            for name in names:
+                if name not in known:
+                    raise PayloadLostError(
+                        f"sample {metadata.global_indexes[at]} has no value of field {name!r}: it was not put through "
+                        f"{BACKEND}, or has been cleared"
+                    )
+                place = decode(known[name]) if type(known[name]) is bytes else Place.decode(known[name])
+                places.setdefault(place.identity, place)
+                samples, rows = wanted.setdefault(place.identity, {}).setdefault(name, ([], []))
+                samples.append(at)
+                rows.append(place.row)
+        gathering = Gathering(size, {name: _hints(metadata, name) for name in names})
+        try:
+            self._reader.read(places.values(), lambda place, data: gathering.add(data, wanted[place.identity]))
+        except Unread as unread:
+            which = {at for samples, _ in wanted[unread.place.identity].values() for at in samples}
+            raise self._lost(unread, [metadata.global_indexes[at] for at in sorted(which)]) from unread.error
+        return TensorDict(gathering.result(), batch_size=size)
+
+    def _lost(self, unread: Unread, samples: Sequence[int]) -> PayloadLostError:
+        shown = ", ".join(map(str, samples[:8])) + (f" and {len(samples) - 8} more" if len(samples) > 8 else "")
+        if isinstance(unread.error, StaleSlotError):
+            return PayloadLostError(
+                f"samples {shown}: their values were cleared, or put again ({unread.error}); ask the controller for "
+                "their metadata anew"
+            )
+        where = unread.place.address or "a host that serves no other (serve: false)"
+        return PayloadLostError(
+            f"samples {shown}: the process that put them does not answer at {where}: {unread.error}. If it or its host "
+            "has ended, their values are lost: clear these samples and put them again"
+        )
+
+    # --- clear --------------------------------------------------------------------------------------------------------
+    async def clear_data(self, metadata: BatchMeta) -> None:
+        """Free whole samples. A slot is free when all of its samples are cleared, by whichever processes."""
+        if not metadata.field_names:
+            raise ValueError("clear_data() needs metadata with fields: they say where the values are")
+        told = {bytes(place) for known in metadata._custom_backend_meta for place in known.values()}
+        await asyncio.get_running_loop().run_in_executor(None, self._free, [Place.decode(place) for place in told])
+
+    def _free(self, places: Iterable[Place]) -> None:
+        for place in places:
+            self._dropped.pop((place.identity, place.row), None)
+            self._reader.free(place)
+
+    def _replaced(self, values: Iterable[tuple[str, bytes]]) -> None:
+        """Values that were put again. A sample of a slot is freed when all of its values were, by this process."""
+        for name, encoded in values:
+            place = Place.decode(encoded)
+            gone = self._dropped[place.identity, place.row]
+            gone.add(name)
+            if len(gone) >= place.fields:
+                self._free([place])
+
+    def close(self) -> None:
+        """End reading. What this process has put stays readable until it is cleared, or the process ends."""
+        self._end()
+        with _making:
+            for (pid, _), rings in _rings.items():
+                if pid == os.getpid():
+                    rings.leave()
+
+    def _end(self) -> None:
+        super().close()
+        reader = getattr(self, "_reader", None)  # without one where a configuration was refused
+        if reader is not None:
+            reader.close()
+
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # In any thread, at any time, also within a put: the rings are left alone, and no lock of theirs is taken.
+        if finalizing():  # the module may be empty by now, hence the default argument
+            return
+        try:
+            self._end()
+        except Exception:
+            log.debug("%s was not closed in order", type(self).__name__, exc_info=True)
+
+
+def _column(value: Any) -> Any:
+    """A dense tensor with a row for each sample, or a list."""
+    if isinstance(value, Tensor):
+        return value if dense(value) else list(value.unbind())
+    return value.tolist() if isinstance(value, NonTensorStack) else list(value)
+
+
+def _bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return int(value.nbytes)
+    return sum(
+        each.nbytes if isinstance(each, Tensor) else len(each) if isinstance(each, str | bytes) else 64
+        for each in value
+    )
+
+
+def _hints(metadata: BatchMeta, name: str) -> tuple[Any, Sequence[Any]]:
+    if name not in metadata.field_schema:
+        return None, ()
+    dtypes = metadata.get_dtypes(name)
+    return (dtypes[0] if dtypes else None), metadata.get_shapes(name)
+
+
+def provide(conf: Any) -> dict[str, Any]:
+    """TransferQueue asks for the backend's resources: there are none, but other processes are told of this module."""
+    backends = conf.backend
+    if backends.get(BACKEND) is None:
+        backends[BACKEND] = {}
+    options_of(backends[BACKEND])
+    backends[BACKEND].loader = Loader()
+    return {"loader": __name__}
+
+
+def register() -> None:
+    """Register the manager and its provider with TransferQueue. Idempotent."""
+    StorageManagerFactory.register(BACKEND)(PayloadTransportStorageManager)
+    StorageBootstrapProvider.register_provider(BACKEND)(provide)
+
+
+register()

@@ -1,0 +1,104 @@
+"""Reads and frees slots by their places: out of the mapped ring in the calling thread, from other hosts by a client."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transport.adapters.transferqueue.packing import Place
+from transport.adapters.transferqueue.rings import Options
+from transport.client.blocking import BlockingClient
+from transport.client.mapped import MappedRings
+from transport.config import configuration
+from transport.errors import PayloadLostError, TransportError
+from transport.ring.buffer import SharedRingBuffer
+from transport.ticket import Ticket
+from transport.wires import Wire
+
+_REMOTE: frozenset[Wire] = frozenset({"shm", "tcp", "rdma", "cuda"})
+
+
+class Reader:
+    """Of one manager. Any thread may call."""
+
+    def __init__(self, options: Options, secret: bytes | None) -> None:
+        self._options = options
+        self._secret = secret
+        self._mapped = MappedRings()
+        self._client: BlockingClient | None = None
+        self._lock = threading.Lock()
+
+    def read(self, places: Iterable[Place], use: Callable[[Place, Any], None]) -> None:
+        """Call ``use`` with each place and its slot's bytes, which are there during the call only.
+
+        Raises `Unread`, whose cause is what a client's read raises.
+        """
+        elsewhere: dict[int, dict[Any, Place]] = defaultdict(dict)
+        for place in places:
+            ticket = place.ticket()
+            ring = self._find(ticket)
+            if ring is None:
+                elsewhere[place.row][place.identity] = place
+                continue
+            try:
+                lease = ring.read_raw(ticket, place.row)
+            except TransportError as error:
+                raise Unread(place, error) from error
+            with lease:
+                use(place, lease.view)
+            ring.native.count("bytes_mapped", ticket.size)
+        for rank, some in elsewhere.items():
+            self._read_elsewhere(rank, some, use)
+
+    def _read_elsewhere(self, rank: int, places: dict[Any, Place], use: Callable[[Place, Any], None]) -> None:
+        for place in places.values():
+            if not place.address:
+                raise Unread(place, PayloadLostError("its ring is not on this host, and is not served to others"))
+        tickets = [place.ticket() for place in places.values()]
+        for outcome in self._remote().read_many(tickets, rank=rank, timeout=self._options.timeout_s):
+            ticket = outcome.ticket
+            place = places[bytes.fromhex(ticket.ring), ticket.slot, ticket.generation]
+            if outcome.payload is None:
+                assert outcome.error is not None
+                raise Unread(place, outcome.error) from outcome.error
+            use(place, outcome.payload.data)
+            outcome.payload.release()
+
+    def free(self, place: Place) -> None:
+        """This sample of the slot is cleared. A ring that is gone needs no such word."""
+        ticket = place.ticket()
+        ring = self._find(ticket)
+        if ring is not None:
+            ring.acknowledge(ticket, place.row)
+        elif place.address:
+            self._remote().ack(ticket, place.row)
+
+    def _find(self, ticket: Ticket) -> SharedRingBuffer | None:
+        with self._lock:
+            return self._mapped.find(ticket)
+
+    def _remote(self) -> BlockingClient:
+        with self._lock:
+            if self._client is None:
+                self._client = BlockingClient(
+                    ack="manual", secret=self._secret, settings=configuration().settings, wire=_REMOTE
+                )
+            return self._client
+
+    def close(self) -> None:
+        """Detach and disconnect."""
+        client, self._client = self._client, None
+        self._mapped.close()
+        if client is not None:
+            client.close()
+
+
+class Unread(Exception):
+    """Tells a manager which place could not be read; users see the error that it makes of it."""
+
+    def __init__(self, place: Place, error: TransportError) -> None:
+        super().__init__(str(error))
+        self.place = place
+        self.error = error
