@@ -246,7 +246,7 @@ print(ucx.library_path())
 
 @pytest.mark.ucx
 def test_a_library_of_the_system_is_used_when_the_variable_says_so(tmp_path: Path) -> None:
-    """A copy of the wheel's UCX elsewhere stands for a UCX of one's own; docs/UCXX.md says what to set."""
+    """A copy of the wheel's UCX elsewhere stands for a UCX of one's own; docs/INFINIBAND.md says what to set."""
     from transport.wire import library as ucx
 
     wheel = ucx.library_path()
