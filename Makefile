@@ -78,17 +78,22 @@ bench-peers: $(VENV)/installed ## install what bench compares with, each into it
 	@$(BIN)/python benchmarks/install_peers.py
 	@touch build/peers/stamp
 
+# The few that make bench needs by default; those of BENCH_JOB_OPTIONS are installed by bench-peers.
+build/peers/few: transport/bench/registry.py benchmarks/install_peers.py | $(VENV)/installed
+	@$(BIN)/python benchmarks/install_peers.py zmq redis redis-stream pyzmq
+	@touch $@
+
 # The whole job first. BENCH_JOB_OPTIONS="--peers all --queue sqlite,redis" adds the peers that need a Ray cluster.
 BENCH_JOB_OPTIONS ?= --peers zmq,redis,redis-stream --seconds 0.3
-bench: build/peers/stamp | redis ## under 4 minutes: the job and reads, few sizes, beside few peers; pictures in build
+bench: build/peers/few | redis ## under 4 minutes: the job and reads, few sizes, beside few peers; pictures in build
 	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --sizes 4KiB,1MiB --repetitions 2 \
 	  --json build/bench-job.json --plot build/bench-job.png
 	@$(BIN)/transport bench loopback --sizes 64KiB,1MiB --seconds 0.4 --repetitions 1 --peers ucx_floor,pyzmq \
 	  --json build/bench.json --plot build/bench.png
 
-bench-full: build/peers/stamp | redis ## 25 minutes: every size, wire and peer; the pictures of docs; the ring
+bench-full: build/peers/stamp | redis ## up to 25 minutes: every size, wire and peer; the pictures of docs; the ring
 	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --json build/bench-job.json --plot docs/bench-job.png
-	@$(BIN)/transport bench loopback --checksum on,off --peers all --json build/bench.json --plot docs/bench.png
+	@$(BIN)/transport bench loopback --checksum on,off --peers all --repetitions 3 --json build/bench.json --plot docs/bench.png
 	@$(BIN)/transport bench ring
 
 # --- checking ---------------------------------------------------------------------------------------------------------
