@@ -16,9 +16,11 @@ NATIVE_TESTS := $(wildcard native/tests/*)
 PACKAGE := $(shell find transport -name '*.py' -o -name '*.pyi' -o -name py.typed)
 # Every pip takes the versions of constraints.txt, for what it builds with as well: the first name is that of pip before
 # 25.3, the second that of later ones.
-PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
+PIP := env PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt \
   PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip
 PIP_INSTALL := $(PIP) install --quiet --disable-pip-version-check
+# Steps that take more than some seconds, and whose cases cannot be counted, say so: $(WAITING) WHAT SECONDS COMMAND…
+WAITING := $(PYTHON) tests/support/waiting.py
 
 .PHONY: help install demo test pytest adapters gpu gpu-wheels native-test faults soak model lint bench bench-full docs site clean
 
@@ -30,14 +32,14 @@ help: ## list the targets
 $(VENV)/usable: pyproject.toml constraints.txt $(NATIVE) | prerequisites
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (ucxx variant $(UCXX)) …"
-	@$(PIP_INSTALL) scikit-build-core nanobind cmake ninja libucx-$(UCXX)
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[$(DEMO_EXTRAS)]'
+	@$(WAITING) "what the build needs" 20 $(PIP_INSTALL) scikit-build-core nanobind cmake ninja libucx-$(UCXX)
+	@$(WAITING) "the package, compiled, and what the demo needs" 90 $(PIP_INSTALL) --no-build-isolation --editable '.[$(DEMO_EXTRAS)]'
 	@touch $@
 
 # What tests, benchmarks, lint and the site need besides; nothing is built again for it.
 $(VENV)/installed: $(VENV)/usable
 	@echo "installing the tools for tests, benchmarks and documentation into $(VENV) …"
-	@$(PIP_INSTALL) --requirement <($(BIN)/python -c 'import sys, tomllib; \
+	@$(WAITING) "the tools" 60 $(PIP_INSTALL) --requirement /dev/stdin < <($(BIN)/python -c 'import sys, tomllib; \
 	  extras = tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]; \
 	  print(*(line for name in sys.argv[1].split(",") for line in extras[name]), sep="\n")' $(EXTRAS))
 	@touch $@
@@ -82,17 +84,22 @@ bench-peers: $(VENV)/installed ## install what bench compares with, each into it
 	@$(BIN)/python benchmarks/install_peers.py
 	@touch build/peers/stamp
 
+# The few that make bench needs by default; those of BENCH_JOB_OPTIONS are installed by bench-peers.
+build/peers/few: transport/bench/registry.py benchmarks/install_peers.py | $(VENV)/installed
+	@$(BIN)/python benchmarks/install_peers.py zmq redis redis-stream pyzmq
+	@touch $@
+
 # The whole job first. BENCH_JOB_OPTIONS="--peers all --queue sqlite,redis" adds the peers that need a Ray cluster.
 BENCH_JOB_OPTIONS ?= --peers zmq,redis,redis-stream --seconds 0.3
-bench: build/peers/stamp | redis ## under 4 minutes: the job and reads, few sizes, beside few peers; pictures in build
+bench: build/peers/few | redis ## under 4 minutes: the job and reads, few sizes, beside few peers; pictures in build
 	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --sizes 4KiB,1MiB --repetitions 2 \
 	  --json build/bench-job.json --plot build/bench-job.png
 	@$(BIN)/transport bench loopback --sizes 64KiB,1MiB --seconds 0.4 --repetitions 1 --peers ucx_floor,pyzmq \
 	  --json build/bench.json --plot build/bench.png
 
-bench-full: build/peers/stamp | redis ## 25 minutes: every size, wire and peer; the pictures of docs; the ring
+bench-full: build/peers/stamp | redis ## up to 25 minutes: every size, wire and peer; the pictures of docs; the ring
 	@$(BIN)/transport bench job $(BENCH_JOB_OPTIONS) --json build/bench-job.json --plot docs/bench-job.png
-	@$(BIN)/transport bench loopback --checksum on,off --peers all --json build/bench.json --plot docs/bench.png
+	@$(BIN)/transport bench loopback --checksum on,off --peers all --repetitions 3 --json build/bench.json --plot docs/bench.png
 	@$(BIN)/transport bench ring
 
 # --- checking ---------------------------------------------------------------------------------------------------------
@@ -139,7 +146,7 @@ gpu: ## with a CUDA device: build, check and time everything in one go; a table 
 	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
 else
 gpu: $(VENV)/installed
-	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(PIP_INSTALL) $(CUPY)
+	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(WAITING) $(CUPY) 60 $(PIP_INSTALL) $(CUPY)
 	@$(BIN)/python benchmarks/gpu.py $(GPU_OPTIONS)
 endif
 
@@ -150,7 +157,7 @@ GPU_WHEELS := 'ucxx-cu13>=0.52,<0.53' 'libucxx-cu13>=0.52,<0.53' libucx-cu13 rmm
   msgspec
 gpu-wheels: ## what make gpu needs where nothing can be fetched, into build/wheels (55 MB; GPU_WHEELS_PYTHON=3.12)
 	@rm -rf build/wheels && mkdir -p build/wheels
-	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps \
+	@PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(WAITING) "55 MB of wheels" 30 $(PYTHON) -m pip download --quiet --disable-pip-version-check --no-deps \
 	  --only-binary=:all: \
 	  --python-version $(GPU_WHEELS_PYTHON) --implementation cp \
 	  $(foreach glibc,2_28 2_27 2_24 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64 \
@@ -160,9 +167,9 @@ gpu-wheels: ## what make gpu needs where nothing can be fetched, into build/whee
 lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@MYPYPATH=.:benchmarks/soak $(BIN)/mypy benchmarks/soak
-	@MYPYPATH=.:benchmarks/soak:benchmarks/teardown $(BIN)/mypy benchmarks/teardown
+	@$(WAITING) mypy 30 $(BIN)/mypy
+	@MYPYPATH=.:benchmarks/soak $(WAITING) "mypy benchmarks/soak" 10 $(BIN)/mypy benchmarks/soak
+	@MYPYPATH=.:benchmarks/soak:benchmarks/teardown $(WAITING) "mypy benchmarks/teardown" 10 $(BIN)/mypy benchmarks/teardown
 
 # Stamps in build/: the sanitizer builds and the model take a minute each and depend on nothing but their sources.
 build/native-test: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
@@ -189,7 +196,7 @@ wheels: prerequisites ## wheels for each Python of WHEEL_PYTHONS and glibc 2.28 
 build/faults/stamp: $(NATIVE) | $(VENV)/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S native -B build/faults/tree -G Ninja -DTRANSPORT_FAULT_POINTS=ON \
 	  -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DCMAKE_INSTALL_PREFIX=$(CURDIR)/build/faults >/dev/null
-	@PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/faults/tree --parallel 2 --target install >/dev/null
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(WAITING) "the native modules with fault points" 60 cmake --build build/faults/tree --parallel 2 --target install >/dev/null
 	@touch $@
 
 faults: build/faults/stamp ## build the native modules with fault points, into build/faults
@@ -249,7 +256,7 @@ docs: $(VENV)/installed ## run the code blocks of the documentation
 	@$(BIN)/python -m pytest tests/docs/test_docs.py
 
 site: $(VENV)/installed ## docs/ as a site with search in build/site; a link that leads nowhere fails
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(WAITING) "the site" 10 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
 clean: ## remove .venv, builds and caches

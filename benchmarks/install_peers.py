@@ -17,6 +17,9 @@ from pathlib import Path
 from transport.bench.processes import last_line
 from transport.bench.registry import ENVIRONMENTS, JOB_PEERS, PEERS, REASON_FILE, STAMP_FILE, Peer, library_path
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from waiting import waiting
+
 _LONGEST_S = 900.0
 _ALL = {**PEERS, **JOB_PEERS}
 
@@ -28,7 +31,8 @@ class NotInstalledError(Exception):
 def run(what: str, command: list[str], folder: Path) -> None:
     """One step of an installation, in ``folder``."""
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=_LONGEST_S)
+        with waiting(what, 60):
+            done = subprocess.run(command, cwd=folder, capture_output=True, timeout=_LONGEST_S)
     except FileNotFoundError as error:
         raise NotInstalledError(f"{what}: {error.filename} is not installed") from error
     except subprocess.TimeoutExpired as error:
@@ -62,12 +66,11 @@ def main() -> None:
         raise SystemExit(f"unknown peers: {', '.join(sorted(unknown))}; choose some of {', '.join(_ALL)}")
     ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
     chosen = {peer.environment: peer for name, peer in _ALL.items() if name in (sys.argv[1:] or _ALL)}
-    for environment, peer in chosen.items():
-        home = ENVIRONMENTS / environment
-        if not environment or (home / STAMP_FILE).exists():
-            continue
+    missing = [each for each in chosen if each and not (ENVIRONMENTS / each / STAMP_FILE).exists()]
+    for number, environment in enumerate(missing, 1):
+        peer, home = chosen[environment], ENVIRONMENTS / environment
         shutil.rmtree(home, ignore_errors=True)
-        print(f"installing {environment} …", flush=True)
+        print(f"{number} of {len(missing)}: installing {environment}, some seconds to 5 minutes …", flush=True)
         try:
             install(peer, home)
         except NotInstalledError as error:

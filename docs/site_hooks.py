@@ -22,8 +22,7 @@ DOCUMENTED = (
     "transport.store",
     "transport.store.directory",
     "transport.rendezvous",
-    "transport.weights.manager",
-    "transport.weights.worker",
+    "transport.weights",
     "transport.cooldown",
     "transport.testing",
     "transport.config",
@@ -41,6 +40,8 @@ def _on_the_site(path: str) -> str | None:
 def _relinked(text: str, folder: str) -> str:
     """Links of a page in ``folder`` of the repository as links of the site; what is not on it becomes plain text."""
 
+    up = "../" * (len(PurePosixPath(folder).parts) - 1) if folder.startswith("docs/") else ""
+
     def link(match: re.Match[str]) -> str:
         mark, words, target, anchor = match.groups()
         if "://" in target or target.startswith("mailto:"):
@@ -54,7 +55,7 @@ def _relinked(text: str, folder: str) -> str:
         page = _on_the_site("/".join(parts))
         if page is None:
             return words if mark == "" and "`" in words else f"{words} (`{'/'.join(parts)}`)"
-        return f"{mark}[{words}]({page}{anchor or ''})"
+        return f"{mark}[{words}]({up}{page}{anchor or ''})"
 
     return _LINK.sub(link, text)
 
@@ -73,4 +74,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Links out of docs/ lead to their page of the site."""
     if page.file.src_uri in (*PAGES.values(), "reference.md"):
         return markdown
-    return _relinked(markdown, "docs")
+    return _relinked(markdown, str(PurePosixPath("docs", page.file.src_uri).parent))

@@ -283,6 +283,7 @@ def main() -> int:
     time_limit_s = options.time_limit or (TIME_LIMIT_DEEP_S if options.deep else TIME_LIMIT_S)
     cases = [c for c in CONFIGURATIONS + FAULTS if options.only in c.name and c.size <= size]
     cases = [case for case in cases if options.model in (None, case.model)]
+    print(f"{len(cases)} searches, a line for each; about {'an hour' if options.deep else '2 minutes'} on 2 cores")
     print(f"     {'configuration or planted fault':<36}{'states':>10}{'depth':>8}{'seconds':>8}  result")
     begun = time.monotonic()
     with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:

@@ -17,6 +17,9 @@ import time
 from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parent.parent
+sys.path.append(str(NATIVE.parent / "tests" / "support"))
+from waiting import waiting  # noqa: E402  # a program of its own, without an installed package
+
 TIMEOUT_S = 300  # a watchdog against deadlock, not a bound on speed
 
 FLAGS = {"address": "address,undefined", "thread": "thread", "none": ""}
@@ -66,15 +69,16 @@ ENVIRONMENT = {
 def step(title: str, command: list[str]) -> bool:
     started = time.monotonic()
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT_S,
-            env=os.environ | ENVIRONMENT,
-        )
+        with waiting(title, 60 if title.endswith("build") else 10):
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT_S,
+                env=os.environ | ENVIRONMENT,
+            )
         code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as expired:
         code, output = -1, (expired.stdout or b"").decode(errors="replace") + f"\nno end within {TIMEOUT_S} s"

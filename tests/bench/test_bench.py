@@ -275,6 +275,20 @@ def test_host_and_network_have_a_picture_each_of_at_most_eight_lines() -> None:
     assert {each.wire for each in found[Path("/somewhere/bench-network.png")]} == {"tcp"}
 
 
+def test_with_every_peer_both_pictures_still_have_peers_and_what_the_machine_can_do() -> None:
+    first = report().rows[0]
+    every = [*loopback.cases([1 << 20], [1], ["mapped", "shm", "tcp"], [True], 1, False)]
+    every += session.peer_cases(PEERS.values(), [1 << 20], [1], ["mapped", "shm", "tcp"], [True])
+    rows = [
+        msgspec.structs.replace(first, peer=each.peer, case=each.case, wire=each.wire, checksum="on") for each in every
+    ]
+    for kept in pictures(rows, Path("bench.png")).values():
+        shown = [line.peer for line in lines(kept)]
+        assert len(shown) <= MOST_LINES
+        assert shown.count("ucx_floor") == 1
+        assert sum(name in PEERS and not PEERS[name].floor for name in shown) >= 3
+
+
 def test_without_matplotlib_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -269,6 +269,8 @@ def test_names_of_lines_do_not_cover_each_other_and_stay_near_their_lines() -> N
     assert named_lines.apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
     assert named_lines.apart([0.5, 0.52, 0.54], 0.1) == pytest.approx([0.42, 0.52, 0.62])
     assert named_lines.apart([], 0.1) == []
+    assert named_lines.apart([0.99, 1.0, 1.0], 0.1) == pytest.approx([0.8, 0.9, 1.0])  # not above the panel
+    assert named_lines.apart([0.0, 0.01], 0.1) == pytest.approx([0.0, 0.1])
 
 
 # --- a run ----------------------------------------------------------------------------------------

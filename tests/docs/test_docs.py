@@ -4,6 +4,7 @@
   own; one after ``<!-- not run: reason -->`` is skipped with its reason, one after ``<!-- needs: package -->`` where
   that is not installed. Every file in examples/ runs as a program.
 * Paths, modules, classes, attributes, settings, make targets and commands in backticks exist, and links resolve.
+* No page has more than 2 000 words, but the CHANGELOG.
 * Tables that repeat code (settings, rules, ceilings, layouts, status codes, transitions, UCX settings) equal it.
 
 ``python tests/docs/test_docs.py`` writes the generated tables anew.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib
 import importlib.util
 import re
 import struct
@@ -35,10 +37,8 @@ from transport.settings import DEFAULTS
 from transport.wire import frames
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-UCXX_PAGE = ROOT / "docs" / "UCXX.md"
-API_PAGE = ROOT / "docs" / "API.md"
-OPERATIONS_PAGE = ROOT / "docs" / "OPERATIONS.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MOST_WORDS = 2000
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 FOLDERS = ("transport", "native", "tests", "docs", "examples", "benchmarks", ".ci")
 
@@ -232,17 +232,79 @@ def test_links_resolve(page: Path) -> None:
         assert not anchor or anchor in slugs(linked), target
 
 
-def test_public_names_are_documented() -> None:
-    import transport
+@page_parameters
+def test_a_page_is_short(page: Path) -> None:
+    if page.name != "CHANGELOG.md":  # a list that grows, of which one reads a part
+        assert len(page.read_text(encoding="utf-8").split()) <= MOST_WORDS
 
-    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    assert [name for name in transport.__all__ if not re.search(rf"\b{name}\b", pages)] == []
+
+@page_parameters
+def test_a_page_is_reached_from_the_readme(page: Path) -> None:
+    assert page.resolve() in reached(), "no page that README.md leads to links to it"
+
+
+@cache
+def reached() -> set[Path]:
+    """Pages that links lead to, from README.md on."""
+    found, new = {ROOT / "README.md"}, [ROOT / "README.md"]
+    while new:
+        page = new.pop()
+        for target in re.findall(r"\]\(([^)\s#]+\.md)", page.read_text(encoding="utf-8")):
+            linked = (page.parent / target).resolve()
+            if linked.exists() and linked not in found:
+                found.add(linked)
+                new.append(linked)
+    return found
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    assert [page for page in pages if not re.search(rf": {re.escape(page)}$", navigation, re.MULTILINE)] == []
+
+
+# --- the interface ------------------------------------------------------------------------------------
+DOORS = ("", ".queue", ".store", ".rendezvous", ".cooldown", ".testing", ".weights")
+
+
+@pytest.mark.parametrize("door", [f"transport{door}" for door in DOORS])
+def test_what_a_door_gives_is_described(door: str) -> None:
+    assert set(importlib.import_module(door).__all__) == {
+        name for module, name in api_page.described() if module == door
+    }
+
+
+@page_parameters
+def test_what_a_page_imports_is_described(page: Path) -> None:
+    described = {f"{module}.{name}" for module, name in api_page.described()}
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    imported = {
+        f"{node.module}.{alias.name}"
+        for block in blocks
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "transport"
+        for alias in node.names
+    }
+    assert {name for name in imported if not name.startswith("transport.errors.")} <= described
+
+
+def test_every_adapter_is_described() -> None:
+    described = {module.removesuffix("_handler") for module, _ in api_page.described()}
+    table = (ROOT / "docs" / "ADAPTERS.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    assert set(re.findall(r"`(transport\.adapters\.\w+)`", table)) <= described
 
 
 # --- numbers that the code has ------------------------------------------------------------------------
-def part(name: str, page: Path = UCXX_PAGE) -> str:
-    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", page.read_text(encoding="utf-8"), re.DOTALL)
-    assert found, f"{page.name} has no part between <!-- {name} --> and <!-- /{name} -->"
+def page_with(text: str) -> Path:
+    """The one page of docs/ that has this text."""
+    [page] = [page for page in PAGES if page.parent.name == "docs" and text in page.read_text(encoding="utf-8")]
+    return page
+
+
+def part(name: str) -> str:
+    text = page_with(f"<!-- {name} -->").read_text(encoding="utf-8")
+    found = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", text, re.DOTALL)
+    assert found, f"no page has a part between <!-- {name} --> and <!-- /{name} -->"
     return found[1]
 
 
@@ -305,7 +367,10 @@ def metrics_table() -> str:
 
 
 def test_the_reference_is_that_of_the_docstrings() -> None:
-    assert API_PAGE.read_text(encoding="utf-8") == api_page.page(), "python tests/docs/test_docs.py writes it anew"
+    made = api_page.pages()
+    assert sorted((ROOT / "docs" / "api").iterdir()) == sorted(page for page in made if page.parent.name == "api")
+    for page, text in made.items():
+        assert page.read_text(encoding="utf-8") == text, f"python tests/docs/test_docs.py writes {page.name} anew"
 
 
 def test_every_setting_has_a_meaning() -> None:
@@ -314,11 +379,11 @@ def test_every_setting_has_a_meaning() -> None:
 
 def test_the_settings_tables_are_those_of_the_code() -> None:
     assert part("settings") == settings_table(), "python tests/docs/test_docs.py writes it anew"
-    assert part("configuration", OPERATIONS_PAGE) == config.table(), "python tests/docs/test_docs.py writes it anew"
+    assert part("configuration") == config.table(), "python tests/docs/test_docs.py writes it anew"
 
 
 def test_the_table_of_metrics_is_that_of_the_code() -> None:
-    assert part("metrics", OPERATIONS_PAGE) == metrics_table(), "python tests/docs/test_docs.py writes it anew"
+    assert part("metrics") == metrics_table(), "python tests/docs/test_docs.py writes it anew"
 
 
 def test_the_rules_and_ceilings_are_those_of_the_code() -> None:
@@ -334,21 +399,26 @@ def test_the_layouts_are_those_of_the_frames(name: str) -> None:
         size = struct.calcsize(f"<{code}")
         expected.append([str(offset), str(size)])
         offset += size
-    table = UCXX_PAGE.read_text(encoding="utf-8").partition(f"<!-- layout {name} -->\n")[2].partition("\n\n")[0]
+    mark = f"<!-- layout {name} -->\n"
+    table = page_with(mark).read_text(encoding="utf-8").partition(mark)[2].partition("\n\n")[0]
     assert [row[:2] for row in rows(table)] == expected
     for kind, number in re.findall(r"\b([A-Z]{3,}) (0x\d\d)", table):
         assert frames.Kind[kind] == int(number, 16)
 
 
 def section(title: str) -> str:
-    text = UCXX_PAGE.read_text(encoding="utf-8")
+    """What stands under this heading, or the whole page that has this title."""
+    page = ROOT / "docs" / f"{title.upper()}.md"
+    if page.exists() and page.read_text(encoding="utf-8").startswith(f"# {title}\n"):
+        return page.read_text(encoding="utf-8")
+    text = page_with(f"\n## {title}\n").read_text(encoding="utf-8")
     return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def test_the_status_codes_are_those_of_the_errors() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and getattr(kind, "status", 0)]
     expected = {str(kind.status): (f"`{kind.__name__}`", kind.retryable) for kind in kinds}
-    table = section("Wire protocol").partition("| code | error")[2]
+    table = (ROOT / "docs" / "WIRE.md").read_text(encoding="utf-8").partition("| code | error")[2]
     written = {row[0]: (row[1], row[2] != "no") for row in rows("| code | error" + table)}
     assert written == expected
 
@@ -392,18 +462,21 @@ def test_the_messages_of_the_troubleshooting_table_are_those_of_the_code() -> No
 # --- writing the generated parts ----------------------------------------------------------------------
 def main() -> None:
     parts = [
-        (UCXX_PAGE, "settings", settings_table()),
-        (UCXX_PAGE, "rules", rules_list()),
-        (UCXX_PAGE, "ceilings", ceilings_table()),
-        (OPERATIONS_PAGE, "configuration", config.table()),
-        (OPERATIONS_PAGE, "metrics", metrics_table()),
+        ("settings", settings_table()),
+        ("rules", rules_list()),
+        ("ceilings", ceilings_table()),
+        ("configuration", config.table()),
+        ("metrics", metrics_table()),
     ]
-    for page, name, content in parts:
+    for name, content in parts:
+        page = page_with(f"<!-- {name} -->")
         text = page.read_text(encoding="utf-8")
         before, opening, rest = text.partition(f"<!-- {name} -->\n")
         _, closing, after = rest.partition(f"<!-- /{name} -->")
         page.write_text(before + opening + content + closing + after, encoding="utf-8")
-    API_PAGE.write_text(api_page.page(), encoding="utf-8")
+    (ROOT / "docs" / "api").mkdir(exist_ok=True)
+    for page, text in api_page.pages().items():
+        page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

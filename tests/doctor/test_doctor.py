@@ -246,7 +246,7 @@ print(ucx.library_path())
 
 @pytest.mark.ucx
 def test_a_library_of_the_system_is_used_when_the_variable_says_so(tmp_path: Path) -> None:
-    """A copy of the wheel's UCX elsewhere stands for a UCX of one's own; docs/UCXX.md says what to set."""
+    """A copy of the wheel's UCX elsewhere stands for a UCX of one's own; docs/INFINIBAND.md says what to set."""
     from transport.wire import library as ucx
 
     wheel = ucx.library_path()
@@ -292,3 +292,21 @@ def test_without_ucx_no_transfer_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(report, "_plugins", lambda: None)
     checks = list(report.examine(config.load(), ring_bytes=1, connections=1, ports=(), transfer=True))
     assert not [check.name for check in checks if check.name.startswith(("transfer", "listener", "ring"))]
+
+
+def test_every_group_of_checks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr(loopback, "_measured", lambda *_: [0.001])
+    list(
+        report.examine(
+            config.load(),
+            ring_bytes=1,
+            connections=1,
+            ports=(),
+            transfer=True,
+            progress=lambda done, total, size: shown.append((done, total)),
+        )
+    )
+    assert len(dict(shown)) == shown[-1][0] + 1
+    assert [done for done, _ in shown] == sorted(done for done, _ in shown)
+    assert {total for _, total in shown} == {shown[-1][0]}

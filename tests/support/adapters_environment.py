@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from constraints import ADAPTERS_FILE, ROOT, for_adapters, of_group
+from waiting import waiting
 
 HOME = ROOT / "build" / "adapters"
 PYTHON = HOME / "bin" / "python"
@@ -56,9 +57,10 @@ def run(what: str, command: list[str], **environment: str) -> None:
     """One step. What it says is shown only if it fails, which ends the program."""
     print(f"{what} …", flush=True)
     start = time.monotonic()
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=_LONGEST_S
-    )
+    with waiting(what, 120 if what.startswith("installing torch") else 20):
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=_LONGEST_S
+        )
     if done.returncode:
         sys.stderr.write(done.stdout[-4000:] + done.stderr[-8000:])
         raise SystemExit(f"build/adapters could not be made: {what} failed with exit code {done.returncode}")

@@ -14,7 +14,6 @@ from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
 from transport import _ring
-from transport.bench.weights.member_process import Trainer
 from transport.errors import (
     AuthenticationError,
     ChildrenLostError,
@@ -26,6 +25,7 @@ from transport.errors import (
     WeightsChecksumError,
     WeightsError,
 )
+from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Proof
 from transport.weights.transfer.feed import Feed, Upstream

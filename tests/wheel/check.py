@@ -17,6 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.append(str(ROOT / "tests" / "support"))
+from waiting import waiting  # noqa: E402  # a program of its own: pytest's path is not there
+
 BUILD = ROOT / "build" / "wheel"
 # For pip and the programs of the package; that there is no compiler among them is checked below.
 PROGRAMS = ("sh", "uname", "env")
@@ -33,11 +36,24 @@ IN_THE_SDIST = {
 }
 
 
-def run(title: str, command: list[str], environment: Mapping[str, str] | None = None, folder: Path = ROOT) -> None:
+def run(
+    title: str,
+    command: list[str],
+    environment: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+    usual_s: float = 20.0,
+) -> None:
     started = time.monotonic()
-    done = subprocess.run(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600
-    )
+    with waiting(title, usual_s):
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=1200,
+        )
     print(f"{'ok  ' if done.returncode == 0 else 'FAIL'} {title} ({time.monotonic() - started:.1f} s)", flush=True)
     if done.returncode != 0:
         sys.exit(done.stdout)

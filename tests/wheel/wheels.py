@@ -99,7 +99,7 @@ def wheel_of(version: str, python: Path, source: Path) -> Path:
     raw = BUILD / f"raw-{version}"
     pip = [str(python), "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     options = ["--no-build-isolation", "--config-settings", f"build-dir={BUILD / f'cmake-{version}'}"]
-    run(f"{version}: built", [*pip, *options, "--wheel-dir", str(raw), str(source)], zig(python))
+    run(f"{version}: built", [*pip, *options, "--wheel-dir", str(raw), str(source)], zig(python), usual_s=200)
     [built] = raw.glob("*.whl")
     excluded = [word for name in OF_UCX for word in ("--exclude", name)]
     run(

@@ -33,7 +33,7 @@ def name_lines(axes: Any, ends: Sequence[tuple[float, str, str]], *, bold: Seque
 
 
 def apart(heights: Sequence[float], least: float) -> list[float]:
-    """Ascending heights, each at least so far above the one before, and as near to where they were as may be."""
+    """Ascending heights in 0 to 1, each at least so far above the one before, and as near to where it was as may be."""
     groups: list[tuple[float, int]] = []  # the lowest of a group, and how many stand on it at that distance
     for height in heights:
         low, number = height, 1
@@ -43,4 +43,12 @@ def apart(heights: Sequence[float], least: float) -> list[float]:
             low = (before * many + (low - many * least) * number) / (many + number)
             number += many
         groups.append((low, number))
-    return [low + at * least for low, number in groups for at in range(number)]
+    found = [low + at * least for low, number in groups for at in range(number)]
+    last = len(found) - 1
+    found = [min(height, 1.0 - (last - at) * least) for at, height in enumerate(found)]  # not into the title
+    return [max(height, at * least) for at, height in enumerate(found)]
+
+
+def repetitions(number: int) -> str:
+    """As the caption says it."""
+    return "one repetition" if number == 1 else f"medians of {number} repetitions"

@@ -221,15 +221,18 @@ def fetch(
         _checksums(checksum),
         device=device is not None,
     )
-    rows, where, before = [], machine(), infiniband.ports()
+    rows: list[Row] = []
+    where, before = machine(), infiniband.ports()
     with _bar("measuring") as progress:
+        progress(0, len(work) * repetitions, 0)
         for at, case in enumerate(work):
             samples = []
-            for _ in range(repetitions):
+            for repetition in range(repetitions):
                 sample, other = remote.measure(host, int(port), case, seconds / repetitions, listeners)
                 samples.append(sample)
+                done = at * repetitions + repetition + 1
+                progress(done, len(work) * repetitions, sum(row.reads * row.size_bytes for row in rows))
             rows.append(Row.of(case, samples))
-            progress(at + 1, len(work), sum(row.reads * row.size_bytes for row in rows))
     report = Report(
         machine={**where, "server": other},
         settings={chosen: settings_of(chosen)},

@@ -42,8 +42,20 @@ def doctor(
 
     from transport.bench.units import parse_size
     from transport.doctor.report import Report, examine
+    from transport.runtime.progress import bar_with_time_left
 
-    found = list(examine(loaded, ring_bytes=parse_size(ring), connections=connections, ports=wanted, transfer=transfer))
+    planned = parse_size(ring)
+    with bar_with_time_left("checking") as progress:
+        found = list(
+            examine(
+                loaded,
+                ring_bytes=planned,
+                connections=connections,
+                ports=wanted,
+                transfer=transfer,
+                progress=progress,
+            )
+        )
     report = Report(checks=found)
     emit(report, _text(found), json_target)
     return 1 if report.failed else 0

@@ -84,7 +84,7 @@ def checks(*, asked: bool, verbs: bool, root: Path = SYSFS, devices: Path = DEVI
         yield fail(
             "infiniband plug-in",
             f"{len(found)} ports found, but the loaded UCX has no libuct_ib; payloads would go over tcp",
-            "conda install -c conda-forge -c rapidsai ucxx; or an own UCX --with-verbs, see docs/UCXX.md (InfiniBand)",
+            "conda install -c conda-forge -c rapidsai ucxx; or an own UCX --with-verbs, see docs/INFINIBAND.md",
         )
     else:
         yield ok("infiniband plug-in", "the loaded UCX has libuct_ib")

@@ -33,8 +33,13 @@ _REMEDIES: Final = {
 }
 
 
-def checks(configuration: Configuration, *, rdma: bool) -> Iterator[Check]:
-    """A transfer over each wire. ``rdma``: over InfiniBand, too, with a look at the ports' counters."""
+def wires(*, rdma: bool) -> tuple[Wire, ...]:
+    """What is tried on this host. ``rdma``: over InfiniBand, too, with a look at the ports' counters."""
+    return (*_WAYS, "rdma") if rdma else _WAYS
+
+
+def checks(configuration: Configuration, over: Sequence[Wire], step: Callable[[int], None]) -> Iterator[Check]:
+    """A listener, and a transfer over each wire. ``step`` is called with the number of these that are done."""
     content = np.frombuffer(os.urandom(_BYTES), np.uint8)
     secret = configuration.secret()
     try:
@@ -54,19 +59,22 @@ def checks(configuration: Configuration, *, rdma: bool) -> Iterator[Check]:
             yield ok(
                 "listener", f"a listener process answers on port {ports} of {configuration.bind or 'all addresses'}"
             )
+            step(1)
             yield from _transfers(
-                (*_WAYS, *(("rdma",) if rdma else ())),
-                lambda wire: _measured(ring, wire, content, configuration, secret),
+                over, lambda wire: _measured(ring, wire, content, configuration, secret), lambda done: step(1 + done)
             )
         finally:
             server.close()
 
 
-def _transfers(wires: Sequence[Wire], measure: Callable[[Wire], list[float]]) -> Iterator[Check]:
-    """One finding for each wire. ``measure`` returns the seconds of each read."""
+def _transfers(
+    wires: Sequence[Wire], measure: Callable[[Wire], list[float]], step: Callable[[int], None] = lambda done: None
+) -> Iterator[Check]:
+    """One finding for each wire. ``measure`` gives the seconds of each read, ``step`` gets the wires that are done."""
     best: dict[str, float] = {}
     failed: dict[str, Wire] = {}
-    for wire in wires:
+    for done, wire in enumerate(wires):
+        step(done)
         before = infiniband.ports()
         try:
             seconds = measure(wire)

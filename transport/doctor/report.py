@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -11,6 +11,7 @@ from transport.config import DEFAULT, Loaded, shown
 from transport.doctor import cuda, host, infiniband, library, loopback, network
 from transport.doctor.finding import Check, ok
 from transport.errors import MissingDependencyError
+from transport.runtime.progress import Progress, silent
 from transport.wires import settings_for, user_settings
 
 
@@ -26,9 +27,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(
-    loaded: Loaded, *, ring_bytes: int, connections: int, ports: Sequence[int], transfer: bool
+    loaded: Loaded,
+    *,
+    ring_bytes: int,
+    connections: int,
+    ports: Sequence[int],
+    transfer: bool,
+    progress: Progress = silent,
 ) -> Iterator[Check]:
-    """Every check, as soon as it is made.
+    """Every check, as soon as it is made; ``progress`` counts groups of them, of which a transfer takes longest.
 
     Args:
         ring_bytes: of the rings that are planned on this host.
@@ -38,16 +45,24 @@ def examine(
     """
     configuration = loaded.configuration
     rdma = "rdma" in configuration.wires or bool(infiniband.ports())
-    yield settings(loaded)
-    yield ucx_settings()
     plugins = _plugins()
-    yield from library.checks(gpu=cuda.present())
-    yield from infiniband.checks(asked="rdma" in configuration.wires, verbs="verbs" in (plugins or ()))
-    yield from host.checks(ring_bytes, connections, rdma=rdma)
-    yield from network.checks(configuration, ports)
-    yield from cuda.checks()
+    groups: list[Iterable[Check]] = [
+        (check for check in (settings(loaded), ucx_settings())),
+        library.checks(gpu=cuda.present()),
+        infiniband.checks(asked="rdma" in configuration.wires, verbs="verbs" in (plugins or ())),
+        host.checks(ring_bytes, connections, rdma=rdma),
+        network.checks(configuration, ports),
+        cuda.checks(),
+    ]
+    total = len(groups)
     if transfer and plugins is not None:
-        yield from loopback.checks(configuration, rdma=rdma and "verbs" in plugins)
+        wires = loopback.wires(rdma=rdma and "verbs" in plugins)
+        before, total = total, total + 1 + len(wires)  # a listener, and a transfer by each
+        groups.append(loopback.checks(configuration, wires, lambda done: progress(before + done, total, 0)))
+    for done, group in enumerate(groups):
+        progress(done, total, 0)
+        yield from group
+    progress(total, total, 0)
 
 
 def _plugins() -> set[str] | None:

@@ -1,8 +1,21 @@
 """Membership of a run: rounds, ranks, hot spares, and an end that all members learn."""
 
 from transport.rendezvous.archive import Archive
-from transport.rendezvous.records import Closing, Place, Reason, Role, Roster
+from transport.rendezvous.closing import close_run
+from transport.rendezvous.records import Closing, Keys, Place, Reason, Role, Roster
 from transport.rendezvous.rendezvous import Rendezvous
 from transport.rendezvous.rules import ExitCodes, Rules
 
-__all__ = ["Archive", "Closing", "ExitCodes", "Place", "Reason", "Rendezvous", "Role", "Roster", "Rules"]
+__all__ = [
+    "Archive",
+    "Closing",
+    "ExitCodes",
+    "Keys",
+    "Place",
+    "Reason",
+    "Rendezvous",
+    "Role",
+    "Roster",
+    "Rules",
+    "close_run",
+]

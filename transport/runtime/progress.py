@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -48,7 +49,10 @@ EVERY_S = 30.0
 
 
 class Lines:
-    """Progress as lines on standard error, after ``first_s`` and then each ``every_s``, with the time that is left."""
+    """Progress as lines on standard error, after ``first_s`` and then each ``every_s``, with the time that is left.
+
+    `beat` prints the line that is due while a case still runs: call it now and then, from any thread.
+    """
 
     def __init__(
         self,
@@ -63,14 +67,34 @@ class Lines:
         self._clock = clock
         self._begun = clock()
         self._next = self._begun + min(first_s, every_s)
+        self._last = 0, 0, 0.0  # done, of how many, and when
+        self._lock = threading.Lock()
 
     def __call__(self, done: int, total: int, size: int) -> None:
+        with self._lock:
+            self._last = done, total, self._clock() - self._begun
+            self._print_if_due()
+
+    def beat(self) -> None:
+        """Print if it is time to, with what was done last."""
+        with self._lock:
+            self._print_if_due()
+
+    def _print_if_due(self) -> None:
         now = self._clock()
-        if now < self._next or not 0 < done < total:
+        done, total, when_s = self._last
+        if now < self._next or 0 < total <= done:
             return
         self._next = now + self._every_s
-        left_s = (now - self._begun) / done * (total - done)
-        print(f"{self._what}: {done} of {total}, about {lasting(left_s)} left", file=sys.stderr, flush=True)
+        print(f"{self._what}: {self._state(done, total, when_s, now - self._begun)}", file=sys.stderr, flush=True)
+
+    @staticmethod
+    def _state(done: int, total: int, when_s: float, now_s: float) -> str:
+        if not total:
+            return f"{lasting(now_s)} so far"
+        if not done:
+            return f"0 of {total}, {lasting(now_s)} so far"
+        return f"{done} of {total}, about {lasting(max(when_s / done * total - now_s, 0.0))} left"
 
 
 def lasting(seconds: float) -> str:
@@ -83,8 +107,20 @@ def lasting(seconds: float) -> str:
 @contextlib.contextmanager
 def bar_with_time_left(what: str) -> Iterator[Progress]:
     """For work of more than some seconds: a bar on a terminal, elsewhere a line after 5 seconds and then every 30."""
-    if not sys.stderr.isatty():
-        yield Lines(what)
+    if sys.stderr.isatty():
+        with bar(what, time_left=True) as show:
+            yield show
         return
-    with bar(what, time_left=True) as show:
-        yield show
+    lines, ended = Lines(what), threading.Event()
+
+    def beating() -> None:
+        while not ended.wait(1.0):
+            lines.beat()
+
+    thread = threading.Thread(target=beating, name="transport progress", daemon=True)
+    thread.start()
+    try:
+        yield lines
+    finally:
+        ended.set()
+        thread.join()

@@ -1,1 +1,64 @@
 """Weights from trainers to replicas: all of a version or none of it. Users read docs/WEIGHTS.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transport.weights.manager import Outcome, WeightsStatistics, WeightUpdate
+    from transport.weights.offers import Offer, Taker, offer
+    from transport.weights.options import EngineOptions
+    from transport.weights.plan.admission import Admission
+    from transport.weights.plan.steps import Limits
+    from transport.weights.ring_engine import EngineStatistics, RingEngine
+    from transport.weights.versions.layout import weights_checksum
+    from transport.weights.worker import ReferenceWorker, Replica, RolloutWorker, Source, Trainer
+
+_HOMES = {
+    "Admission": "plan.admission",
+    "EngineOptions": "options",
+    "EngineStatistics": "ring_engine",
+    "Limits": "plan.steps",
+    "Offer": "offers",
+    "Outcome": "manager",
+    "ReferenceWorker": "worker",
+    "Replica": "worker",
+    "RingEngine": "ring_engine",
+    "RolloutWorker": "worker",
+    "Source": "worker",
+    "Taker": "offers",
+    "Trainer": "worker",
+    "WeightUpdate": "manager",
+    "WeightsStatistics": "manager",
+    "offer": "offers",
+    "weights_checksum": "versions.layout",
+}
+
+__all__ = [  # noqa: RUF022  # in the order in which a user meets them
+    "WeightUpdate",
+    "Outcome",
+    "WeightsStatistics",
+    "Limits",
+    "Trainer",
+    "Source",
+    "Replica",
+    "RolloutWorker",
+    "ReferenceWorker",
+    "RingEngine",
+    "EngineOptions",
+    "EngineStatistics",
+    "Admission",
+    "Taker",
+    "Offer",
+    "offer",
+    "weights_checksum",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: a topology needs no engine, and a notice no client."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'transport.weights' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"transport.weights.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""RolloutWorker, which a rollout engine implements to receive weights, and Replica, a worker with its RingEngine.
+"""RolloutWorker, which a rollout engine implements to receive weights; Replica and Trainer, the members of an update.
 
     class MyWorker(RolloutWorker):
         def abort(self): self.llm.abort_all_requests()
@@ -15,8 +15,8 @@ from __future__ import annotations
 import abc
 import asyncio
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -200,6 +200,32 @@ class Replica:
         if served is not None and served != self._loaded.checksum:
             return None
         return self._loaded
+
+
+class Source(Protocol):
+    """Where a trainer's tensors come from."""
+
+    def weights(self, version: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+        """Every tensor of a version, in an order that stays."""
+
+
+class Trainer:
+    """A trainer's engine and its tensors, as a manager drives them."""
+
+    def __init__(self, engine: RingEngine, source: Source) -> None:
+        self.engine = engine
+        self.name = engine.name
+        self.source = source
+        self.prepare = engine.prepare
+        self.finalize = engine.finalize
+
+    async def init_process_group(self, arguments: dict[str, Any]) -> None:
+        """See `WeightEngine`."""
+        await self.engine.init_process_group(**arguments)
+
+    async def send_weights(self, version: int) -> Proof | None:
+        """Send what the source gives."""
+        return await self.engine.send_weights(self.source.weights(version), version)
 
 
 async def call(method: Any, *arguments: Any) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from transport.bench.job.rows import JobReport, JobRow
-from transport.bench.named_lines import name_lines
+from transport.bench.named_lines import name_lines, repetitions
 from transport.bench.result import OURS
 from transport.bench.units import show_size
 
@@ -42,7 +42,8 @@ def draw(report: JobReport, path: Path) -> None:
         _panel(left, report.rows, "payloads_per_s", "Payloads a second (higher is better)")
         _panel(right, report.rows, "cpu_us_per_payload", "Processor time of a payload, µs (lower is better)")
     figure.text(0.05, 0.02, _caption(report), fontsize=8.5, color="#333333", va="bottom", linespacing=1.4)
-    figure.subplots_adjust(left=0.06, right=0.88, top=0.92, bottom=0.2, wspace=0.45)
+    figure.text(0.06, 0.985, "The whole job, from write to consumed", fontsize=13, fontweight="bold", va="top")
+    figure.subplots_adjust(left=0.06, right=0.87, top=0.88, bottom=0.2, wspace=0.5)
     figure.savefig(path, format="png")
 
 
@@ -86,7 +87,7 @@ def _caption(report: JobReport) -> str:
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, Python "
         f"{machine['python']}, UCX {machine['versions'].get('ucx', 'none')}, transport "
         f"{machine['versions']['payload-transport']}. Writers: {row.writers}, trainers: {row.trainers}, processes of "
-        f"this host; every payload verified; medians of {max(each.repetitions for each in report.rows)} repetitions. "
+        f"this host; every payload verified; {repetitions(max(each.repetitions for each in report.rows))}. "
         "Processor time is that of writers and trainers; a server's or a listener's comes on top and is in the table."
     )
     missing = f"\nNot measured: {', '.join(report.skipped)}." if report.skipped else ""

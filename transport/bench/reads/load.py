@@ -104,6 +104,7 @@ def run(work: Sequence[Load], seconds: float, repetitions: int, progress: Progre
         LinkError: a process failed, or a payload was not what had been written.
     """
     found: dict[Load, list[Measured]] = {load: [] for load in work}
+    progress(0, repetitions * len(work), 0)
     for done in range(repetitions * len(work)):
         load = work[done % len(work)]
         found[load].append(measure(load, seconds / repetitions))

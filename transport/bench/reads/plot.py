@@ -6,13 +6,13 @@ Latency against size, throughput against size; ours in colour, the peers in grey
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transport.bench.named_lines import name_lines
+from transport.bench.named_lines import name_lines, repetitions
 from transport.bench.reads.loopback import MANY_SMALL
-from transport.bench.registry import PEERS
+from transport.bench.registry import FLOOR, PEERS, PERFTEST
 from transport.bench.result import OURS, Report, Row
 from transport.bench.units import show_size
 from transport.errors import MissingDependencyError, UsageError
@@ -23,7 +23,9 @@ _COLOURS = ("#08519c", "#d73027", "#1a9850", "#762a83", "#e08214", "#00868b")
 _GREYS = ("#555555", "#777777", "#8c8c8c", "#a0a0a0", "#b4b4b4", "#666666", "#999999", "#bbbbbb")
 _MARKERS = ("s", "^", "v", "D", "x", "P", "*", "<")
 _NETWORK = ("tcp", "rdma")
-_TITLES = {"host": "Within one host", "network": "What a network carries (here: loopback)"}
+_TITLES = {"host": "Reads within one host", "network": "Reads that a network carries (here: loopback)"}
+_MOST_OF_OURS = 4
+_FLOORS = (FLOOR, PERFTEST)  # of what a machine can do at best, those that are fair come first
 
 
 class Line(NamedTuple):
@@ -76,12 +78,18 @@ def pictures(rows: Sequence[Row], path: Path) -> dict[Path, list[Row]]:
 
 
 def lines(rows: Sequence[Row]) -> list[Line]:
-    """What is drawn of a picture's rows, at most eight lines: ours, then what the machine can do, then the peers."""
-    every = list(dict.fromkeys(map(_line, rows)))
-    ours = [line for line in every if line.peer == OURS]
+    """What is drawn of a picture's rows: ours, one line of what the machine can do, the peers; at most eight lines.
+
+    Where peers are few, more of what the machine can do is drawn.
+    """
+    every = list(dict.fromkeys(_line(row) for row in rows if _has_latency(row) or _moves(row)))
+    ours = [line for line in every if line.peer == OURS][:_MOST_OF_OURS]
     floors = [line for line in every if line.peer != OURS and PEERS[line.peer].floor]
+    floors.sort(key=lambda line: _FLOORS.index(line.peer) if line.peer in _FLOORS else len(_FLOORS))
     peers = [line for line in every if line.peer != OURS and not PEERS[line.peer].floor]
-    return [*ours, *floors, *peers][:MOST_LINES]
+    room = MOST_LINES - len(ours)
+    peers = peers[: room - bool(floors)]
+    return [*ours, *floors[: room - len(peers)], *peers]
 
 
 def draw(report: Report, path: Path) -> list[Path]:
@@ -101,14 +109,21 @@ def _draw(report: Report, rows: Sequence[Row], path: Path, name: str) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     shown = lines(rows)
-    latency = [row for row in rows if row.concurrency == one and row.case != "read_many"]
+    latency = [row for row in rows if row.concurrency == one and _has_latency(row)]
     _panel(left, latency, "us_p50", shown)
     _panel(right, [row for row in rows if row.concurrency == many and _moves(row)], "gb_per_s", shown)
-    left.set_title(f"{_TITLES[name]}: median latency, µs, {one} in flight (lower is better)", fontsize=10.5)
+    left.set_title(f"Median latency, µs, {one} in flight (lower is better)", fontsize=10.5)
     right.set_title(f"GB/s, {many} in flight (higher is better)", fontsize=10.5)
-    figure.text(0.05, 0.02, _caption(report), fontsize=8.5, color="#333333", va="bottom", linespacing=1.4)
-    figure.subplots_adjust(left=0.06, right=0.88, top=0.92, bottom=0.2, wspace=0.45)
+    figure.text(0.06, 0.985, _TITLES[name], fontsize=13, fontweight="bold", va="top")
+    drawn = {line.peer for line in shown}
+    figure.text(0.05, 0.02, _caption(report, drawn), fontsize=8.5, color="#333333", va="bottom", linespacing=1.4)
+    figure.subplots_adjust(left=0.06, right=0.87, top=0.88, bottom=0.2, wspace=0.5)
     figure.savefig(path, format="png")
+
+
+def _has_latency(row: Row) -> bool:
+    """Whether its latency is that of one read."""
+    return row.case != "read_many"
 
 
 def _moves(row: Row) -> bool:
@@ -156,14 +171,15 @@ def _style(at: int, *, ours: bool) -> dict[str, Any]:
     return {"color": _GREYS[at], "linewidth": 1.4, "marker": _MARKERS[at], "markersize": 5, "zorder": 3}
 
 
-def _caption(report: Report) -> str:
+def _caption(report: Report, drawn: Collection[str]) -> str:
     machine = report.machine
     versions = machine["versions"]
     where = (
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
         f"Python {machine['python']}, UCX {versions.get('ucx', 'none')}, transport {versions['payload-transport']}. "
-        f"Two processes on this host; medians of {max(row.repetitions for row in report.rows)} repetitions; payloads "
-        "verified, but not by ucx_perftest, which sends its messages one way, without a request."
+        f"Two processes on this host; {repetitions(max(row.repetitions for row in report.rows))}; payloads verified"
     )
+    where += ", but not by ucx_perftest, which sends its messages one way, without a request." * (PERFTEST in drawn)
+    where = f"{where.rstrip('.')}."
     missing = f"\nNot measured: {', '.join(report.skipped)}." if report.skipped else ""
     return textwrap.fill(where, 190) + missing

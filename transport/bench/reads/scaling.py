@@ -111,6 +111,7 @@ def run(work: Sequence[Scale], seconds: float, repetitions: int, progress: Progr
     """
     found: dict[Scale, list[Measured]] = {scale: [] for scale in work}
     done = 0
+    progress(0, repetitions * len(work), 0)
     for _ in range(repetitions):
         for scale in work:
             found[scale].append(measure(scale, seconds / repetitions))

@@ -74,6 +74,7 @@ def run(cases: Sequence[Case], seconds: float, repetitions: int, progress: Progr
     samples: dict[Case, list[Sample]] = {case: [] for case in cases}
     outcome = Outcome([], [], {})
     done = size = 0
+    progress(0, repetitions * len(cases), 0)
     for _ in range(repetitions):
         for case in list(samples):
             if case.peer in outcome.skipped:

@@ -12,20 +12,17 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import msgspec
-import numpy as np
 import uvloop
 
 from transport.bench.weights.process_member import Answer, Request
 from transport.errors import UsageError
 from transport.weights.options import EngineOptions
-from transport.weights.plan.steps import Proof
 from transport.weights.ring_engine import RingEngine
 from transport.weights.transfer.threads import ended, in_thread
-from transport.weights.worker import Replica, RolloutWorker
+from transport.weights.worker import Replica, RolloutWorker, Trainer
 
 _MOST_LINE = 64 << 20
 _METHODS = frozenset(
@@ -47,32 +44,6 @@ class MemberConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     made: str
     arguments: dict[str, Any] = {}
     engine: dict[str, Any] = {}
-
-
-class Source(Protocol):
-    """Where a trainer's tensors come from."""
-
-    def weights(self, version: int) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-        """Every tensor of a version, in an order that stays."""
-
-
-class Trainer:
-    """A trainer's engine and its tensors, as a manager drives them."""
-
-    def __init__(self, engine: RingEngine, source: Source) -> None:
-        self.engine = engine
-        self.name = engine.name
-        self.source = source
-        self.prepare = engine.prepare
-        self.finalize = engine.finalize
-
-    async def init_process_group(self, arguments: dict[str, Any]) -> None:
-        """See `WeightEngine`."""
-        await self.engine.init_process_group(**arguments)
-
-    async def send_weights(self, version: int) -> Proof | None:
-        """Send what the source gives."""
-        return await self.engine.send_weights(self.source.weights(version), version)
 
 
 def make(config: MemberConfig) -> Trainer | Replica:

@@ -91,6 +91,7 @@ def run(load: Load, replicas: Sequence[int], progress: Progress) -> list[Row]:
         done += 1
         progress(done, work, done * load.size_bytes)
 
+    progress(0, work, 0)
     for count in replicas:
         samples, size = uvloop.run(_measure(load, count, step))
         for mode, of_mode in samples.items():
