@@ -1,4 +1,4 @@
-"""A model that torch.distributed.checkpoint saves on all ranks: through a destination and back, on any number of ranks."""
+"""A model that torch.distributed.checkpoint saves on all ranks: to a destination and back, on any number of ranks."""
 
 from __future__ import annotations
 
