@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ from transport.cooldown.epochs.coordinator import (
 )
 from transport.cooldown.epochs.election import elect
 from transport.cooldown.epochs.records import (
+    SET,
     Checkpoint,
     EpochRecord,
     Note,
@@ -118,11 +120,31 @@ def test_what_is_being_verified_at_the_time_limit_may_still_count() -> None:
     assert machine.record.outcome is Outcome.CHECKPOINTED
 
 
-@pytest.mark.parametrize("refusal", [Refusal.WRONG_CHECKSUM, Refusal.UNREADABLE])
-def test_what_turns_out_to_be_none_after_the_limit_is_a_time_out(refusal: Refusal) -> None:
+def test_what_turns_out_to_be_none_after_the_limit_is_a_time_out() -> None:
     machine = at_the_limit_while_verifying()
-    machine.handle(Refuted(report("c"), refusal, ""))
+    machine.handle(Refuted(report("c"), Refusal.WRONG_CHECKSUM, ""))
     machine.tick(61.0)
+    assert machine.record.outcome is Outcome.TIMED_OUT
+
+
+def test_what_could_not_be_read_at_the_limit_is_verified_again() -> None:
+    """The destination is away for a moment; the upload may be good."""
+    machine = at_the_limit_while_verifying()
+    machine.handle(Refuted(report("c"), Refusal.UNREADABLE, "gone"))
+    assert Verify(report("c")) in machine.tick(60.0 + LOOK_AGAIN_S)
+    machine.handle(Verified(report("c"), checkpoint(report("c"))))
+    assert machine.record.outcome is Outcome.CHECKPOINTED
+
+
+@pytest.mark.parametrize(("verify_s", "most"), [(0.0, 120.0), (5.0, 65.0), (600.0, 660.0)])
+def test_verification_has_a_time_of_its_own(verify_s: float, most: float) -> None:
+    machine = Coordinator(msgspec.structs.replace(RECORD, verify_s=verify_s))
+    machine.handle(Begin(3, CLIENTS))
+    verify(machine, report("c"))
+    for now in range(0, int(most), 5):
+        machine.tick(now)
+        assert machine.state is State.COOLDOWN
+    machine.tick(most)
     assert machine.record.outcome is Outcome.TIMED_OUT
 
 
@@ -261,6 +283,57 @@ def test_a_clock_that_steps_neither_ends_a_cooldown_nor_makes_it_endless(step: f
     assert machine.record.outcome is Outcome.TIMED_OUT
 
 
+# --- members whose save is collective -------------------------------------------------------------------
+HOSTS = {"a0": "a", "a1": "a", "a2": "a", "b0": "b"}
+SHARDED = report(SET)
+
+
+def of_members() -> Coordinator:
+    machine = Coordinator(RECORD)
+    machine.handle(Begin(3, tuple(HOSTS), HOSTS))
+    machine.tick(0.0)
+    return machine
+
+
+def test_members_are_elected_on_each_host() -> None:
+    record = of_members().record
+    assert (record.layout, record.hosts, record.clients) == (2, HOSTS, tuple(sorted(HOSTS)))
+    assert len(record.elected) == 2
+    assert record.elected_of("a") == elect(("a0", "a1", "a2"), seed=8, epoch=7)
+    assert record.elected_of("b") == ("b0",)
+
+
+@pytest.mark.parametrize("client", [*HOSTS, "stranger"])
+def test_what_one_member_uploaded_is_no_checkpoint(client: str) -> None:
+    machine = of_members()
+    assert verify(machine, report(client)) == []
+    assert machine.record.notes[client].refusal is Refusal.NOT_ELECTED
+
+
+def test_the_complete_set_is_the_checkpoint() -> None:
+    machine = of_members()
+    assert verify(machine, SHARDED) == [SHARDED]
+    machine.handle(Verified(SHARDED, checkpoint(SHARDED)))
+    assert machine.record.outcome is Outcome.CHECKPOINTED
+
+
+def test_a_share_that_is_wrong_is_refused_and_the_others_stay() -> None:
+    machine = of_members()
+    verify(machine, SHARDED)
+    machine.handle(Refuted(SHARDED, Refusal.WRONG_SIZE, "1 byte", "a1/" + "0" * 16))
+    assert machine.record.refused == {"a1/" + "0" * 16: "wrong_size: 1 byte"}
+    second = report(SET, "1" * 16)
+    assert verify(machine, second) == [second]
+
+
+def test_members_say_why_they_could_not_save() -> None:
+    machine = of_members()
+    for member in HOSTS:
+        machine.handle(Reported(report(member, kind=ReportKind.FAILED, detail="disk full")))
+    assert {note.detail for note in machine.record.notes.values()} == {"disk full"}
+    assert {note.refusal for note in machine.record.notes.values()} == {None}
+
+
 EVENTS = st.lists(
     st.one_of(
         st.builds(Begin, st.integers(0, 9), st.sets(st.sampled_from(CLIENTS)).map(tuple)),
@@ -333,7 +406,7 @@ def test_enums_are_stored_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{}", b"\xff", b'{"run":1}', encode(RECORD).replace(b'"layout":1', b'"layout":2')]
+    "data", [b"", b"{}", b"\xff", b'{"run":1}', encode(RECORD).replace(b'"layout":1', b'"layout":3')]
 )
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(StoreUnsuitableError):

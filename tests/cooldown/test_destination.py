@@ -15,6 +15,7 @@ from helpers import Child
 
 from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Outcome, Part, recorded_outcomes, restore
 from transport.cooldown.destinations import bucket
+from transport.cooldown.destinations import s3 as s3_module
 from transport.cooldown.destinations.base import PIECE, Destination, check_permissions, normalise
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.destinations.masking import masked
@@ -77,7 +78,8 @@ server.stop()
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least that S3 takes for a part, so that a few MiB are several."""
-    monkeypatch.setattr(bucket, "_PART", 5 << 20)
+    monkeypatch.setattr(bucket, "PART", 5 << 20)
+    monkeypatch.setattr(s3_module, "PART", 5 << 20)
 
 
 def folder(request: pytest.FixtureRequest) -> Destination:

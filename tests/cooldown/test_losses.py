@@ -15,11 +15,11 @@ from redis_server import needs_redis, redis_server
 
 from transport.cooldown import Outcome, Part, Phase
 from transport.cooldown import client as client_module
-from transport.cooldown.epochs.records import ReportKind
-from transport.errors import (
-    CoordinatorLostError,
-    DestinationDeniedError,
-)
+from transport.cooldown.coordination import StoredCoordinator
+from transport.cooldown.epochs.coordinator import Begin
+from transport.cooldown.epochs.records import EpochRecord, Report, ReportKind
+from transport.errors import CoordinatorLostError, DestinationDeniedError, StoreUnavailableError
+from transport.store.base import ABSENT
 from transport.store.open import open_store
 from transport.store.sqlite import SQLiteStore
 
@@ -40,7 +40,7 @@ async def test_nobody_joins_a_destination_that_is_not_there(cooling: Run) -> Non
 
 @asynchronous
 async def test_a_destination_that_comes_back_gets_its_checkpoint(cooling: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "_AGAIN_FIRST_S", 0.01)
+    monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
     host = cooling.host()
     await host.open(7)
     away = cooling.root.with_name("away")
@@ -187,3 +187,24 @@ async def test_a_redis_server_that_is_killed_in_the_middle_delays_the_checkpoint
         assert (await taking).part is Part.WON
         assert (await leading).outcome is Outcome.CHECKPOINTED
         run.check_restored(7)
+
+
+def test_a_store_that_fails_while_a_report_is_noted_does_not_lose_its_verification(
+    cooling: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = EpochRecord(run="run", epoch=7, destination=str(cooling.root), cooldown_s=60.0, seed=8)
+    assert cooling.ledger.write(record, ABSENT)
+    coordinator = StoredCoordinator(cooling.ledger, 7)
+    coordinator.handle(Begin(1, CLIENTS))
+    report = Report(run="run", epoch=7, client="c", kind=ReportKind.UPLOADED, attempt="0" * 16)
+    cooling.ledger.report(report)
+
+    def write(*_: object) -> int:
+        monkeypatch.undo()
+        raise StoreUnavailableError("for a moment")
+
+    monkeypatch.setattr(cooling.ledger, "write", write)
+    with pytest.raises(StoreUnavailableError):
+        coordinator.step(0.0)
+    assert coordinator.step(0.0) == [report]
+    assert coordinator.step(0.0) == []

@@ -20,8 +20,9 @@ from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.manifest import FILES
 from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, Report, ReportKind, upload_folder
 from transport.cooldown.epochs.stop import Stop
+from transport.cooldown.restoring import restore
 from transport.cooldown.upload import Uploaded, remove, upload
-from transport.cooldown.verify import RefusedUpload, restore, verified
+from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import DestinationError, UploadCancelledError
 from transport.store.base import ABSENT
 from transport.store.sqlite import SQLiteStore

@@ -16,9 +16,9 @@ from helpers import PATIENCE_S, Child, asynchronous, until
 
 from transport.cooldown import Ledger, Outcome, Part, Phase, coordination, recorded_outcomes, restore
 from transport.cooldown import client as client_module
-from transport.cooldown.client import prune
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.records import EpochRecord, Refusal, Report, ReportKind, encode, outcomes_folder
+from transport.cooldown.following import prune
 from transport.cooldown.verify import RefusedUpload
 from transport.errors import (
     ConfigurationError,
@@ -272,7 +272,7 @@ async def test_an_upload_that_was_damaged_is_refused_and_made_again(
         return done
 
     monkeypatch.setattr(client_module, "upload", upload)
-    monkeypatch.setattr(client_module, "_AGAIN_FIRST_S", 0.01)
+    monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
     host = cooling.host()
     await host.open(7)
     record, taken = await asyncio.gather(host.cooldown(7, 1, CLIENTS), cooling.client("c").cooldown(7))

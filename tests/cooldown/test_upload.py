@@ -26,8 +26,9 @@ from transport.cooldown.epochs.records import (
     upload_folder,
 )
 from transport.cooldown.epochs.stop import Stop
+from transport.cooldown.restoring import restore
 from transport.cooldown.upload import Uploaded, plain_files, remove, upload
-from transport.cooldown.verify import RefusedUpload, restore, verified
+from transport.cooldown.verify import RefusedUpload, verified
 from transport.errors import (
     CheckpointDamagedError,
     DestinationDeniedError,
@@ -284,7 +285,7 @@ def test_only_plain_files_are_uploaded(tmp_path: Path) -> None:
         plain_files(tmp_path)
     (tmp_path / "link").unlink()
     with pytest.raises(UsageError, match="no file to upload"):
-        plain_files(tmp_path)
+        upload(tmp_path, Folder(tmp_path), RECORD, "a", ATTEMPT)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="neither a file nor a folder"):
         plain_files(tmp_path)

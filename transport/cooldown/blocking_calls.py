@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
 from transport.errors import StoreUnavailableError
@@ -39,6 +39,50 @@ def in_thread(function: Callable[..., T], *arguments: object) -> asyncio.Future[
 
     threading.Thread(target=run, name=f"cooldown {getattr(function, '__name__', 'call')}", daemon=True).start()
     return future
+
+
+def in_parallel(calls: Iterable[Callable[[], T]], at_once: int, stop: Callable[[], object]) -> list[T]:
+    """The results of calls, in their order, made by up to ``at_once`` daemon threads.
+
+    After an error no further call begins, ``stop`` is called so that the running ones can end, and the error is raised
+    once they have.
+    """
+    works = list(enumerate(calls))
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+    lock = threading.Lock()
+
+    def run() -> None:
+        while True:
+            with lock:
+                if errors or not works:
+                    return
+                number, call = works.pop(0)
+            try:
+                result = call()
+            except BaseException as error:
+                with lock:
+                    errors.append(error)
+                stop()
+                return
+            with lock:
+                results[number] = result
+
+    most = min(at_once, len(works))
+    threads = [threading.Thread(target=run, name="cooldown files", daemon=True) for _ in range(most)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # an interrupt
+        with lock:
+            errors.append(error)
+        stop()
+        raise
+    if errors:
+        raise errors[0]
+    return [results[number] for number in sorted(results)]
 
 
 async def settled(future: asyncio.Future[T], most_s: float) -> bool:

@@ -7,9 +7,10 @@ has ended. A coordinator that restarts finds the epoch in the store and resumes 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -17,7 +18,9 @@ import msgspec
 
 from transport.cooldown.blocking_calls import in_thread, retry_store, settled
 from transport.cooldown.destinations.base import Destination, normalise
+from transport.cooldown.destinations.masking import masked
 from transport.cooldown.destinations.open import open_destination
+from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.coordinator import (
     Action,
     Begin,
@@ -34,18 +37,26 @@ from transport.cooldown.epochs.coordinator import (
 )
 from transport.cooldown.epochs.ledger import Ledger
 from transport.cooldown.epochs.records import (
+    SET,
+    Checkpoint,
     EpochRecord,
     Phase,
+    Refusal,
     Report,
+    ReportKind,
     check_name,
     decode,
     encode,
     outcomes_folder,
+    upload_folder,
 )
+from transport.cooldown.epochs.shares import NameConflict, complete, composed, set_name
 from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.verify import RefusedUpload, verified
+from transport.cooldown.restoring import publish
+from transport.cooldown.verify import Proof, RefusedUpload, verified
 from transport.errors import (
     ConfigurationError,
+    DestinationError,
     RunError,
     UsageError,
 )
@@ -56,6 +67,7 @@ log = logging.getLogger(__name__)
 POLL_S: Final = 0.5  # between two looks at the clock
 AT_ONCE: Final = 4  # verifications
 OUTCOME_COPY_S: Final = 30.0
+PUBLISH_S: Final = 600.0
 _MOST_RECORD: Final = 16 << 20
 
 
@@ -74,6 +86,9 @@ class StoredCoordinator:
         self._epoch = epoch
         self._wall = wall
         self._unwritten: EpochRecord | None = None
+        self._due: list[Report] = []  # to be verified; kept until a call that returns them
+        self._heard = (ABSENT, 0)  # the bell's version, and the shares refused, when the shares were read
+        self.sets: dict[str, bytes | NameConflict] = {}  # manifests of complete sets, by attempt
 
     def ended(self) -> bool:
         """Whether the store has the epoch's end."""
@@ -81,28 +96,68 @@ class StoredCoordinator:
 
     def step(self, now: float) -> list[Report]:
         """Handle new reports and the time; returns the reports to verify."""
-        due = self._flush()
+        self._flush()
         for report in self._ledger.reports(self._epoch):
-            due += self.handle(Reported(report))
-        return due + self._perform(self.machine.tick(now))
+            if not (self.machine.record.hosts and report.kind is ReportKind.UPLOADED):
+                self._handle(Reported(report))
+        self._look_for_a_set()
+        self._perform(self.machine.tick(now))
+        return self._taken()
+
+    def _look_for_a_set(self) -> None:
+        """Handle a set that has become complete as a report; its manifest is written when it is verified."""
+        record = self.machine.record
+        if not record.hosts or record.phase is not Phase.COOLDOWN:
+            return
+        heard = (self._ledger.wait_for_report(self._epoch, ABSENT, 0.0), len(record.refused))
+        if heard == self._heard:
+            return
+        shares = complete(record, self._ledger.shares(self._epoch))
+        if shares is not None:
+            name, data = set_name(shares), b""
+            try:
+                data = composed(record, shares, self._ledger.saved(self._epoch)).encode()
+                self.sets[name] = data
+            except NameConflict as error:
+                self.sets[name] = error
+            report = Report(
+                run=record.run,
+                epoch=record.epoch,
+                client=SET,
+                kind=ReportKind.UPLOADED,
+                attempt=name,
+                manifest_sha256=hashlib.sha256(data).hexdigest(),
+            )
+            self._handle(Reported(report))
+        self._heard = heard
 
     def handle(self, event: Event) -> list[Report]:
         """Handle one event; returns the reports to verify."""
-        return self._flush() + self._perform(self.machine.handle(event))
+        self._flush()
+        self._handle(event)
+        return self._taken()
 
-    def _perform(self, actions: Iterable[Action]) -> list[Report]:
-        due = []
+    def _handle(self, event: Event) -> None:
+        self._perform(self.machine.handle(event))
+
+    def _taken(self) -> list[Report]:
+        due, self._due = self._due, []
+        return due
+
+    def _perform(self, actions: Iterable[Action]) -> None:
+        self._note(actions)
+        self._flush()
+
+    def _note(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case Write(record):
                     self._unwritten = record
                 case Verify(report):
-                    due.append(report)
-        return due + self._flush()
+                    self._due.append(report)
 
-    def _flush(self) -> list[Report]:
+    def _flush(self) -> None:
         """Write the pending record; a record of another coordinator causes further actions."""
-        due: list[Report] = []
         while self._unwritten is not None:
             record = self._unwritten
             if record.phase is Phase.ENDED and not record.ended_at:
@@ -121,13 +176,7 @@ class StoredCoordinator:
             self._unwritten = None
             if isinstance(event, Written):
                 self.machine.record = record
-            for action in self.machine.handle(event):
-                match action:
-                    case Write(again):
-                        self._unwritten = again
-                    case Verify(report):
-                        due.append(report)
-        return due
+            self._note(self.machine.handle(event))
 
 
 class CooldownHost:
@@ -135,8 +184,11 @@ class CooldownHost:
 
     Args:
         destination: folder or URL, for all epochs of the run.
-        cooldown_s: seconds after which a cooldown without a checkpoint ends. The coordinator's verification, which
-            reads every byte back, counts. A verification that runs at that time is waited for, at most as long again.
+        cooldown_s: seconds after which a cooldown ends, if no upload is complete by then.
+        verify_s: seconds that verification may take beyond that, for an upload that is complete; by default as long
+            again.
+        proof: STORED: by checksums that the destination computes itself, where it has them, else by reading every byte
+            back. READ: always by reading back.
         seed: seed of the elections, 0 to 2**64 - 1.
         clock: seconds, for the time limit; `wall`: Unix time, for display.
     """
@@ -149,16 +201,22 @@ class CooldownHost:
         *,
         cooldown_s: float,
         seed: int,
+        verify_s: float | None = None,
+        proof: Proof = Proof.STORED,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         if not 0 < cooldown_s <= 7 * 86_400:
             raise ConfigurationError(f"cooldown_s={cooldown_s}: give seconds above 0, at most a week")
+        if verify_s is not None and not 0 < verify_s <= 7 * 86_400:
+            raise ConfigurationError(f"verify_s={verify_s}: give seconds above 0, at most a week")
         if not 0 <= seed < 2**64:
             raise ConfigurationError(f"seed={seed}: give 0 to 2**64 - 1")
         self.destination = normalise(destination)
         self._ledger = Ledger(store, run)
         self._cooldown_s = cooldown_s
+        self._verify_s = verify_s or cooldown_s
+        self._proof = proof
         self._seed = seed
         self._clock = clock
         self._wall = wall
@@ -175,6 +233,7 @@ class CooldownHost:
                 epoch=chosen,
                 destination=self.destination,
                 cooldown_s=self._cooldown_s,
+                verify_s=self._verify_s,
                 seed=self._seed,
                 opened_at=self._wall(),
             )
@@ -183,24 +242,32 @@ class CooldownHost:
             if epoch is not None:
                 raise UsageError(f"run {self._ledger.run}: epoch {epoch} was already opened; an epoch is opened once")
 
-    async def cooldown(self, epoch: int, step: int, clients: Sequence[str]) -> EpochRecord:
+    async def cooldown(self, epoch: int, step: int, clients: Sequence[str] | Mapping[str, str]) -> EpochRecord:
         """Run the cooldown of an open epoch, or resume one that has begun; returns the record of its end.
 
         Args:
             step: training step of the model that the clients upload.
-            clients: names of the healthy clients.
+            clients: names of the healthy clients, each of which can save the whole model alone; or, for a model whose
+                saving is collective, its members with the host of each, who use `ShardedClient`.
 
         Raises:
             StoreUnavailableError: the store is unavailable for a minute. The cooldown can be resumed.
         """
+        hosts = dict(clients) if isinstance(clients, Mapping) else {}
         for client in clients:
             check_name(client, "client")
+        for host in hosts.values():
+            check_name(host, "host")
+        if SET in hosts:
+            raise UsageError(f"a member cannot be named {SET!r}, which stands for all of them; give it another name")
         coordinator = await retry_store(lambda: StoredCoordinator(self._ledger, epoch, self._wall))
         destination = await in_thread(open_destination, coordinator.machine.record.destination)
         try:
-            await retry_store(lambda: coordinator.handle(Begin(step, tuple(clients))))
+            await retry_store(lambda: coordinator.handle(Begin(step, tuple(clients), hosts)))
             await self._lead(coordinator, destination)
             await self._copy_outcome(coordinator.machine.record, destination)
+            if destination.publishes:
+                await self._publish(coordinator.machine.record, destination)
         finally:
             in_thread(destination.close)
         return coordinator.machine.record
@@ -219,9 +286,9 @@ class CooldownHost:
                 for task in done:
                     due += await retry_store(partial(coordinator.handle, task.result()))
                 for report in due:
-                    verdicts.add(
-                        asyncio.create_task(self._verdict(coordinator.machine.record, destination, report, stop, slots))
-                    )
+                    made = coordinator.sets.get(report.attempt) if report.client == SET else None
+                    verdict = self._verdict(coordinator.machine.record, destination, report, made, stop, slots)
+                    verdicts.add(asyncio.create_task(verdict))
                 if coordinator.ended():
                     return
                 ring = in_thread(self._ledger.wait_for_report, epoch, bell, POLL_S)
@@ -238,13 +305,43 @@ class CooldownHost:
             await asyncio.gather(*verdicts, return_exceptions=True)
 
     async def _verdict(
-        self, record: EpochRecord, destination: Destination, report: Report, stop: Stop, slots: asyncio.Semaphore
+        self,
+        record: EpochRecord,
+        destination: Destination,
+        report: Report,
+        made: bytes | NameConflict | None,
+        stop: Stop,
+        slots: asyncio.Semaphore,
     ) -> Event:
         async with slots:
             try:
-                return Verified(report, await in_thread(verified, destination, record, report, stop))
+                return Verified(report, await in_thread(self._verify, record, destination, report, made, stop))
             except RefusedUpload as untrue:
-                return Refuted(report, untrue.refusal, str(untrue))
+                return Refuted(report, untrue.refusal, str(untrue), untrue.upload)
+
+    def _verify(
+        self,
+        record: EpochRecord,
+        destination: Destination,
+        report: Report,
+        made: bytes | NameConflict | None,
+        stop: Stop,
+    ) -> Checkpoint:
+        if isinstance(made, NameConflict):
+            raise RefusedUpload(Refusal.NAME_CONFLICT, str(made))
+        if made is None:
+            return verified(destination, record, report, stop, self._proof)
+        place = upload_folder(record.run, record.epoch, report.client, report.attempt)
+        try:
+            stop.check()
+            destination.put(f"{place}/{manifests.NAME}", made)
+            return verified(destination, record, report, stop, self._proof)
+        except DestinationError as error:
+            raise RefusedUpload(Refusal.UNREADABLE, str(error)) from error
+        except RefusedUpload as error:
+            if error.upload:
+                raise
+            raise RefusedUpload(Refusal.UNREADABLE, str(error)) from error  # the manifest, which was just written
 
     async def _copy_outcome(self, record: EpochRecord, destination: Destination) -> None:
         """Write the outcome to the destination too, in case the store is lost."""
@@ -253,6 +350,16 @@ class CooldownHost:
             log.warning("epoch %d: the outcome is in the store only: timeout at %s", record.epoch, destination.url)
         elif error := written.exception():
             log.warning("epoch %d: the outcome is in the store only: %s", record.epoch, error)
+
+    async def _publish(self, record: EpochRecord, destination: Destination) -> None:
+        """Offer the checkpoint as the service's own tools expect it. A further `cooldown` of this epoch repeats it."""
+        call = in_thread(publish, record, destination)
+        if not await settled(call, PUBLISH_S):
+            log.warning("epoch %d: its checkpoint is not published: timeout at %s", record.epoch, destination.url)
+        elif error := call.exception():
+            log.warning("epoch %d: its checkpoint is not published: %s", record.epoch, masked(str(error)))
+        else:
+            log.info("epoch %d: %s", record.epoch, call.result())
 
 
 def outcome_path(run: str, epoch: int) -> str:

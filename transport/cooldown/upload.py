@@ -1,21 +1,26 @@
-"""One upload: the files of a folder, then the manifest, written atomically. Blocks; run it in a thread."""
+"""One upload: files in parallel, then the manifest, written atomically. Blocks; run it in a thread."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+from transport.cooldown.blocking_calls import in_parallel
 from transport.cooldown.destinations.base import PIECE, Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.manifest import File, Manifest
 from transport.cooldown.epochs.records import EpochRecord, upload_folder
 from transport.cooldown.epochs.stop import Stop
-from transport.errors import DestinationError, UsageError
+from transport.errors import DestinationError, UploadCancelledError, UsageError
 from transport.runtime.progress import Progress, silent
+
+FILES_AT_ONCE: Final = 4
 
 
 class Uploaded(NamedTuple):
@@ -35,7 +40,7 @@ def upload(
     stop: Stop | None = None,
     progress: Progress = silent,
 ) -> Uploaded:
-    """Copy every file below ``folder``, and write the manifest last.
+    """Copy every file below ``folder``, some at a time, and write the manifest last.
 
     If it fails or is cancelled there is no manifest, and the copied files are removed if the destination permits; an
     error of the removal becomes a note of the first error.
@@ -48,30 +53,34 @@ def upload(
     stop = stop or Stop()
     place = upload_folder(record.run, record.epoch, client, attempt)
     sources = plain_files(folder)
-    try:
-        files = []
-        sent = 0
-        for done, (name, source) in enumerate(sources):
-            stop.check()
-            target = f"{place}/{manifests.FILES}/{name}"
-            moved = partial(_moved, progress, done, len(sources), sent)
-            file = _copied(source, name, destination, target, stop, moved)
-            files.append(file)
-            sent += file.size
-            progress(done + 1, len(sources), sent)
+    if not sources:
+        raise UsageError(f"{folder} contains no file to upload")
+    with removed_on_failure(destination, place):
         manifest = Manifest(
-            run=record.run, epoch=record.epoch, step=record.step, client=client, attempt=attempt, files=tuple(files)
+            run=record.run,
+            epoch=record.epoch,
+            step=record.step,
+            client=client,
+            attempt=attempt,
+            files=copied(sources, destination, place, stop, progress),
         )
         data = manifest.encode()
         with stop.committing():
             destination.put(f"{place}/{manifests.NAME}", data)
+    return Uploaded(manifest, hashlib.sha256(data).hexdigest())
+
+
+@contextlib.contextmanager
+def removed_on_failure(destination: Destination, place: str) -> Iterator[None]:
+    """Removes an upload if the block fails."""
+    try:
+        yield
     except BaseException as error:
         try:
             remove(destination, place)
         except DestinationError as left:
             error.add_note(f"uploaded files remain at {place}, without a manifest: {left}")
         raise
-    return Uploaded(manifest, hashlib.sha256(data).hexdigest())
 
 
 def remove(destination: Destination, place: str) -> None:
@@ -81,7 +90,7 @@ def remove(destination: Destination, place: str) -> None:
 
 
 def plain_files(folder: Path) -> list[tuple[str, Path]]:
-    """Names and paths of all files below a folder, in order. Raises UsageError as `upload` does."""
+    """Names and paths of all files below a folder, in order; perhaps none. Raises UsageError as `upload` does."""
     found = []
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -90,32 +99,75 @@ def plain_files(folder: Path) -> list[tuple[str, Path]]:
             found.append((manifests.check_file_name(name), path))
         elif not stat.S_ISDIR(mode):
             raise UsageError(f"{path} is neither a file nor a folder; a checkpoint cannot contain links")
-    if not found:
-        raise UsageError(f"{folder} contains no file to upload")
     return found
 
 
-def _copied(
-    source: Path, name: str, destination: Destination, target: str, stop: Stop, moved: Callable[[int], None]
-) -> File:
+def copied(
+    sources: Sequence[tuple[str, Path]], destination: Destination, place: str, stop: Stop, progress: Progress
+) -> tuple[File, ...]:
+    """Copy files, `FILES_AT_ONCE` at a time, into ``place``, and make them durable. Raises as `upload` does."""
+    moving = _Moving(len(sources), stop, progress)
+    calls = [
+        partial(_copy, source, name, destination, f"{place}/{manifests.FILES}/{name}", moving)
+        for name, source in sources
+    ]
+    files = in_parallel(calls, FILES_AT_ONCE, moving.fail)
+    stop.check()
+    destination.settle(place)
+    return tuple(files)
+
+
+class _Moving:
+    """The progress of files that are copied at the same time."""
+
+    def __init__(self, files: int, stop: Stop, progress: Progress) -> None:
+        self._files = files
+        self._stop = stop
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._failed = False
+        self._done = 0
+        self._bytes = 0
+
+    def fail(self) -> None:
+        """Another file failed: no file of this upload is needed any more."""
+        self._failed = True
+
+    def check(self) -> None:
+        """Raise UploadCancelledError if this upload was cancelled or another file of it failed."""
+        self._stop.check()
+        if self._failed:
+            raise UploadCancelledError("another file of the upload failed")
+
+    def moved(self, size: int, done: int = 0) -> None:
+        """``size`` bytes more were copied, and ``done`` files more are complete."""
+        with self._lock:
+            self._bytes += size
+            self._done += done
+            self._progress(self._done, self._files, self._bytes)
+
+
+def _copy(source: Path, name: str, destination: Destination, target: str, moving: _Moving) -> File:
     digest = hashlib.sha256()
     size = 0
-    writer = destination.writer(target, source.stat().st_size)
+    moving.check()
     try:
-        with source.open("rb") as file:
+        file = source.open("rb")
+    except OSError as error:
+        raise UsageError(f"{source} cannot be uploaded: {error.strerror}; this client cannot read its files") from error
+    with file:
+        writer = destination.writer(target, source.stat().st_size)
+        try:
             while piece := file.read(PIECE):
-                stop.check()
+                moving.check()
                 writer.write(piece)
                 digest.update(piece)
                 size += len(piece)
-                moved(size)
-        stop.check()
-        writer.finish()
-    except BaseException:
-        writer.discard()
-        raise
-    return File(name=name, size=size, sha256=digest.hexdigest())
-
-
-def _moved(progress: Progress, done: int, files: int, before: int, size: int) -> None:
-    progress(done, files, before + size)
+                moving.moved(len(piece))
+            moving.check()
+            writer.finish()
+        except BaseException:
+            writer.discard()
+            raise
+    moving.moved(0, done=1)
+    return File(name=name, size=size, sha256=digest.hexdigest(), proofs=writer.proofs())

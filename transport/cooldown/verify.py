@@ -1,45 +1,60 @@
-"""Verification of an uploaded checkpoint, and its restore to local files.
+"""Verification of an uploaded checkpoint.
 
-Both read every byte: a size proves little, and a service's own checksum is not a proof of what is stored. Both block:
-run them in a thread.
+Cheap where the destination computes checksums of what it keeps: those are compared with the ones that the uploader
+computed itself from the same bytes. A file without such a proof, or with another one, is read back: only its bytes can
+refute it. Blocks: run it in a thread.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
-import os
-import secrets
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from functools import partial
+from typing import Final
 
+from transport.cooldown.blocking_calls import in_parallel
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.manifest import File, Manifest
 from transport.cooldown.epochs.records import (
     Checkpoint,
     EpochRecord,
-    Outcome,
     Refusal,
     Report,
     is_attempt,
     upload_folder,
 )
 from transport.cooldown.epochs.stop import Stop
-from transport.errors import CheckpointDamagedError, DestinationError, NoCheckpointError
-from transport.runtime.progress import Progress, silent
+from transport.errors import CheckpointDamagedError, DestinationError
+
+FILES_AT_ONCE: Final = 4
+SHA256: Final = "sha256"  # the kind of proof that every manifest has
+
+
+class Proof(enum.Enum):
+    """How the coordinator verifies an upload."""
+
+    STORED = "stored"  # by the destination's checksums where it has them, else by reading back
+    READ = "read"  # every byte is read back
 
 
 class RefusedUpload(Exception):
     """Verification failed: the upload is not what its report says."""
 
-    def __init__(self, refusal: Refusal, detail: str) -> None:
+    def __init__(self, refusal: Refusal, detail: str, upload: str = "") -> None:
         super().__init__(detail)
         self.refusal = refusal
+        self.upload = upload  # of a set, the share that is wrong
 
 
-def verified(destination: Destination, record: EpochRecord, report: Report, stop: Stop | None = None) -> Checkpoint:
+def verified(
+    destination: Destination,
+    record: EpochRecord,
+    report: Report,
+    stop: Stop | None = None,
+    proof: Proof = Proof.STORED,
+) -> Checkpoint:
     """Verify manifest, sizes and checksums of a reported upload; returns it as the checkpoint.
 
     Raises RefusedUpload with the refusal, UploadCancelledError when ``stop`` was set.
@@ -49,16 +64,15 @@ def verified(destination: Destination, record: EpochRecord, report: Report, stop
         raise RefusedUpload(Refusal.MANIFEST_MISSING, f"{report.attempt!r} is not the name of an upload")
     place = upload_folder(record.run, record.epoch, report.client, report.attempt)
     try:
-        manifest = _manifest(destination, place, report.manifest_sha256)
+        manifest = reported_manifest(destination, place, report.manifest_sha256)
         if manifest.identity != (record.run, record.epoch, report.client, report.attempt):
             raise RefusedUpload(
                 Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.identity}"
             )
-        for file in manifest.files:  # all sizes first: they cost little
-            _check_size(destination, place, file)
-        for file in manifest.files:
-            for _ in _checked(destination, place, file):
-                stop.check()
+        failed = Stop()
+        for step in (partial(check_size, destination), partial(_check_file, destination, proof, stop, failed)):
+            calls = [partial(_of_its_upload, step, manifest, file) for file in manifest.files]
+            in_parallel(calls, FILES_AT_ONCE, failed.set)  # all sizes first: they cost little
     except DestinationError as error:
         raise RefusedUpload(Refusal.UNREADABLE, str(error)) from error
     return Checkpoint(
@@ -70,62 +84,29 @@ def verified(destination: Destination, record: EpochRecord, report: Report, stop
     )
 
 
-class Restored(NamedTuple):
-    """The local copy of a checkpoint."""
-
-    folder: Path
-    files: dict[str, Path]  # by name
-    manifest: Manifest
-
-
-def restore(
-    record: EpochRecord, destination: Destination, into: Path, *, stop: Stop | None = None, progress: Progress = silent
-) -> Restored:
-    """Copy an epoch's checkpoint into the new folder ``into``; each file is verified by the manifest, and the manifest
-    by the record. The folder appears complete or not at all.
-
-    Raises:
-        NoCheckpointError: the epoch was not recorded as checkpointed.
-        CheckpointDamagedError: something is missing or altered; the message names it.
-        DestinationError: the destination cannot be read now.
-        FileExistsError: ``into`` already exists.
-    """
-    stop = stop or Stop()
-    checkpoint = record.checkpoint
-    if record.outcome is not Outcome.CHECKPOINTED or checkpoint is None:
-        state = record.outcome.value if record.outcome else f"in phase {record.phase.value}"
-        raise NoCheckpointError(f"run {record.run}: epoch {record.epoch} has no checkpoint; it is {state}")
-    if into.exists():
-        raise FileExistsError(17, "already exists; restore into a new folder", str(into))
-    place = upload_folder(record.run, record.epoch, checkpoint.client, checkpoint.attempt)
-    beside = into.with_name(f".{into.name}.{secrets.token_hex(8)}.partial")
+def _of_its_upload(step: partial[None], manifest: Manifest, file: File) -> None:
     try:
-        manifest = _manifest(destination, place, checkpoint.manifest_sha256)
-        received = 0
-        for done, file in enumerate(manifest.files):
-            _check_size(destination, place, file)
-            target = beside / file.name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as copy:
-                for piece in _checked(destination, place, file):
-                    stop.check()
-                    copy.write(piece)
-                    received += len(piece)
-                    progress(done, len(manifest.files), received)
-                copy.flush()
-                os.fsync(copy.fileno())
-            progress(done + 1, len(manifest.files), received)
-        beside.rename(into)
+        step(manifest.path(file), file)
     except RefusedUpload as error:
-        raise CheckpointDamagedError(
-            f"run {record.run}, epoch {record.epoch}: the checkpoint at {destination.url}/{place} is damaged: {error}"
-        ) from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return Restored(into, {file.name: into / file.name for file in manifest.files}, manifest)
+        error.upload = file.upload
+        raise
 
 
-def _manifest(destination: Destination, place: str, sha256: str) -> Manifest:
+def _check_file(destination: Destination, proof: Proof, stop: Stop, failed: Stop, path: str, file: File) -> None:
+    stop.check()
+    failed.check()
+    if proof is Proof.STORED:
+        stored = destination.proofs(path)
+        computed = {SHA256: file.sha256, **file.proofs}
+        if any(computed.get(kind) == value for kind, value in stored.items()):
+            return
+    for _ in checked_pieces(destination, path, file):
+        stop.check()
+        failed.check()
+
+
+def reported_manifest(destination: Destination, place: str, sha256: str) -> Manifest:
+    """The manifest of an upload. Raises RefusedUpload if it is missing or is not the one with this checksum."""
     data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
     if data is None:
         raise RefusedUpload(Refusal.MANIFEST_MISSING, f"the manifest is missing in {place}")
@@ -139,8 +120,9 @@ def _manifest(destination: Destination, place: str, sha256: str) -> Manifest:
         raise RefusedUpload(Refusal.MANIFEST_ALTERED, str(error)) from error
 
 
-def _check_size(destination: Destination, place: str, file: File) -> None:
-    size = destination.size(f"{place}/{manifests.FILES}/{file.name}")
+def check_size(destination: Destination, path: str, file: File) -> None:
+    """Raise RefusedUpload if the file is missing or has another size."""
+    size = destination.size(path)
     if size is None:
         raise RefusedUpload(Refusal.FILE_MISSING, f"{file.name} is missing")
     if size != file.size:
@@ -149,11 +131,11 @@ def _check_size(destination: Destination, place: str, file: File) -> None:
         )
 
 
-def _checked(destination: Destination, place: str, file: File) -> Iterator[bytes]:
+def checked_pieces(destination: Destination, path: str, file: File) -> Iterator[bytes]:
     """A file's bytes. Raises RefusedUpload for a wrong size, as soon as it is known, or a wrong checksum."""
     digest = hashlib.sha256()
     size = 0
-    with destination.pieces(f"{place}/{manifests.FILES}/{file.name}") as pieces:
+    with destination.pieces(path) as pieces:
         for piece in pieces:
             size += len(piece)
             if size > file.size:

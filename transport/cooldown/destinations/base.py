@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,10 @@ class Writer(abc.ABC):
     def discard(self) -> None:
         """Remove what was written. Idempotent; does nothing after `finish`."""
 
+    def proofs(self) -> dict[str, str]:
+        """After `finish`: checksums of what was written, computed here, in the form of `Destination.proofs`."""
+        return {}
+
 
 class Destination(abc.ABC):
     """Files under relative paths with slashes. All methods are thread-safe and block; call them from threads.
@@ -47,6 +51,7 @@ class Destination(abc.ABC):
     """
 
     url: str
+    publishes = False  # whether `publish` does anything
 
     @abc.abstractmethod
     def names(self, path: str) -> list[str]:
@@ -67,6 +72,28 @@ class Destination(abc.ABC):
     @abc.abstractmethod
     def put(self, path: str, data: bytes) -> None:
         """Write a small file atomically: readers see the new content or the old one."""
+
+    def settle(self, place: str) -> None:  # noqa: B027  (most destinations have nothing to do)
+        """Make the files complete that were written below this upload's folder; until then they may be invisible."""
+
+    def proofs(self, path: str) -> dict[str, str]:
+        """Checksums by kind that the destination itself has computed from a file's bytes; empty where it has none."""
+        return {}
+
+    def publish(self, name: str, files: Mapping[str, str]) -> str:
+        """Offer a checkpoint's files, paths by name, as this service's own tools expect it; returns where, or ""."""
+        return ""
+
+    def unpublish(self, name: str) -> None:  # noqa: B027
+        """Undo `publish`. What was not published is no error."""
+
+    def leftovers(self, path: str) -> list[tuple[str, float]]:
+        """Names below ``path`` of uploads that were begun and not completed, and their age in seconds. None of them is
+        a file."""
+        return []
+
+    def remove_leftover(self, path: str) -> None:  # noqa: B027
+        """Remove all that was begun and not completed under this name."""
 
     @abc.abstractmethod
     def delete(self, path: str) -> None:

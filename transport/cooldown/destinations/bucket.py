@@ -6,7 +6,9 @@ files do that when they are closed or garbage-collected.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import logging
 from collections.abc import Iterator
 from importlib import import_module
@@ -20,8 +22,9 @@ from transport.runtime.installing import install
 
 log = logging.getLogger(__name__)
 
-_PART: Final = 16 << 20  # of a multipart upload
-_MOST_PARTS: Final = 9_000  # S3 takes 10 000
+PART: Final = 16 << 20  # of a multipart upload
+MOST_PARTS: Final = 9_000  # S3 takes 10 000
+MD5: Final = "md5"  # the kind of proof of Google's service: of all bytes, in base64
 _PACKAGES: Final = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}  # each is an extra named like the scheme
 _DENIALS: Final = (
     "AccessDenied",
@@ -45,7 +48,7 @@ class Bucket(Destination):
 
             options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
             if scheme == "s3":
-                options |= {"max_concurrency": 1}  # a writer's memory is one part, and cancelling ends it
+                options |= {"max_concurrency": 1}
             self._fs = fsspec.filesystem(scheme, **options)
         except ImportError as error:
             raise MissingDependencyError(
@@ -98,8 +101,15 @@ class Bucket(Destination):
     def writer(self, path: str, size: int) -> Writer:
         """See `Destination`."""
         with self._translated("create", path):
-            part = max(_PART, size // _MOST_PARTS + 1)
+            part = max(PART, size // MOST_PARTS + 1)
             return _ObjectWriter(self, path, self._fs.open(self._at(path), "wb", block_size=part))
+
+    def proofs(self, path: str) -> dict[str, str]:
+        """See `Destination`."""
+        with self._translated("look at", path):
+            self._forget()
+            found = self._fs.info(self._at(path)).get("md5Hash")
+            return {MD5: found} if found else {}
 
     def put(self, path: str, data: bytes) -> None:
         """See `Destination`."""
@@ -153,9 +163,11 @@ class _ObjectWriter(Writer):
         self._bucket = bucket
         self._path = path
         self._file = file
+        self._digest = hashlib.md5(usedforsecurity=False)
 
     def write(self, data: bytes) -> None:
         """See `Writer`."""
+        self._digest.update(data)
         with self._bucket._translated("write", self._path):
             self._file.write(data)
 
@@ -179,6 +191,10 @@ class _ObjectWriter(Writer):
             )
         finally:
             self._remove_temporary()
+
+    def proofs(self) -> dict[str, str]:
+        """See `Writer`."""
+        return {MD5: base64.b64encode(self._digest.digest()).decode()}
 
     def _remove_temporary(self) -> None:
         temporary = getattr(self._file, "temp_file", None)  # of huggingface_hub

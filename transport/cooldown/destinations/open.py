@@ -5,6 +5,7 @@ from __future__ import annotations
 from transport.cooldown.destinations.base import Destination, folder_of, normalise
 from transport.cooldown.destinations.bucket import Bucket
 from transport.cooldown.destinations.folder import Folder
+from transport.cooldown.destinations.s3 import S3
 
 
 def open_destination(url: str) -> Destination:
@@ -14,4 +15,6 @@ def open_destination(url: str) -> Destination:
     """
     url = normalise(url)
     folder = folder_of(url)
-    return Bucket(url) if folder is None else Folder(folder)
+    if folder is not None:
+        return Folder(folder)
+    return S3(url) if url.startswith("s3://") else Bucket(url)

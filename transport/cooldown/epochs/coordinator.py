@@ -11,20 +11,23 @@ The time limit counts the time in which a coordinator was running: the differenc
 `MOST_GAP_S`, so that a clock that steps, or a process that was stopped, neither ends a cooldown nor makes it endless.
 The time is stored every `interval` seconds; a coordinator that takes over adds one interval for the unknown rest.
 
-An upload that is being verified when the limit is reached may be complete, so its result is waited for, at most as long
-again: a verification may hang at the destination.
+Verification has a time of its own, ``verify_s``: an upload that was reported and is not yet proven when the limit is
+reached may be complete, so it is verified on, and again after a failure of the destination, for at most that long. A
+verification may hang at the destination.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import msgspec
 
 from transport.cooldown.epochs.records import (
+    SET,
+    SHARDED_LAYOUT,
     Checkpoint,
     EpochRecord,
     Note,
@@ -37,7 +40,6 @@ from transport.cooldown.epochs.records import (
 
 MOST_GAP_S: Final = 10.0
 LOOK_AGAIN_S: Final = 5.0  # seconds until the next verification, after a destination could not be read
-LONGEST: Final = 2  # times the limit: for what is being verified when it ends
 MOST_UNELECTED: Final = 16  # notes on reports of clients that were not elected
 
 
@@ -57,6 +59,7 @@ class Begin:
 
     step: int
     clients: tuple[str, ...]
+    hosts: Mapping[str, str] = field(default_factory=dict)  # of clients whose save is collective
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class Refuted:
     report: Report
     refusal: Refusal
     detail: str
+    upload: str = ""  # the part of a set that is wrong, "CLIENT/ATTEMPT"; the other parts stay good
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,11 @@ class Coordinator:
     # --- transitions ----------------------------------------------------------------------------------
     def _begin(self, event: Begin) -> list[Action]:
         self.state = State.COOLDOWN
-        return self._write(phase=Phase.COOLDOWN, step=event.step, clients=tuple(sorted(set(event.clients))))
+        clients = tuple(sorted(set(event.clients) | set(event.hosts)))
+        layout = SHARDED_LAYOUT if event.hosts else self.record.layout
+        return self._write(
+            phase=Phase.COOLDOWN, step=event.step, clients=clients, hosts=dict(event.hosts), layout=layout
+        )
 
     def _report(self, event: Reported) -> list[Action]:
         report, record = event.report, self.record
@@ -178,7 +186,7 @@ class Coordinator:
         refusal = None
         if (report.run, report.epoch) != (record.run, record.epoch):
             refusal = Refusal.OTHER_EPOCH
-        elif report.client not in record.elected:
+        elif not record.accepts(report.client, report.kind):
             refusal = Refusal.NOT_ELECTED
         if refusal is not None:
             return self._note(report, refusal, f"run {report.run}, epoch {report.epoch}")
@@ -199,14 +207,17 @@ class Coordinator:
         self._verifying.discard(identity)
         if event.refusal is Refusal.UNREADABLE:
             self._again[identity] = (self._elapsed + LOOK_AGAIN_S, event.report)
+        elif event.upload:
+            why = f"{event.refusal.value}: {event.detail}"[:500]
+            self.record = msgspec.structs.replace(self.record, refused={**self.record.refused, event.upload: why})
         return self._note(event.report, event.refusal, event.detail)
 
     def _tick(self, event: Ticked) -> list[Action]:
         before, self._now = self._now, event.now
         if before is not None:
             self._elapsed += min(max(event.now - before, 0.0), MOST_GAP_S)
-        limit = self.record.cooldown_s
-        if self._elapsed >= limit and not (self._verifying and self._elapsed < LONGEST * limit):
+        unproven = self._verifying or self._again
+        if self._elapsed >= (self.record.most_s if unproven else self.record.cooldown_s):
             return self._decide(Outcome.TIMED_OUT, None)
         due = [report for at, report in self._again.values() if at <= self._elapsed]
         for report in due:
@@ -231,7 +242,9 @@ class Coordinator:
             return self._write()
         mine = self.record
         self.state = State(theirs.phase.value)
-        self.record = msgspec.structs.replace(theirs, notes={**theirs.notes, **mine.notes})
+        self.record = msgspec.structs.replace(
+            theirs, notes={**theirs.notes, **mine.notes}, refused={**theirs.refused, **mine.refused}
+        )
         return [] if self.record == theirs else self._write()
 
     # --- their parts ----------------------------------------------------------------------------------
@@ -243,8 +256,9 @@ class Coordinator:
 
     def _note(self, report: Report, refusal: Refusal | None, detail: str) -> list[Action]:
         notes = self.record.notes
-        if report.client not in self.record.elected:
-            strangers = set(notes) - set(self.record.elected)
+        known = {SET, *(self.record.hosts or self.record.elected)}
+        if report.client not in known:
+            strangers = set(notes) - known
             if report.client not in strangers and len(strangers) >= MOST_UNELECTED:
                 return []
         note = Note(kind=report.kind, attempt=report.attempt[:16], refusal=refusal, detail=detail[:500])

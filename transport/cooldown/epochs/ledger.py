@@ -3,13 +3,23 @@
 cooldown/RUN/epoch/000000000007           EpochRecord; its coordinator, by compare-and-set
 cooldown/RUN/report/000000000007/CLIENT   Report; that client
 cooldown/RUN/bell/000000000007            changes with every report, so that the coordinator wakes
+
+Of epochs whose save is collective:
+
+cooldown/RUN/save/EPOCH                   Decision: whether the members save; the first to write it
+cooldown/RUN/saved/EPOCH/HOST/MEMBER      Saved; that member, once
+cooldown/RUN/share/EPOCH/HOST/N/CLIENT    Share; the client that uploaded it
+cooldown/RUN/beat/EPOCH/HOST/N            changes while a share is being uploaded
+cooldown/RUN/host/EPOCH/HOST              changes with each of these three, so that the host's members wake
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeVar
+
+import msgspec
 
 from transport.cooldown.epochs.records import (
     EpochRecord,
@@ -21,6 +31,7 @@ from transport.cooldown.epochs.records import (
     decode,
     encode,
 )
+from transport.cooldown.epochs.shares import Decision, Saved, Share
 from transport.errors import NoCheckpointError, StoreUnavailableError, StoreUnsuitableError
 from transport.store.base import ABSENT, Change, Store
 
@@ -102,6 +113,63 @@ class Ledger:
         entry = self._store.watch(self._bell_key(epoch), version, timeout_s)
         return ABSENT if entry is None else entry.version
 
+    # --- epochs whose save is collective --------------------------------------------------------------
+    def decide(self, epoch: int, launch: str) -> str:
+        """Decide that the members of this launch save (`NO_SAVE`: none); returns what was decided first."""
+        key = f"{self._prefix}save/{check_epoch(epoch):012d}"
+        entry = self._store.get(key)
+        if entry is None:
+            self._store.compare_and_set(key, msgspec.json.encode(Decision(launch=launch)), ABSENT)
+            entry = self._store.get(key)
+        return _decoded(entry.value, Decision).launch if entry is not None else launch
+
+    def put_saved(self, epoch: int, saved: Saved) -> None:
+        """Record what a member has saved, once; a second record of the same member changes nothing."""
+        key = f"{self._saved_prefix(epoch)}{saved.host}/{saved.member}"
+        if self._store.compare_and_set(key, msgspec.json.encode(saved), ABSENT) is not None:
+            self._store.put_many([self._ring_host(epoch, saved.host), Change(self._bell_key(epoch), b"")])
+
+    def saved(self, epoch: int, host: str | None = None) -> dict[str, Saved]:
+        """What the members have saved, of one host or of all, by member."""
+        prefix = self._saved_prefix(epoch) + (f"{host}/" if host is not None else "")
+        found = [_decoded(entry.value, Saved) for entry in self._store.scan(prefix).values()]
+        return {each.member: each for each in found}
+
+    def put_share(self, epoch: int, share: Share) -> None:
+        """Report an uploaded share; a later one of the same client replaces it."""
+        key = f"{self._share_prefix(epoch)}{share.host}/{share.number}/{check_name(share.client, 'client')}"
+        changes = [Change(key, msgspec.json.encode(share)), self._ring_host(epoch, share.host)]
+        self._store.put_many([*changes, Change(self._bell_key(epoch), share.client.encode())])
+
+    def shares(self, epoch: int, host: str | None = None) -> list[Share]:
+        """The uploaded shares, of one host or of all."""
+        prefix = self._share_prefix(epoch) + (f"{host}/" if host is not None else "")
+        return [_decoded(entry.value, Share) for entry in self._store.scan(prefix).values()]
+
+    def beat(self, epoch: int, host: str, number: int, moved: int) -> None:
+        """Tell the host's members that this share is being uploaded: ``moved`` bytes so far."""
+        key = f"{self._prefix}beat/{check_epoch(epoch):012d}/{host}/{number}"
+        self._store.put_many([Change(key, str(moved).encode()), self._ring_host(epoch, host)])
+
+    def beats(self, epoch: int, host: str) -> dict[int, int]:
+        """The versions of the beats of a host's shares."""
+        prefix = f"{self._prefix}beat/{check_epoch(epoch):012d}/{host}/"
+        return {int(key.removeprefix(prefix)): entry.version for key, entry in self._store.scan(prefix).items()}
+
+    def wait_for_host(self, epoch: int, host: str, version: int, timeout_s: float) -> int:
+        """As `wait_for_report`, for what the members of one host write."""
+        entry = self._store.watch(self._ring_host(epoch, host).key, version, timeout_s)
+        return ABSENT if entry is None else entry.version
+
+    def _ring_host(self, epoch: int, host: str) -> Change:
+        return Change(f"{self._prefix}host/{check_epoch(epoch):012d}/{host}", b"")
+
+    def _saved_prefix(self, epoch: int) -> str:
+        return f"{self._prefix}saved/{check_epoch(epoch):012d}/"
+
+    def _share_prefix(self, epoch: int) -> str:
+        return f"{self._prefix}share/{check_epoch(epoch):012d}/"
+
     def _epoch_key(self, epoch: int) -> str:
         return f"{self._prefix}epoch/{check_epoch(epoch):012d}"
 
@@ -110,6 +178,16 @@ class Ledger:
 
     def _bell_key(self, epoch: int) -> str:
         return f"{self._prefix}bell/{check_epoch(epoch):012d}"
+
+
+T = TypeVar("T", Decision, Saved, Share)
+
+
+def _decoded(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise StoreUnsuitableError(f"invalid {kind.__name__} in the store: {error}") from error
 
 
 def newest_checkpoint(epochs: Mapping[int, EpochRecord], run: str) -> EpochRecord:

@@ -8,24 +8,28 @@ from typing import Final
 
 import msgspec
 
+from transport.cooldown.epochs.records import is_upload, upload_folder
 from transport.errors import CheckpointDamagedError, UsageError
 from transport.runtime.decoders import ready
 
 NAME: Final = "manifest.json"
 FILES: Final = "files"  # the folder beside it
-LAYOUT: Final = 1
+LAYOUT: Final = 2
+OLDEST_LAYOUT: Final = 1  # files lie beside the manifest, without proofs
 MOST_BYTES: Final = 64 << 20
 MOST_NAME: Final = 512
 
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 
-class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """One file; ``name`` is its path below the uploaded folder, with slashes."""
 
     name: str
     size: int
     sha256: str
+    proofs: dict[str, str] = {}  # by kind, checksums as the destination computes them; these the uploader computed
+    upload: str = ""  # whose folder has it, "CLIENT/ATTEMPT"; empty: that of the manifest
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +53,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Of the upload that it belongs to."""
         return self.run, self.epoch, self.client, self.attempt
 
+    def path(self, file: File) -> str:
+        """Path of one of its files at the destination."""
+        client, attempt = file.upload.split("/") if file.upload else (self.client, self.attempt)
+        return f"{upload_folder(self.run, self.epoch, client, attempt)}/{FILES}/{file.name}"
+
     def encode(self) -> bytes:
         """The manifest as JSON: the same bytes for the same files."""
         return msgspec.json.encode(self)
@@ -63,13 +72,16 @@ def decode(data: bytes) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointDamagedError(f"the manifest cannot be decoded: {error}") from error
-    if manifest.layout != LAYOUT:
-        raise CheckpointDamagedError(f"manifest layout mismatch: found {manifest.layout}, this build reads {LAYOUT}")
+    if not OLDEST_LAYOUT <= manifest.layout <= LAYOUT:
+        raise CheckpointDamagedError(
+            f"manifest layout mismatch: found {manifest.layout}, this build reads {OLDEST_LAYOUT} to {LAYOUT}"
+        )
     names = [file.name for file in manifest.files]
     if not names or len(set(names)) != len(names):
         raise CheckpointDamagedError("the manifest lists no file, or one file twice")
     for file in manifest.files:
-        if not is_safe(file.name) or file.size < 0 or not _DIGEST.fullmatch(file.sha256):
+        other = not file.upload or is_upload(file.upload)
+        if not (is_safe(file.name) and other) or file.size < 0 or not _DIGEST.fullmatch(file.sha256):
             raise CheckpointDamagedError(
                 f"invalid entry {file.name!r} in the manifest: its name, size or checksum is not valid"
             )

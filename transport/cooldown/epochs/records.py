@@ -16,6 +16,8 @@ from transport.errors import StoreUnsuitableError, UsageError
 from transport.runtime.decoders import ready
 
 LAYOUT: Final = 1
+SHARDED_LAYOUT: Final = 2  # of an epoch with hosts: a build that does not know them must not lead it
+SET: Final = "sharded"  # stands for all members together, where a client is named
 MOST_EPOCH: Final = 10**12 - 1  # twelve digits, so that names sort like numbers
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -56,6 +58,7 @@ class Refusal(enum.Enum):
     FILE_MISSING = "file_missing"
     WRONG_SIZE = "wrong_size"
     WRONG_CHECKSUM = "wrong_checksum"
+    NAME_CONFLICT = "name_conflict"  # two members saved different files under one name
     UNREADABLE = "unreadable"  # the destination failed; verification is repeated
 
 
@@ -108,6 +111,9 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: Checkpoint | None = None
     step: int = 0  # of the model that is to be uploaded
     clients: tuple[str, ...] = ()  # those healthy when the cooldown began
+    hosts: dict[str, str] = {}  # host of each client whose save is collective; empty: each saves the whole model
+    verify_s: float = 0.0  # added to cooldown_s for verification; 0: as long as cooldown_s
+    refused: dict[str, str] = {}  # uploads of parts, "CLIENT/ATTEMPT", with what was wrong
     elapsed_s: float = 0.0  # of the cooldown, while a coordinator was running
     notes: dict[str, Note] = {}  # by client
     opened_at: float = 0.0  # Unix time, for display; no decision depends on it
@@ -118,7 +124,28 @@ class EpochRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def elected(self) -> tuple[str, ...]:
         """The clients that upload. Raises UsageError for an unknown algorithm."""
-        return elect(self.clients, seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
+        if not self.hosts:
+            return elect(self.clients, seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
+        return tuple(name for host in sorted(set(self.hosts.values())) for name in self.elected_of(host))
+
+    def elected_of(self, host: str) -> tuple[str, ...]:
+        """The members of one host that upload its files: the election among these members alone."""
+        return elect(self.members_of(host), seed=self.seed, epoch=self.epoch, algorithm=self.algorithm)
+
+    def members_of(self, host: str) -> tuple[str, ...]:
+        """The members on one host, in order of their names."""
+        return tuple(sorted(name for name, its in self.hosts.items() if its == host))
+
+    @property
+    def most_s(self) -> float:
+        """Seconds after which a cooldown ends even if something is still being verified."""
+        return self.cooldown_s + (self.verify_s or self.cooldown_s)
+
+    def accepts(self, client: str, kind: ReportKind) -> bool:
+        """Whether this client's report of this kind counts. What members upload counts as one set only."""
+        if not self.hosts:
+            return client in self.elected
+        return client == SET if kind is ReportKind.UPLOADED else client in self.hosts
 
 
 ready(Report, EpochRecord)
@@ -137,8 +164,10 @@ def decode(data: bytes, kind: type[R]) -> R:
         record = msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise StoreUnsuitableError(f"invalid {kind.__name__} in the store: {error}") from error
-    if isinstance(record, EpochRecord) and record.layout != LAYOUT:
-        raise StoreUnsuitableError(f"epoch record layout mismatch: found {record.layout}, this build reads {LAYOUT}")
+    if isinstance(record, EpochRecord) and record.layout not in (LAYOUT, SHARDED_LAYOUT):
+        raise StoreUnsuitableError(
+            f"epoch record layout mismatch: found {record.layout}, this build reads {LAYOUT} and {SHARDED_LAYOUT}"
+        )
     return record
 
 
@@ -160,6 +189,12 @@ def check_epoch(epoch: int) -> int:
 def is_attempt(text: str) -> bool:
     """Whether it can be the name of an upload."""
     return bool(_ATTEMPT.fullmatch(text))
+
+
+def is_upload(text: str) -> bool:
+    """Whether it is "CLIENT/ATTEMPT"."""
+    client, _, attempt = text.partition("/")
+    return bool(_NAME.fullmatch(client)) and is_attempt(attempt)
 
 
 def upload_folder(run: str, epoch: int, client: str, attempt: str) -> str:

@@ -1,0 +1,221 @@
+"""Checkpoints in S3, whose server is killed, throttled, or holds what a killed uploader left. The server is moto's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import secrets
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cooldown_runs import Run, passing
+from helpers import Child, asynchronous, until
+
+from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, Proof, open_destination, restore
+from transport.cooldown import client as client_module
+from transport.cooldown.destinations import s3 as module
+from transport.cooldown.destinations.s3 import S3
+from transport.cooldown.epochs.records import Refusal, Report, ReportKind
+from transport.cooldown.upload import Uploaded, upload
+from transport.cooldown.verify import RefusedUpload, verified
+from transport.store.sqlite import SQLiteStore
+
+pytestmark = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("moto", "s3fs", "flask"))), reason="needs moto's server and s3fs"
+)
+SERVER = (
+    "import runpy, sys; sys.argv = ['s3_server', *sys.argv[1:]]; runpy.run_module('s3_server', run_name='__main__')"
+)
+MODEL = {"large": secrets.token_bytes(17 << 20), "small": b"1"}  # four parts, and none
+RECORD = EpochRecord(run="run", epoch=7, destination="", cooldown_s=60.0, seed=1, step=30, clients=("a",))
+ATTEMPT = "0" * 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """Before the first leak check: fsspec's thread stays for life."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "testing")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "testing-only")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # s3fs repeats as well
+        patch.setattr(module, "PART", 5 << 20)  # the least that S3 takes
+        patch.setenv("AWS_ENDPOINT_URL", "")
+        with serving(), open_destination("s3://checkpoints") as place:
+            place.put("first", b"")
+        yield
+
+
+@contextlib.contextmanager
+def serving(port: int = 0) -> Iterator[Child]:
+    """A server with an empty bucket "checkpoints"; each is a process that forgets everything when it ends."""
+    with Child(SERVER, port, stderr=subprocess.DEVNULL) as server:
+        os.environ["AWS_ENDPOINT_URL"] = server.line()
+        with open_destination("s3://checkpoints") as place:
+            assert isinstance(place, S3)
+            place._fs.mkdir("checkpoints")
+        yield server
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Child]:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "")
+    with serving() as each:
+        yield each
+
+
+@pytest.fixture
+def place(server: Child) -> Iterator[S3]:
+    with open_destination("s3://checkpoints/below") as each:
+        assert isinstance(each, S3)
+        yield each
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save(tmp_path / "model", 1)
+    return tmp_path / "model"
+
+
+def save(folder: Path, step: int) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, data in MODEL.items():
+        (folder / name).write_bytes(data)
+
+
+def report(done: Uploaded) -> Report:
+    return Report(
+        run="run", epoch=7, client="a", kind=ReportKind.UPLOADED, attempt=ATTEMPT, manifest_sha256=done.sha256
+    )
+
+
+# --- proofs -----------------------------------------------------------------------------------------
+def test_an_upload_is_proven_by_the_services_checksums_alone(
+    place: S3, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = upload(model, place, RECORD, "a", ATTEMPT)
+    real = S3.pieces
+    read: list[str] = []
+    monkeypatch.setattr(S3, "pieces", lambda self, path: (read.append(path), real(self, path))[1])
+    assert verified(place, RECORD, report(done)).bytes == sum(map(len, MODEL.values()))
+    assert [path.rpartition("/")[2] for path in read] == ["manifest.json"]
+    verified(place, RECORD, report(done), proof=Proof.READ)
+    assert {path.rpartition("/")[2] for path in read} == {"manifest.json", *MODEL}
+    assert done.manifest.files[0].proofs["etag"].endswith("-4")
+
+
+def test_what_was_altered_in_the_store_is_refused(place: S3, model: Path) -> None:
+    done = upload(model, place, RECORD, "a", ATTEMPT)
+    place.put(done.manifest.path(done.manifest.files[1]), b"2")
+    with pytest.raises(RefusedUpload) as caught:
+        verified(place, RECORD, report(done))
+    assert caught.value.refusal is Refusal.WRONG_CHECKSUM
+
+
+def test_a_service_with_other_checksums_is_read_back(place: S3, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where it encrypts with keys of its own: a proof that differs refutes nothing."""
+    done = upload(model, place, RECORD, "a", ATTEMPT)
+    monkeypatch.setattr(S3, "proofs", lambda self, path: {"etag": "0" * 32})
+    assert verified(place, RECORD, report(done)).files == 2
+
+
+def test_parts_of_a_file_are_sent_at_the_same_time(server: Child, place: S3, model: Path) -> None:
+    server.tell("pair")
+    upload(model, place, RECORD, "a", ATTEMPT)
+    server.tell("said")
+    assert int(server.line().split()[1]) >= 2
+
+
+# --- a service that slows down, or ends -------------------------------------------------------------
+def test_a_throttled_upload_is_slower_and_whole(server: Child, place: S3, model: Path, tmp_path: Path) -> None:
+    server.tell("throttle 6")
+    done = upload(model, place, RECORD, "a", ATTEMPT)
+    server.tell("said")
+    assert int(server.line().split()[0]) == 6
+    assert verified(place, RECORD, report(done), proof=Proof.READ).files == 2
+
+
+def client_host(run: Run) -> CooldownHost:
+    return CooldownHost(run.store, "run", "s3://checkpoints/below", cooldown_s=60.0, seed=8, clock=run.clock)
+
+
+@pytest.fixture
+def cooling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        yield Run(tmp_path, store)
+
+
+@asynchronous
+async def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it_is_back(
+    server: Child, cooling: Run
+) -> None:
+    """It comes back empty, as a service would that lost everything: worse than those that keep what was complete."""
+    port = int(os.environ["AWS_ENDPOINT_URL"].rpartition(":")[2])
+    killed: list[int] = []
+
+    def progress(done: int, files: int, size: int) -> None:
+        if size > 12 << 20 and not killed:
+            server.kill()
+            killed.append(size)
+
+    host = client_host(cooling)
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 30, ["a"]))
+    taking = asyncio.create_task(cooling.client("a", save=save, progress=progress).cooldown(7))
+    await until(lambda: cooling.record(7).notes.get("a"))
+    assert killed
+    assert cooling.record(7).notes["a"].kind is ReportKind.FAILED
+    with serving(port):
+        assert (await taking).part is Part.WON
+        record = await leading
+        assert record.outcome is Outcome.CHECKPOINTED
+        with open_destination(record.destination) as place:
+            files = restore(record, place, cooling.path / "restored").files
+        assert {name: path.read_bytes() for name, path in files.items()} == MODEL
+
+
+@asynchronous
+async def test_a_server_that_is_gone_for_good_is_a_time_out(server: Child, cooling: Run) -> None:
+    host = client_host(cooling)
+    await host.open(7)
+    server.kill()
+    leading = asyncio.create_task(host.cooldown(7, 30, ["a"]))
+    taking = asyncio.create_task(cooling.client("a", save=save).cooldown(7))
+    await until(lambda: cooling.record(7).notes.get("a"))
+    assert (await passing(cooling, leading)).outcome is Outcome.TIMED_OUT
+    assert (await taking).part in (Part.FAILED, Part.CANCELLED)
+
+
+UPLOADER = """
+import os, sys
+from pathlib import Path
+from transport.cooldown import EpochRecord, open_destination
+from transport.cooldown.destinations import s3
+from transport.cooldown.upload import upload
+s3.PART = 5 << 20
+record = EpochRecord(run="run", epoch=7, destination="", cooldown_s=60.0, seed=1)
+def progress(done, files, size):
+    if size > 9 << 20:
+        print("half", flush=True)
+        sys.stdin.readline()
+with open_destination("s3://checkpoints/below") as place:
+    upload(Path(sys.argv[1]), place, record, "a", "0" * 16, progress=progress)
+"""
+
+
+def test_what_a_killed_uploader_left_is_found_and_removed(server: Child, place: S3, model: Path) -> None:
+    with Child(UPLOADER, model) as child:
+        assert child.line() == "half"
+        child.kill()
+    left = place.leftovers("run")
+    assert [name for name, _ in left] == [f"run/epoch-000000000007/a/{ATTEMPT}/files/large"]
+    assert left[0][1] > 0  # moto began all of them years ago
+    assert place.leftovers("other") == []
+    place.remove_leftover(left[0][0])
+    assert place.leftovers("run") == []

@@ -1,0 +1,320 @@
+"""A model whose save is collective: everyone saves, the elected of each host upload, and one manifest names it all."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cooldown_runs import passing
+from helpers import PATIENCE_S, asynchronous, until
+from sharded_runs import HOSTS, MODEL, ShardedRun, model, write
+
+from transport.cooldown import Outcome, Part, Phase, coordination, sharded
+from transport.cooldown.epochs import manifest as manifests
+from transport.cooldown.epochs.shares import NO_SAVE, turns
+from transport.cooldown.verify import RefusedUpload
+from transport.errors import ConfigurationError, CoordinatorLostError, UsageError
+from transport.store.sqlite import SQLiteStore
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardedRun]:
+    monkeypatch.setattr(sharded, "AGAIN_FIRST_S", 0.01)
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        yield ShardedRun(tmp_path, store)
+
+
+# --- the way through ------------------------------------------------------------------------------
+@asynchronous
+async def test_all_save_and_the_elected_of_each_host_upload_one_checkpoint(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    members = {name: job.member(name) for name in HOSTS}
+    for member in members.values():
+        await member.join(str(job.root))
+    record, *taken = await asyncio.gather(host.cooldown(7, 30, HOSTS), *(each.cooldown(7) for each in members.values()))
+    assert record.outcome is Outcome.CHECKPOINTED
+    assert sorted(job.saves) == sorted(HOSTS)
+    assert record.checkpoint is not None
+    assert (record.checkpoint.client, record.checkpoint.files) == ("sharded", len(MODEL))
+    won = {name for name, each in zip(members, taken, strict=True) if each.part is Part.WON}
+    assert won == set(record.elected) == job.uploads()
+    assert {record.hosts[name] for name in won} == {"a", "b"}
+    (manifest,) = job.root.rglob("manifest.json")
+    named = manifests.decode(manifest.read_bytes())
+    assert {file.name: file.size for file in named.files} == {name: len(data) for name, data in MODEL.items()}
+    job.check_restored(7)
+
+
+@asynchronous
+async def test_the_checkpoint_before_outlasts_the_next(job: ShardedRun) -> None:
+    host = job.host()
+    for epoch in (1, 2):
+        await host.open(epoch)
+        await asyncio.gather(host.cooldown(epoch, epoch, HOSTS), *(job.member(name).cooldown(epoch) for name in HOSTS))
+    for epoch in (1, 2):
+        job.check_restored(epoch)
+    assert len(job.manifests()) == 2
+
+
+@asynchronous
+async def test_different_files_under_one_name_are_no_checkpoint(job: ShardedRun) -> None:
+    def save(folder: Path, step: int) -> None:
+        write(folder, {**model("b0"), "config.json": b"{other}"})
+
+    host = job.host()
+    await host.open(7)
+    job.together = threading.Barrier(3)
+    members = [job.member(name, **({"save": save} if name == "b0" else {})).cooldown(7) for name in HOSTS]
+    work = asyncio.gather(host.cooldown(7, 1, HOSTS), *members)
+    await until(lambda: "sharded" in job.record(7).notes and job.record(7).notes["sharded"].refusal)
+    assert "different files named config.json" in job.record(7).notes["sharded"].detail
+    record = (await passing(job, work))[0]
+    assert record.outcome is Outcome.TIMED_OUT
+    assert job.manifests() == []
+
+
+@asynchronous
+async def test_different_files_of_one_host_under_one_name_are_said_by_the_uploader(job: ShardedRun) -> None:
+    def save(folder: Path, step: int) -> None:
+        write(folder, {**model("a2"), "config.json": b"[]"})
+
+    host = job.host()
+    await host.open(7)
+    job.together = threading.Barrier(3)
+    members = [job.member(name, **({"save": save} if name == "a2" else {})).cooldown(7) for name in HOSTS]
+    work = asyncio.gather(host.cooldown(7, 1, HOSTS), *members)
+    await until(lambda: any("two members saved different" in note.detail for note in job.record(7).notes.values()))
+    assert (await passing(job, work))[0].outcome is Outcome.TIMED_OUT
+    assert job.manifests() == []
+    assert "a" not in {HOSTS[name] for name in job.uploads()}
+
+
+# --- nobody is left alone in a collective call ----------------------------------------------------
+@asynchronous
+async def test_a_member_that_comes_after_the_end_saves_if_others_wait_for_it(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    early = [asyncio.create_task(job.member(name).cooldown(7)) for name in HOSTS if name != "b0"]
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    await until(lambda: len(job.saves) == 3)
+    assert (await passing(job, leading)).outcome is Outcome.TIMED_OUT
+    assert not any(task.done() for task in early)  # in save(), and waited for
+    taken = await asyncio.gather(job.member("b0").cooldown(7), *early)
+    assert sorted(job.saves) == sorted(HOSTS)
+    assert {each.record.outcome for each in taken} == {Outcome.TIMED_OUT}
+    assert job.uploads() == set()
+
+
+@asynchronous
+async def test_nobody_saves_in_an_epoch_that_one_member_has_seen_ended(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    record = await passing(job, host.cooldown(7, 1, HOSTS))
+    assert record.outcome is Outcome.TIMED_OUT
+    await job.member("a0").cooldown(7)
+    assert job.ledger.decide(7, "first") == NO_SAVE
+    await asyncio.gather(*(job.member(name).cooldown(7) for name in HOSTS))
+    assert job.saves == []
+
+
+@asynchronous
+async def test_members_decide_once_however_they_race(job: ShardedRun) -> None:
+    decisions = await asyncio.gather(
+        *(asyncio.to_thread(job.ledger.decide, 7, launch) for launch in ["first", NO_SAVE, "second"] * 5)
+    )
+    assert len(set(decisions)) == 1
+
+
+@asynchronous
+async def test_a_launch_that_was_started_again_does_not_save_what_another_began(job: ShardedRun) -> None:
+    """One member of the first launch was killed while saving; all members are started again."""
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    await until(lambda: job.record(7).phase is Phase.COOLDOWN)
+    assert job.ledger.decide(7, "first") == "first"
+    again = [asyncio.create_task(job.member(name, launch="second").cooldown(7)) for name in HOSTS]
+    await until(lambda: set(job.record(7).notes) == set(HOSTS))
+    assert all("another launch" in note.detail for note in job.record(7).notes.values())
+    assert (await passing(job, leading)).outcome is Outcome.TIMED_OUT
+    assert {each.part for each in await asyncio.gather(*again)} == {Part.FAILED}
+    assert job.saves == []
+
+
+@asynchronous
+async def test_a_launch_that_was_started_again_uploads_what_was_saved(
+    job: ShardedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    hanging = threading.Event()
+    monkeypatch.setattr(sharded, "copied", lambda *_: hanging.wait(PATIENCE_S))
+    first = [asyncio.create_task(job.member(name).cooldown(7)) for name in HOSTS]
+    await until(lambda: set(job.ledger.saved(7)) == set(HOSTS))
+    for task in first:
+        task.cancel()
+    hanging.set()
+    await asyncio.gather(*first, return_exceptions=True)
+    monkeypatch.undo()
+    again = [job.member(name, launch="second").cooldown(7) for name in HOSTS]
+    record, *_ = await asyncio.gather(leading, *again)
+    assert record.outcome is Outcome.CHECKPOINTED
+    assert sorted(job.saves) == sorted(HOSTS)  # once each
+    job.check_restored(7)
+
+
+@asynchronous
+async def test_a_silent_coordinator_ends_the_epoch_for_all_members(job: ShardedRun) -> None:
+    await job.host().open(7)
+    with pytest.raises(CoordinatorLostError):
+        await job.member("a0", patience_s=0.1).cooldown(7)
+    assert job.ledger.decide(7, "first") == NO_SAVE
+
+
+@asynchronous
+async def test_a_member_that_was_not_named_saves_nothing_and_says_so(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, {"a1": "a"}))
+    with pytest.raises(UsageError, match="a0 is not among the members"):
+        await job.member("a0").cooldown(7)
+    await passing(job, leading)
+    assert job.saves == []
+
+
+# --- losses ---------------------------------------------------------------------------------------
+@asynchronous
+async def test_a_save_that_fails_on_one_member_is_no_checkpoint(job: ShardedRun) -> None:
+    def save(folder: Path, step: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    host = job.host()
+    await host.open(7)
+    job.together = threading.Barrier(3)
+    members = [job.member(name, **({"save": save} if name == "b0" else {})).cooldown(7) for name in HOSTS]
+    work = asyncio.gather(host.cooldown(7, 1, HOSTS), *members)
+    await until(lambda: "b0" in job.record(7).notes)
+    assert "No space left on device" in job.record(7).notes["b0"].detail
+    assert (await passing(job, work))[0].outcome is Outcome.TIMED_OUT
+    assert job.manifests() == []
+    assert job.uploads() == set()  # an incomplete set is no use to anyone
+
+
+@asynchronous
+async def test_another_member_of_the_host_uploads_the_share_of_a_silent_one(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    await until(lambda: job.record(7).phase is Phase.COOLDOWN)
+    first = job.record(7).elected_of("a")[0]
+    stands_in = turns(job.record(7), "a", 0)[1]
+    assert stands_in != first
+    members = {name: job.member(name, takeover_s=0.05, skip_upload=name == first) for name in HOSTS}
+    record, *taken = await asyncio.gather(leading, *(member.cooldown(7) for member in members.values()))
+    assert record.outcome is Outcome.CHECKPOINTED
+    parts = {name: each.part for name, each in zip(members, taken, strict=True)}
+    assert parts[first] is Part.SKIPPED
+    assert Part.WON in {part for name, part in parts.items() if HOSTS[name] == "a"}
+    job.check_restored(7)
+
+
+@asynchronous
+async def test_a_share_that_was_damaged_is_refused_and_uploaded_again(
+    job: ShardedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sharded.copied
+    damaged: list[str] = []
+
+    def copied(sources: Any, destination: Any, place: str, *rest: Any) -> Any:
+        done = real(sources, destination, place, *rest)
+        if "/b0/" in place and not damaged:
+            damaged.append(place)
+            (job.root / place / "files" / "__b0_0.distcp").write_bytes(b"ZERO")
+        return done
+
+    monkeypatch.setattr(sharded, "copied", copied)
+    host = job.host()
+    await host.open(7)
+    record, *_ = await asyncio.gather(host.cooldown(7, 1, HOSTS), *(job.member(name).cooldown(7) for name in HOSTS))
+    assert record.outcome is Outcome.CHECKPOINTED
+    assert [damaged[0].removeprefix("run/epoch-000000000007/")] == list(record.refused)
+    assert len(list(job.root.glob("run/epoch-*/b0/*/files"))) == 1  # the refused one is gone
+    job.check_restored(7)
+
+
+@asynchronous
+async def test_a_complete_set_that_was_not_verified_in_time_stays(
+    job: ShardedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def verified(*_: Any) -> Any:
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        raise RefusedUpload(coordination.Refusal.UNREADABLE, "over")
+
+    monkeypatch.setattr(coordination, "verified", verified)
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    members = asyncio.gather(*(job.member(name).cooldown(7) for name in HOSTS))
+    await until(begun.is_set)
+    record = await passing(job, leading)
+    go_on.set()
+    assert record.outcome is Outcome.TIMED_OUT
+    await members
+    assert job.uploads() == set(record.elected)
+    monkeypatch.undo()
+    (manifest,) = job.root.rglob("manifest.json")
+    report = coordination.Report(
+        run="run", epoch=7, client="sharded", kind=coordination.ReportKind.UPLOADED, attempt=manifest.parent.name,
+        manifest_sha256=coordination.hashlib.sha256(manifest.read_bytes()).hexdigest(),
+    )  # fmt: skip
+    assert coordination.verified(coordination.open_destination(str(job.root)), record, report).files == len(MODEL)
+
+
+@asynchronous
+async def test_a_new_coordinator_verifies_the_set_that_it_finds(job: ShardedRun) -> None:
+    first = job.host()
+    await first.open(7)
+    leading = asyncio.create_task(first.cooldown(7, 30, HOSTS))
+    await until(lambda: job.record(7).phase is Phase.COOLDOWN)
+    leading.cancel()
+    await asyncio.gather(leading, return_exceptions=True)
+    members = asyncio.gather(*(job.member(name).cooldown(7) for name in HOSTS))
+    await until(lambda: len({(share.host, share.number) for share in job.ledger.shares(7)}) == 2)
+    record = await job.host(seed=99).cooldown(7, 31, {"other": "c"})  # what was begun stays as it was begun
+    assert (record.outcome, record.step, record.hosts) == (Outcome.CHECKPOINTED, 30, HOSTS)
+    await members
+    job.check_restored(7)
+
+
+# --- local copies, arguments ----------------------------------------------------------------------
+@asynchronous
+async def test_members_prune_their_own_copies_only(job: ShardedRun) -> None:
+    host = job.host()
+    for epoch in (1, 2, 3):
+        await host.open(epoch)
+        members = [job.member(name, keep_steps=1 if name == "a0" else 9).cooldown(epoch) for name in HOSTS]
+        await asyncio.gather(host.cooldown(epoch, epoch, HOSTS), *members)
+    assert sorted(path.name for path in (job.path / "scratch" / "a" / "a0").iterdir()) == ["epoch-000000000003"]
+    assert len(list((job.path / "scratch" / "a" / "a1").iterdir())) == 3
+
+
+@asynchronous
+async def test_arguments_are_checked(job: ShardedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    for changed in ({"keep_steps": -1}, {"takeover_s": 0}, {"launch": None}):
+        with pytest.raises(ConfigurationError):
+            job.member("a0", **changed)
+    for members in ({"sharded": "a"}, {"a b": "a"}, {"a": "b/c"}):
+        with pytest.raises(UsageError):
+            await job.host().cooldown(1, 1, members)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    assert job.member("a0", launch=None)._launch == "job:3"

@@ -1,0 +1,130 @@
+"""Restore of a checkpoint to local files, with every byte verified. Blocks: run it in a thread."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from transport.cooldown.blocking_calls import in_parallel
+from transport.cooldown.destinations.base import Destination
+from transport.cooldown.epochs.manifest import File, Manifest
+from transport.cooldown.epochs.records import EpochRecord, Outcome, upload_folder
+from transport.cooldown.epochs.stop import Stop
+from transport.cooldown.verify import FILES_AT_ONCE, RefusedUpload, check_size, checked_pieces, reported_manifest
+from transport.errors import CheckpointDamagedError, NoCheckpointError
+from transport.runtime.progress import Progress, silent
+
+
+class Restored(NamedTuple):
+    """The local copy of a checkpoint."""
+
+    folder: Path
+    files: dict[str, Path]  # by name
+    manifest: Manifest
+
+
+def restore(
+    record: EpochRecord, destination: Destination, into: Path, *, stop: Stop | None = None, progress: Progress = silent
+) -> Restored:
+    """Copy an epoch's checkpoint into the new folder ``into``, some files at a time.
+
+    Each file is verified by the manifest, and the manifest by the record. The folder appears complete or not at all.
+
+    Raises:
+        NoCheckpointError: the epoch was not recorded as checkpointed.
+        CheckpointDamagedError: something is missing or altered; the message names it.
+        DestinationError: the destination cannot be read now.
+        FileExistsError: ``into`` already exists.
+    """
+    stop = stop or Stop()
+    place, sha256 = _place(record)
+    if into.exists():
+        raise FileExistsError(17, "already exists; restore into a new folder", str(into))
+    beside = into.with_name(f".{into.name}.{secrets.token_hex(8)}.partial")
+    try:
+        manifest = reported_manifest(destination, place, sha256)
+        fetching = _Fetching(destination, manifest, beside, stop, progress)
+        for file in manifest.files:
+            (beside / file.name).parent.mkdir(parents=True, exist_ok=True)
+        in_parallel([partial(fetching.fetch, file) for file in manifest.files], FILES_AT_ONCE, fetching.failed.set)
+        beside.rename(into)
+    except RefusedUpload as error:
+        raise CheckpointDamagedError(
+            f"run {record.run}, epoch {record.epoch}: the checkpoint at {destination.url}/{place} is damaged: {error}"
+        ) from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return Restored(into, {file.name: into / file.name for file in manifest.files}, manifest)
+
+
+def checkpoint_manifest(record: EpochRecord, destination: Destination) -> Manifest:
+    """The manifest of an epoch's checkpoint. Raises as `restore` does."""
+    place, sha256 = _place(record)
+    try:
+        return reported_manifest(destination, place, sha256)
+    except RefusedUpload as error:
+        raise CheckpointDamagedError(f"run {record.run}, epoch {record.epoch}: {error}") from error
+
+
+def published_name(record: EpochRecord) -> str:
+    """The name of an epoch's checkpoint in a service that shows checkpoints to its own tools."""
+    return f"{record.run}-epoch-{record.epoch:012d}"
+
+
+def publish(record: EpochRecord, destination: Destination) -> str:
+    """Offer an epoch's checkpoint as the service's own tools expect it; returns where ("": nowhere). Idempotent."""
+    if record.outcome is not Outcome.CHECKPOINTED:
+        return ""
+    manifest = checkpoint_manifest(record, destination)
+    return destination.publish(published_name(record), {file.name: manifest.path(file) for file in manifest.files})
+
+
+def _place(record: EpochRecord) -> tuple[str, str]:
+    """Folder of an epoch's checkpoint at the destination, and its manifest's checksum."""
+    checkpoint = record.checkpoint
+    if record.outcome is not Outcome.CHECKPOINTED or checkpoint is None:
+        state = record.outcome.value if record.outcome else f"in phase {record.phase.value}"
+        raise NoCheckpointError(f"run {record.run}: epoch {record.epoch} has no checkpoint; it is {state}")
+    return upload_folder(record.run, record.epoch, checkpoint.client, checkpoint.attempt), checkpoint.manifest_sha256
+
+
+class _Fetching:
+    """The files of one restore, of which several are received at the same time."""
+
+    def __init__(
+        self, destination: Destination, manifest: Manifest, folder: Path, stop: Stop, progress: Progress
+    ) -> None:
+        self.failed = Stop()
+        self._destination = destination
+        self._manifest = manifest
+        self._folder = folder
+        self._stop = stop
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done = 0
+        self._bytes = 0
+
+    def fetch(self, file: File) -> None:
+        """Receive one file, verify it and sync it to disk."""
+        path = self._manifest.path(file)
+        check_size(self._destination, path, file)
+        with (self._folder / file.name).open("wb") as copy:
+            for piece in checked_pieces(self._destination, path, file):
+                self._stop.check()
+                self.failed.check()
+                copy.write(piece)
+                self._received(len(piece))
+            copy.flush()
+            os.fsync(copy.fileno())
+        self._received(0, done=1)
+
+    def _received(self, size: int, done: int = 0) -> None:
+        with self._lock:
+            self._bytes += size
+            self._done += done
+            self._progress(self._done, len(self._manifest.files), self._bytes)

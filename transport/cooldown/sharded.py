@@ -1,0 +1,376 @@
+"""A member's part in the cooldown of a model whose save is collective: all save, the elected of each host upload.
+
+The members of one launch of a job decide together whether they save: the first one writes the decision to the store,
+and all obey it. A member that came late, found the epoch ended, or was started again can therefore never leave others
+alone in a collective call. A save is waited for, however long it takes: its collectives must not meet those of the
+training that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import secrets
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from transport.cooldown.blocking_calls import in_thread, retry_store, settled
+from transport.cooldown.destinations.masking import masked
+from transport.cooldown.destinations.open import open_destination
+from transport.cooldown.epochs.ledger import Ledger
+from transport.cooldown.epochs.manifest import File
+from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, ReportKind, upload_folder
+from transport.cooldown.epochs.shares import NO_SAVE, Local, Saved, Share, complete, divided, shares_of, turns
+from transport.cooldown.epochs.stop import Stop
+from transport.cooldown.following import (
+    AGAIN_FIRST_S,
+    AGAIN_MOST_S,
+    POLL_S,
+    REPORT_S,
+    STOP_WAIT_S,
+    Follower,
+    Part,
+    Save,
+    Taken,
+    check_destination,
+    prune,
+    remove_upload,
+)
+from transport.cooldown.restoring import checkpoint_manifest
+from transport.cooldown.upload import copied, plain_files, removed_on_failure
+from transport.errors import (
+    ConfigurationError,
+    CoordinatorLostError,
+    DestinationError,
+    RunError,
+    TransportError,
+    UsageError,
+)
+from transport.runtime.progress import Progress, silent
+from transport.store.base import ABSENT, Store
+
+log = logging.getLogger(__name__)
+
+SAVE_LOG_S: Final = 60.0  # between two warnings that a save outlasts its cooldown
+BEATS: Final = 6  # in ``takeover_s``
+
+
+class ShardedClient(Follower):
+    """One member of a job that saves its model together. One loop; one cooldown at a time.
+
+    Args:
+        name: unique among the members; letters, digits, dot, dash, underscore.
+        save: writes this member's files of a step into an empty folder. It is called on every member, in a thread, and
+            may call collectives; the caller runs no other collectives on the same group meanwhile. Names are unique
+            among the members, unless the files are the same.
+        scratch: folder for local copies, the same path for all members of a host, and readable by them.
+        launch: the same text for all members of one launch of the job, and another one after a restart. By default
+            torchrun's run and its count of restarts.
+        keep_steps: number of epochs whose local copies are kept after a cooldown.
+        skip_upload: for tests: save, but report "skipped" instead of uploading.
+        patience_s: as of `CooldownClient`.
+        takeover_s: seconds without progress after which another member of the host uploads an elected one's share.
+        progress: called with files and bytes, in the uploading thread.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        name: str,
+        *,
+        save: Save,
+        scratch: Path,
+        launch: str | None = None,
+        keep_steps: int = 2,
+        skip_upload: bool = False,
+        patience_s: float = 300.0,
+        takeover_s: float = 60.0,
+        progress: Progress = silent,
+    ) -> None:
+        if keep_steps < 0:
+            raise ConfigurationError(f"keep_steps={keep_steps}: give the number of local copies to keep, 0 or more")
+        if takeover_s <= 0:
+            raise ConfigurationError(f"takeover_s={takeover_s}: give seconds above 0")
+        super().__init__(Ledger(store, run), name, patience_s)
+        self._save = save
+        self._scratch = scratch.absolute() / name
+        self._launch = launch or _launch_of_torchrun()
+        self._keep_steps = keep_steps
+        self._skip_upload = skip_upload
+        self._takeover_s = takeover_s
+        self._progress = progress
+        self._uploads: set[str] = set()  # complete ones, by attempt
+
+    async def join(self, destination: str) -> None:
+        """Prove that this process can upload. Call it before its name is among the members of an epoch.
+
+        Raises DestinationDeniedError naming the denied operation, DestinationError if the destination is unreachable.
+        """
+        await in_thread(check_destination, destination)
+
+    async def cooldown(self, epoch: int) -> Taken:
+        """Take part in an epoch's cooldown; returns when it has ended and this member's save has returned.
+
+        Cancelling this call cancels the upload and reports that to the coordinator. A save that runs then goes on in
+        its thread.
+
+        Raises:
+            UsageError: this member is not among those that the coordinator named. Nothing was saved.
+            CoordinatorLostError: the coordinator has not changed the record for ``patience_s``. If no member had begun
+                to save by then, none does in this epoch any more.
+            StoreUnavailableError: the store is unavailable for a minute.
+        """
+        self._part = Part.NOT_ELECTED
+        self._uploads.clear()
+        watcher = self._follow(epoch)
+        uploader: asyncio.Task[None] | None = None
+        try:
+            record = await self._begun(watcher, epoch)
+            if await self._saved(record) and record.phase is Phase.COOLDOWN:
+                uploader = asyncio.create_task(self._carry(record))
+            record = await self._until(watcher, lambda record: record.phase is Phase.ENDED)
+        finally:
+            await self._stopped([task for task in (watcher, uploader) if task is not None])
+        await self._tidy(record)
+        return Taken(self._part, record)
+
+    # --- the save -------------------------------------------------------------------------------------
+    async def _begun(self, watcher: asyncio.Task[None], epoch: int) -> EpochRecord:
+        """The record of the cooldown that has begun, in which this member may have to save."""
+        try:
+            record = await self._until(watcher, lambda record: record.phase is not Phase.TRAINING)
+        except CoordinatorLostError:
+            await retry_store(partial(self._ledger.decide, epoch, NO_SAVE))
+            found, _ = await retry_store(partial(self._ledger.look, epoch))
+            if found is not None and self.name in found.hosts:  # it began after all, and others may save
+                await self._saved(found)
+            raise
+        if self.name not in record.hosts:
+            raise UsageError(
+                f"epoch {epoch}: {self.name} is not among the members that the coordinator named "
+                f"({len(record.hosts)} members with hosts, {len(record.clients)} clients); name every member"
+            )
+        return record
+
+    async def _saved(self, record: EpochRecord) -> bool:
+        """Save if the members of this launch do; returns whether this member's files are there."""
+        wish = self._launch if record.phase is Phase.COOLDOWN else NO_SAVE
+        decision = await retry_store(partial(self._ledger.decide, record.epoch, wish))
+        host = record.hosts[self.name]
+        if self.name in await retry_store(partial(self._ledger.saved, record.epoch, host)):
+            return True  # by this member before it was started again; its files are where they were
+        if decision != self._launch:
+            if decision != NO_SAVE:
+                await self._failed(record, "another launch of the job saved in this epoch, and did not complete it")
+            return False
+        call = in_thread(self._save_files, record)
+        try:
+            saved = await self._outlasting(call, record)
+        except asyncio.CancelledError:
+            if not await settled(call, STOP_WAIT_S):
+                log.warning("epoch %d: cancelled in save(), which goes on in its thread", record.epoch)
+            await settled(in_thread(self._ledger.report, self._report(record, ReportKind.CANCELLED, "")), REPORT_S)
+            raise
+        except (TransportError, OSError) as error:
+            await self._failed(record, str(error))
+            return False
+        await retry_store(partial(self._ledger.put_saved, record.epoch, saved))
+        return True
+
+    async def _outlasting(self, call: asyncio.Future[Saved], record: EpochRecord) -> Saved:
+        """The save's result, even if the cooldown ends before."""
+        while not call.done():
+            await asyncio.wait([call], timeout=SAVE_LOG_S)
+            if not call.done() and self._record is not None and self._record.phase is Phase.ENDED:
+                log.warning("epoch %d has ended, but save() of step %d has not", record.epoch, record.step)
+        return call.result()
+
+    def _save_files(self, record: EpochRecord) -> Saved:
+        folder = self._scratch / f"epoch-{record.epoch:012d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        try:
+            self._save(folder, record.step)
+        except Exception as error:
+            raise RunError(f"save() of step {record.step} failed: {type(error).__name__}: {error}") from error
+        files = tuple((name, path.stat().st_size) for name, path in plain_files(folder))
+        return Saved(member=self.name, host=record.hosts[self.name], folder=str(folder), files=files)
+
+    # --- the upload -----------------------------------------------------------------------------------
+    async def _carry(self, record: EpochRecord) -> None:
+        """Upload the shares that are this member's, until the cooldown ends and cancels this task."""
+        if self._skip_upload:
+            self._part = Part.SKIPPED
+            await self._tell(record, ReportKind.SKIPPED)
+            return
+        loop = asyncio.get_running_loop()
+        host = record.hosts[self.name]
+        elected = self.name in record.elected_of(host)
+        recheck_s = POLL_S if elected else min(5 * POLL_S, self._takeover_s / 4)
+        heard: dict[int, tuple[int, float]] = {}  # of each share its last beat, and when it was heard
+        version, again_s = ABSENT, AGAIN_FIRST_S
+        while True:
+            missing, beats = await retry_store(partial(self._missing, record, host))
+            now = loop.time()
+            for number in missing:
+                if heard.setdefault(number, (beats.get(number, ABSENT), now))[0] != beats.get(number, ABSENT):
+                    heard[number] = (beats[number], now)
+            silent_s = {number: now - heard[number][1] for number in missing}
+            mine = [number for number in missing if self._is_due(record, host, number, silent_s[number])]
+            if not mine:
+                version = await in_thread(self._ledger.wait_for_host, record.epoch, host, version, recheck_s)
+                continue
+            attempts = len(self._uploads)
+            await self._upload(record, host, mine[0], missing[mine[0]])
+            if len(self._uploads) > attempts and not self._were_refused():
+                again_s = AGAIN_FIRST_S
+                continue
+            await asyncio.sleep(again_s)
+            again_s = min(2 * again_s, AGAIN_MOST_S)
+
+    def _missing(self, record: EpochRecord, host: str) -> tuple[dict[int, list[Local]], dict[int, int]]:
+        """The files of the host's shares that were not uploaded, or were refused; and the beats of its shares."""
+        saved = self._ledger.saved(record.epoch, host)
+        if not set(record.members_of(host)) <= set(saved):
+            return {}, {}
+        parts = divided(list(saved.values()), shares_of(record, host))
+        refused = self._record.refused if self._record is not None else {}
+        done = {share.number for share in self._ledger.shares(record.epoch, host) if share.upload not in refused}
+        missing = {number: files for number, files in enumerate(parts) if number not in done}
+        return missing, self._ledger.beats(record.epoch, host) if missing else {}
+
+    def _is_due(self, record: EpochRecord, host: str, number: int, silent_s: float) -> bool:
+        turn = turns(record, host, number).index(self.name)
+        return turn == 0 or silent_s >= turn * self._takeover_s
+
+    def _were_refused(self) -> bool:
+        refused = self._record.refused if self._record is not None else {}
+        return any(f"{self.name}/{attempt}" in refused for attempt in self._uploads)
+
+    async def _upload(self, record: EpochRecord, host: str, number: int, files: list[Local]) -> None:
+        """Upload one share and report it; a failure is reported, not raised."""
+        self._part = Part.CANCELLED
+        attempt = secrets.token_hex(8)
+        place = upload_folder(record.run, record.epoch, self.name, attempt)
+        stop = Stop()
+        moved = _Moved(self._progress)
+        call = in_thread(self._upload_files, record, place, files, stop, moved)
+        beating = asyncio.create_task(self._beat(record, host, number, moved))
+        try:
+            sent = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            stop.set()
+            if not await settled(call, STOP_WAIT_S):
+                log.warning("epoch %d: the cancelled upload to %s does not stop", record.epoch, place)
+            elif call.exception() is None:  # it completed before the stop, and was not reported
+                await settled(in_thread(remove_upload, record.destination, place), STOP_WAIT_S)
+            report = self._report(record, ReportKind.CANCELLED, attempt)
+            await settled(in_thread(self._ledger.report, report), REPORT_S)
+            raise
+        except (TransportError, OSError) as error:
+            log.warning("epoch %d: share %d of %s failed, retrying: %s", record.epoch, number, host, masked(str(error)))
+            await self._failed(record, str(error), attempt)
+            return
+        finally:
+            beating.cancel()
+        self._uploads.add(attempt)  # from here on it may become part of the checkpoint
+        share = Share(host=host, number=number, client=self.name, attempt=attempt, files=sent)
+        await retry_store(partial(self._ledger.put_share, record.epoch, share))
+
+    def _upload_files(
+        self, record: EpochRecord, place: str, files: list[Local], stop: Stop, moved: _Moved
+    ) -> tuple[File, ...]:
+        sources = [(file.name, Path(file.folders[0]) / file.name) for file in files]
+        with open_destination(record.destination) as destination, removed_on_failure(destination, place):
+            sent = copied(sources, destination, place, stop, moved)
+            for file, copy in zip(files, sent, strict=True):
+                if copy.size != file.size:
+                    raise UsageError(f"{file.name} has changed since it was saved: {file.size} bytes, now {copy.size}")
+                for folder in file.folders[1:]:
+                    _check_same(Path(folder) / file.name, Path(file.folders[0]) / file.name, copy.sha256, stop)
+        return sent
+
+    async def _beat(self, record: EpochRecord, host: str, number: int, moved: _Moved) -> None:
+        """Tell the host's other members that this upload moves, as long as it does."""
+        told = -1
+        while True:
+            if moved.bytes != told:
+                told = moved.bytes
+                await retry_store(partial(self._ledger.beat, record.epoch, host, number, told))
+            await asyncio.sleep(self._takeover_s / BEATS)
+
+    async def _failed(self, record: EpochRecord, why: str, attempt: str = "") -> None:
+        self._part = Part.FAILED
+        await self._tell(record, ReportKind.FAILED, attempt, detail=masked(why))
+
+    # --- the end --------------------------------------------------------------------------------------
+    async def _tidy(self, record: EpochRecord) -> None:
+        """Remove this member's uploads that are not part of the checkpoint, and local copies beyond ``keep_steps``.
+
+        If the epoch has no checkpoint although the set is complete, its uploads are kept: they may be good.
+        """
+        if self._uploads:
+            used: set[str] | None = None
+            try:
+                used = await in_thread(self._used, record)
+            except TransportError as error:
+                log.warning("epoch %d: what was not used of its uploads is kept: %s", record.epoch, masked(str(error)))
+            for attempt in self._uploads - used if used is not None else ():
+                place = upload_folder(record.run, record.epoch, self.name, attempt)
+                try:
+                    await in_thread(remove_upload, record.destination, place)
+                except DestinationError as error:
+                    log.warning("%s, which is not part of the checkpoint, was not removed: %s", place, error)
+            if used and record.outcome is Outcome.CHECKPOINTED:
+                self._part = Part.WON
+        await in_thread(prune, self._scratch, self._keep_steps)
+
+    def _used(self, record: EpochRecord) -> set[str]:
+        """The attempts of this member that are part of the checkpoint, or may be of one that was not verified."""
+        if record.outcome is Outcome.CHECKPOINTED:
+            with open_destination(record.destination) as destination:
+                uploads = {file.upload for file in checkpoint_manifest(record, destination).files}
+        else:
+            shares = complete(record, self._ledger.shares(record.epoch)) or []
+            uploads = {share.upload for share in shares}
+            if shares:
+                log.warning("epoch %d ended before its complete upload was verified; it is kept", record.epoch)
+        return {attempt for attempt in self._uploads if f"{self.name}/{attempt}" in uploads}
+
+
+class _Moved:
+    """Passes progress on, and remembers it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.bytes = 0
+
+    def __call__(self, done: int, files: int, size: int) -> None:
+        self.bytes = size
+        self._progress(done, files, size)
+
+
+def _check_same(copy: Path, first: Path, sha256: str, stop: Stop) -> None:
+    """Raise UsageError unless both members saved the same under one name."""
+    digest = hashlib.sha256()
+    with copy.open("rb") as file:
+        while piece := file.read(1 << 20):
+            stop.check()
+            digest.update(piece)
+    if digest.hexdigest() != sha256:
+        raise UsageError(f"two members saved different files under one name: {first} and {copy}; give each its own")
+
+
+def _launch_of_torchrun() -> str:
+    run, restarts = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if restarts is None:
+        raise ConfigurationError(
+            "launch is missing: give the same text to all members of one launch of the job, and another one after each "
+            "restart; under torchrun it is known"
+        )
+    return f"{run}:{restarts}"
