@@ -2,19 +2,23 @@
 
 On each host of a rollout:  python examples/several_hosts.py rollout --number N --port 7450
 On the trainer's host:      python examples/several_hosts.py trainer --servers host1:7450,host2:7450 --rollouts 2
+All of it on this host:     python examples/several_hosts.py
 """
 
 from __future__ import annotations
 
 import argparse
 import signal
+import socket
+import subprocess
 import sys
-from types import FrameType
 
 import numpy as np
 
 from transport import Rollout, Schema, ServerOptions, Trainer, UpTo
+from transport.errors import RingFullError
 from transport.queue import open_queue
+from transport.runtime.signals import until_stopped
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(4096)), log_probabilities=("float32", UpTo(4096)))
 BATCH = 16
@@ -22,31 +26,26 @@ CLAIM_S = 5.0
 BAD_NEWS_S = 600.0  # without a payload for so long, the trainer gives up
 
 
-class Stopped:
-    """Set by SIGTERM, which schedulers send some time before SIGKILL."""
-
-    def __init__(self) -> None:
-        self.yes = False
-        signal.signal(signal.SIGTERM, self)
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.yes = True
-
-
 def play(number: int, port: int, episodes: int, drain_s: float, leave_s: float) -> None:
     """Write the episodes, then stay until the trainer has them, or `drain_s` is over; after SIGTERM, `leave_s`."""
-    stopped = Stopped()
     rng = np.random.default_rng(number)
-    with Rollout(SCHEMA, slots=64, server=ServerOptions(ports=[port]), drain_s=drain_s) as rollout:
+    server = ServerOptions(ports=[port])
+    # SIGTERM, which schedulers send some time before SIGKILL, only sets `stopped`
+    with until_stopped() as stopped, Rollout(SCHEMA, slots=64, server=server, drain_s=drain_s) as rollout:
         print(f"rollout {number} serves at port {port}", flush=True)
         for episode in range(episodes):
-            if stopped.yes:
+            length = int(rng.integers(1, 4097))
+            payload = {"tokens": np.full(length, episode, np.int32), "log_probabilities": np.zeros(length, np.float32)}
+            while not stopped.wait(0):
+                try:  # waits while 64 payloads are unread, but not for ever: a trainer may be gone
+                    rollout.write_to_buffer(payload, metadata={"rollout": number, "episode": episode}, timeout_s=1.0)
+                    break
+                except RingFullError:
+                    continue
+            else:
                 print(f"rollout {number} was asked to stop after {episode} episodes", flush=True)
                 rollout.close(leave_s)
                 return
-            length = int(rng.integers(1, 4097))
-            payload = {"tokens": np.full(length, episode, np.int32), "log_probabilities": np.zeros(length, np.float32)}
-            rollout.write_to_buffer(payload, metadata={"rollout": number, "episode": episode})
 
 
 def train(servers: str, rollouts: int, episodes: int) -> None:
@@ -54,16 +53,19 @@ def train(servers: str, rollouts: int, episodes: int) -> None:
 
     After SIGTERM it goes on while payloads come: rollouts wait for it, and have been asked to stop as well.
     """
-    stopped = Stopped()
     seen: set[tuple[int, int]] = set()
     waited_s = 0.0
-    with open_queue(f"rings://{servers}") as queue, Trainer(schemas=[SCHEMA], queue=queue) as trainer:
+    with (
+        until_stopped() as stopped,
+        open_queue(f"rings://{servers}") as queue,
+        Trainer(schemas=[SCHEMA], queue=queue) as trainer,
+    ):
         print(f"waiting for {rollouts} rollouts at {servers}", flush=True)
         while len(seen) < rollouts * episodes:
             tickets = trainer.claim_tickets(BATCH, timeout_s=CLAIM_S)
             if not tickets:
                 waited_s += CLAIM_S
-                if stopped.yes or waited_s >= BAD_NEWS_S:
+                if stopped.wait(0) or waited_s >= BAD_NEWS_S:
                     raise SystemExit(f"no payload for {waited_s:.0f} s; {len(seen)} episodes were trained on")
                 continue
             waited_s = 0.0
@@ -77,9 +79,30 @@ def train(servers: str, rollouts: int, episodes: int) -> None:
     print(f"trained on {len(seen)} episodes of {rollouts} rollouts", flush=True)
 
 
+def here() -> None:
+    """Two rollouts and a trainer on this host, as three programs."""
+    ports = []
+    for _ in range(2):
+        with socket.socket() as any_free:
+            any_free.bind(("127.0.0.1", 0))
+            ports.append(any_free.getsockname()[1])
+    program = [sys.executable, __file__]
+    rollouts = [
+        subprocess.Popen([*program, "rollout", f"--number={number}", f"--port={port}", "--episodes=20"])
+        for number, port in enumerate(ports)
+    ]
+    try:
+        train(",".join(f"127.0.0.1:{port}" for port in ports), rollouts=2, episodes=20)
+    finally:
+        for rollout in rollouts:
+            rollout.terminate()  # where it still plays
+        statuses = [rollout.wait(60) for rollout in rollouts]
+    assert all(status in (0, -signal.SIGTERM) for status in statuses), statuses
+
+
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("role", choices=("rollout", "trainer"))
+    parser.add_argument("role", nargs="?", choices=("rollout", "trainer"))
     parser.add_argument("--number", type=int, default=0, help="of this rollout, from 0")
     parser.add_argument("--port", type=int, default=7450, help="of this rollout's listener")
     parser.add_argument("--servers", default="", help="of all rollouts, for the trainer: host:port,…")
@@ -88,7 +111,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--drain", type=float, default=300.0, help="seconds that a rollout waits at its end")
     parser.add_argument("--leave", type=float, default=20.0, help="seconds that it waits after SIGTERM")
     given = parser.parse_args(arguments)
-    if given.role == "rollout":
+    if given.role is None:
+        here()
+    elif given.role == "rollout":
         play(given.number, given.port, given.episodes, given.drain, given.leave)
     elif not given.servers:
         parser.error("the trainer needs --servers host:port,…")

@@ -289,7 +289,7 @@ def test_what_a_page_imports_is_described(page: Path) -> None:
 
 
 def test_every_adapter_is_described() -> None:
-    described = {module.removesuffix("_handler") for module, _ in api_page.described()}
+    described = {module.removesuffix(".handler") for module, _ in api_page.described()}
     table = (ROOT / "docs" / "ADAPTERS.md").read_text(encoding="utf-8").partition("\n## ")[0]
     assert set(re.findall(r"`(transport\.adapters\.\w+)`", table)) <= described
 

@@ -153,7 +153,7 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "An epoch's end and its checkpoint; [COOLDOWN.md](../COOLDOWN.md) explains it",
         (
             "transport.cooldown: CooldownClient CooldownHost Ledger Destination open_destination check_permissions "
-            "restore Restored recorded_outcomes EpochRecord Outcome Phase Part Taken",
+            "restore Restored recorded_outcomes EpochRecord Outcome Phase Part Proof ShardedClient Taken",
         ),
     ),
     "adapters": (
@@ -162,12 +162,12 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "`transport`, TransferQueue and verl by their configuration",
         (
             "transport.adapters.torch: TicketDataset TicketLoader Sample",
-            "transport.adapters.tensors: tensors",
+            "transport.adapters.torch.tensors: tensors",
             "transport.adapters.ray: start_directory open_rings RayStore",
             "transport.adapters.cosmos_rl: replace_ucxx register payload_context ring_schema",
             "transport.adapters.verl: engine_class register",
             "transport.adapters.verl_manager: Manager",
-            "transport.adapters.torchrun_handler: TransportRendezvousHandler",
+            "transport.adapters.torchrun.handler: TransportRendezvousHandler",
             "transport.adapters.transferqueue: PayloadTransportStorageManager",
         ),
     ),
@@ -243,7 +243,9 @@ def _section(module: str, name: str) -> str:
 
 def _from_source(module: str, name: str) -> list[str]:
     """The entries of a name whose module cannot be imported without its framework."""
-    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
+    path = ROOT / module.replace(".", "/")
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    tree = ast.parse(source.read_text(encoding="utf-8"))
     for each in ast.walk(tree):
         if isinstance(each, ast.ImportFrom) and name in [alias.name for alias in each.names]:
             return _from_source(each.module or "", name)

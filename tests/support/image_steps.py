@@ -95,6 +95,7 @@ class Image:
         *sources, target = rest.split()
         to = self._root / self._folder.lstrip("/") / target
         for source in sources:
+            to.parent.mkdir(parents=True, exist_ok=True)
             leave_out = shutil.ignore_patterns("__pycache__", "*.so")
             if (ROOT / source).is_dir():
                 shutil.copytree(ROOT / source, to, dirs_exist_ok=True, ignore=leave_out)
