@@ -38,8 +38,6 @@ def test_the_read_timeout_grows_with_the_payload() -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"ack_delay_s": 0.0}, "every setting > 0"),
-        ({"backoff_first_s": -1.0}, "every setting > 0"),
         ({"batch_deadline_s": 5.0}, "read_timeout_s < batch_deadline_s"),
         ({"pool_endpoint_max_age_s": 120.0}, "pool_endpoint_max_age_s < listener_idle_eviction_s"),
         ({"port_quarantine_s": 250.0}, "port_quarantine_s <= port_quarantine_most_s"),
@@ -56,6 +54,15 @@ def test_settings_that_contradict_each_other_are_refused_by_the_rule(change: dic
     with pytest.raises(ConfigurationError) as caught:
         msgspec.structs.replace(DEFAULTS, **change).validate()
     assert str(caught.value) == f"settings contradict each other: {rule} must hold"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"), [({"ack_delay_s": 0.0}, "ack_delay_s=0"), ({"linger_s": -1.0}, "linger_s=-1")]
+)
+def test_a_setting_that_is_not_above_zero_is_named(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        msgspec.structs.replace(DEFAULTS, **change).validate()
+    assert str(caught.value) == f"{says}: give a number above 0"
 
 
 def test_unknown_settings_are_errors() -> None:

@@ -229,7 +229,7 @@ def _check_known(key: str, where: str, spelt: typing.Callable[[str], str]) -> No
     known = Configuration.__struct_fields__
     if key in known:
         return
-    near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.6)
     advice = f"did you mean {spelt(near[0])}?" if near else "`transport doctor --settings` lists the known ones"
     raise ConfigurationError(f"{where}{spelt(key)} is not a setting; {advice}")
 
@@ -244,10 +244,33 @@ def _converted(key: str, value: Any, where: str, *, strict: bool) -> Any:
     try:
         converted = msgspec.convert(value, type=kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{where}={value!r}: {error}".replace(" - at `$`", "")) from None
+        raise ConfigurationError(
+            f"{where}={repr(value) if strict else _shown(value)}: {_wanted(kind) or error}".replace(" - at `$`", "")
+        ) from None
     if isinstance(converted, float) and not math.isfinite(converted):
         raise ConfigurationError(f"{where}={value!r}: give a finite number")
     return converted
+
+
+def _shown(value: Any) -> str:
+    """As it stands in the environment."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _wanted(kind: Any) -> str:
+    """What a value of this type is, in words; "" where only the error says it."""
+    several = typing.get_origin(kind) is tuple
+    inner, bounds = (typing.get_args(kind)[0] if several else kind), ""
+    while typing.get_origin(inner) in (Annotated, Union, types.UnionType):
+        inner, *metas = [each for each in typing.get_args(inner) if each is not type(None)]
+        for meta in metas:
+            if isinstance(meta, msgspec.Meta) and meta.ge is not None and meta.le is not None:
+                bounds = f" from {meta.ge} to {meta.le}"
+    if typing.get_origin(inner) is Literal:
+        choices = ", ".join(map(str, typing.get_args(inner)))
+        return f"choose some of {choices}, separated by commas" if several else f"choose one of {choices}"
+    numbers = {int: f"give a whole number{bounds}", float: f"give a number{bounds}"}
+    return "" if several else numbers.get(inner, "")
 
 
 def _may_be_none(kind: Any) -> bool:

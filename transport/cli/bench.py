@@ -13,7 +13,7 @@ from transport.cli.bench_job import EXAMPLE as _JOB_EXAMPLE
 from transport.cli.bench_job import job
 from transport.cli.bench_load import EXAMPLE as _LOAD_EXAMPLE
 from transport.cli.bench_load import load
-from transport.cli.output import JsonTarget, about, emit
+from transport.cli.output import JsonTarget, about, causes, emit
 from transport.errors import UsageError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ app.command("load", epilog=_LOAD_EXAMPLE)(load)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
 _EVERYWHERE = "mapped,shm,tcp"
+_LONGEST_UPDATE_S = 3600.0
 _MOST_COUNT = 1024  # larger numbers are most likely typing mistakes
 
 
@@ -104,7 +105,7 @@ def loopback(
     if plot is not None and outcome.rows:
         draw(report, plot)
     if outcome.failed:
-        print(f"transport bench loopback: {'; '.join(outcome.failed)}", file=sys.stderr)
+        print(f"transport bench loopback: {'; '.join(causes(outcome.failed))}", file=sys.stderr)
     return 1 if outcome.failed else 0
 
 
@@ -354,6 +355,11 @@ def weights(
         repetitions=repetitions,
         device=device is not None,
     )
+    if load.rate and load.size_bytes / load.rate > _LONGEST_UPDATE_S:
+        raise UsageError(
+            f"--rate {rate}: {size} would take {load.size_bytes / load.rate / 3600:.0f} h; give a higher rate or a "
+            "smaller --size"
+        )
     where = machine()
     with _bar("updates") as progress:
         rows = measuring.run(load, _counts("--replicas", replicas), progress)

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from transport.cli.output import JsonTarget, about, emit
+from transport.cli.output import JsonTarget, about, causes, emit
 from transport.errors import MissingDependencyError
 from transport.runtime.installing import install
 
@@ -84,7 +84,7 @@ def job(
     emit(report, "\n".join([about(report), "", table(report)]), json_target)
     if plot is not None and outcome.rows:
         draw(report, plot)
-    failed = list(outcome.failed)
+    failed = causes(outcome.failed)
     failed += [
         f"{row.name}, {row.size_bytes} bytes: {row.lost} payloads lost, {row.duplicated} came twice"
         for row in outcome.rows

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +33,7 @@ JsonTarget = Annotated[
 ]
 
 _MOST_SHOWN = 8
+_VARYING = re.compile(r"[0-9a-f]*[0-9][0-9a-f]*")  # numbers, and names of segments
 
 
 def count(number: int, what: str) -> str:
@@ -51,16 +56,56 @@ def few(names: Sequence[str], between: str = ", ") -> str:
 
 
 def emit(result: Any, text: str, json_target: str | None) -> None:
-    """Print ``text``, and write ``result`` where --json says; with ``-`` the JSON takes the place of the text."""
-    if json_target is not None:
-        import msgspec
+    """Print ``text``, and write ``result`` where --json says; with ``-`` the JSON takes the place of the text.
 
-        document = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
-        if json_target == "-":
-            typer.echo(document)
-            return
-        Path(json_target).write_text(f"{document}\n", encoding="utf-8")
-    typer.echo(text)
+    The text comes first: a file that cannot be written does not take the result with it.
+    """
+    if json_target == "-":
+        say(document(result))
+        return
+    say(text)
+    if json_target is not None:
+        with naming(json_target):
+            Path(json_target).write_text(f"{document(result)}\n", encoding="utf-8")
+
+
+def document(result: Any) -> str:
+    """The result as JSON."""
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
+
+
+def say(text: str) -> None:
+    """Print to standard output. An error of it, but that of a closed pipe, names it."""
+    with naming("standard output"):
+        typer.echo(text)
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def naming(target: object) -> Iterator[None]:
+    """Errors of writing that name no file name this one; a closed pipe stays one."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
+        raise
+
+
+def causes(failed: Iterable[str]) -> list[str]:
+    """ "CASE: reason" of each that failed, as one line for each reason. Names and numbers within it may differ."""
+    groups: dict[str, list[str]] = {}
+    for each in failed:
+        reason = _VARYING.sub("#", each.partition(": ")[2])
+        groups.setdefault(reason, []).append(each)
+    return [
+        lines[0] + (f" (and {count(len(lines) - 1, 'more case')})" if len(lines) > 1 else "")
+        for lines in groups.values()
+    ]
 
 
 def about(report: Any) -> str:

@@ -8,8 +8,8 @@ import msgspec
 import typer
 
 from transport.cli.output import JsonTarget, count, emit
-from transport.errors import UsageError
-from transport.storage.urls import SQLiteURL, parse_url
+from transport.errors import RingNotFoundError, UsageError
+from transport.storage.urls import SQLiteURL, has_scheme, parse_url
 
 if TYPE_CHECKING:
     from transport.queue.base import Failure, QueueDepth
@@ -44,14 +44,28 @@ def queue(
     json_target: JsonTarget = None,
 ) -> None:
     """Show a queue's depth, and the tickets that were discarded, died or were lost, with reasons."""
+    from transport.queue.found import FoundRings
     from transport.queue.open import open_queue
+    from transport.queue.places import OnThisHost
+    from transport.runtime.progress import slow
 
-    if not url.startswith("rings"):
-        match parse_url(url):  # opening the queue would make the file
+    if not has_scheme(url):
+        raise UsageError(
+            f"{url!r} is no URL: give sqlite:{url} for a file, redis://host:port/db?run=name, or rings:NAME"
+        )
+    if url.startswith("rings://"):
+        raise UsageError(f"{url}: a ring is counted by its own host; run it on the host of the rings, with rings:NAME")
+    if not url.startswith("rings:"):
+        match parse_url(url.removeprefix("rings+")):  # opening the queue would make the file
             case SQLiteURL(path) if not path.exists():
                 raise UsageError(f"{path} does not exist: give the path of the queue that rollouts and trainers use")
-    with open_queue(url) as opened:
+    with slow("asking the queue"), open_queue(url) as opened:
         requeued = opened.requeue(limit) if requeue else 0
+        if isinstance(opened, FoundRings) and isinstance(opened.places, OnThisHost) and not opened.places.segments():
+            raise RingNotFoundError(
+                f"no ring of this host has a name that begins with {opened.places.prefix}; "
+                "`transport top --once` lists the rings"
+            )
         report = Report(requeued=requeued, depth=opened.depth(rank), failures=opened.failures(limit))
     emit(report, _text(report, requeue), json_target)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from transport.cli.output import JsonTarget, emit
+from transport.cli.output import JsonTarget, emit, naming
 
 if TYPE_CHECKING:
     import numpy as np
@@ -88,7 +88,9 @@ def _ticket(source: str) -> Ticket:
     try:
         return Ticket.parse(content)
     except TicketError as error:
-        raise TicketError(f"{what} is not a ticket: {error}") from error
+        raise TicketError(
+            f"{what} is not a ticket: {error}; give what Ticket.to_text() or to_json() returned, or a file with it"
+        ) from error
 
 
 def _schema(path: Path) -> Schema:
@@ -113,11 +115,16 @@ def _save(arrays: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
     # Not numpy.savez: it takes names as keywords, and a tensor may well be called "file".
     import numpy as np
 
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for name, array in arrays.items():
-            plain = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
-                np.lib.format.write_array(entry, plain, allow_pickle=False)
+    try:
+        with naming(path), zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+            for name, array in arrays.items():
+                plain = array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                    np.lib.format.write_array(entry, plain, allow_pickle=False)
+    except BaseException:
+        if path.is_file():  # a part of it is of no use
+            path.unlink()
+        raise
 
 
 def _description(payload: ReceivedPayload, arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:

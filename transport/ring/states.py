@@ -101,7 +101,15 @@ _FAULTS: dict[int, type[TransportError]] = {
 }
 
 
+_REMEDIES: dict[int, str] = {
+    _ring.FAULT_NO_MEMORY: (
+        "; take fewer or smaller slots, remove dead rings with `transport reclaim`, or make /dev/shm larger"
+    ),
+    _ring.FAULT_EXISTS: "; stop it, or give another name",
+}
+
+
 def named(fault: _ring.RingFault) -> TransportError:
     """The error class for a fault of the native core."""
     code, message = fault.args
-    return _FAULTS.get(code, InternalError)(message)
+    return _FAULTS.get(code, InternalError)(message + _REMEDIES.get(code, ""))

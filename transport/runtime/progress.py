@@ -111,6 +111,13 @@ def bar_with_time_left(what: str) -> Iterator[Progress]:
         with bar(what, time_left=True) as show:
             yield show
         return
+    with slow(what) as lines:
+        yield lines
+
+
+@contextlib.contextmanager
+def slow(what: str) -> Iterator[Progress]:
+    """For work that is mostly short: nothing for 5 seconds, then a line every 30, on a terminal as well."""
     lines, ended = Lines(what), threading.Event()
 
     def beating() -> None:

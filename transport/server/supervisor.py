@@ -122,6 +122,7 @@ class Supervisor:
         self._signalled = False  # to stop
         self._gives_up_to = 0  # of the ring's sequence: unread payloads that end with the segment
         self._stop = False
+        self._answered = not config.first  # the writer knows whether the first start succeeded
         self._after_writer = AfterWriterProcess(config.after_writer)
         self._lifetime = Lifetime(config.listener.settings.linger_s)
         self._watchdog = Watchdog(config.listener.settings.watchdog_s, 2 * _TICK_S)
@@ -230,7 +231,9 @@ class Supervisor:
         process = served.process
         served.killed = process is not None and process.returncode == -signal.SIGKILL
         if report.error or process is None:
-            log.warning("listener on port %d did not start: %s: %s", served.port, report.error, report.message)
+            # a start that the writer waits for is reported to it, and said there
+            level = logging.WARNING if self._answered or not served.refused else logging.INFO
+            log.log(level, "listener on port %d did not start: %s: %s", served.port, report.error, report.message)
             await self._kill(served)
             served.failed(time.monotonic())
             if report.error == RingNotFoundError.__name__:
@@ -295,6 +298,7 @@ class Supervisor:
         Stopping takes seconds. A writer that takes over the ring in that time and is killed may not have started its
         own supervisor yet, so this one continues to serve.
         """
+        self._answered = True
         while True:
             await self._serve()
             writer_was_there = await self._stop_listeners()

@@ -193,7 +193,8 @@ class RedisConnection:
             except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError, OSError) as error:
                 if time.monotonic() + pause_s > give_up_at:
                     raise self._words.busy(
-                        f"the {self._words.what} at {self.name} did not answer for {self._patience_s:g} s: {error}"
+                        f"the {self._words.what} at {self.name} did not answer for {self._patience_s:g} s: "
+                        f"{str(error).rstrip('.')}; check the address, and that Redis runs there"
                     ) from error
             except (AttributeError, TypeError, ValueError):
                 if not self._closed:  # else another thread closed the connection during the call

@@ -63,6 +63,8 @@ def parse_url(text: str) -> SQLiteURL | RedisURL:
         if parts.query or parts.fragment or not parts.path.strip("/"):
             raise ConfigurationError(f"{text!r} names no file: give {FORMS}")
         return SQLiteURL(Path(unquote(parts.path)))
+    if not parts.scheme:
+        raise ConfigurationError(f"the URL of a queue or store has no scheme: give {FORMS}")
     if parts.scheme not in ("redis", "rediss"):
         raise ConfigurationError(f"unknown URL scheme {parts.scheme!r}: give {FORMS}")
     if not parts.hostname:

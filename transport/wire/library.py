@@ -160,5 +160,9 @@ def translated(doing: str) -> Iterator[None]:
         raise
     except Exception as error:  # ucxx's classes come from C++ and have no public base class
         ours = translate(error)
-        hint = "; another program has the port, and port 0 takes a free one" if isinstance(ours, BusyPortError) else ""
+        hint = ""
+        if isinstance(ours, BusyPortError):
+            hint = "; another program has the port, and port 0 takes a free one"
+        elif isinstance(ours, WireNotAllowedError) and (chosen := os.environ.get("UCX_TLS")):
+            hint = f"; this host has no transport of UCX_TLS={chosen}: unset or change it"
         raise type(ours)(f"{doing}: {ours}{hint}") from error

@@ -123,7 +123,6 @@ def table(report: JobReport) -> str:
         lines += [f"  {line}" for line in aligned(cells, right=frozenset(range(1, len(_HEADINGS))))]
         lines += [f"  {line}".rstrip() for line in _ratios(rows)]
         lines.append("")
-    lines += [f"failed {reason}" for reason in report.failed]
     lines += [f"skipped {name}: {reason}" for name, reason in report.skipped.items()]
     return "\n".join(lines).rstrip()
 

@@ -11,6 +11,7 @@ that reaches the port can make this host create a ring of at most ``MOST_BYTES``
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import socketserver
 import threading
@@ -71,8 +72,9 @@ class BenchServer(socketserver.ThreadingTCPServer):
         try:
             super().__init__((bind, port), _Handler)
         except OSError as error:
+            other = "a --bind of this host" if error.errno == errno.EADDRNOTAVAIL else "another --port"
             raise BusyPortError(
-                f"cannot listen on {bind or '0.0.0.0'}:{port}: {error.strerror}; give another --port"
+                f"cannot listen on {bind or '0.0.0.0'}:{port}: {error.strerror}; give {other}"
             ) from error
         self.port: int = self.server_address[1]
 

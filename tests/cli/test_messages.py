@@ -1,0 +1,175 @@
+"""What goes wrong is said once, in one line, with what to do; a result that was shown is not lost with its file."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transport import SharedRingBuffer, config
+from transport.bench.reads import session
+from transport.cli import output, run
+from transport.errors import ConfigurationError, LinkError, RingBusyError, SharedMemoryError
+from transport.storage.urls import parse_url
+
+FULL = "/dev/full"  # every write to it fails as on a full disk
+
+
+# --- a full disk --------------------------------------------------------------------------------------
+def test_a_result_that_cannot_be_written_is_shown_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["size", "--slot-bytes", "1M", "--json", FULL]) == 1
+    printed = capsys.readouterr()
+    assert "slots      63 of" in printed.out
+    assert printed.err == f"transport size: {FULL}: No space left on device\n"
+
+
+def test_an_array_file_that_cannot_be_written_is_named_and_not_left_behind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(np.lib.format, "write_array", full)
+    target = tmp_path / "payload.npz"
+    with SharedRingBuffer.create(slots=2, slot_bytes=1000) as ring:
+        ticket = ring.write({"data": np.zeros(10)}).to_text()
+        assert run(["read", ticket, "--out", str(target)]) == 1
+    assert capsys.readouterr().err == f"transport read: {target}: No space left on device\n"
+    assert not target.exists()
+
+
+# --- one cause, one line ------------------------------------------------------------------------------
+def test_cases_that_fail_for_one_reason_are_one_line() -> None:
+    reason = (
+        "the measuring writer ended with status 1: /transport-bench-{} needs {} bytes of shared memory, 65536 are free"
+    )
+    failed = [
+        f"read over tcp, {size} KiB: {reason.format(name, size * 1000)}" for size, name in ((4, "ab12"), (64, "0f3c"))
+    ]
+    assert output.causes([*failed, "view over mapped, 4 KiB: timeout"]) == [
+        f"{failed[0]} (and 1 more case)",
+        "view over mapped, 4 KiB: timeout",
+    ]
+
+
+def test_the_reads_of_bench_fail_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> Any:
+        raise LinkError("the machine is on fire")
+
+    monkeypatch.setattr(session, "measure", failing)
+    assert run(["bench", "loopback", "--sizes", "4K", "--repetitions", "1", "--seconds", "0.01"]) == 1
+    assert capsys.readouterr().err.count("the machine is on fire") == 1
+
+
+# --- what to do ---------------------------------------------------------------------------------------
+def test_too_little_shared_memory_says_what_to_do() -> None:
+    with pytest.raises(SharedMemoryError, match=r"are free; .*reclaim.*/dev/shm"):
+        SharedRingBuffer.create(slots=64, slot_bytes=1 << 40)
+
+
+def test_a_ring_that_exists_says_what_to_do() -> None:
+    with (
+        SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-twice"),
+        pytest.raises(RingBusyError, match="kept by a live process; stop it, or give another name"),
+    ):
+        SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-twice")
+
+
+def test_a_url_without_a_scheme_says_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"no scheme.*sqlite:file"):
+        parse_url("/tmp/tickets.sqlite3")
+    assert run(["queue", "tickets.sqlite3"]) == 2
+    assert (
+        "give sqlite:tickets.sqlite3 for a file, redis://host:port/db?run=name, or rings:NAME"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("TRANSPORT_WIRES", "carrier-pigeon", "choose some of mapped, shm, tcp, rdma, cuda"),
+        ("TRANSPORT_LOG_LEVEL", "loud", "choose one of DEBUG, INFO, WARNING, ERROR"),
+        ("TRANSPORT_LINGER_S", "abc", "give a number"),
+        ("TRANSPORT_METRICS_PORT", "abc", "give a whole number"),
+        ("TRANSPORT_LINGER_S", "-1", "linger_s=-1: give a number above 0"),
+    ],
+)
+def test_a_value_that_does_not_fit_says_what_does(variable: str, value: str, says: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        config.load({variable: value})
+    assert variable in str(raised.value)
+    assert says in str(raised.value)
+    assert "`" not in str(raised.value)
+
+
+def test_a_name_that_is_like_none_gets_no_guess(tmp_path: Path) -> None:
+    (tmp_path / "transport.toml").write_text("nonsense = 1\n")
+    with pytest.raises(ConfigurationError, match="nonsense is not a setting; `transport doctor --settings`"):
+        config.load({}, tmp_path)
+
+
+def test_text_that_is_no_ticket_says_what_a_ticket_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["read", "abc"]) == 2
+    assert "give what Ticket.to_text() or to_json() returned, or a file with it" in capsys.readouterr().err
+
+
+def test_an_address_that_is_not_this_hosts_is_not_blamed_on_the_port(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "serve", "--port", "0", "--bind", "192.0.2.99"]) == 2
+    assert "give a --bind of this host" in capsys.readouterr().err
+
+
+def test_an_update_that_takes_days_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "weights", "--rate", "5"]) == 2
+    assert "--rate 5: 1GiB would take 59652 h" in capsys.readouterr().err
+
+
+# --- the queue of rings -------------------------------------------------------------------------------
+def test_rings_that_are_not_there_are_no_empty_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["queue", "rings:nobody-has-this-name"]) == 1
+    assert "no ring of this host has a name that begins with nobody-has-this-name" in capsys.readouterr().err
+    assert run(["queue", "rings://127.0.0.1:1"]) == 2
+    assert "run it on the host of the rings" in capsys.readouterr().err
+    store = tmp_path / "store.sqlite3"
+    assert run(["queue", f"rings+sqlite://{store}"]) == 2
+    assert f"{store} does not exist" in capsys.readouterr().err
+    assert not store.exists()
+
+
+def test_rings_of_this_host_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-counted") as ring:
+        ring.write_raw(b"x")
+        assert run(["queue", "rings:hands-counted", "--json", "-"]) == 0
+        assert json.loads(capsys.readouterr().out)["depth"]["ready"] == 1
+
+
+@pytest.mark.ucx
+def test_a_port_that_is_taken_is_said_once() -> None:
+    with socket.create_server(("", 0)) as taken:
+        command = ["serve", "--slot-bytes", "1K", "--slots", "2", "--ports", str(taken.getsockname()[1])]
+        done = subprocess.run(
+            [sys.executable, "-m", "transport", *command], capture_output=True, text=True, timeout=100
+        )
+    assert done.returncode == 2
+    ours = [line for line in done.stderr.splitlines() if "UCX  " not in line]  # UCX has log lines of its own
+    assert len(ours) == 1
+    assert "another program has the port" in ours[0]
+
+
+@pytest.mark.ucx
+def test_a_transport_that_this_host_lacks_is_said_once_with_the_variable() -> None:
+    environment = {**os.environ, "UCX_TLS": "bogus"}
+    command = [sys.executable, "-m", "transport", "serve", "--slot-bytes", "1K", "--slots", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if "UCX  " not in line]
+    assert line.endswith("No such device; this host has no transport of UCX_TLS=bogus: unset or change it")
