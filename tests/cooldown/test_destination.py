@@ -217,13 +217,12 @@ def test_an_upload_to_s3_that_is_called_off_leaves_nothing_at_all(tmp_path: Path
 
 
 class UnreachableUpload:
-    """A multipart upload of fsspec's whose service does not answer, and huggingface_hub's file beside it."""
+    """A file of fsspec's whose service does not answer."""
 
     closed = False
 
-    def __init__(self, error: BaseException, temporary: Path) -> None:
+    def __init__(self, error: BaseException) -> None:
         self._error = error
-        self.temp_file = temporary.open("wb")
 
     def discard(self) -> None:
         raise self._error
@@ -239,25 +238,21 @@ class UnreachableUpload:
     ids=repr,
 )
 def test_parts_that_cannot_be_removed_are_named_in_the_log(
-    error: Exception, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("STORE_TOKEN", "very-secret-token")
     place = object.__new__(bucket.Bucket)
-    place.url = "s3://checkpoints/x"
-    temporary = tmp_path / "temporary"
-    bucket._ObjectWriter(place, "step/model", UnreachableUpload(error, temporary)).discard()
-    assert not temporary.exists()
+    place.url = "gs://checkpoints/x"
+    bucket._ObjectWriter(place, "step/model", UnreachableUpload(error)).discard()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
     assert ("step/model" in caplog.text, "very-secret" in caplog.text) == (warned, False)
 
 
-def test_an_interrupt_while_parts_are_removed_is_passed_on(tmp_path: Path) -> None:
+def test_an_interrupt_while_parts_are_removed_is_passed_on() -> None:
     place = object.__new__(bucket.Bucket)
-    place.url = "s3://checkpoints/x"
-    temporary = tmp_path / "temporary"
+    place.url = "gs://checkpoints/x"
     with pytest.raises(KeyboardInterrupt):
-        bucket._ObjectWriter(place, "model", UnreachableUpload(KeyboardInterrupt(), temporary)).discard()
-    assert not temporary.exists()
+        bucket._ObjectWriter(place, "model", UnreachableUpload(KeyboardInterrupt())).discard()
 
 
 # --- refusals -------------------------------------------------------------------------------------------

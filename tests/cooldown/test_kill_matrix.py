@@ -1,6 +1,6 @@
 """Every role of a collective checkpoint is killed in every phase: nothing half-made is taken, nothing good deleted.
 
-The victim is a process of its own that stops in the phase and is killed there; the other members run in this process.
+The victim is a process of its own that stops in the phase and is killed there. The other members run in this process.
 An epoch before has a checkpoint, which must outlast all of it.
 """
 

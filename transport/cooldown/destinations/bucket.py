@@ -1,4 +1,4 @@
-"""An object store as destination, through fsspec: S3, Google Cloud Storage, Hugging Face.
+"""An object store as destination, through fsspec: Google Cloud Storage, and what S3 has in common with it.
 
 An object appears complete or not at all, so `put` is atomic. A discarded upload must not be completed later: fsspec's
 files do that when they are closed or garbage-collected.
@@ -12,7 +12,6 @@ import hashlib
 import logging
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Final
 
 from transport.cooldown.destinations.base import PIECE, Destination, Writer
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 PART: Final = 16 << 20  # of a multipart upload
 MOST_PARTS: Final = 9_000  # S3 takes 10 000
 MD5: Final = "md5"  # the kind of proof of Google's service: of all bytes, in base64
-_PACKAGES: Final = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}  # each is an extra named like the scheme
+_PACKAGES: Final = {"s3": "s3fs", "gs": "gcsfs"}  # each is an extra named like the scheme
 _DENIALS: Final = (
     "AccessDenied",
     "Forbidden",
@@ -142,20 +141,25 @@ class Bucket(Destination):
         """Drop cached listings, because other processes write here too."""
         self._fs.invalidate_cache()
 
-    @contextlib.contextmanager
-    def _translated(self, operation: str, path: str) -> Iterator[None]:
-        try:
-            yield
-        except TransportError:
-            raise
-        except Exception as error:  # the services' packages have no common base, and some errors none but this
-            where = f"{self.url}: cannot {operation} {path or 'it'}"
-            kind = type(error).__name__
-            why = masked(f"{kind}: {error}")
-            text = f"{kind} {error}"
-            if isinstance(error, PermissionError) or any(each in text for each in _DENIALS):
-                raise DestinationDeniedError(f"{where}: {why}") from None  # the cause's text has not been masked
-            raise DestinationError(f"{where}: {why}") from None
+    def _translated(self, operation: str, path: str) -> contextlib.AbstractContextManager[None]:
+        return translated(self.url, operation, path)
+
+
+@contextlib.contextmanager
+def translated(url: str, operation: str, path: str) -> Iterator[None]:
+    """Raise a service's errors as DestinationError, or DestinationDeniedError, without secrets in their text."""
+    try:
+        yield
+    except TransportError:
+        raise
+    except Exception as error:  # the services' packages have no common base, and some errors none but this
+        where = f"{url}: cannot {operation} {path or 'it'}"
+        kind = type(error).__name__
+        why = masked(f"{kind}: {error}")
+        text = f"{kind} {error}"
+        if isinstance(error, PermissionError) or any(each in text for each in _DENIALS):
+            raise DestinationDeniedError(f"{where}: {why}") from None  # the cause's text has not been masked
+        raise DestinationError(f"{where}: {why}") from None
 
 
 class _ObjectWriter(Writer):
@@ -189,16 +193,7 @@ class _ObjectWriter(Writer):
             log.warning(
                 "%s; its uploaded parts may stay, invisible as a file, until the bucket's rules end them", error
             )
-        finally:
-            self._remove_temporary()
 
     def proofs(self) -> dict[str, str]:
         """See `Writer`."""
         return {MD5: base64.b64encode(self._digest.digest()).decode()}
-
-    def _remove_temporary(self) -> None:
-        temporary = getattr(self._file, "temp_file", None)  # of huggingface_hub
-        if temporary is not None:
-            temporary.close()
-            with contextlib.suppress(OSError):
-                Path(temporary.name).unlink()

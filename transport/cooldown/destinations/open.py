@@ -5,6 +5,7 @@ from __future__ import annotations
 from transport.cooldown.destinations.base import Destination, folder_of, normalise
 from transport.cooldown.destinations.bucket import Bucket
 from transport.cooldown.destinations.folder import Folder
+from transport.cooldown.destinations.hub import Hub
 from transport.cooldown.destinations.s3 import S3
 
 
@@ -17,4 +18,6 @@ def open_destination(url: str) -> Destination:
     folder = folder_of(url)
     if folder is not None:
         return Folder(folder)
+    if url.startswith("hf://"):
+        return Hub(url)
     return S3(url) if url.startswith("s3://") else Bucket(url)

@@ -1,0 +1,232 @@
+"""Checkpoints in a repository of Hugging Face, by its own packages, against a stand-in of the service over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cooldown_runs import Run
+from helpers import Child, asynchronous
+from sharded_runs import HOSTS, ShardedRun
+
+from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, open_destination, restore
+from transport.cooldown import client as client_module
+from transport.cooldown.destinations.base import Destination, check_permissions
+from transport.cooldown.destinations.hub import Hub
+from transport.cooldown.epochs.records import upload_folder
+from transport.errors import DestinationError, UsageError
+from transport.store.sqlite import SQLiteStore
+
+pytest.importorskip("huggingface_hub", reason="torch's companions are not installed")
+pytestmark = pytest.mark.adapters("torch")  # its environment has huggingface_hub and transformers
+
+SERVER = (
+    "import runpy, sys; sys.argv = ['hub_server', *sys.argv[1:]]; runpy.run_module('hub_server', run_name='__main__')"
+)
+URL = "hf://user/model"
+MODEL = {"model.safetensors": secrets.token_bytes(300_000), "config.json": b"{}", "empty": b""}
+PLACE = upload_folder("run", 7, "a", "0" * 16)
+
+
+@contextlib.contextmanager
+def serving(port: int = 0) -> Iterator[Child]:
+    with Child(SERVER, port) as server:
+        os.environ["HF_ENDPOINT"] = server.line()
+        yield server
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Child]:
+    for name, value in (("HF_ENDPOINT", ""), ("HF_TOKEN", "hf_testing"), ("HF_HOME", str(tmp_path / "home"))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its thread would stay
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", True)
+    with serving() as each:
+        yield each
+
+
+@pytest.fixture
+def hub(server: Child) -> Iterator[Destination]:
+    with open_destination(URL) as each:
+        assert isinstance(each, Hub)
+        yield each
+
+
+def branches(server: Child) -> dict[str, list[str]]:
+    server.tell("branches")
+    found: dict[str, list[str]] = json.loads(server.line())
+    return found
+
+
+def save(folder: Path, step: int) -> None:
+    for name, data in MODEL.items():
+        (folder / name).write_bytes(data)
+
+
+def write(hub: Destination, path: str, data: bytes) -> dict[str, str]:
+    writer = hub.writer(path, len(data))
+    writer.write(data)
+    writer.finish()
+    writer.discard()  # harmless now
+    return writer.proofs()
+
+
+def test_what_was_written_is_visible_once_it_is_settled(server: Child, hub: Destination) -> None:
+    large = secrets.token_bytes(100_000)
+    proofs = {name: write(hub, f"{PLACE}/files/{name}", data) for name, data in (("a/large", large), ("small", b"1"))}
+    assert hub.size(f"{PLACE}/files/a/large") is None
+    hub.settle(PLACE)
+    assert (hub.size(f"{PLACE}/files/a/large"), hub.size(f"{PLACE}/files/small")) == (100_000, 1)
+    with hub.pieces(f"{PLACE}/files/a/large") as pieces:
+        assert b"".join(pieces) == large
+    assert hub.proofs(f"{PLACE}/files/small") == proofs["small"]
+    assert set(hub.proofs(f"{PLACE}/files/a/large")) == {"sha256"}
+    assert hub.proofs(f"{PLACE}/files/other") == {}
+    assert "a/large" in branches(server)[f"upload/{PLACE}"]  # at the root
+
+
+def test_an_upload_that_was_given_up_leaves_nothing(server: Child, hub: Destination) -> None:
+    write(hub, f"{PLACE}/files/a", b"1")
+    writer = hub.writer(f"{PLACE}/files/b", 10)
+    writer.discard()
+    hub.delete(f"{PLACE}/manifest.json")
+    hub.delete(PLACE)
+    hub.delete(PLACE)
+    assert set(branches(server)) == {"main"}
+    assert hub.names("run") == []
+
+
+def test_one_may_join(server: Child, hub: Destination) -> None:
+    before = branches(server)
+    check_permissions(hub)
+    assert branches(server) == before
+
+
+def test_folders_are_listed_from_branches_and_main(hub: Destination) -> None:
+    hub.put(f"{PLACE}/manifest.json", b"{}")
+    hub.put("run/outcomes/1.json", b"{}")
+    assert hub.names("run") == ["epoch-000000000007", "outcomes"]
+    assert hub.names("run/epoch-000000000007") == ["a"]
+    assert hub.names("run/epoch-000000000007/a") == ["0" * 16]
+    assert hub.read(f"{PLACE}/manifest.json", 10) == b"{}"
+    hub.delete("run")
+    assert hub.names("run") == []
+
+
+def test_commits_that_meet_are_repeated(server: Child, hub: Destination) -> None:
+    server.tell("conflict 3")
+    hub.put("outcome", b"1")
+    assert hub.read("outcome", 10) == b"1"
+    server.tell("conflict 9")
+    with pytest.raises(DestinationError, match="412"):
+        hub.put("outcome", b"2")
+
+
+@pytest.mark.parametrize("url", ["hf://user", "hf://user/model/folder", "hf://user/model@main"])
+def test_a_url_names_a_repository_only(url: str) -> None:
+    with pytest.raises(UsageError, match="hf://user/repository"):
+        open_destination(url)
+
+
+@pytest.mark.usefixtures("server")
+def test_a_repository_that_is_not_there_is_an_error() -> None:
+    with open_destination("hf://user/other") as other, pytest.raises(DestinationError, match="cannot join"):
+        check_permissions(other)
+
+
+def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it_is_back(
+    server: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes back without the branch that the upload had begun."""
+    monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
+    port = int(os.environ["HF_ENDPOINT"].rpartition(":")[2])
+
+    async def cooldown(cooling: Run) -> EpochRecord:
+        host = CooldownHost(cooling.store, "run", URL, cooldown_s=60, seed=1, clock=cooling.clock)
+        await host.open(7)
+        server.tell("die")
+        leading = asyncio.create_task(host.cooldown(7, 30, ["a"]))
+        taking = asyncio.create_task(cooling.client("a", save=save).cooldown(7))
+        assert await asyncio.to_thread(server.wait) == 9
+        with serving(port):
+            assert (await taking).part is Part.WON
+            record = await leading
+            with open_destination(URL) as hub:
+                files = restore(record, hub, tmp_path / "restored").files
+        assert {name: path.read_bytes() for name, path in files.items()} == MODEL
+        return record
+
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        record = asyncio.run(cooldown(Run(tmp_path, store)))
+    assert record.outcome is Outcome.CHECKPOINTED
+    assert record.checkpoint is not None
+
+
+@asynchronous
+async def test_a_sharded_checkpoint_is_published_in_one_revision(server: Child, tmp_path: Path) -> None:
+    """Its parts are in a branch for each uploader; large files are named again, not sent again."""
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        job = ShardedRun(tmp_path, store)
+        host = CooldownHost(store, "run", URL, cooldown_s=60, seed=8, clock=job.clock)
+        await host.open(7)
+        record, *_ = await asyncio.gather(host.cooldown(7, 1, HOSTS), *(job.member(name).cooldown(7) for name in HOSTS))
+        assert record.outcome is Outcome.CHECKPOINTED
+        with open_destination(URL) as hub:
+            files = restore(record, hub, tmp_path / "restored").files
+    assert branches(server)["run-epoch-000000000007"] == sorted([*files, "README.md"])
+
+
+LOADS = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained("user/model", revision=sys.argv[1], cache_dir=sys.argv[2])
+saved = torch.load(sys.argv[3])
+found = model.state_dict()
+assert set(saved) == set(found) and all(torch.equal(saved[name], found[name]) for name in saved)
+print("equal", sum(each.numel() for each in saved.values()), flush=True)
+"""
+SAVES = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch, transformers
+config = transformers.LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+)
+model = transformers.LlamaForCausalLM(config)
+model.save_pretrained(sys.argv[1], max_shard_size="20KB")  # several files and their index
+torch.save(model.state_dict(), sys.argv[2])
+print("saved", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_from_pretrained_loads_what_was_uploaded(server: Child, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    with Child(SAVES, tmp_path / "model", tmp_path / "state") as child:
+        assert child.line() == "saved"
+    files = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    assert sum(name.endswith(".safetensors") for name in files) > 1
+
+    def save_all(folder: Path, step: int) -> None:
+        for name, data in files.items():
+            (folder / name).write_bytes(data)
+
+    async def cooldown(cooling: Run) -> EpochRecord:
+        host = CooldownHost(cooling.store, "run", URL, cooldown_s=60, seed=1, clock=cooling.clock)
+        await host.open(7)
+        record, _ = await asyncio.gather(host.cooldown(7, 1, ["a"]), cooling.client("a", save=save_all).cooldown(7))
+        return record
+
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        assert asyncio.run(cooldown(Run(tmp_path, store))).outcome is Outcome.CHECKPOINTED
+    environment = {"HF_ENDPOINT": os.environ["HF_ENDPOINT"], "HF_HUB_DISABLE_XET": "1"}
+    with Child(LOADS, "run-epoch-000000000007", tmp_path / "cache", tmp_path / "state", env=environment) as child:
+        assert child.line().startswith("equal")
