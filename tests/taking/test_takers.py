@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from transport.taking.takers import Ask, Close, Open, Takers, Untake
 
 
-def opened(ahead: int, *places: str) -> Takers:
-    takers = Takers(ahead)
+def opened(ahead: int, most: int, *places: str) -> Takers:
+    takers = Takers(ahead, most)
     takers.found(places)
     assert sorted(map(str, takers.step(0.0))) == sorted(str(Open(place)) for place in places)
     for place in places:
@@ -17,30 +19,104 @@ def opened(ahead: int, *places: str) -> Takers:
     return takers
 
 
-def test_what_is_wanted_is_shared_among_the_places() -> None:
-    takers = opened(8, "a", "b")
-    assert sorted(takers.step(0.0), key=str) == [Ask("a", 4), Ask("b", 4)]
+def asked(takers: Takers, now: float = 0.0) -> dict[str, tuple[int, bool]]:
+    """By place: for how many, and whether the demand waits. Nothing else is done in this step."""
+    actions = takers.step(now)
+    asks = [action for action in actions if isinstance(action, Ask)]
+    assert asks == actions
+    return {ask.place: (ask.n, ask.waits) for ask in asks}
+
+
+def test_a_few_places_are_each_asked_for_a_whole_batch() -> None:
+    takers = opened(24, 8, "a", "b", "c")
+    assert asked(takers) == {"a": (8, True), "b": (8, True), "c": (8, True)}
     assert takers.step(0.0) == []
-    takers.answered("a", 3)
-    assert takers.step(0.0) == [Ask("a", 1)]
+
+
+def test_a_place_is_asked_when_there_is_room_for_a_whole_batch_and_not_for_what_is_missing() -> None:
+    takers = opened(24, 8, "a")
+    for came in (8, 8, 3):
+        assert asked(takers) == {"a": (8, True)}
+        takers.answered("a", came, full=came == 8)
+    assert (takers.unused, takers.step(0.0), takers.next_due(0.0)) == (19, [], None)
+    takers.used("a", 3)
+    assert asked(takers) == {"a": (8, True)}
+
+
+def test_many_places_share_a_batch_and_those_with_more_are_asked_for_whole_ones() -> None:
+    takers = opened(24, 8, "a", "b", "c", "d")
+    assert asked(takers) == dict.fromkeys("abcd", (2, True))
+    takers.answered("c", 2, full=True)
+    assert asked(takers) == {"c": (8, False)}
+    takers.answered("c", 5, full=False)
+    assert asked(takers) == {"c": (2, True)}
+
+
+def test_four_full_rings_bring_full_batches_and_take_turns() -> None:
+    """A trainer that uses what came first, while every ring has as much as it is asked for."""
+    takers = opened(96, 32, "a", "b", "c", "d")
+    waiting: deque[Ask] = deque()
+    came: deque[tuple[str, int]] = deque()
+    sizes = []
+    for _ in range(200):
+        waiting += [action for action in takers.step(0.0) if isinstance(action, Ask)]
+        while waiting:
+            ask = waiting.popleft()
+            takers.answered(ask.place, ask.n, full=True)
+            came.append((ask.place, ask.n))
+        place, count = came.popleft()
+        sizes.append((place, count))
+        takers.used(place, count)
+        takers.ended(place, count)
+    assert {count for _, count in sizes[4:]} == {32}
+    assert all({place for place, _ in sizes[at : at + 4]} == set("abcd") for at in range(4, 196, 4))
 
 
 def test_more_places_than_payloads_are_wanted_are_all_asked() -> None:
-    takers = opened(1, "a", "b", "c")
-    assert sorted(takers.step(0.0), key=str) == [Ask("a", 1), Ask("b", 1), Ask("c", 1)]
-    takers.answered("b", 1)
-    assert sorted(takers.step(0.0), key=str) == [Untake("a"), Untake("c")]
-    takers.answered("a", 0)
-    takers.answered("c", 0)
+    takers = opened(1, 1, "a", "b", "c")
+    assert asked(takers) == {"a": (1, True), "b": (1, True), "c": (1, True)}
+    takers.answered("b", 1, full=True)
+    assert [type(action) for action in takers.step(0.0)] == [Untake, Untake]
+    takers.answered("a", 0, full=False)
+    takers.answered("c", 0, full=False)
     assert takers.step(0.0) == []
     takers.ended("b", 1)
     assert len(takers.step(0.0)) == 3
 
 
-def test_a_place_that_is_lost_is_tried_again_after_a_pause_that_doubles() -> None:
-    takers = opened(4, "a")
+def test_demands_for_whole_batches_give_way_when_more_places_are_found() -> None:
+    takers = opened(24, 8, "a", "b", "c")
+    first = asked(takers)
+    takers.found("abcd")
+    assert (takers.step(0.0), first) == ([Open("d")], dict.fromkeys("abc", (8, True)))
+    takers.opened("d")
+    assert asked(takers) == {"d": (2, True)}
+    takers.answered("d", 2, full=True)
+    assert sorted(action.place for action in takers.step(0.0) if isinstance(action, Untake)) == ["a", "b", "c"]
+    for place in "abc":
+        takers.answered(place, 0, full=False)
+    takers.used("d", 2)
+    assert asked(takers) == {"d": (8, False), **dict.fromkeys("abc", (2, True))}
+
+
+def test_listeners_that_do_not_answer_do_not_keep_the_trainer_from_the_others() -> None:
+    takers = opened(24, 8, "a", "b", "c", "d")
     takers.step(0.0)
-    takers.answered("a", 4)
+    for place in "abcd":
+        takers.answered(place, 2, full=True)
+        takers.used(place, 2)
+    hung = asked(takers)
+    assert list(hung.values()) == [(8, False)] * 3
+    [last] = set("abcd") - hung.keys()
+    assert (takers.step(0.5), takers.next_due(0.5)) == ([], 1.0)
+    assert asked(takers, 1.0) == {last: (8, False)}
+    assert takers.next_due(1.0) == 2.0
+
+
+def test_a_place_that_is_lost_is_tried_again_after_a_pause_that_doubles() -> None:
+    takers = opened(12, 4, "a")
+    takers.step(0.0)
+    takers.answered("a", 4, full=True)
     takers.lost("a", 1.0)
     assert (takers.in_hand, takers.next_due(1.0)) == (0, 1.1)
     assert takers.step(1.05) == []
@@ -50,59 +126,64 @@ def test_a_place_that_is_lost_is_tried_again_after_a_pause_that_doubles() -> Non
 
 
 def test_a_place_that_vanishes_is_closed_when_nothing_of_it_is_in_hand() -> None:
-    takers = opened(4, "a", "b")
+    takers = opened(12, 4, "a", "b")
     takers.step(0.0)
-    takers.answered("a", 2)
+    takers.answered("a", 2, full=False)
     takers.found(["b"])
     assert Close("a") not in takers.step(0.0)
     takers.ended("a", 2)
     assert Close("a") in takers.step(0.0)
     takers.found([])
-    assert takers.step(0.0) == [Untake("b")]
-    takers.answered("b", 0)
+    assert [type(action) for action in takers.step(0.0)] == [Untake]
+    takers.answered("b", 0, full=False)
     assert takers.step(0.0) == [Close("b")]
 
 
 def test_a_trainer_that_completes_its_batch_is_not_starved_by_what_it_works_on() -> None:
-    takers = opened(8, "a")
-    takers.step(0.0)
-    takers.answered("a", 8)
-    assert takers.step(0.0) == []
-    takers.used("a", 8)
-    assert (takers.in_hand, takers.unused) == (8, 0)
-    assert takers.step(0.0) == [Ask("a", 8)]
+    takers = opened(8, 8, "a")
+    n, _ = asked(takers)["a"]
+    takers.answered("a", n, full=True)
+    takers.used("a", n)
+    assert (takers.in_hand, takers.unused) == (n, 0)
+    assert asked(takers) == {"a": (n, True)}
 
 
 def test_a_place_that_refuses_a_demand_is_asked_again_after_a_pause_and_keeps_its_claims() -> None:
-    takers = opened(8, "a")
+    takers = opened(12, 4, "a")
     takers.step(0.0)
-    takers.answered("a", 3)
-    assert takers.step(1.0) == [Ask("a", 5)]
+    takers.answered("a", 3, full=False)
+    assert asked(takers, 1.0) == {"a": (4, True)}
     takers.refused("a", 1.0)
     assert (takers.step(1.05), takers.next_due(1.05), takers.in_hand) == ([], 1.1, 3)
-    assert takers.step(1.1) == [Ask("a", 5)]
+    assert asked(takers, 1.1) == {"a": (4, True)}
 
 
-PLACES = ["a", "b", "c"]
+PLACES = ["a", "b", "c", "d", "e"]
 
 
-@given(st.integers(1, 20), st.lists(st.tuples(st.integers(0, 5), st.sampled_from(PLACES), st.integers(0, 20))))
-def test_what_is_in_hand_and_asked_for_is_bounded(ahead: int, events: list[tuple[int, str, int]]) -> None:
-    takers = Takers(ahead)
-    takers.found(PLACES)
+@given(
+    st.integers(1, 20),
+    st.integers(1, 8),
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(PLACES), st.integers(0, 20))),
+)
+def test_what_is_in_hand_and_asked_for_is_bounded(most: int, places: int, events: list[tuple[int, str, int]]) -> None:
+    known = PLACES[:places]
+    takers = Takers(3 * most, most)
+    takers.found(known)
     asked: dict[str, int] = {}
     hand: dict[str, int] = {}
     opening: set[str] = set()
     now = 0.0
     for kind, place, number in events:
-        now += 0.5
+        now += 0.001
         if kind == 0 and place in opening:
             opening.discard(place)
             takers.opened(place)
         elif kind == 1 and place in asked:
-            count = min(asked.pop(place), number)
+            n = asked.pop(place)
+            count = min(n, number)
             hand[place] = hand.get(place, 0) + count
-            takers.answered(place, count)
+            takers.answered(place, count, full=count == n)
         elif kind == 2 and hand.get(place):
             count = min(hand[place], number)
             hand[place] -= count
@@ -117,6 +198,9 @@ def test_what_is_in_hand_and_asked_for_is_bounded(ahead: int, events: list[tuple
             elif isinstance(action, Ask):
                 assert action.place not in asked
                 asked[action.place] = action.n
+        assert takers.step(now) == []
         assert takers.in_hand == sum(hand.values())
         assert takers.demanded == sum(asked.values())
-        assert takers.in_hand + takers.demanded <= ahead + len(PLACES)
+        assert takers.in_hand + takers.demanded <= 3 * most + len(known)
+        if takers.unused == 0 and not asked and not opening:  # it waits for something, be it the end of a pause
+            assert takers.next_due(now) is not None

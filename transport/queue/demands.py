@@ -93,9 +93,13 @@ class Demands:
         self.oldest_version: int | None = None
         self.faults: dict[str, TransportError] = {}
         self._takers = Takers(0)
+        self._batches = 0
+        self._most = 1
+        self._largest = 0  # of the payloads that came last, in bytes
         self._places: Mapping[str, Place] = {}
         self._links: dict[str, TakeLink] = {}
-        self._numbers: dict[str, int] = {}  # of the demand that waits at a place
+        self._numbers: dict[int, int] = {}  # by demand, what its listener knows it as
+        self._unwanted: set[int] = set()  # demands that were taken back before they were made
         self._tries: dict[str, int] = {}
         self._spread = random.randrange(1 << 16)  # over the ports of a ring, so that trainers share its listeners
         self._loop = asyncio.get_running_loop()
@@ -119,11 +123,17 @@ class Demands:
         """Whether any place can be asked."""
         return bool(self._links)
 
-    def want(self, ahead: int, most: int, oldest_version: int | None) -> None:
-        """Have so many payloads unused and asked for from now on, so many in one demand; none before the first call."""
+    def want(self, batches: int, most: int, oldest_version: int | None) -> None:
+        """Have so many batches unused and asked for from now on, of so many payloads; none before the first call."""
         self.oldest_version = oldest_version
-        self._takers.ahead, self._takers.most = ahead, min(most, engine().MOST_TAKEN)
+        self._batches, self._most = batches, min(most, engine().MOST_TAKEN)
+        self._size()
         self._turn()
+
+    def _size(self) -> None:
+        """No more payloads in a demand than fit its bytes: as many large ones as small ones are not held ready."""
+        most = max(1, min(self._most, self._most_bytes // max(1, self._largest)))
+        self._takers.ahead, self._takers.most = self._batches * most, most
 
     def used(self, brought: Brought, count: int) -> None:
         """The trainer works on so many of what was brought: others may come in their place."""
@@ -187,11 +197,13 @@ class Demands:
                     self._task(self._open(name))
                 case Close(name):
                     self._taking.leave(self._links.pop(name))
-                case Ask(name, n):
-                    self._task(self._ask(name, self._links[name], n))
-                case Untake(name):
-                    number = self._numbers.get(name)
-                    if number is not None:
+                case Ask(name, _, _, _):
+                    self._task(self._ask(action, self._links[name]))
+                case Untake(name, demand):
+                    number = self._numbers.get(demand)
+                    if number is None:
+                        self._unwanted.add(demand)
+                    else:
                         self._links[name].take_back(number)
         if self._due is not None:
             self._due.cancel()
@@ -237,16 +249,23 @@ class Demands:
         ports = ((address, port) for address in place.addresses for port in place.ports)
         return Served(tuple(ports), place.segment or "")
 
-    async def _ask(self, name: str, link: TakeLink, n: int) -> None:
+    async def _ask(self, ask: Ask, link: TakeLink) -> None:
+        name = ask.place
+
+        def asked(number: int) -> None:
+            self._numbers[ask.demand] = number
+            if ask.demand in self._unwanted:
+                link.take_back(number)
+
         try:
             batch = await link.take(
-                n,
+                ask.n,
                 most_bytes=self._most_bytes,
-                wait_s=_WAIT_S,
+                wait_s=_WAIT_S if ask.waits else 0.0,
                 rank=self._rank,
                 oldest_version=self.oldest_version,
                 most_attempts=self._most_attempts,
-                asked=lambda number: self._numbers.__setitem__(name, number),
+                asked=asked,
             )
         except TransportError as error:
             self.faults[name] = error
@@ -259,12 +278,21 @@ class Demands:
                 self._takers.refused(name, time.monotonic())
         else:
             if self._links.get(name) is link:
-                self._takers.answered(name, len(batch))
+                self._takers.answered(name, len(batch), full=self._full(ask.n, batch))
                 if len(batch):
                     self._arrived(Brought(self, name, link, batch))
         finally:
-            self._numbers.pop(name, None)
+            self._numbers.pop(ask.demand, None)
+            self._unwanted.discard(ask.demand)
         self._turn()
+
+    def _full(self, n: int, batch: TakenBatch) -> bool:
+        """Whether the demand's own limits have ended the answer: another payload may be ready."""
+        if len(batch) == 0:
+            return batch.dropped >= n
+        self._largest = int(batch.rows["length"].max())
+        self._size()
+        return len(batch) + batch.dropped >= n or batch.nbytes + self._largest > self._most_bytes
 
     # --- what goes on meanwhile -------------------------------------------------------------------------
     async def _follow(self) -> None:

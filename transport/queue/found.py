@@ -4,8 +4,8 @@
     elsewhere    a demand waits at the listener, see found_elsewhere.py; the payload comes with its claim
 
 Both take turns. What a trainer has of rings elsewhere beyond its claims, or has asked for, is at most three times
-what it claims at a time, and one payload for each ring beside. On one host nothing is configured: writers name their
-rings so that trainers find them.
+what it claims at a time, and one payload for each ring beside; of large payloads three times what one answer brings.
+On one host nothing is configured: writers name their rings so that trainers find them.
 """
 
 from __future__ import annotations

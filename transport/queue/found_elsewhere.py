@@ -149,7 +149,7 @@ class FoundElsewhere:
         most = max(of.sizes)
         if of.wanted != (most, oldest_version) and self._thread is not None:
             of.wanted = (most, oldest_version)
-            self._thread.soon(of.demands.want, _BATCHES * most, most, oldest_version)
+            self._thread.soon(of.demands.want, _BATCHES, most, oldest_version)
 
     def take(self, n: int, wait_s: float, rank: int) -> Brought | None:
         """A whole batch that has come, whatever its size; for those who need no `Claim` of each payload."""

@@ -1,23 +1,34 @@
 """Takers: which rings a trainer asks for payloads, and for how many. Decisions only; the clock is an argument.
 
-    place   CLOSED ──open──► OPENING ──opened──► IDLE ──asked──► ASKED ──answered──► IDLE
-              ▲                 └──failed──┐        └──────lost──────┐
-              └──after a pause that doubles┴─────────────────────────┘
+    place   CLOSED ──open──► OPENING ──opened──► OPEN ──asked──► with a demand ──answered──► OPEN
+              ▲                 └──failed──┐       └──────────lost──────────┘
+              └──after a pause that doubles┴──────────────────────┘
 
-Every place that is known and reachable is asked, for a share of what is still wanted, at least for one payload: what
-comes first is taken. What lies unused and what was asked for is at most ``ahead``, and one payload for each place
-beyond it, so that no trainer hoards; once as much lies unused, demands that wait are taken back. What the trainer
-works on does not count: it may need more to complete a batch.
+Every place that is known and reachable is asked: what comes first is taken. A demand costs the same whatever it brings,
+so a place is not asked for the few payloads that happen to be missing: where there is no room for a whole batch, its
+demand waits for the room. A few places are asked for whole batches. With many, a demand that waits is for its share of
+a batch, so that one can wait everywhere; a place that answers with its whole share has more ready, and is asked for
+whole batches, with demands that do not wait, until one is answered with less.
+
+What lies unused and what was asked for is at most ``ahead``, and one payload for each place beyond it, so that no
+trainer hoards; once as much lies unused, demands that wait are taken back. What the trainer works on does not count: it
+may need more to complete a batch. Nor does a demand whose answer is late, so that a listener that is stopped does not
+keep the trainer from the others.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 5.0
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 5.0
+_NEVER: Final = float("inf")
+_LATE_S: Final = 1.0  # an answer that was due at once
+_WAITING_SHARE: Final = 3  # of ``ahead`` the part that demands may wait for where there are many places: 1/3
 
 
 @dataclass(frozen=True)
@@ -36,17 +47,20 @@ class Close:
 
 @dataclass(frozen=True)
 class Ask:
-    """Have a demand for ``n`` payloads wait at a place."""
+    """Make a demand for ``n`` payloads at a place; it ``waits`` until something is ready, or is answered at once."""
 
     place: str
     n: int
+    demand: int
+    waits: bool = True
 
 
 @dataclass(frozen=True)
 class Untake:
-    """Take the place's demand back."""
+    """Take a demand of the place back."""
 
     place: str
+    demand: int
 
 
 Action = Open | Close | Ask | Untake
@@ -55,20 +69,35 @@ Action = Open | Close | Ask | Untake
 class _State(enum.Enum):
     CLOSED = enum.auto()
     OPENING = enum.auto()
-    IDLE = enum.auto()
-    ASKED = enum.auto()
-    TAKEN_BACK = enum.auto()  # its demand; the answer is due
+    OPEN = enum.auto()
+
+
+@dataclass
+class _Demand:
+    number: int
+    n: int
+    waits: bool
+    late_at: float  # when its answer should be there
+    taken_back: bool = False
 
 
 @dataclass
 class _Place:
     state: _State = _State.CLOSED
     known: bool = True
-    demand: int = 0
+    demand: _Demand | None = None
+    plenty: bool = False  # its last answer was a full one
+    asked: int = 0  # the number of its last demand
     in_hand: int = 0
     unused: int = 0
     failures: int = 0
     due: float = float("-inf")
+
+    def counted(self, now: float) -> int:
+        """What its demand may bring; less the one payload that may be asked for everywhere."""
+        if self.demand is None or now >= self.demand.late_at:
+            return 0
+        return self.demand.n - self.demand.waits
 
 
 class Takers:
@@ -83,6 +112,7 @@ class Takers:
         self.ahead = ahead
         self.most = most
         self._places: dict[str, _Place] = {}
+        self._numbers = itertools.count(1)
 
     @property
     def in_hand(self) -> int:
@@ -97,7 +127,7 @@ class Takers:
     @property
     def demanded(self) -> int:
         """Payloads that were asked for."""
-        return sum(place.demand for place in self._places.values())
+        return sum(place.demand.n for place in self._places.values() if place.demand is not None)
 
     # --- events -------------------------------------------------------------------------------------
     def found(self, places: Iterable[str]) -> None:
@@ -110,13 +140,14 @@ class Takers:
 
     def opened(self, name: str) -> None:
         """Connected."""
-        place = self._places[name]
-        place.state = _State.IDLE
+        self._places[name].state = _State.OPEN
 
-    def answered(self, name: str, count: int) -> None:
-        """The place's demand has brought ``count`` payloads."""
+    def answered(self, name: str, count: int, *, full: bool) -> None:
+        """The place's demand has brought ``count`` payloads; ``full``: as many as it may, so that there may be more."""
         place = self._places[name]
-        place.state, place.demand, place.failures = _State.IDLE, 0, 0
+        place.demand = None
+        place.failures = 0
+        place.plenty = full
         place.in_hand += count
         place.unused += count
 
@@ -134,13 +165,15 @@ class Takers:
     def refused(self, name: str, now: float) -> None:
         """The place did not take the demand, and keeps the connection and its claims. Asked again after a pause."""
         place = self._places[name]
-        place.state, place.demand = _State.IDLE, 0
+        place.demand = None
         self._pause(place, now)
 
     def lost(self, name: str, now: float) -> None:
         """The connection failed or broke: its claims and its demand are gone. Tried again after a pause."""
         place = self._places[name]
-        place.state, place.demand = _State.CLOSED, 0
+        place.state = _State.CLOSED
+        place.demand = None
+        place.plenty = False
         place.in_hand = place.unused = 0
         self._pause(place, now)
 
@@ -152,34 +185,52 @@ class Takers:
     # --- decisions ----------------------------------------------------------------------------------
     def step(self, now: float) -> list[Action]:
         """What is to be done now; it counts as done."""
-        actions = [*self._forget(), *self._open(now)]
-        missing = self.ahead - self.unused
-        if missing <= 0:
-            return [*actions, *self._take_back()]
-        idle = [
-            (name, place)
-            for name, place in self._places.items()
-            if place.state is _State.IDLE and place.known and place.due <= now
-        ]
-        left = missing - self.demanded
-        for position, (name, place) in enumerate(idle):
-            share = max(1, min(self.most, left // (len(idle) - position)))
-            place.state, place.demand = _State.ASKED, share
-            left -= share
-            actions.append(Ask(name, share))
-        return actions
+        actions = [*self._forget(now), *self._open(now)]
+        unused = self.unused
+        if unused >= self.ahead:
+            return [*actions, *self._take_back(0, now)]
+        whole, share = self._sizes()
+        room = self.ahead - unused - sum(place.counted(now) for place in self._places.values())
+        short = False
+        # Turns: who was asked longest ago is asked first.
+        for name, place in sorted(self._askable(now), key=lambda each: each[1].asked):
+            waits = share == whole or not place.plenty
+            n = share if waits else whole
+            if n - waits > room:
+                short = True
+                continue
+            room -= n - waits
+            place.asked = next(self._numbers)
+            place.demand = _Demand(place.asked, n, waits, _NEVER if waits else now + _LATE_S)
+            actions.append(Ask(name, n, place.asked, waits))
+        return [*actions, *self._take_back(share, now)] if short else actions
+
+    def _sizes(self) -> tuple[int, int]:
+        """A whole batch, and what a demand that waits is for."""
+        places = sum(place.known for place in self._places.values())
+        whole = max(1, min(self.most, self.ahead - self.ahead // _WAITING_SHARE))
+        if places * whole <= self.ahead:
+            return whole, whole
+        return whole, max(1, self.ahead // _WAITING_SHARE // places)
+
+    def _askable(self, now: float) -> Iterator[tuple[str, _Place]]:
+        for name, place in self._places.items():
+            if place.state is _State.OPEN and place.known and place.demand is None and place.due <= now:
+                yield name, place
 
     def next_due(self, now: float) -> float | None:
         """When `step` has something to do without an event; None: only after one."""
+        return min(self._dues(now), default=None)
+
+    def _dues(self, now: float) -> Iterator[float]:
         hungry = self.unused < self.ahead
-        return min(
-            (
-                max(place.due, now)
-                for place in self._places.values()
-                if place.known and (place.state is _State.CLOSED or (place.state is _State.IDLE and hungry))
-            ),
-            default=None,
-        )
+        for place in self._places.values():
+            if place.known and place.state is _State.CLOSED:
+                yield max(place.due, now)
+            elif hungry and place.known and place.state is _State.OPEN and place.due > now:
+                yield place.due
+            if hungry and place.demand is not None and now < place.demand.late_at < _NEVER:
+                yield place.demand.late_at
 
     def _open(self, now: float) -> Iterator[Action]:
         for name, place in self._places.items():
@@ -187,21 +238,27 @@ class Takers:
                 place.state = _State.OPENING
                 yield Open(name)
 
-    def _forget(self) -> Iterator[Action]:
+    def _forget(self, now: float) -> Iterator[Action]:
         for name, place in list(self._places.items()):
             if place.known:
                 continue
             if place.state is _State.CLOSED:
                 del self._places[name]
-            elif place.state is _State.ASKED:
-                place.state = _State.TAKEN_BACK
-                yield Untake(name)
-            elif place.state is _State.IDLE and place.in_hand == 0:
+            elif place.state is _State.OPEN and place.demand is None and place.in_hand == 0:
                 del self._places[name]
                 yield Close(name)
+            else:
+                yield from self._untake(name, place, 0, now)
 
-    def _take_back(self) -> Iterator[Action]:
+    def _take_back(self, share: int, now: float) -> Iterator[Action]:
+        """Demands that wait for more than a share, since others need the room; 0: all, since enough lies unused."""
         for name, place in self._places.items():
-            if place.state is _State.ASKED:
-                place.state = _State.TAKEN_BACK
-                yield Untake(name)
+            yield from self._untake(name, place, share, now)
+
+    @staticmethod
+    def _untake(name: str, place: _Place, share: int, now: float) -> Iterator[Action]:
+        demand = place.demand
+        if demand is not None and demand.waits and demand.n > share and not demand.taken_back:
+            demand.taken_back = True
+            demand.late_at = now + _LATE_S
+            yield Untake(name, demand.number)

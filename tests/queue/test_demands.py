@@ -1,0 +1,53 @@
+"""Demands at several rings: what they bring, whatever else goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections import Counter
+
+import numpy as np
+import pytest
+from helpers import eventually, free
+
+from transport import SharedRingBuffer, UCXXServer
+from transport.queue import FoundRings, open_queue
+from transport.queue.demands import Brought
+
+pytestmark = pytest.mark.ucx
+LONG_S = 30.0
+RINGS, BATCH = 4, 8
+
+
+def emptied(queue: FoundRings, count: int) -> Counter[int]:
+    """How many answers brought how many payloads, until so many payloads were consumed."""
+    sizes: list[int] = []
+    while sum(sizes) < count:
+        brought = queue.take(BATCH, LONG_S)
+        assert isinstance(brought, Brought)
+        assert queue.consume(brought).all()
+        sizes.append(len(brought.batch))
+    return Counter(sizes)
+
+
+@pytest.mark.parametrize(("size", "each", "whole"), [(64, 96, BATCH), (3 << 20, 16, 2)], ids=["small", "large"])
+def test_a_trainer_with_four_full_rings_gets_full_batches(
+    size: int, each: int, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``whole``: a batch, or as many large payloads as one demand brings."""
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    prefix = f"demands-{secrets.token_hex(4)}-"
+    with contextlib.ExitStack() as stack:
+        rings = [
+            stack.enter_context(SharedRingBuffer.create(prefix=prefix, slots=each, slot_bytes=size + 4096))
+            for _ in range(RINGS)
+        ]
+        for ring in rings:
+            stack.enter_context(UCXXServer(ring, mode="thread"))
+            ring.write_many([{"data": np.zeros(size, np.uint8)} for _ in range(each)])
+        queue = stack.enter_context(open_queue(f"rings:{prefix}"))
+        assert isinstance(queue, FoundRings)
+        sizes = emptied(queue, RINGS * each)
+        eventually(lambda: all(map(free, rings)), "every slot is free")
+    # Less are the first answer of each ring, its last one, and what follows when a demand finds it empty.
+    assert sizes[whole] >= RINGS * each // whole - 2 * RINGS, sizes
