@@ -25,7 +25,7 @@ from transport.errors import (
     WireNotAllowedError,
     WrongRingError,
 )
-from transport.ring.attachment import shares_memory
+from transport.ring.attachment import found_here, shares_memory
 from transport.settings import Settings
 from transport.wire.frames import Kind, Record
 from transport.wire.joining import of_this_host
@@ -170,7 +170,12 @@ class Lending:
         if self._wires is not None and "shm" not in self._wires:
             return self._get_worker()
         if self._worker_apart is None:
-            self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
+            try:
+                self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
+            except WireNotAllowedError:
+                if route is not None and route.segment is not None:
+                    found_here(route.segment)  # a ring that has gone says nothing about the wires
+                raise
             self._worker_apart.engine.drop_unexpected()
         return self._worker_apart
 
