@@ -22,6 +22,7 @@ from transport.errors import (
     VersionMismatchError,
     WireNotAllowedError,
 )
+from transport.queue.arrivals import Arrivals
 from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
 from transport.queue.demands import Brought, Demands, Place
 from transport.queue.rings import consumer_of, token_of
@@ -76,9 +77,7 @@ class FoundElsewhere:
         self._changed = threading.Condition()  # guards what follows, and what came
         self._held: dict[str, _Held] = {}
         self._said: dict[tuple[int, int], bool] = {}  # of a batch's payload, until the caller has been told
-        self._arrived: dict[str, tuple[Claim, TakeLink]] = {}  # acknowledged and not trained on
-        self._told_used: set[str] = set()  # of them, by a `finish` that was interrupted
-        self._late: Counter[tuple[str, int]] = Counter()  # used, by ring and rank, when no connection could say so
+        self.arrivals = Arrivals(self._links_to)
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
         self._closed = False
@@ -143,7 +142,7 @@ class FoundElsewhere:
                 most_bytes=MOST_BYTES,
                 most_attempts=self._most_attempts,
                 look_s=_LOOK_S,
-                opened=self._tell_late,
+                opened=self.arrivals.tell_late,
             )
         )
         return made
@@ -235,7 +234,7 @@ class FoundElsewhere:
 
     def holds(self, claim: Claim) -> bool:
         """Whether the claim was made here, and has not ended by this process's own doing."""
-        return claim.token in self._held or claim.token in self._arrived
+        return claim.token in self._held or claim.token in self.arrivals
 
     def came(self, claim: Claim) -> Came | None:
         """The payload of a claim."""
@@ -254,50 +253,25 @@ class FoundElsewhere:
         with self._changed:
             for claim in accepted:
                 if not trained:
-                    self._arrived[claim.token] = claim, links[claim.token]
+                    self.arrivals.add(claim, links[claim.token])
                 self._count(_ring_of(claim), claim.rank, **{"done" if trained else "arrived": 1})
         return accepted
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """Of what arrived; those that were not finished before. If their connection is lost, the next one says so."""
-        with self._changed:
-            found = {claim.token: self._arrived[claim.token] for claim in claims if claim.token in self._arrived}
+        found = self.arrivals.of(claims)
         thread = self._thread
         if found and thread is not None and not thread.closed:
-            thread.run(self._tell_used(found))
+            thread.run(self.arrivals.tell(found))
+        ours = [claim for claim in claims if found.pop(claim.token, None) is not None]
         with self._changed:
-            ours = [claim for claim in claims if found.pop(claim.token, None) is not None]
             for claim in ours:
-                self._arrived.pop(claim.token, None)
-                self._told_used.discard(claim.token)
+                self.arrivals.end(claim)
                 self._count(_ring_of(claim), claim.rank, arrived=-1, done=1)
         return ours
 
-    async def _tell_used(self, found: Mapping[str, tuple[Claim, TakeLink]]) -> None:
-        counts: Counter[tuple[TakeLink, int]] = Counter()
-        for token, (claim, link) in found.items():
-            if token not in self._told_used:
-                self._told_used.add(token)
-                counts[link, claim.rank] += 1
-        for (link, rank), count in counts.items():
-            others = (other for of in self._ranks.values() for other in of.demands.links if other.ring == link.ring)
-            for each in (link, *others):
-                if await each.used(rank, count):
-                    break
-            else:
-                self._late[link.ring, rank] += count
-
-    async def _tell_late(self, link: TakeLink) -> None:
-        for (ring, rank), count in list(self._late.items()):
-            if ring == link.ring:
-                del self._late[ring, rank]
-                if not await link.used(rank, count):
-                    self._late[ring, rank] += count
-
-    def arrived(self) -> set[tuple[str, int]]:
-        """Ticket and rank of what was acknowledged and not trained on."""
-        with self._changed:
-            return {(claim.ticket_id, claim.rank) for claim, _ in self._arrived.values()}
+    def _links_to(self, ring: str) -> list[TakeLink]:
+        return [link for of in self._ranks.values() for link in of.demands.links if link.ring == ring]
 
     def retry(self, claim: Claim, delay_s: float, reason: str) -> bool:
         """Give back; what was claimed for the last time is dead."""
@@ -330,7 +304,7 @@ class FoundElsewhere:
     def renew(self, claim: Claim) -> bool:
         """Whether it is held; the connection says that this process is alive, from the client's loop."""
         held = self._held.get(claim.token)
-        return claim.token in self._arrived if held is None else not held.brought.link.lost
+        return claim.token in self.arrivals if held is None else not held.brought.link.lost
 
     def _end(self, claims: Sequence[Claim], ask: _Ask) -> list[Claim]:
         """End claims the way that ``ask`` does: those for which it was accepted."""
