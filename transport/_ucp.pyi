@@ -128,8 +128,12 @@ class Link:
         verify: bool,
     ) -> int:
         """TAKE into memory of `room_for` bytes. Outcome: [code, payloads, positions of those with wrong bytes …]."""
-    def settle(self, token: object, kind: int, rows: object, delay_ms: int = 0, key: int = 0) -> int:
+    def settle(
+        self, token: object, kind: int, rows: object, delay_ms: int = 0, key: int = 0, arrived: bool = False
+    ) -> int:
         """FINISH, GIVE_BACK or OUTCOME for up to 63 claims, rows of `wire.TAKEN`. Outcome: a list of codes."""
+    def end(self, token: object, row: object, how: int, reason: str, consumer: str) -> int:
+        """END for one claim; ``how`` as `Ended` of transport/wire/frames.py. Outcome: a list of one code."""
 
 MOST_TAKEN: int
 MOST_TAKEN_BYTES: int

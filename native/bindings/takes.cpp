@@ -1,5 +1,6 @@
 // TAKE and the end of claims, for transport/client/taking.py.
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string_view.h>
 
 #include <array>
 
@@ -34,7 +35,7 @@ std::uint32_t take(Link& link, nb::handle token, nb::handle memory, std::uint32_
 
 // `rows` are as in the answers to TAKE: Taken, one behind the other.
 std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle rows, std::uint64_t delay_ms,
-                     std::uint64_t key) {
+                     std::uint64_t key, bool arrived) {
   const Memory memory(rows, false);
   const std::size_t count = memory.size() / sizeof(Taken);
   if (count == 0 || count > kMostRecords || memory.size() != count * sizeof(Taken))
@@ -44,9 +45,23 @@ std::uint32_t settle(Link& link, nb::handle token, std::uint8_t kind, nb::handle
   std::array<Record, kMostRecords> records{};
   for (std::size_t at = 0; at < count; ++at) {
     const auto taken = load<Taken>(memory.data() + at * sizeof(Taken));
-    records[at] = {kind, taken.rank, taken.attempts, taken.slot, taken.generation, 0, key, delay_ms};
+    records[at] = {kind, taken.rank, taken.attempts, taken.slot, taken.generation, arrived ? kArrived : 0, key, delay_ms};
   }
   return link.settle(own(token), {records.data(), count});
+}
+
+// `row` is one of the rows of `settle`.
+std::uint32_t end(Link& link, nb::handle token, nb::handle row, std::uint32_t how, std::string_view reason,
+                  std::string_view consumer) {
+  const Memory memory(row, false);
+  if (memory.size() != sizeof(Taken)) throw nb::value_error("one row");
+  if (link.version() < kEndingVersion || how >= kWaysToEnd) throw nb::value_error("an end that no listener accepts");
+  if (link.next_number() >= kMessageNumbers) throw nb::value_error("the link's message numbers are used up");
+  const auto taken = load<Taken>(memory.data());
+  return link.end(own(token),
+                  {static_cast<std::uint8_t>(Kind::end), taken.rank, taken.attempts, taken.slot, taken.generation, how,
+                   0, 0},
+                  reason, consumer);
 }
 
 }  // namespace
@@ -58,7 +73,9 @@ void bind_takes(nb::module_& module, nb::class_<Link>& link) {
   module.def("room_for", room_for, "most"_a, "most_bytes"_a, "Bytes of the longest answer to a TAKE.");
   link.def("take", take, "token"_a, "memory"_a, nb::kw_only(), "most"_a, "wait_ms"_a, "most_bytes"_a, "joined_most"_a,
            "rank"_a, "oldest_version"_a, "most_attempts"_a, "verify"_a)
-      .def("settle", settle, "token"_a, "kind"_a, "rows"_a, "delay_ms"_a = 0, "key"_a = 0)
+      .def("settle", settle, "token"_a, "kind"_a, "rows"_a, "delay_ms"_a = 0, "key"_a = 0,
+           "arrived"_a = false)
+      .def("end", end, "token"_a, "row"_a, "how"_a, "reason"_a, "consumer"_a)
       .def_prop_ro("token", &Link::token)
       .def_prop_ro("version", &Link::version);
 }

@@ -152,34 +152,59 @@ bool Ring::renew(const ClaimId& claim) {
 void Ring::trained(unsigned rank, std::uint64_t deliveries) {
   require_owner();
   require_rank(rank);
-  std::atomic<std::uint64_t>& arrived =
-      rank_counts(static_cast<unsigned>(me_), rank).counts[static_cast<unsigned>(Tally::arrived)];
-  std::uint64_t now = arrived.load(std::memory_order_relaxed);
-  while (now != 0 && !arrived.compare_exchange_weak(now, now - std::min(now, deliveries), std::memory_order_relaxed)) {
+  tally(rank, Tally::done, uncount(static_cast<unsigned>(me_), rank, Tally::arrived, deliveries));
+}
+
+// As many as there are of `deliveries` leave this count; how many.
+std::uint64_t Ring::uncount(unsigned owner, unsigned rank, Tally which, std::uint64_t deliveries) {
+  std::atomic<std::uint64_t>& count = rank_counts(owner, rank).counts[static_cast<unsigned>(which)];
+  std::uint64_t now = count.load(std::memory_order_relaxed);
+  while (now != 0 && !count.compare_exchange_weak(now, now - std::min(now, deliveries), std::memory_order_relaxed)) {
   }
-  tally(rank, Tally::done, std::min(now, deliveries));
+  return std::min(now, deliveries);
+}
+
+void Ring::lose(unsigned rank, std::uint64_t deliveries, std::string_view consumer) {
+  if (closed()) return;
+  require_owner();
+  require_rank(rank);
+  const std::uint64_t lost = uncount(static_cast<unsigned>(me_), rank, Tally::arrived, deliveries);
+  if (lost > 0) count_lost(rank, lost, consumer);
+}
+
+void Ring::found(unsigned rank, std::uint64_t deliveries) {
+  require_owner();
+  require_rank(rank);
+  for (unsigned owner = 0; owner <= kObserverRow && deliveries > 0; ++owner) {
+    const std::uint64_t taken = uncount(owner, rank, Tally::lost, deliveries);
+    deliveries -= taken;
+    tally(rank, Tally::done, taken);
+  }
+}
+
+void Ring::count_lost(unsigned rank, std::uint64_t lost, std::string_view consumer) {
+  tally(rank, Tally::lost, lost);
+  log_failure({~std::uint32_t{0}, 0, rank, 0}, header().sequence.load(std::memory_order_relaxed), Ended::lost,
+              std::to_string(lost) + " had arrived at a consumer that ended before it had used them", consumer);
 }
 
 // Called by the holder of the owner's byte, when the owner ends. Which payloads they were is no longer known.
 void Ring::count_lost(unsigned owner) {
   for (unsigned rank = 0; rank < kMaxReaders; ++rank) {
     const std::uint64_t lost = rank_counts(owner, rank).counts[static_cast<unsigned>(Tally::arrived)].exchange(0);
-    if (lost == 0) continue;
-    tally(rank, Tally::lost, lost);
-    log_failure({~std::uint32_t{0}, 0, rank, 0}, header().sequence.load(std::memory_order_relaxed), Ended::lost,
-                std::to_string(lost) + " had arrived at a consumer that ended before it had used them", {});
+    if (lost > 0) count_lost(rank, lost, {});
   }
 }
 
-bool Ring::give_back(const ClaimId& claim, std::uint64_t delay_ns) {
+bool Ring::give_back(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain) {
   require_owner();
   require_slot(claim.slot);
   require_rank(claim.rank);
   const std::lock_guard hold(stripe(claim.slot));
-  return resolve_lapsed(claim) && give_back_held(claim, delay_ns);
+  return resolve_lapsed(claim) && give_back_held(claim, delay_ns, in_vain);
 }
 
-bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns) {
+bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain) {
   SlotClaim& s = claims(claim.slot);
   if (delay_ns > 0) {
     const std::uint64_t now_ns = monotonic_ns();
@@ -195,7 +220,7 @@ bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns) {
   FAULT_POINT("give_back.dropped");
   const bool published = drop_pin(claim.slot, claim.generation);
   if (!open) return false;
-  tally(claim.rank, Tally::retried);
+  tally(claim.rank, in_vain ? Tally::expired : Tally::retried);
   if (published) returned(claim.slot);
   return true;
 }

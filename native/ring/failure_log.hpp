@@ -15,6 +15,7 @@
 #include <string_view>
 
 #include "common/checksum.hpp"
+#include "common/text.hpp"
 
 namespace transport {
 
@@ -35,7 +36,8 @@ class FailureEntry {
  public:
   void write(const Failure& failure) {
     std::array<std::uint64_t, kWords> words{};
-    const std::size_t reason = whole(failure.reason, kReasonBytes), consumer = whole(failure.consumer, kConsumerBytes);
+    const std::size_t reason = whole_text(failure.reason, kReasonBytes).size();
+    const std::size_t consumer = whole_text(failure.consumer, kConsumerBytes).size();
     words[0] = failure.position + 1;
     words[1] = failure.sequence;
     words[2] = std::uint64_t{failure.generation} << 32 | failure.slot;
@@ -69,13 +71,6 @@ class FailureEntry {
  private:
   static constexpr std::size_t kWords = 32, kReasonAt = 4, kConsumerAt = kReasonAt + kReasonBytes / 8;
   static_assert(kConsumerAt + kConsumerBytes / 8 == kWords - 1, "the texts end before the checksum");
-
-  // As much of a text as fits without a piece of a UTF-8 character at its end.
-  static std::size_t whole(std::string_view text, std::size_t most) {
-    if (text.size() <= most) return text.size();
-    while (most > 0 && (static_cast<unsigned char>(text[most]) & 0xC0) == 0x80) --most;
-    return most;
-  }
 
   std::array<std::atomic<std::uint64_t>, kWords> words_;
 };

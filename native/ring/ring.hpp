@@ -160,8 +160,13 @@ class Ring {
   // `taker` of a connection: what becomes of it is noted for `outcome`.
   bool finish(const ClaimId& claim, bool keep_pin = false, bool arrived = false, int taker = -1);
   void trained(unsigned rank, std::uint64_t deliveries);
+  // So many that had arrived through this owner are lost: their consumer is gone.
+  void lose(unsigned rank, std::uint64_t deliveries, std::string_view consumer);
+  // So many that are counted as lost were used after all: their consumer had only lost its connection.
+  void found(unsigned rank, std::uint64_t deliveries);
   // To be claimed again, by anybody, after the delay. False: it was not held.
-  bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0);
+  // `in_vain`: its holder ended or was silent for too long, which counts as a claim that expired.
+  bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0, bool in_vain = false);
   // The delivery ends untrained and is logged. False: it was not held, or had been consumed; no pin stays.
   bool end(const ClaimId& claim, Ended how, std::string_view reason, std::string_view consumer = {});
   bool holds(const ClaimId& claim) const;
@@ -238,7 +243,7 @@ class Ring {
   enum class Hold { none, lapsed, held };
   Hold hold_of(const ClaimId& claim) const;
   bool resolve_lapsed(const ClaimId& claim);
-  bool give_back_held(const ClaimId& claim, std::uint64_t delay_ns);
+  bool give_back_held(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain = false);
   TakerEntry& taker(unsigned index) const;
   std::atomic<std::uint64_t>* note_finish(int index, const ClaimId& claim);
   static void decide(std::atomic<std::uint64_t>& note, bool accepted);
@@ -259,6 +264,8 @@ class Ring {
   bool drop_pin(std::uint64_t slot, std::uint64_t generation);
   void returned(std::uint64_t slot);
   void count_lost(unsigned owner);
+  void count_lost(unsigned rank, std::uint64_t lost, std::string_view consumer);
+  std::uint64_t uncount(unsigned owner, unsigned rank, Tally which, std::uint64_t deliveries);
 
   void offer_free_slots();
   void freed(std::uint64_t slot);

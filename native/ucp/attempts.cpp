@@ -126,7 +126,7 @@ void Service::sent(Attempt& attempt) {
   if (over) end(attempt);
 }
 
-void Service::end(Attempt& attempt) {
+void Service::end(Attempt& attempt, bool in_vain) {
   const ClaimId claim = attempt.claim();
   const Attempt::Hold hold = attempt.hold;
   const std::uint64_t delay_ns = attempt.delay_ns;
@@ -134,7 +134,7 @@ void Service::end(Attempt& attempt) {
   const Ring::InUse use(ring_);
   try {
     if (hold == Attempt::Hold::pin) ring_.unpin(claim.slot, claim.generation);
-    if (hold == Attempt::Hold::claim) ring_.give_back(claim, delay_ns);
+    if (hold == Attempt::Hold::claim) ring_.give_back(claim, delay_ns, in_vain);
   } catch (const RingFault&) {  // the ring was closed, and its pins with it
   }
 }

@@ -13,6 +13,7 @@ static_assert(std::endian::native == std::endian::little, "frames are little-end
 inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
 inline constexpr std::uint8_t kTakingVersion = 3;  // the first that knows TAKE
+inline constexpr std::uint8_t kEndingVersion = 4;  // the first that knows END, USED, and FINISH on arrival
 
 enum class Kind : std::uint8_t {
   control = 0x10,
@@ -28,7 +29,13 @@ enum class Kind : std::uint8_t {
   untake = 0x28,
   renew = 0x29,
   outcome = 0x2a,
+  end = 0x2b,  // these from version 4 on
+  used = 0x2c,
 };
+
+constexpr Kind last_kind(std::uint8_t version) {
+  return version >= kEndingVersion ? Kind::used : version >= kTakingVersion ? Kind::outcome : Kind::bye;
+}
 
 // Of CONTROL and STATUS. `version` is what the handshake has agreed on; the layouts here are those of all versions.
 struct Header {
@@ -40,7 +47,7 @@ static_assert(sizeof(Header) == 16);
 
 struct Record {
   std::uint8_t kind, rank;
-  std::uint16_t attempts;  // of TAKE: the limit; of FINISH, GIVE_BACK and OUTCOME: the claim's
+  std::uint16_t attempts;  // of TAKE: the limit; of FINISH, GIVE_BACK, OUTCOME and END: the claim's
   std::uint32_t slot, generation, joined_most;
   std::uint64_t key, length;
 };
@@ -90,6 +97,14 @@ constexpr std::uint64_t taken_room(std::uint64_t most, std::uint64_t most_bytes,
   return aligned_taken(sizeof(Header) + most * (sizeof(Taken) + note_capacity)) + most_bytes + most * kTakenAlignment;
 }
 
+// --- END ----------------------------------------------------------------------------------------------------
+// The record, which stands alone in its message: `joined_most` is how the delivery ends, `key` how many bytes of reason
+// (lower half) and of consumer (upper half) follow the record. FINISH has `kArrived` in `joined_most` where the payload
+// has only arrived; USED says that `length` payloads of `rank` which had arrived were used.
+inline constexpr std::uint32_t kArrived = 1;
+inline constexpr std::uint32_t kMostReason = 160, kMostConsumer = 56;  // as a ring's log of failures has room for
+inline constexpr std::uint32_t kWaysToEnd = 3;                         // discarded, dead, aged: see ring/failure_log.hpp
+
 // What both sides know of a connection and nobody else has: OUTCOME names one that broke, in `key`.
 constexpr std::uint64_t taker_token(std::uint32_t listener_base, std::uint32_t client_base) {
   return std::uint64_t{listener_base} << 32 | client_base;
@@ -119,6 +134,19 @@ inline Record record_at(const std::byte* message, std::size_t index) {
   return load<Record>(message + sizeof(Header) + index * sizeof(Record));
 }
 
+inline std::uint32_t reason_bytes(const Record& end) { return static_cast<std::uint32_t>(end.key); }
+inline std::uint32_t consumer_bytes(const Record& end) { return static_cast<std::uint32_t>(end.key >> 32); }
+
+inline const char* end_fault(const Record& record, std::uint16_t count, std::size_t length) {
+  if (count != 1) return "the end of a delivery that does not stand alone";
+  if (record.joined_most >= kWaysToEnd) return "an unknown way to end a delivery";
+  if (reason_bytes(record) > kMostReason || consumer_bytes(record) > kMostConsumer)
+    return "a reason or a name that is too long";
+  if (length < sizeof(Header) + sizeof(Record) + reason_bytes(record) + consumer_bytes(record))
+    return "a control message is too short for its texts";
+  return nullptr;
+}
+
 // Why a message of `length` bytes is not the CONTROL of number `due` in the connection's `version`, in words; null when
 // it is. Nothing of a message is done before all of it was looked at.
 inline const char* control_fault(const std::byte* message, std::size_t length, std::uint32_t due,
@@ -131,8 +159,12 @@ inline const char* control_fault(const std::byte* message, std::size_t length, s
   if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
   for (std::size_t index = 0; index < header.count; ++index) {
     const Record record = record_at(message, index);
-    const auto last = static_cast<std::uint8_t>(version >= kTakingVersion ? Kind::outcome : Kind::bye);
-    if (record.kind < static_cast<std::uint8_t>(Kind::read) || record.kind > last) return "a record of unknown kind";
+    if (record.kind < static_cast<std::uint8_t>(Kind::read) || record.kind > static_cast<std::uint8_t>(last_kind(version)))
+      return "a record of unknown kind";
+    if (record.kind == static_cast<std::uint8_t>(Kind::used) && record.rank >= kRanks) return "payloads of no rank";
+    if (record.kind == static_cast<std::uint8_t>(Kind::end)) {
+      if (const char* const fault = end_fault(record, header.count, length)) return fault;
+    }
     if (record.kind != static_cast<std::uint8_t>(Kind::take)) continue;
     if (header.count != 1) return "a demand that does not stand alone";
     if (record.slot == 0 || record.slot > kMostTaken) return "a demand for too few or too many payloads";

@@ -5,6 +5,7 @@
 #include "ucp/answers.hpp"
 #include "common/checksum.hpp"
 #include "common/fault.hpp"
+#include "common/text.hpp"
 
 namespace transport::ucp {
 
@@ -28,7 +29,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     failure_ = UCS_OK;
     protocol_ = answered_ = each_ = false;
     expects_ = asked != 0;
-    records_ = 0;
+    records_ = text_bytes_ = 0;
     wants_.clear();
     outcomes_.assign(asked, 0);
     if (control_.size() < kControlBytes) control_.resize(kControlBytes);
@@ -41,6 +42,12 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   void add(const Record& record) {
     store(control_.data() + sizeof(Header) + records_ * sizeof(Record), record);
     ++records_;
+  }
+
+  // Behind the only record.
+  void add(std::string_view text) {
+    std::memcpy(control_.data() + sizeof(Header) + sizeof(Record) + text_bytes_, text.data(), text.size());
+    text_bytes_ += text.size();
   }
 
   // Of claims that end. Nobody spins for the answer: whoever takes payloads goes on meanwhile.
@@ -78,8 +85,8 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     store(control_.data(), Header{link_->version_, static_cast<std::uint8_t>(Kind::control),
                                   static_cast<std::uint16_t>(records_), number_, 0, 0});
     ++under_way_;
-    endpoint().send(control_.data(), sizeof(Header) + records_ * sizeof(Record), tag_of(link_->their_base_, number_),
-                    {&Operation::control_sent, this}, self_);
+    endpoint().send(control_.data(), sizeof(Header) + records_ * sizeof(Record) + text_bytes_,
+                    tag_of(link_->their_base_, number_), {&Operation::control_sent, this}, self_);
     FAULT_POINT("read.asked");
     engine_.expect_soon();
     one_less();
@@ -205,6 +212,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   void* token_ = nullptr;
   std::uint32_t number_ = 0;
   std::size_t before_ = 0, asked_ = 0, records_ = 0;  // records without an answer, with one, all
+  std::size_t text_bytes_ = 0;
   std::size_t under_way_ = 0;
   ucs_status_t failure_ = UCS_OK;
   bool protocol_ = false, answered_ = false, each_ = false, expects_ = false;
@@ -267,6 +275,21 @@ std::uint32_t Link::settle(void* token, std::span<const Record> records) {
   const std::uint32_t number = next_number_;
   const auto operation = begin(token, {}, records.size());
   for (const Record& record : records) operation->add(record);
+  operation->tell_each();
+  operation->post_receives();
+  operation->send();
+  return number;
+}
+
+std::uint32_t Link::end(void* token, Record record, std::string_view reason, std::string_view consumer) {
+  reason = whole_text(reason, kMostReason);
+  consumer = whole_text(consumer, kMostConsumer);
+  record.key = std::uint64_t{consumer.size()} << 32 | reason.size();
+  const std::uint32_t number = next_number_;
+  const auto operation = begin(token, {}, 1);
+  operation->add(record);
+  operation->add(reason);
+  operation->add(consumer);
   operation->tell_each();
   operation->post_receives();
   operation->send();

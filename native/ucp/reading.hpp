@@ -55,6 +55,8 @@ class Link : public std::enable_shared_from_this<Link> {
   std::uint32_t tell(std::span<const Record> records);
   // Records of one kind that are each answered with a code; outcomes: the codes.
   std::uint32_t settle(void* token, std::span<const Record> records);
+  // An END with its texts, which are cut to what a listener accepts; outcomes: one code.
+  std::uint32_t end(void* token, Record record, std::string_view reason, std::string_view consumer);
   std::uint32_t take(void* token, const TakeTerms& terms, TakeRoom room);  // takes.hpp
   std::uint8_t version() const { return version_; }
   std::uint64_t token() const { return taker_token(their_base_, tag_base_); }

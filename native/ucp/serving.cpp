@@ -179,6 +179,13 @@ void Connection::answer(const std::byte* message) {
       case Kind::give_back:
         said.code = static_cast<std::uint8_t>(service_->give_back(*this, record));
         break;
+      case Kind::end:
+        said.code = static_cast<std::uint8_t>(
+            service_->end_untrained(*this, record, message + sizeof(Header) + sizeof(Record)));
+        break;
+      case Kind::used:
+        said.code = static_cast<std::uint8_t>(service_->used(*this, record));
+        break;
       case Kind::outcome:
         said.code = static_cast<std::uint8_t>(service_->outcome(record));
         break;
@@ -294,7 +301,7 @@ long Connection::expire(double before) {
   for (Attempt* each = first_; each != nullptr;) {
     Attempt* const next = each->next;
     if (counts_from(*each) < before) {
-      service_->end(*each);
+      service_->end(*each, true);
       ++ended;
     }
     each = next;
@@ -321,9 +328,14 @@ void Connection::close() {
   service_->of_base_.erase(tag_base_);
   service_->forget(*this);
   while (!ahead_.empty()) service_->engine().drop(take_ahead().message);
-  while (first_ != nullptr) service_->end(*first_);
+  while (first_ != nullptr) service_->end(*first_, first_->state != Attempt::State::acknowledged);
   const Ring::InUse use(service_->ring_);
   service_->ring_.close_taker(taker_);
+  try {
+    for (unsigned rank = 0; rank < kRanks; ++rank)
+      if (arrived_[rank] != 0) service_->ring_.lose(rank, arrived_[rank], endpoint_->peer());
+  } catch (const std::exception&) {  // the ring was closed, and has counted them itself
+  }
 }
 
 }  // namespace transport::ucp

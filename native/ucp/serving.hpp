@@ -147,12 +147,15 @@ class Service {
   Attempt* held(const Connection& connection, const Record& record) const;
   Code finish(Connection& connection, const Record& record);
   Code give_back(Connection& connection, const Record& record);
+  Code end_untrained(Connection& connection, const Record& record, const std::byte* texts);
+  Code used(Connection& connection, const Record& record);
+  bool end_claim(Attempt& attempt, const std::function<bool(const ClaimId&)>& how);
   Code outcome(const Record& record);
   void end_reads(const Connection& connection, const Record& record);
   void acknowledge(const Record& record);
   std::uint64_t fate(const Record& record) const;
   void sent(Attempt& attempt);
-  void end(Attempt& attempt);   // gives its pin back
+  void end(Attempt& attempt, bool in_vain = false);  // gives its pin back; its claim's holder ended, or was silent
   void drop(Attempt& attempt);  // its pin is gone
   bool consumed_elsewhere(const Attempt& attempt) const;
   bool keep(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message);
@@ -280,6 +283,7 @@ class Connection : public Deferred {
   std::size_t unsent_ = 0;
   std::size_t attempts_ = 0;
   std::size_t waiting_ = 0;
+  std::array<std::uint64_t, kRanks> arrived_{};  // by rank: acknowledged on arrival, and not said to be used
   int taker_ = -1;  // where its finishes are noted, once it has asked for payloads
   Attempt* first_ = nullptr;
   double last_active_ = 0;

@@ -3,11 +3,13 @@
 #include <array>
 #include <bit>
 #include <exception>
+#include <functional>
 #include <string>
 #include <utility>
 
 #include "common/clock.hpp"
 #include "common/fault.hpp"
+#include "common/text.hpp"
 #include "ucp/serving.hpp"
 
 namespace transport::ucp {
@@ -270,17 +272,55 @@ Code Service::finish(Connection& connection, const Record& record) {
   Attempt* const attempt = held(connection, record);
   if (attempt == nullptr) return Code::stale;
   FAULT_POINT("finish.asked");
-  bool accepted = false;
-  if (attempt->idle()) {
-    accepted = ring_.finish(attempt->claim(), false, false, connection.taker_);
-    drop(*attempt);  // its pin went with it
-  } else {  // UCX has not said that it is out of the slot: a pin stays until then, accepted or not
-    attempt->hold = ring_.pin_again(attempt->slot) ? Attempt::Hold::pin : Attempt::Hold::nothing;
-    attempt->state = Attempt::State::acknowledged;
-    accepted = ring_.finish(attempt->claim(), false, false, connection.taker_);
-  }
+  const bool arrived = connection.version_ >= kEndingVersion && (record.joined_most & kArrived) != 0;
+  const bool accepted = end_claim(*attempt, [&](const ClaimId& claim) {
+    return ring_.finish(claim, false, arrived, connection.taker_);
+  });
+  if (accepted && arrived) ++connection.arrived_[record.rank];
   end_reads(connection, record);
   return accepted ? Code::accepted : Code::stale;
+}
+
+// `how` ends the claim, and takes a pin with it.
+bool Service::end_claim(Attempt& attempt, const std::function<bool(const ClaimId&)>& how) {
+  const ClaimId claim = attempt.claim();
+  if (attempt.idle()) {
+    const bool accepted = how(claim);
+    drop(attempt);  // its pin went with it
+    return accepted;
+  }
+  // UCX has not said that it is out of the slot: a pin stays until then, accepted or not.
+  attempt.hold = ring_.pin_again(attempt.slot) ? Attempt::Hold::pin : Attempt::Hold::nothing;
+  attempt.state = Attempt::State::acknowledged;
+  return how(claim);
+}
+
+// Its length and the lengths of its texts were checked with its message.
+Code Service::end_untrained(Connection& connection, const Record& record, const std::byte* texts) {
+  Attempt* const attempt = held(connection, record);
+  if (attempt == nullptr) return Code::stale;
+  constexpr std::array<Ended, kWaysToEnd> ways{Ended::discarded, Ended::dead, Ended::aged};
+  const auto* const text = reinterpret_cast<const char*>(texts);
+  const std::string reason = one_line({text, reason_bytes(record)});
+  const std::string consumer = one_line({text + reason_bytes(record), consumer_bytes(record)});
+  const bool accepted = end_claim(*attempt, [&](const ClaimId& claim) {
+    return ring_.end(claim, ways[record.joined_most], reason, consumer);
+  });
+  end_reads(connection, record);
+  return accepted ? Code::accepted : Code::stale;
+}
+
+// What this connection does not know of was counted as lost when the one ended through which it had come.
+Code Service::used(Connection& connection, const Record& record) {
+  std::uint64_t& arrived = connection.arrived_[record.rank];
+  const std::uint64_t ours = std::min(arrived, record.length);
+  arrived -= ours;
+  ring_.trained(record.rank, ours);
+  if (record.length > ours) {
+    ring_.reclaim();  // of a listener that died nothing is counted before
+    ring_.found(record.rank, record.length - ours);
+  }
+  return Code::accepted;
 }
 
 Code Service::give_back(Connection& connection, const Record& record) {

@@ -127,6 +127,8 @@ def anything(rng: random.Random, numbers: list[int]) -> Record:
             Kind.UNTAKE,
             Kind.RENEW,
             Kind.OUTCOME,
+            Kind.END,
+            Kind.USED,
             Kind.STATE,
         )
     )
@@ -142,8 +144,11 @@ def anything(rng: random.Random, numbers: list[int]) -> Record:
         )
     if kind is Kind.UNTAKE:
         return Record(kind, slot=rng.choice(numbers or [0]))
+    if kind is Kind.USED:
+        return Record(kind, rank=rng.choice((0, 0, 1)), length=rng.choice((0, 1, (1 << 64) - 1)))
     return Record(
         kind,
+        joined_most=rng.choice((0, 1, 2)) if kind is Kind.END else rng.choice((0, 1)),
         slot=rng.choice((*range(SLOTS), SLOTS, (1 << 32) - 1)),
         generation=rng.choice((1, 1, 2, 3, 0)),
         rank=rng.choice((0, 0, 0, 1, 255)),

@@ -17,7 +17,7 @@ import pytest
 from helpers import Child, dead_port, eventually, free, listener_pids, parent_of
 
 from transport import Schema, SharedRingBuffer, UCXXServer
-from transport.queue import Claim, FoundRings, open_queue
+from transport.queue import Claim, DeliveryState, FoundRings, QueueDepth, open_queue
 from transport.queue.demands import Place
 from transport.queue.found_elsewhere import FoundElsewhere
 from transport.queue.places import OnThisHost
@@ -267,6 +267,42 @@ def test_no_trainer_hoards(prefix: str, wire: str, over: None) -> None:
         claims = some(other, 32 - 4 - 12)  # three times a batch may lie unused at the slow one
         assert other.ack_many(claims) == claims
         assert slow.ack_many(held) == held
+
+
+@both
+def test_what_had_arrived_at_a_killed_trainer_is_lost_and_reported(prefix: str, wire: str, over: None) -> None:
+    trainer = TRAINER.replace(
+        "print(len(claims), flush=True)", "print(len(queue.ack_many(claims, trained=False)), flush=True)"
+    )
+    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
+        fill(ring, 5)
+        with Child(trainer, f"rings:{prefix}", 5) as child:
+            assert child.line() == "5"
+            assert queue.depth().arrived == 5
+            child.kill()
+        assert queue.claim(1, 0.5, consumer="test") == []
+        eventually(lambda: queue.depth() == QueueDepth(lost=5), "they are counted as lost")
+        [failure] = queue.failures()
+        assert (failure.state, failure.rank) == (DeliveryState.LOST, 0)
+        assert "5 had arrived at a consumer" in failure.reason
+        eventually(lambda: free(ring), "no slot is pinned")
+
+
+def test_what_had_arrived_through_a_killed_listener_is_done_when_its_trainer_says_so(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with ring_of(prefix) as ring, opened(prefix) as queue:
+        fill(ring, 4)
+        claims = some(queue, 4)
+        assert queue.ack_many(claims, trained=False) == claims
+        [doomed] = listener_pids(ring).values()
+        os.kill(doomed, signal.SIGKILL)
+        eventually(lambda: ring.native.reclaim() or queue.depth().lost == 4, "the listener's count is lost")
+        assert queue.finish(claims) == claims
+        fill(ring, 1)
+        assert queue.ack_many(some(queue, 1))
+        eventually(lambda: queue.depth() == QueueDepth(done=5), "the next listener has heard of it")
 
 
 def test_a_trainer_that_is_killed_with_a_demand_that_waits_leaves_nothing(

@@ -72,7 +72,7 @@ def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int 
         control(kind=Kind.CONTROL),
         control(kind=0),
         control(kind=Kind.READ - 1),
-        control(kind=Kind.OUTCOME + 1),
+        control(kind=max(Kind) + 1),
         control(kind=255),
     ],
     ids=lambda message: f"{message[:4].hex()} {len(message)}",
@@ -90,12 +90,17 @@ async def test_garbage_closes_that_connection_only(ring: SharedRingBuffer, messa
         assert [answer.code for answer in await other.ask(read(mine), read(others))] == [0, 0]
 
 
-@pytest.mark.parametrize("version", [1, 2])
+OF_VERSION_3 = [Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME]
+OF_VERSION_4 = [Kind.END, Kind.USED]
+
+
 @pytest.mark.parametrize(
-    "kind", [Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME], ids=str
+    ("kind", "version"),
+    [*((kind, version) for kind in OF_VERSION_3 for version in (1, 2)), *((kind, 3) for kind in OF_VERSION_4)],
+    ids=str,
 )
 @asynchronous
-async def test_records_of_version_3_are_garbage_to_the_versions_before(
+async def test_records_of_a_version_are_garbage_to_the_versions_before(
     ring: SharedRingBuffer, kind: Kind, version: int
 ) -> None:
     ring.write_raw(SMALL)

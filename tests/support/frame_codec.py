@@ -5,9 +5,10 @@ from __future__ import annotations
 import struct
 
 from transport.errors import ProtocolError
-from transport.wire.frames import MAX_RECORDS, TAKING_VERSION, VERSION, Answer, Kind, Record
+from transport.wire.frames import ENDING_VERSION, MAX_RECORDS, TAKING_VERSION, VERSION, Answer, Kind, Record
 
 _RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
+_ENDING_KINDS = frozenset({Kind.END, Kind.USED})
 _TAKING_KINDS = frozenset({Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME})
 
 HEADER = struct.Struct("<BBHIII")  # version, kind, count, message number, joined bytes, reserved
@@ -61,7 +62,9 @@ def decode_control(message: bytes | bytearray | memoryview, due: int = VERSION) 
         kind, rank, attempts, slot, generation, joined_most, key, length = RECORD.unpack_from(
             message, HEADER_BYTES + index * RECORD_BYTES
         )
-        if kind not in _RECORD_KINDS and not (due >= TAKING_VERSION and kind in _TAKING_KINDS):
+        taking = due >= TAKING_VERSION and kind in _TAKING_KINDS
+        ending = due >= ENDING_VERSION and kind in _ENDING_KINDS
+        if kind not in _RECORD_KINDS and not taking and not ending:
             raise ProtocolError(f"record of unknown kind {kind:#x}")
         records.append(Record(Kind(kind), slot, generation, rank, key, length, attempts, joined_most))
     return number, records

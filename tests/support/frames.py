@@ -42,6 +42,15 @@ RECORDS: dict[str, tuple[Record, str]] = {
     ),
     "untake": (Record(Kind.UNTAKE, slot=9), "28 00 0000 09000000" + "00" * 24),
     "renew": (Record(Kind.RENEW), "29" + "00" * 31),
+    "outcome": (
+        Record(Kind.OUTCOME, slot=17, generation=42, rank=3, attempts=2, key=BIG),
+        "2a 03 0200 11000000 2a000000 00000000 1032547698badcfe 0000000000000000",
+    ),
+    "end": (
+        Record(Kind.END, slot=17, generation=42, rank=3, attempts=2, joined_most=1, key=5 << 32 | 7),
+        "2b 03 0200 11000000 2a000000 01000000 0700000005000000 0000000000000000",
+    ),
+    "used": (Record(Kind.USED, rank=3, length=32), "2c 03" + "00" * 22 + "2000000000000000"),
 }
 
 u32 = st.integers(0, 2**32 - 1)

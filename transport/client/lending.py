@@ -25,7 +25,7 @@ from transport.errors import (
     WireNotAllowedError,
     WrongRingError,
 )
-from transport.ring.attachment import shares_memory
+from transport.ring.attachment import found_here, shares_memory
 from transport.settings import Settings
 from transport.wire.frames import Kind, Record
 from transport.wire.joining import address_of, of_this_host
@@ -173,7 +173,12 @@ class Lending:
             if route is not None and (route.segment is None or shares_memory(route.segment)):
                 return self._get_worker()
         if self._worker_apart is None:
-            self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
+            try:
+                self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))
+            except WireNotAllowedError:
+                if route is not None and route.segment is not None:
+                    found_here(route.segment)  # a ring that has gone says nothing about the wires
+                raise
             self._worker_apart.engine.drop_unexpected()
         return self._worker_apart
 

@@ -38,7 +38,7 @@ from transport.settings import Settings
 from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, Verdicts, apart, parsed
 from transport.taking.outcomes import Outcomes, Served
 from transport.wire import frames
-from transport.wire.frames import Kind, Record
+from transport.wire.frames import Ended, Kind, Record
 from transport.wire.library import engine
 
 if TYPE_CHECKING:
@@ -278,8 +278,11 @@ class TakeLink:
             self._settle(Kind.GIVE_BACK, rows, math.ceil(min(max(delay_s, 0.0), _LONGEST_DELAY_S) * 1000))
 
     # --- the end of claims --------------------------------------------------------------------------
-    async def finish(self, rows: Rows) -> Verdicts:
-        """Consume claims; which were accepted. Where it is cancelled, asking again has the same answer."""
+    async def finish(self, rows: Rows, *, arrived: bool = False) -> Verdicts:
+        """Consume claims; which were accepted. Where it is cancelled, asking again has the same answer.
+
+        ``arrived``: the ring counts them as arrived until `used` says more, and as lost if the connection ends before.
+        """
         rows = np.ascontiguousarray(rows, TAKEN)
         fresh: Sequence[int] = range(len(rows))
         asked: list[_Asked] = []
@@ -288,7 +291,7 @@ class TakeLink:
             fresh = [at for at, each in enumerate(said) if each is None]
             asked = [_Asked((at,), (each[1],), each[0]) for at, each in enumerate(said) if each is not None]
         try:
-            await self._finish(rows, fresh, asked)
+            await self._finish(rows, fresh, asked, arrived)
             return await self._verdicts(rows, asked)
         except BaseException:
             for positions, indexes, future in asked:
@@ -296,7 +299,7 @@ class TakeLink:
                     self._left[rows[at].tobytes()] = future, index
             raise
 
-    async def _finish(self, rows: Rows, fresh: Sequence[int], asked: list[_Asked]) -> None:
+    async def _finish(self, rows: Rows, fresh: Sequence[int], asked: list[_Asked], arrived: bool) -> None:
         """Send what has not been sent, as there is room for it; nothing once the connection is gone."""
         for begin in range(0, len(fresh), frames.MAX_RECORDS):
             chunk = fresh[begin : begin + frames.MAX_RECORDS]
@@ -305,7 +308,7 @@ class TakeLink:
                 await self._answered.wait()
             if self.lost:
                 return
-            [future] = self._settle(Kind.FINISH, rows[_selected(chunk)], 0)
+            [future] = self._settle(Kind.FINISH, rows[_selected(chunk)], 0, arrived)
             self._unanswered += len(chunk)
             future.add_done_callback(partial(self._now_answered, len(chunk)))
             asked.append(_Asked(chunk, range(len(chunk)), future))
@@ -339,6 +342,40 @@ class TakeLink:
         self.abort()
         return None
 
+    @property
+    def tells_why(self) -> bool:
+        """Whether the listener knows ends that are not consumption."""
+        return self.link.native.version >= frames.ENDING_VERSION
+
+    async def end(self, rows: Rows, how: Ended, reason: str, consumer: str) -> Verdicts:
+        """End deliveries that are not to be used: the ring keeps reason and consumer. Which were still held.
+
+        An older listener counts them as consumed.
+        """
+        if not self.tells_why:
+            return await self.finish(rows)
+        reason, consumer = (text.encode("utf-8", "replace").decode() for text in (reason, consumer))
+        futures = []
+        for row in [] if self.lost else np.ascontiguousarray(rows, TAKEN):
+            futures.append(self.link.worker.loop.create_future())
+            self.link.native.end(futures[-1], np.atleast_1d(row).view(np.uint8), how, reason, consumer)
+        self.link.worker.kick()
+        codes = [code for future in futures for code in await self._codes(future) or [1]]
+        return np.equal(np.asarray(codes + [1] * (len(rows) - len(codes)), np.int64), 0)
+
+    async def used(self, rank: int, count: int) -> bool:
+        """Say that so many payloads that had arrived were used; False: it could not be said."""
+        if self.lost:
+            return False
+        if not self.tells_why:
+            return True  # it has counted them as consumed
+        try:
+            _, future = self.link.ask(Record(Kind.USED, rank=rank, length=count), [])
+            return self.link.answer(await self._outcome(future, self._settings.read_timeout(0), "a count")).code == 0
+        except TransportError:
+            self.abort()
+            return False
+
     async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts:
         """Give claims up; which were still held."""
         if not 0 <= delay_s < 1e9:
@@ -365,13 +402,14 @@ class TakeLink:
         if not self.lost:
             self.link.tell([Record(Kind.RENEW)])
 
-    def _settle(self, kind: Kind, rows: Rows, delay_ms: int) -> list[asyncio.Future[Any]]:
+    def _settle(self, kind: Kind, rows: Rows, delay_ms: int, arrived: bool = False) -> list[asyncio.Future[Any]]:
         native, worker = self.link.native, self.link.worker
         rows = np.ascontiguousarray(rows, TAKEN)
         futures = []
         for begin in range(0, len(rows), frames.MAX_RECORDS):
             future = worker.loop.create_future()
-            native.settle(future, kind, rows[begin : begin + frames.MAX_RECORDS].view(np.uint8), delay_ms)
+            chunk = rows[begin : begin + frames.MAX_RECORDS].view(np.uint8)
+            native.settle(future, kind, chunk, delay_ms, arrived=arrived)
             futures.append(future)
         worker.kick()
         return futures

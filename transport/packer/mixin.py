@@ -48,13 +48,11 @@ from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions, check_options
 from transport.packer.prefetch import FetchedBatch, FetchedItem
-from transport.packer.session import PackerSession, TicketLike, check_shared, fetchable, make_client, resolved
+from transport.packer.session import PackerSession, TicketLike, check_shared, fetchable, open_session, resolved
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
-from transport.queue.found import FoundRings
 from transport.runtime.arguments import expect, several, whole
-from transport.runtime.loop_thread import LoopThread
-from transport.runtime.progress import Progress, bar, silent
+from transport.runtime.progress import Progress
 from transport.schema import Schema
 from transport.settings import _MAX_FETCH_ROUNDS, Settings
 from transport.ticket import Ticket
@@ -129,31 +127,23 @@ class UCXXDataPackerMixin(WithBlock):
             client = msgspec.structs.replace(client, secret=operator.secret())
         settings = operator.settings if settings is None else settings
         name = consumer or f"{socket.gethostname()}:{os.getpid()}"
-        thread = LoopThread("transport data packer")
+        self._ucxx = open_session(
+            queue,
+            schemas,
+            wire,
+            client,
+            settings,
+            claims=lambda queue: ClaimBook(queue, rank, name, ack, settings, max_policy_age),
+            record=consumed if consumed is not None else ConsumedRecord(settings),
+            rank=rank,
+            progress=progress,
+        )
         try:
-            reader = thread.run(make_client(schemas, wire, settings, client))
-        except BaseException:
-            thread.close()
-            raise
-        own = queue is None
-        queue = FoundRings() if queue is None else queue
-        queue.connect(thread, reader, schemas)
-        claims = ClaimBook(queue, rank, name, ack, settings, max_policy_age)
-        record = consumed if consumed is not None else ConsumedRecord(settings)
-        shown = contextlib.ExitStack()
-        show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
-        self._ucxx = PackerSession(reader, thread, settings, rank, claims, record, show, shown, queue, own)
-        self._ucxx.warm_up(client.directory, None if own else queue)
-        try:
-            exporter = configured_exporter(operator)
+            self._ucxx.warm_up(client.directory)
+            self._ucxx.show(configured_exporter(operator), name)
         except BaseException:
             self.cleanup_ucxx_packer()
             raise
-        if exporter is not None:
-            shown.callback(exporter.close)
-            exporter.add_packer(name, self._ucxx.statistics)
-            exporter.add_queue(type(queue).__name__, queue.depth)
-            self._ucxx.metrics_port = exporter.port
 
     def cleanup_ucxx_packer(self) -> None:
         """Stop fetching, give claims back to the queue, close client and loop. Any state; idempotent."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from transport.client.acknowledgements import Identity
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.payload import ClientStatistics, ReceivedPayload
+from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
@@ -19,9 +21,10 @@ from transport.packer.options import ClientOptions
 from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.packer.warming import warm_up
 from transport.queue.base import Claim, TicketQueue
+from transport.queue.found import FoundRings
 from transport.runtime.arguments import expect, several
 from transport.runtime.loop_thread import Job, LoopThread
-from transport.runtime.progress import Progress
+from transport.runtime.progress import Progress, bar, silent
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.store.directory import Directory
@@ -67,8 +70,19 @@ class PackerSession:
         self.consumed = 0
         self.metrics_port: int | None = None
 
-    def warm_up(self, directory: Directory | None, queue: TicketQueue | None) -> None:
-        """Connect in the background to the rings that directory and queue know of."""
+    def show(self, exporter: Exporter | None, name: str) -> None:
+        """Have these metrics, and those of its queue, in an exporter that ends with the session."""
+        if exporter is None:
+            return
+        self._shown.callback(exporter.close)
+        exporter.add_packer(name, self.statistics)
+        if self.queue is not None:
+            exporter.add_queue(type(self.queue).__name__, self.queue.depth)
+        self.metrics_port = exporter.port
+
+    def warm_up(self, directory: Directory | None) -> None:
+        """Connect in the background to the rings that directory and queue know of, and that are read by ticket."""
+        queue = None if isinstance(self.queue, FoundRings) else self.queue
         self.warming = self.thread.submit(warm_up(self.client, directory, queue))
 
     def item(self, each: TicketLike) -> FetchedItem:
@@ -138,18 +152,53 @@ class PackerSession:
 
     def _close_client(self) -> None:
         if not self.thread.closed:
-            try:
-                self.thread.run(self.client.close())
-            finally:
-                self.thread.run(self._end_client())
-
-    async def _end_client(self) -> None:
-        self.client.end()
+            _end(self.thread, self.client)
 
     def statistics(self) -> PackerStatistics:
         """Counters at this moment."""
         client = self.thread.run(_statistics(self.client))
         return PackerStatistics(batches=self.batches, consumed=self.consumed, **self.claims.counts, client=client)
+
+
+def open_session(
+    queue: TicketQueue | None,
+    schemas: Sequence[Schema],
+    wire: WirePolicy,
+    options: ClientOptions,
+    settings: Settings,
+    *,
+    claims: Callable[[TicketQueue], ClaimBook],
+    record: ConsumedRecord,
+    rank: int,
+    progress: Progress | Literal["bar"] | None,
+) -> PackerSession:
+    """Loop, client, and the queue (None: of the rings of this host): all of them, or none where one cannot be had."""
+    with contextlib.ExitStack() as undo:
+        thread = LoopThread("transport data packer")
+        undo.callback(thread.close)
+        client = thread.run(make_client(schemas, wire, settings, options))
+        undo.callback(_end, thread, client)
+        own = queue is None
+        if queue is None:
+            queue = undo.enter_context(FoundRings())
+        undo.callback(queue.disconnect, client)
+        queue.connect(thread, client, schemas)
+        shown = undo.enter_context(contextlib.ExitStack())
+        show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
+        session = PackerSession(client, thread, settings, rank, claims(queue), record, show, shown, queue, own)
+        undo.pop_all()
+    return session
+
+
+def _end(thread: LoopThread, client: UCXXClient) -> None:
+    try:
+        thread.run(client.close())
+    finally:
+        thread.run(_end_client(client))
+
+
+async def _end_client(client: UCXXClient) -> None:
+    client.end()
 
 
 async def make_client(

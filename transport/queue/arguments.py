@@ -45,8 +45,10 @@ def bounds(max_deliveries: Any, keep_finished: Any) -> tuple[int, int]:
 def published(
     tickets: QueuedTicket | Iterable[QueuedTicket], readers: int, policy_version: int | None
 ) -> tuple[list[QueuedTicket], int, int | None]:
-    """The arguments of a `publish`."""
+    """The arguments of a `publish`. RankError: no ticket has so many readers."""
     readers = number(readers, "readers of publish()")
+    if not 1 <= readers <= MAX_READERS:
+        raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
     policy_version = number_or_none(policy_version, "policy_version of publish()")
     batch = [tickets] if isinstance(tickets, QueuedTicket) else several(tickets, QueuedTicket, "publish()", _TICKETS)
     for ticket in batch:
@@ -67,10 +69,11 @@ def asked(ids: Iterable[str]) -> list[str]:
 def claimed(
     n: Any, timeout_s: Any, rank: Any, consumer: Any, oldest_version: Any
 ) -> tuple[int, float, int, int | None]:
-    """The arguments of a `claim`, without the consumer."""
+    """The arguments of a `claim`, without the consumer. UsageError, RankError: nothing can be claimed so."""
     n = number(n, "n of claim()")
     seconds(timeout_s, "timeout_s of claim()")
     rank = number(rank, "rank of claim()")
+    claimable(n, rank)
     expect(consumer, str, "consumer of claim()", "a name for reports")
     return n, float(timeout_s), rank, number_or_none(oldest_version, "oldest_version of claim()")
 

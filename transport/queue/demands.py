@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from transport.client.taking import TakeLink, Taking
+    from transport.wire.frames import Ended
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Demands:
         arrived: is given what came.
         most_attempts: what was claimed so often in vain is dead; 0: no limit.
         look_s: interval of `find`.
+        opened: awaited with each new connection, beside everything else.
 
     Attributes:
         oldest_version: what is older is discarded at the listener; may be set.
@@ -82,6 +84,7 @@ class Demands:
         most_bytes: int,
         most_attempts: int,
         look_s: float,
+        opened: Callable[[TakeLink], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._taking = taking
         self._find = find
@@ -90,6 +93,7 @@ class Demands:
         self._most_bytes = most_bytes
         self._most_attempts = most_attempts
         self._look_s = look_s
+        self._told = opened
         self.oldest_version: int | None = None
         self.faults: dict[str, TransportError] = {}
         self._takers = Takers(0)
@@ -119,6 +123,11 @@ class Demands:
         return self._places
 
     @property
+    def links(self) -> list[TakeLink]:
+        """The connections."""
+        return list(self._links.values())
+
+    @property
     def connected(self) -> bool:
         """Whether any place can be asked."""
         return bool(self._links)
@@ -142,10 +151,17 @@ class Demands:
             self._turn()
 
     # --- the ends of claims ---------------------------------------------------------------------------
-    async def finish(self, brought: Brought, rows: Rows) -> np.ndarray[Any, Any]:
-        """Consume some of what was brought; which were accepted."""
+    async def finish(self, brought: Brought, rows: Rows, *, arrived: bool = False) -> np.ndarray[Any, Any]:
+        """Consume some of what was brought; which were accepted. ``arrived``: they are not used yet."""
         try:
-            return await brought.link.finish(rows)
+            return await brought.link.finish(rows, arrived=arrived)
+        finally:
+            self._ended(brought, len(rows))
+
+    async def end(self, brought: Brought, rows: Rows, how: Ended, reason: str, consumer: str) -> np.ndarray[Any, Any]:
+        """End some of what was brought without using it; which were still held."""
+        try:
+            return await brought.link.end(rows, how, reason, consumer)
         finally:
             self._ended(brought, len(rows))
 
@@ -240,6 +256,8 @@ class Demands:
             link.served = partial(self._served, name)
             self._links[name] = link
             self._takers.opened(name)
+            if self._told is not None:
+                self._task(self._told(link))
         self._turn()
 
     def _served(self, name: str) -> Served:

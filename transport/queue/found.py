@@ -33,9 +33,9 @@ from transport.queue.base import (
 from transport.queue.demands import Brought
 from transport.queue.found_elsewhere import FoundElsewhere
 from transport.queue.found_here import FoundHere
+from transport.queue.looks import depth_of, failures_of, known_of, unfinished_of
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
 from transport.queue.places import OnThisHost, Places
-from transport.queue.rings import depth_of, failures_of
 from transport.ring.buffer import SharedRingBuffer
 from transport.taking.batch import Verdicts
 from transport.taking.batches import TakenPayloads
@@ -120,7 +120,6 @@ class FoundRings(TicketQueue):
     ) -> list[Claim]:
         """See `TicketQueue.claim`. Of each ring the oldest come first."""
         n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
-        arguments.claimable(n, rank)
         give_up = time.monotonic() + timeout_s
         while True:
             here, elsewhere = self._follow(rank, n, oldest_version)
@@ -215,11 +214,11 @@ class FoundRings(TicketQueue):
         """See `TicketQueue.retry`."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         if self._apart([claim], "retry")[1]:
-            return self._elsewhere.retry(claim, delay_s)
+            return self._elsewhere.retry(claim, delay_s, reason)
         return self._here.queue.retry(claim, delay_s, reason)
 
     def discard(self, claim: Claim, reason: str) -> bool:
-        """See `TicketQueue.discard`. A ring elsewhere counts it as done, and only this process knows the reason."""
+        """See `TicketQueue.discard`. A ring elsewhere is told the reason, too."""
         arguments.given_back(claim, 0.0, reason, "discard")
         if self._apart([claim], "discard")[1]:
             return self._elsewhere.discard(claim, reason)
@@ -240,15 +239,23 @@ class FoundRings(TicketQueue):
         return depth_of(seen, rank, self._elsewhere.depth(rank, {ring.ring_id for ring in seen}))
 
     def failures(self, limit: int = 100) -> list[Failure]:
-        """See `TicketQueue.failures`: what this process discarded elsewhere, then what the rings here remember."""
+        """See `TicketQueue.failures`: what rings on this host remember, and what this process discarded elsewhere."""
         self._check_open()
         limit = arguments.number(limit, "limit of failures()")
-        return [*reversed(self._elsewhere.failures), *failures_of(self._here.seen(), limit)][:limit]
+        found = failures_of(self._here.seen(), limit)
+        known = {(failure.ticket_id, failure.rank) for failure in found}
+        own = [each for each in reversed(self._elsewhere.failures) if (each.ticket_id, each.rank) not in known]
+        return [*own, *found][:limit]
 
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
-        """See `RingQueue.known`, of the rings that this process is attached to."""
+        """See `RingQueue.known`, of the rings on this host."""
         self._check_open()
-        return self._here.queue.known(arguments.asked(ticket_ids))
+        return known_of(self._here.seen(), arguments.asked(ticket_ids), self._elsewhere.arrivals.deliveries())
+
+    def unfinished(self, n: int) -> list[bytes]:
+        """See `TicketQueue.unfinished`, of the rings on this host."""
+        self._check_open()
+        return unfinished_of(self._here.seen(), n)
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:

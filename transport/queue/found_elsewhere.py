@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from transport import _ring
 from transport.client.client import UCXXClient
-from transport.client.taking import MOST_BYTES
+from transport.client.taking import MOST_BYTES, TakeLink
 from transport.config import configuration
 from transport.errors import (
     AuthenticationError,
@@ -22,12 +22,14 @@ from transport.errors import (
     VersionMismatchError,
     WireNotAllowedError,
 )
+from transport.queue.arrivals import Arrivals
 from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
 from transport.queue.demands import Brought, Demands, Place
 from transport.queue.rings import consumer_of, token_of
 from transport.runtime.loop_thread import LoopThread
-from transport.taking.batch import Verdicts
+from transport.taking.batch import Rows, Verdicts
 from transport.taking.batches import TakenPayloads
+from transport.wire.frames import Ended
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
@@ -35,6 +37,9 @@ _LOOK_S: Final = 0.25
 _MOST_FAILURES: Final = 256
 # With these a place stays unreachable until this process is configured otherwise.
 _OWN_FAULTS: Final = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
+
+
+_Ask = Callable[[Brought, Rows], Awaitable[Verdicts]]
 
 
 class _Held(NamedTuple):
@@ -72,7 +77,7 @@ class FoundElsewhere:
         self._changed = threading.Condition()  # guards what follows, and what came
         self._held: dict[str, _Held] = {}
         self._said: dict[tuple[int, int], bool] = {}  # of a batch's payload, until the caller has been told
-        self._arrived: dict[str, Claim] = {}  # acknowledged and not trained on
+        self.arrivals = Arrivals(self._links_to)
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
         self._closed = False
@@ -137,6 +142,7 @@ class FoundElsewhere:
                 most_bytes=MOST_BYTES,
                 most_attempts=self._most_attempts,
                 look_s=_LOOK_S,
+                opened=self.arrivals.tell_late,
             )
         )
         return made
@@ -203,7 +209,7 @@ class FoundElsewhere:
                     old = None not in (version, oldest_version) and version < oldest_version  # type: ignore[operator]
                     (aged if old else claims).append(claim)
         for claim in aged:  # asked for when an older policy would do
-            self._fail(claim, too_old(claim.policy_version or 0, oldest_version or 0), "aged")
+            self._fail(claim, too_old(claim.policy_version or 0, oldest_version or 0), Ended.AGED)
         return claims
 
     def _use(self, brought: Brought, count: int) -> None:
@@ -228,7 +234,7 @@ class FoundElsewhere:
 
     def holds(self, claim: Claim) -> bool:
         """Whether the claim was made here, and has not ended by this process's own doing."""
-        return claim.token in self._held or claim.token in self._arrived
+        return claim.token in self._held or claim.token in self.arrivals
 
     def came(self, claim: Claim) -> Came | None:
         """The payload of a claim."""
@@ -238,51 +244,70 @@ class FoundElsewhere:
     # --- the ends of claims ---------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool) -> list[Claim]:
         """Consume; those that were accepted."""
-        accepted = self._end(claims, None)
+        links = {
+            claim.token: held.brought.link
+            for claim in claims
+            if not trained and (held := self._held.get(claim.token)) is not None
+        }
+        accepted = self._end(claims, lambda brought, rows: brought.demands.finish(brought, rows, arrived=not trained))
         with self._changed:
             for claim in accepted:
                 if not trained:
-                    self._arrived[claim.token] = claim
+                    self.arrivals.add(claim, links[claim.token])
                 self._count(_ring_of(claim), claim.rank, **{"done" if trained else "arrived": 1})
         return accepted
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Of what arrived; those that were not finished before."""
+        """Of what arrived; those that were not finished before. If their connection is lost, the next one says so."""
+        found = self.arrivals.of(claims)
+        thread = self._thread
+        if found and thread is not None and not thread.closed:
+            thread.run(self.arrivals.tell(found))
+        ours = [claim for claim in claims if found.pop(claim.token, None) is not None]
         with self._changed:
-            ours = [claim for claim in claims if self._arrived.pop(claim.token, None) is not None]
             for claim in ours:
+                self.arrivals.end(claim)
                 self._count(_ring_of(claim), claim.rank, arrived=-1, done=1)
         return ours
 
-    def retry(self, claim: Claim, delay_s: float) -> bool:
-        """Give back; the listener ends what was claimed too often."""
-        given_back = bool(self._end([claim], delay_s))
+    def _links_to(self, ring: str) -> list[TakeLink]:
+        return [link for of in self._ranks.values() for link in of.demands.links if link.ring == ring]
+
+    def retry(self, claim: Claim, delay_s: float, reason: str) -> bool:
+        """Give back; what was claimed for the last time is dead."""
+        if claim.attempts >= self._most_attempts:
+            given_back = self._fail(claim, reason, Ended.DEAD)
+        else:
+            given_back = bool(
+                self._end([claim], lambda brought, rows: brought.demands.give_back(brought, rows, delay_s))
+            )
         with self._changed:
             self._count(_ring_of(claim), claim.rank, retried=given_back)
         return given_back
 
     def discard(self, claim: Claim, reason: str) -> bool:
-        """The delivery ends. Its ring counts it as done; here it is a failure."""
-        return self._fail(claim, reason, "discarded")
+        """The delivery ends, and its ring is told why."""
+        return self._fail(claim, reason, Ended.DISCARDED)
 
-    def _fail(self, claim: Claim, reason: str, how: str) -> bool:
-        ended = bool(self._end([claim], None))
+    def _fail(self, claim: Claim, reason: str, how: Ended) -> bool:
+        consumer = consumer_of(claim)
+        ended = bool(
+            self._end([claim], lambda brought, rows: brought.demands.end(brought, rows, how, reason, consumer))
+        )
         if ended:
-            failure = Failure(
-                claim.ticket_id, claim.rank, DeliveryState.DISCARDED, claim.attempts, consumer_of(claim), reason
-            )
+            state = DeliveryState.DEAD if how is Ended.DEAD else DeliveryState.DISCARDED
             with self._changed:
-                self.failures.append(failure)
-                self._count(_ring_of(claim), claim.rank, discarded=1, aged=how == "aged")
+                self.failures.append(Failure(claim.ticket_id, claim.rank, state, claim.attempts, consumer, reason))
+                self._count(_ring_of(claim), claim.rank, aged=how is Ended.AGED, **{state.value: 1})
         return ended
 
     def renew(self, claim: Claim) -> bool:
         """Whether it is held; the connection says that this process is alive, from the client's loop."""
         held = self._held.get(claim.token)
-        return claim.token in self._arrived if held is None else not held.brought.link.lost
+        return claim.token in self.arrivals if held is None else not held.brought.link.lost
 
-    def _end(self, claims: Sequence[Claim], delay_s: float | None) -> list[Claim]:
-        """Consume (None), or give back after the delay: the claims for which it was accepted."""
+    def _end(self, claims: Sequence[Claim], ask: _Ask) -> list[Claim]:
+        """End claims the way that ``ask`` does: those for which it was accepted."""
         taken: dict[str, _Held] = {}
         groups: dict[int, tuple[Brought, list[int]]] = {}
         try:
@@ -296,7 +321,7 @@ class FoundElsewhere:
                     if _key(held) not in self._said:
                         groups.setdefault(id(held.brought), (held.brought, []))[1].append(held.at)
             if groups:
-                self._settle(list(groups.values()), delay_s)
+                self._settle(list(groups.values()), ask)
         except BaseException:  # an interrupt: the call that is repeated gets the answers of this one
             with self._changed:
                 self._held.update(taken)
@@ -310,11 +335,11 @@ class FoundElsewhere:
                         accepted.append(claim)
         return accepted
 
-    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None) -> None:
+    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], ask: _Ask) -> None:
         """Ask, and keep the answers in `_said`: written on the loop, so that no interrupt comes in between."""
         thread = self._thread
         if thread is not None and not thread.closed:  # otherwise every connection is closed as well
-            thread.run(_settled(groups, delay_s, self._said))
+            thread.run(_settled(groups, ask, self._said))
 
     def _count(self, ring: str, rank: int, **amounts: int) -> None:
         counts = self.counts.setdefault(ring, Counter())
@@ -340,15 +365,10 @@ class FoundElsewhere:
         self.disconnect(None)
 
 
-async def _settled(
-    groups: Sequence[tuple[Brought, list[int]]], delay_s: float | None, said: dict[tuple[int, int], bool]
-) -> None:
+async def _settled(groups: Sequence[tuple[Brought, list[int]]], ask: _Ask, said: dict[tuple[int, int], bool]) -> None:
     for brought, at in groups:
         rows = brought.batch.rows if len(at) == len(brought.batch.rows) else brought.batch.rows[np.asarray(at, np.intp)]
-        demands = brought.demands
-        verdicts = await (
-            demands.finish(brought, rows) if delay_s is None else demands.give_back(brought, rows, delay_s)
-        )
+        verdicts = await ask(brought, rows)
         said.update(((id(brought), position), good) for position, good in zip(at, verdicts.tolist(), strict=True))
 
 

@@ -26,8 +26,6 @@ from transport.errors import (
     QueueFullError,
     QueueUnavailableError,
     QueueUnsuitableError,
-    RankError,
-    UsageError,
 )
 from transport.queue import arguments
 from transport.queue.base import (
@@ -63,7 +61,6 @@ from transport.storage.redis_connection import RedisConnection, Script
 from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 
-MAX_READERS = 16
 RECHECK_S = 1.0  # a wake-up may be lost with a connection, and the end of a lease causes no wake-up
 _IDS_PER_QUERY = 1000
 
@@ -149,8 +146,6 @@ class RedisQueue(TicketQueue):
     ) -> int:
         """Store tickets for ranks 0..readers-1, all or none. Known ids are skipped; returns how many were new."""
         batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
-        if not 1 <= readers <= MAX_READERS:
-            raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
         words: list[str | bytes] = [word for ticket in batch for word in (ticket.id, ticket.data)]
         version = "" if policy_version is None else str(policy_version)
         bound = "" if self._max_tickets is None else str(self._max_tickets)
@@ -179,10 +174,6 @@ class RedisQueue(TicketQueue):
     ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
         n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
-        if n < 1:
-            raise UsageError(f"n={n}: give at least 1")
-        if not 0 <= rank < MAX_READERS:
-            raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
 
         def recheck_s() -> float:
             due_ms = int(self._run(NEXT_DUE, rank)[0])

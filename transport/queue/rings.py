@@ -17,15 +17,14 @@ A client reads these tickets with ``ack="manual"``: here the queue's ack is the 
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NoReturn
 
 from transport import _ring as _native
-from transport.errors import ClosedError, QueueUnsuitableError, RankError, RingError, RingNotFoundError, UsageError
+from transport.errors import ClosedError, QueueUnsuitableError, RingError, RingNotFoundError, UsageError
+from transport.queue import arguments
 from transport.queue.base import (
     MAX_DELIVERIES,
     Claim,
@@ -36,18 +35,12 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
-from transport.ring.buffer import MAX_READERS, SharedRingBuffer
+from transport.queue.looks import Place, depth_of, failures_of, known_of, place_of, unfinished_of
+from transport.ring.buffer import SharedRingBuffer
 from transport.ring.claimed import ClaimedPayload
 from transport.settings import DEFAULTS
 
 _SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
-_ENDINGS: Final = {
-    "discarded": DeliveryState.DISCARDED,
-    "aged": DeliveryState.DISCARDED,
-    "dead": DeliveryState.DEAD,
-    "lost": DeliveryState.LOST,
-}
-_COUNTED: Final = ("ready", "claimed", "arrived", "done", "discarded", "dead", "lost", "retried", "expired", "aged")
 
 
 class RingQueue(TicketQueue):
@@ -110,10 +103,9 @@ class RingQueue(TicketQueue):
         RingNotFoundError for the ticket of a ring that is not one of this queue's.
         """
         self._check_open()
-        if not 1 <= readers <= MAX_READERS:
-            raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
+        batch, _, _ = arguments.published(tickets, readers, policy_version)
         found = 0
-        for ticket in [tickets] if isinstance(tickets, QueuedTicket) else tickets:
+        for ticket in batch:
             place = self.place(ticket.id)
             if place is None:
                 raise RingNotFoundError(
@@ -128,10 +120,7 @@ class RingQueue(TicketQueue):
         self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """See `TicketQueue.claim`. Of several rings each is the first in turn; in each the oldest come first."""
-        if n < 1:
-            raise UsageError(f"n={n}; at least one delivery is claimed")
-        if not 0 <= rank < MAX_READERS:
-            raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
+        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
         give_up = time.monotonic() + timeout_s
         while True:
             self._check_open()
@@ -253,44 +242,12 @@ class RingQueue(TicketQueue):
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
         """See `TicketQueue.known`. For a payload whose slot was reused, only rank 0's state is returned."""
         self._check_open()
-        endings = {(failure.ticket_id, failure.rank): failure.state for failure in self.failures(1 << 30)}
-        states = {}
-        for ticket_id in ticket_ids:
-            place = self.place(ticket_id)
-            if place is None:
-                continue
-            ring, slot, generation = place
-            info = ring.native.info(slot)
-            if info.generation < generation or (info.generation == generation and info.state == _native.WRITING):
-                continue
-            ranks = info.readers if info.generation == generation else 1
-            states[ticket_id] = tuple(
-                self._state(ring, ticket_id, slot, rank, info, generation, endings) for rank in range(ranks)
-            )
-        return states
-
-    @staticmethod
-    def _state(
-        ring: SharedRingBuffer,
-        ticket_id: str,
-        slot: int,
-        rank: int,
-        info: _native.SlotInfo,
-        generation: int,
-        endings: dict[tuple[str, int], DeliveryState],
-    ) -> DeliveryState:
-        if info.generation == generation and not info.done >> rank & 1:
-            holder, _ = ring.native.claim_word(slot, rank)
-            return DeliveryState.READY if holder < 0 else DeliveryState.CLAIMED
-        if any(each[:2] == (ticket_id, rank) for each in _arrived_of(ring)):
-            return DeliveryState.ARRIVED
-        return endings.get((ticket_id, rank), DeliveryState.DONE)
+        return known_of(self._open_rings(), ticket_ids)
 
     def unfinished(self, n: int) -> list[bytes]:
         """See `TicketQueue.unfinished`. Of several rings one after the other."""
         self._check_open()
-        tickets = (ticket for ring in self._open_rings() for ticket in reversed(ring.tickets()))
-        return [ticket.encode() for ticket in itertools.islice(tickets, n)]
+        return unfinished_of(self._open_rings(), n)
 
     # --- notices -----------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
@@ -322,35 +279,9 @@ class RingQueue(TicketQueue):
         ring = self._rings.get(_ring_of(claim))
         return None if ring is None or ring.native.closed else ring
 
-    def place(self, ticket_id: str) -> tuple[SharedRingBuffer, int, int] | None:
+    def place(self, ticket_id: str) -> Place | None:
         """(ring, slot, generation) of a ticket; None: it is of no ring of this queue."""
-        ring_id, _, rest = ticket_id.partition("/")
-        slot, _, generation = rest.partition("/")
-        ring = self._rings.get(ring_id)
-        if ring is None or ring.native.closed or not (slot.isdecimal() and generation.isdecimal()):
-            return None
-        return (ring, int(slot), int(generation)) if int(slot) < ring.slot_count else None
-
-
-def depth_of(rings: Iterable[SharedRingBuffer], rank: int | None, also: Mapping[str, int] | None = None) -> QueueDepth:
-    """Of a rank or of all, by what the rings say of themselves; ``also`` is added."""
-    sums: Counter[str] = Counter(also)
-    for ring in rings:
-        for each in range(MAX_READERS) if rank is None else [rank]:
-            sums.update(ring.native.depth(each))
-    return QueueDepth(**{name: sums[name] for name in _COUNTED})
-
-
-def failures_of(rings: Iterable[SharedRingBuffer], limit: int) -> list[Failure]:
-    """What the rings remember, the latest published first."""
-    found = []
-    for ring in rings:
-        for slot, generation, rank, attempts, how, reason, consumer, sequence in ring.native.failures():
-            ticket_id = f"{ring.ring_id}/{slot}/{generation}" if slot < ring.slot_count else ring.ring_id
-            failure = Failure(ticket_id, rank, _ENDINGS[how], attempts, consumer, reason)
-            found.append((sequence, failure))
-    found.sort(key=lambda each: each[0], reverse=True)
-    return [failure for _, failure in found[:limit]]
+        return place_of(self._rings, ticket_id)
 
 
 def _claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError, RankError, UsageError
+from transport.errors import QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError
 from transport.queue import arguments
 from transport.queue.base import (
     KEEP_FINISHED,
@@ -36,7 +36,6 @@ from transport.storage.sqlite_file import Synchronous, Words
 
 APPLICATION_ID = 0x5452_5051  # "TRPQ"
 SCHEMA_VERSION = 2
-MAX_READERS = 16
 _WORDS = Words("queue", QueueError, QueueFullError, QueueBusyError, QueueUnsuitableError)
 
 RECHECK_S = 1.0  # a wake-up may be lost with the process that sends it, and the end of a lease causes no wake-up
@@ -182,8 +181,6 @@ class SQLiteQueue(SharedFile, TicketQueue):
     ) -> int:
         """Store tickets for ranks 0..readers-1, all or none. Known ids are skipped; returns how many were new."""
         batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
-        if not 1 <= readers <= MAX_READERS:
-            raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
         new = 0
         with self._database.transaction() as connection:
             ((last,),) = connection.execute(_LAST_SEQ)
@@ -232,10 +229,6 @@ class SQLiteQueue(SharedFile, TicketQueue):
     ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``."""
         n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
-        if n < 1:
-            raise UsageError(f"n={n}: give at least 1")
-        if not 0 <= rank < MAX_READERS:
-            raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
 
         def recheck_s() -> float:
             with self._database.reading() as connection:

@@ -186,6 +186,15 @@ def shares_memory(name: str, *, seen: bool = False) -> bool:
     return bool(name) and (owner.st_uid, owner.st_gid) == (os.geteuid(), os.getegid())
 
 
+def found_here(name: str) -> None:
+    """RingNotFoundError if this process cannot see a segment that was made on this host."""
+    if name and not Path(f"/dev/shm{name}").exists():
+        raise RingNotFoundError(
+            f"the segment {name} is not to be seen: its ring has gone with its payloads, or it is in another "
+            "container, to which shared memory does not reach; if so, allow tcp"
+        )
+
+
 def remove_if_dead(name: str, *, only_empty: bool = False) -> bool:
     """Remove a segment without living owners, unread payloads included. False: it has some, or is already gone.
 

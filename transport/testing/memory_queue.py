@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Self, TypeVar
 
-from transport.errors import ClosedError, RankError, UsageError
+from transport.errors import ClosedError
 from transport.queue import arguments
 from transport.queue.base import (
     KEEP_FINISHED,
@@ -28,7 +28,6 @@ from transport.queue.base import (
     too_old,
 )
 
-MAX_READERS: Final = 16
 _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes nobody
 
 Found = TypeVar("Found")
@@ -112,8 +111,6 @@ class MemoryQueue(TicketQueue):
     ) -> int:
         """See `TicketQueue.publish`."""
         batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
-        if not 1 <= readers <= MAX_READERS:
-            raise RankError(f"readers={readers}; a ticket has 1 to {MAX_READERS} readers")
         new = 0
         with self._contents.changed:
             self._check_open()
@@ -134,10 +131,6 @@ class MemoryQueue(TicketQueue):
     ) -> list[Claim]:
         """See `TicketQueue.claim`."""
         n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
-        if n < 1:
-            raise UsageError(f"n={n}: give at least 1")
-        if not 0 <= rank < MAX_READERS:
-            raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
         return self._waited(lambda: self._try_claim(n, rank, consumer, oldest_version) or None, timeout_s) or []
 
     def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:

@@ -11,9 +11,10 @@ Handshake (over the stream of the endpoint, before tags are agreed), each an 8-b
 Afterwards (tagged messages, little-endian, fixed layouts):
 
     CONTROL  client → listener     16-byte header, then up to 63 records of 32 bytes: READ, ACK, DISCARD, STATE, BYE;
-                                   from version 3 on also TAKE, alone, and FINISH, GIVE_BACK, UNTAKE, RENEW, OUTCOME
-    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE, BYE, FINISH, GIVE_BACK and OUTCOME,
-                                   joined payloads; or the answer to a TAKE
+                                   from version 3 on also TAKE, alone, and FINISH, GIVE_BACK, UNTAKE, RENEW, OUTCOME;
+                                   from version 4 on END, alone with its texts, and USED
+    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE, BYE, FINISH, GIVE_BACK, OUTCOME,
+                                   END and USED, joined payloads; or the answer to a TAKE
     payload  listener → client     raw bytes, one message per payload that is not joined
 
 Payloads of at most ``inline_limit`` bytes are joined: they stand behind the answers, in their order, and UCX scatters
@@ -27,14 +28,20 @@ bytes itself. A payload beyond what the demand has room for is claimed and not j
 consumes a claim, which is accepted or not; GIVE_BACK gives it up, to be claimed again after a delay; RENEW shows that
 the holder is alive; UNTAKE withdraws a demand that waits. Claims end with their connection.
 
+END ends a delivery that is not to be trained on, which is not consumed: the ring's log of failures has its reason and
+its consumer. FINISH on arrival says that the payload has come and is not trained on yet: it counts as arrived, and as
+lost if the connection ends before USED has said, by a number for each rank, that it was used. A USED for more than the
+connection knows of is for what counts as lost: the consumer had lost its connection, not its payloads.
+
 OUTCOME asks any port of the ring what became of a FINISH whose connection broke before its answer. ``key`` names that
 connection by the tag bases of its two sides, the listener's in the upper half. Codes: 0 consumed; 1 not, and a FINISH
 of it that is still on its way is refused from now on; 8 ask again; `UNKNOWN` the ring does not know the connection.
 
 Versions: HELLO offers a range, and the newest version that both sides know is the connection's. All from
 ``OLDEST_VERSION`` to ``VERSION`` are spoken. Their layouts are the same; they differ in what a proof covers (1 and 2,
-authentication.py), in the records that are known (3), and in the version byte of CONTROL and STATUS. The prefix of
-handshake messages has a version of its own, which stays, so that two builds without a common version can still say so.
+authentication.py), in the records that are known (3 and 4), and in the version byte of CONTROL and STATUS. The prefix
+of handshake messages has a version of its own, which stays, so that two builds without a common version can still say
+so.
 
 The receiver chooses the tag base, because UCX matches tags per worker: a base is unique among the receiver's
 own connections. A tag is used once: base (32 bits) · message number (24) · part (8).
@@ -52,9 +59,10 @@ from transport import _ring
 from transport.errors import ProtocolError, VersionMismatchError
 from transport.runtime.decoders import hiding, ready
 
-VERSION = 3
+VERSION = 4
 OLDEST_VERSION = 1
 TAKING_VERSION = 3  # the first that knows TAKE
+ENDING_VERSION = 4  # the first that knows END, USED, and FINISH on arrival
 FRAMING = 1  # of handshake messages, whatever is agreed by them
 
 MAX_HANDSHAKE_BYTES = 4096
@@ -85,6 +93,16 @@ class Kind(enum.IntEnum):
     UNTAKE = 0x28
     RENEW = 0x29
     OUTCOME = 0x2A
+    END = 0x2B
+    USED = 0x2C
+
+
+class Ended(enum.IntEnum):
+    """How an END ends a delivery; as the ring's log of failures has it."""
+
+    DISCARDED = 0
+    DEAD = 1
+    AGED = 2
 
 
 _PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
@@ -217,8 +235,8 @@ class Record(NamedTuple):
     rank: int = 0
     key: int = 0
     length: int = 0
-    attempts: int = 0  # of TAKE the limit, of FINISH, GIVE_BACK and OUTCOME the claim's
-    joined_most: int = 0  # of TAKE
+    attempts: int = 0  # of TAKE the limit, of FINISH, GIVE_BACK, OUTCOME and END the claim's
+    joined_most: int = 0  # of TAKE; of FINISH 1 on arrival; of END how
 
 
 # --- listener to client ------------------------------------------------------------------------
