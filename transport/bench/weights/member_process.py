@@ -24,6 +24,8 @@ from transport.errors import UsageError
 from transport.weights.options import EngineOptions
 from transport.weights.plan.steps import Proof
 from transport.weights.ring_engine import RingEngine
+from transport.weights.sharded.engine import ShardEngine
+from transport.weights.sharded.replica import ShardRank
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.worker import Replica, RolloutWorker
 
@@ -32,6 +34,7 @@ _METHODS = frozenset(
     {
         *("abort", "release_kv_cache", "prepare", "init_process_group", "send_weights", "receive_weights"),
         *("prove", "finalize", "resume_kv_cache", "resume_generation", "told", "statistics"),
+        *("land", "load_landed", "restore"),
     }
 )
 
@@ -40,7 +43,8 @@ class MemberConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The configuration of a member.
 
     made: "module:class" of its `Source` (a trainer) or `RolloutWorker` (a replica), called with ``arguments``.
-    engine: keyword arguments of `RingEngine`, and the fields of its `EngineOptions` beside them.
+    engine: keyword arguments of `RingEngine`, and the fields of its `EngineOptions` beside them. What is made and has a
+        ``layout`` gets a `ShardEngine` of it; ``in_place`` true: for its ``tensors``.
     """
 
     name: str
@@ -59,7 +63,7 @@ class Source(Protocol):
 class Trainer:
     """A trainer's engine and its tensors, as a manager drives them."""
 
-    def __init__(self, engine: RingEngine, source: Source) -> None:
+    def __init__(self, engine: RingEngine | ShardEngine, source: Source) -> None:
         self.engine = engine
         self.name = engine.name
         self.source = source
@@ -80,9 +84,17 @@ def make(config: MemberConfig) -> Trainer | Replica:
     further = set(EngineOptions.__struct_fields__)
     named = {key: value for key, value in config.engine.items() if key not in further}
     options = {key: value for key, value in config.engine.items() if key in further}
-    engine = RingEngine(config.name, **named, options=msgspec.convert(options, EngineOptions))
     module, _, name = config.made.partition(":")
     made = getattr(importlib.import_module(module), name)(**config.arguments)
+    named["options"] = msgspec.convert(options, EngineOptions)
+    if hasattr(made, "progress"):
+        named["progress"] = made.progress
+    if hasattr(made, "layout"):
+        if named.pop("in_place", False):
+            named["in_place"] = made.tensors
+        shards = ShardEngine(config.name, made.layout, **named)
+        return ShardRank(shards, made) if isinstance(made, RolloutWorker) else Trainer(shards, made)
+    engine = RingEngine(config.name, **named)
     if isinstance(made, RolloutWorker):
         return Replica(engine, made)
     if not hasattr(made, "weights"):
