@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +31,7 @@ from transport.errors import (
 from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Proof
+from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream
 from transport.weights.transfer.messages import Begin
 from transport.weights.versions.copies import Copies, Held, attach
@@ -166,6 +170,32 @@ def test_a_third_segment_goes_once_it_is_free() -> None:
     finally:
         copies.close()
     assert segments() == 0
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_version_that_a_dead_reader_never_gave_back_is_free_for_the_one_after_the_next(mapped: bool) -> None:
+    layout = VersionLayout.of(specs_of(version_of(1)))
+    copies = Copies()
+    dead = (
+        "import sys; from transport.ticket import Ticket; from transport import SharedRingBuffer; "
+        "ticket = Ticket.decode(bytes.fromhex(sys.argv[1])); "
+        "lease = SharedRingBuffer.attach(ticket.segment, role='reader').read_raw(ticket, 1); import os; os._exit(9)"
+    )
+    try:
+        for _ in range(5):
+            lease = copies.take(layout.total, readers=2)
+            lease.memory[:] = bytes(layout.total)
+            checksum = lease.checksum = _ring.checksum(lease.memory)
+            ticket = lease.publish()
+            held = copies.hold(ticket, layout, Proof(1, checksum))
+            if mapped:
+                status = subprocess.run([sys.executable, "-c", dead, ticket.encode().hex()], check=False).returncode
+                assert status == 9
+            held.release()
+            copies.trim()
+        assert len(copies._rings) <= 2, "a version more for every reader that died"
+    finally:
+        copies.close()
 
 
 def test_of_readers_that_let_go_of_a_dead_landings_version_the_last_one_removes_it() -> None:
@@ -341,3 +371,30 @@ async def test_cancelled_at_any_await_every_replica_serves_one_whole_version() -
                 break
         for replica in replicas:
             replica.worker.weights.clear()  # type: ignore[attr-defined]
+
+
+@asynchronous
+async def test_a_bucket_whose_publishing_was_cancelled_does_not_keep_its_slot() -> None:
+    sender = BucketSender(BUCKET, 1, address="127.0.0.1")
+    feed = Feed(sender.lost)
+    await sender.begin(feed, ["child"])
+    try:
+        lease = await sender.reserve(64)
+        publish, begun, go_on = lease.publish, threading.Event(), threading.Event()
+
+        def slow() -> Any:
+            begun.set()
+            go_on.wait()
+            return publish()
+
+        lease.publish = slow  # type: ignore[method-assign]
+        task = asyncio.ensure_future(sender.publish(lease, 0))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        sender.abandon()
+        (await sender.reserve(64)).abort()
+    finally:
+        await asyncio.to_thread(sender.close)

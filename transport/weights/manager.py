@@ -232,6 +232,7 @@ class WeightUpdate:
             if event in (Event.PROVEN_NEW, Event.PROVEN_OLD):
                 self._proven[name] = run.proofs[name]
                 if resuming is not None:
-                    event, version = Event.UNPROVEN, None
+                    lost = getattr(self._replicas[name], "lost", False)
+                    event, version = Event.EXCLUDE if lost else Event.UNPROVEN, None
                     reason = f"{resuming.step}: {text_of(resuming.error)}"
             self._admissions[name] = self._admissions[name].after(event, version=version, reason=reason)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,9 +23,7 @@ import numpy as np
 from transport.errors import MemberFailedError, WeightsChecksumError
 from transport.weights.plan.engine import Metadata
 from transport.weights.plan.steps import Proof
-from transport.weights.ring_engine import RingEngine
 from transport.weights.transfer.threads import in_thread, settled
-from transport.weights.versions.copies import Held
 from transport.weights.versions.layout import weights_checksum
 
 
@@ -115,14 +113,55 @@ class ReferenceWorker(RolloutWorker):
         return weights_checksum(self.weights) if self.weights else None
 
 
+class Version(Protocol):
+    """A complete version that an engine holds."""
+
+    @property
+    def proof(self) -> Proof: ...
+
+    @property
+    def checksum(self) -> int: ...
+
+    def settle(self) -> None: ...
+
+
+class ReplicaEngine(Protocol):
+    """What a replica uses of its engine."""
+
+    name: str
+
+    @property
+    def held(self) -> Any: ...
+
+    @property
+    def on_device(self) -> bool: ...
+
+    async def prepare(self) -> Metadata: ...
+
+    async def init_process_group(self, **arguments: Any) -> None: ...
+
+    async def receive(self, global_steps: int) -> Any: ...
+
+    def arrays(self, held: Any) -> Iterable[tuple[str, Any]]: ...
+
+    def revert(self) -> None: ...
+
+    async def finalize(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def statistics(self) -> Any: ...
+
+
 class Replica:
     """A worker and its engine, as a manager drives them. Belongs to one loop; closing is its owner's."""
 
-    def __init__(self, engine: RingEngine, worker: RolloutWorker) -> None:
+    def __init__(self, engine: ReplicaEngine, worker: RolloutWorker) -> None:
         self.engine = engine
         self.worker = worker
         self.name = engine.name
         self._loaded: Proof | None = None  # None: nothing, or unknown weights
+        self._checksum = 0  # of what is loaded
 
     # --- the worker's part -------------------------------------------------------------------------------------
     async def abort(self) -> None:
@@ -159,7 +198,7 @@ class Replica:
 
         If loading fails, is cancelled or has a checksum mismatch, the previous version is loaded again, if any.
         """
-        held = await self.engine.receive(version)
+        held: Version = await self.engine.receive(version)
         try:
             await self._load(held)
             return held.proof
@@ -167,7 +206,7 @@ class Replica:
             await self._restore(error)
             raise
 
-    async def _load(self, held: Held) -> None:
+    async def _load(self, held: Version) -> None:
         self._loaded = None
         weights = dict(self.engine.arrays(held))
         if self.engine.on_device:
@@ -176,12 +215,12 @@ class Replica:
         del weights
         as_given = self.worker.serves_given and not self.engine.on_device
         served = None if as_given else await call(self.worker.served_checksum)
-        if served is not None and served != held.proof.checksum:
+        if served is not None and served != held.checksum:
             raise WeightsChecksumError(
                 f"{self.name}: checksum mismatch after loading {held.proof}: it would serve {served:016x}; its load "
                 "changed or lost tensors"
             )
-        self._loaded = held.proof
+        self._loaded, self._checksum = held.proof, held.checksum
 
     async def _restore(self, first: BaseException) -> None:
         """Load the previous version, which is still held. An error becomes a note of ``first``."""
@@ -197,7 +236,7 @@ class Replica:
         if self._loaded is None:
             return None
         served = await call(self.worker.served_checksum)
-        if served is not None and served != self._loaded.checksum:
+        if served is not None and served != self._checksum:
             return None
         return self._loaded
 
@@ -209,10 +248,28 @@ class Source(Protocol):
         """Every tensor of a version, in an order that stays."""
 
 
+class TrainerEngine(Protocol):
+    """What a trainer uses of its engine."""
+
+    name: str
+
+    async def prepare(self) -> Metadata: ...
+
+    async def init_process_group(self, **arguments: Any) -> None: ...
+
+    async def send_weights(self, weights: Iterator[tuple[str, Any]], global_steps: int) -> Proof | None: ...
+
+    async def finalize(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    def statistics(self) -> Any: ...
+
+
 class Trainer:
     """A trainer's engine and its tensors, as a manager drives them."""
 
-    def __init__(self, engine: RingEngine, source: Source) -> None:
+    def __init__(self, engine: TrainerEngine, source: Source) -> None:
         self.engine = engine
         self.name = engine.name
         self.source = source

@@ -21,6 +21,8 @@ from transport.bench.weights.process_member import Answer, Request
 from transport.errors import UsageError
 from transport.weights.options import EngineOptions
 from transport.weights.ring_engine import RingEngine
+from transport.weights.sharded.engine import ShardEngine
+from transport.weights.sharded.replica import ShardRank
 from transport.weights.transfer.threads import ended, in_thread
 from transport.weights.worker import Replica, RolloutWorker, Trainer
 
@@ -29,6 +31,7 @@ _METHODS = frozenset(
     {
         *("abort", "release_kv_cache", "prepare", "init_process_group", "send_weights", "receive_weights"),
         *("prove", "finalize", "resume_kv_cache", "resume_generation", "told", "statistics"),
+        *("land", "load_landed", "restore"),
     }
 )
 
@@ -37,7 +40,8 @@ class MemberConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """The configuration of a member.
 
     made: "module:class" of its `Source` (a trainer) or `RolloutWorker` (a replica), called with ``arguments``.
-    engine: keyword arguments of `RingEngine`, and the fields of its `EngineOptions` beside them.
+    engine: keyword arguments of `RingEngine`, and the fields of its `EngineOptions` beside them. What is made and has a
+        ``layout`` gets a `ShardEngine` of it; ``in_place`` true: for its ``tensors``.
     """
 
     name: str
@@ -51,9 +55,17 @@ def make(config: MemberConfig) -> Trainer | Replica:
     further = set(EngineOptions.__struct_fields__)
     named = {key: value for key, value in config.engine.items() if key not in further}
     options = {key: value for key, value in config.engine.items() if key in further}
-    engine = RingEngine(config.name, **named, options=msgspec.convert(options, EngineOptions))
     module, _, name = config.made.partition(":")
     made = getattr(importlib.import_module(module), name)(**config.arguments)
+    named["options"] = msgspec.convert(options, EngineOptions)
+    if hasattr(made, "progress"):
+        named["progress"] = made.progress
+    if hasattr(made, "layout"):
+        if named.pop("in_place", False):
+            named["in_place"] = made.tensors
+        shards = ShardEngine(config.name, made.layout, **named)
+        return ShardRank(shards, made) if isinstance(made, RolloutWorker) else Trainer(shards, made)
+    engine = RingEngine(config.name, **named)
     if isinstance(made, RolloutWorker):
         return Replica(engine, made)
     if not hasattr(made, "weights"):

@@ -201,6 +201,25 @@ class ProcessMember:
                 _untidy.discard(prefix)
 
 
+class ProcessRank(ProcessMember):
+    """A receiver of a `ShardedReplica` in a process of its own."""
+
+    async def land(self, version: int) -> Proof:
+        return await self._proven("land", version)
+
+    async def load_landed(self) -> Proof:
+        return await self._proven("load_landed")
+
+    async def restore(self) -> None:
+        await self.call("restore")
+
+    async def _proven(self, method: str, *arguments: Any) -> Proof:
+        proof = _proof(await self.call(method, *arguments))
+        if proof is None:
+            raise MemberFailedError(f"{self.name}: {method} returned no proof")
+        return proof
+
+
 def _proof(value: Any) -> Proof | None:
     return None if value is None else msgspec.convert(value, Proof)
 

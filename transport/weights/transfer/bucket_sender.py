@@ -1,7 +1,8 @@
-"""BucketSender: writes buckets to a ring, and sends their tickets to the children. Two buckets are in flight.
+"""BucketSender: writes buckets to a ring, and sends their tickets to the children. Some buckets are in flight.
 
-A slot is free again when every child has acknowledged its bucket. A child that is disconnected, or that keeps a slot
-longer than ``stall_s`` while others wait, is dropped: the sender acknowledges its ranks, and the others continue.
+A bucket is for all children, or for those named. Its slot is free again when each of them has acknowledged it. A
+child that is disconnected, or that keeps a slot longer than ``stall_s`` while others wait, is dropped: the sender
+acknowledges its ranks, and the others continue.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from transport.errors import ChildrenLostError, ClosedError, RingFullError
 from transport.ring.buffer import SharedRingBuffer
@@ -19,7 +20,7 @@ from transport.schema import Schema
 from transport.server.server import UCXXServer
 from transport.ticket import Ticket
 from transport.weights.transfer.feed import Feed
-from transport.weights.transfer.messages import Bucket
+from transport.weights.transfer.messages import Bucket, Frame
 from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.threads import in_thread
 from transport.wires import Wire
@@ -55,7 +56,7 @@ class BucketSender:
         self._feed: Feed | None = None
         self._children: tuple[str, ...] = ()  # by rank
         self._gone: set[str] = set()
-        self._tickets: list[Ticket] = []  # not known to be free again
+        self._unread: dict[int, tuple[Ticket, tuple[str, ...]]] = {}  # by slot: the last one, its children
         self._index = 0
         self.bytes_sent = 0  # over the link: each bucket once for each child
         self.bytes_copied = 0  # by this process, from memory to memory; what UCX does on a wire is not in it
@@ -88,56 +89,105 @@ class BucketSender:
         if name not in self._children or name in self._gone:
             return
         self._gone.add(name)
-        for ticket in self._tickets:
-            self._acknowledge(ticket)
+        for ticket, names in self._unread.values():
+            self._acknowledge(ticket, names)
 
-    def _acknowledge(self, ticket: Ticket) -> None:
+    def _acknowledge(self, ticket: Ticket, names: tuple[str, ...]) -> None:
         if self._ring is not None and not self._ring.native.closed:
-            for rank, name in enumerate(self._children):
+            for rank, name in enumerate(names):
                 if name in self._gone:
                     self._ring.acknowledge(ticket, rank)
 
-    async def reserve(self, size: int) -> WriteLease:
-        """Wait for a free slot for the next bucket. ChildrenLostError if no child is left."""
-        ring = self._opened()
-        schema = Schema.of(data=("uint8", size))
+    async def reserve(self, size: int, names: tuple[str, ...] | None = None) -> WriteLease:
+        """Wait for a free slot for the next bucket. ChildrenLostError if none of its children is left."""
+        names = self._children if names is None else names
         since = time.monotonic()
         while True:
-            if not self.children:
-                raise ChildrenLostError(f"all children are disconnected: {', '.join(self._children)}")
-            seen = ring.native.freed_event()
-            with contextlib.suppress(RingFullError):
-                return ring.reserve(schema, readers=len(self._children), timeout_s=0.0)
-            if time.monotonic() - since > self._stall_s:
-                self._drop_slowest()
-                since = time.monotonic()
-            await in_thread(ring.native.wait_freed, seen, _LOOK_S)
+            if self._gone.issuperset(names):
+                raise ChildrenLostError(f"all children are disconnected: {', '.join(names)}")
+            seen = self.freed_event()
+            lease = self.try_reserve(size, names)
+            if lease is not None:
+                return lease
+            since = await self.freed(seen, since)
+
+    def freed_event(self) -> int:
+        """What `freed` waits to change. Take it before looking for a free slot."""
+        return self._opened().native.freed_event()
+
+    async def freed(self, seen: int, since: float) -> float:
+        """Wait shortly for a slot to be freed. Waiting since more than ``stall_s``: drops the slowest children.
+
+        Returns the time since which the caller waits now. Monotonic seconds.
+        """
+        if time.monotonic() - since > self._stall_s:
+            self._drop_slowest()
+            since = time.monotonic()
+        await in_thread(self._opened().native.wait_freed, seen, _LOOK_S)
+        return since
+
+    def try_reserve(self, size: int, names: tuple[str, ...]) -> WriteLease | None:
+        """A free slot for a bucket of these children; None: there is none now."""
+        with contextlib.suppress(RingFullError):
+            return self._opened().reserve(Schema.of(data=("uint8", size)), readers=len(names), timeout_s=0.0)
+        return None
+
+    def unread(self, names: Sequence[str]) -> int:
+        """How many buckets the slowest of these children has not read."""
+        waiting = dict.fromkeys(names, 0)
+        for _, late in self._late():
+            for name in waiting.keys() & late:
+                waiting[name] += 1
+        return max((count for name, count in waiting.items() if name not in self._gone), default=0)
+
+    def _late(self) -> Iterator[tuple[Ticket, list[str]]]:
+        """Buckets in the ring, the oldest first, and the children that have not read each."""
+        ring = self._opened()
+        for ticket, names in list(self._unread.values()):
+            info = ring.native.info(ticket.slot)
+            if info.generation == ticket.generation and info.state in (SlotState.READY, SlotState.READING):
+                yield (
+                    ticket,
+                    [name for rank, name in enumerate(names) if not info.done >> rank & 1 and name not in self._gone],
+                )
 
     def _drop_slowest(self) -> None:
         """Drop the children that have not read the oldest bucket."""
-        ring = self._opened()
-        for ticket in self._tickets:
-            info = ring.native.info(ticket.slot)
-            if info.generation != ticket.generation or info.state not in (SlotState.READY, SlotState.READING):
-                continue
-            for rank, name in enumerate(self._children):
-                if not info.done >> rank & 1 and name not in self._gone and self._feed is not None:
+        for _, late in self._late():
+            for name in late:
+                if self._feed is not None:
                     self._feed.drop(name)
                     self.lost(name)
             return
 
     async def publish(self, lease: WriteLease, start: int, records: Sequence[tuple[int, int, int, int]] = ()) -> None:
-        """Publish a filled bucket to the children, within the link's rate."""
-        size = lease.layout.total * len(self.children)
+        """Publish a filled bucket to all children, within the link's rate."""
+        index = self._index
+
+        def frame(ticket: bytes) -> Frame:
+            return Bucket(index, ticket, start, tuple(records))
+
+        await self.publish_to(lease, self._children, frame)
+
+    async def publish_to(self, lease: WriteLease, names: tuple[str, ...], frame: Callable[[bytes], Frame]) -> None:
+        """Publish a bucket to those that it was reserved for; ``frame`` makes the message from the encoded ticket."""
+        left = [name for name in names if name not in self._gone]
+        size = lease.layout.total * len(left)
         if self._pace is not None:
             await asyncio.sleep(self._pace.take(size, time.monotonic()))
-        ticket = await in_thread(lease.publish)  # computes the checksum, if it is not set
-        self._tickets = [*self._tickets[1 - self._in_flight :], ticket]
-        self._acknowledge(ticket)
+        ticket = await in_thread(self._published, lease, names)
+        self._acknowledge(ticket, names)
         self.bytes_sent += size
         if self._feed is not None:
-            await self._feed.tell(Bucket(self._index, ticket.encode(), start, tuple(records)), self.children)
+            await self._feed.tell(frame(ticket.encode()), left)
         self._index += 1
+
+    def _published(self, lease: WriteLease, names: tuple[str, ...]) -> Ticket:
+        """Publish in a thread; known here as soon as it is done, even if the caller is cancelled meanwhile."""
+        ticket = lease.publish()  # computes the checksum, if it is not set
+        self._unread.pop(ticket.slot, None)  # so that the order is that of publishing
+        self._unread[ticket.slot] = ticket, names
+        return ticket
 
     async def send(
         self,
@@ -182,10 +232,10 @@ class BucketSender:
 
     def abandon(self) -> None:
         """Discard the buckets in the ring. Idempotent; valid in any state."""
-        for ticket in self._tickets:
+        for ticket, _ in self._unread.values():
             if self._ring is not None and not self._ring.native.closed:
                 self._ring.discard(ticket)
-        self._tickets = []
+        self._unread = {}
 
     def _opened(self) -> SharedRingBuffer:
         if self._ring is None:

@@ -77,7 +77,37 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     message: str
 
 
-Frame = Hello | Welcome | Begin | Bucket | Landed | End | Failed
+class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
+    """A version of shards begins: of this sender's, or of what this replica relays."""
+
+    version: int
+
+
+class Slices(msgspec.Struct, frozen=True, array_like=True, tag="slices"):
+    """A bucket of a stream is in its slot: what ``sender`` has of ``part``, by the plan."""
+
+    part: int
+    sender: int
+    index: int
+    ticket: bytes
+
+
+class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
+    """All buckets of a part were announced; this is the checksum of its bytes, which the replica has proven."""
+
+    part: int
+    checksum: int
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
+    """To children on the same host: a whole part is in one slot, complete and verified."""
+
+    part: int
+    ticket: bytes
+    checksum: int
+
+
+Frame = Hello | Welcome | Begin | Bucket | Landed | End | Failed | Start | Slices | Whole | Placed
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Frame).decode

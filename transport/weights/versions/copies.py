@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from transport.errors import ClosedError, RingFullError, WeightsChecksumError
 from transport.ring.attachment import remove_if_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.leases import ReadLease, WriteLease
+from transport.ring.states import SlotState
 from transport.schema import DTYPES, Placement, Schema
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
@@ -34,16 +35,27 @@ class Held:
     """A complete, verified version, pinned until `release`. Its arrays stay readable as long as they exist."""
 
     def __init__(
-        self, layout: VersionLayout, proof: Proof, lease: ReadLease, attached: SharedRingBuffer | None
+        self,
+        layout: VersionLayout,
+        proof: Proof,
+        lease: ReadLease,
+        attached: SharedRingBuffer | None,
+        released: Callable[[], None] = lambda: None,
     ) -> None:
         self.layout = layout
         self.proof = proof
         self._lease = lease
         self._attached = attached
+        self._released: Callable[[], None] | None = released
         self._copying: list[Mark] = []  # behind copies out of the row, oldest first
 
     def __repr__(self) -> str:
         return f"<Held {self.proof}, {self.layout.total} bytes>"
+
+    @property
+    def checksum(self) -> int:
+        """Of all its tensors: what serves them has this one."""
+        return self.proof.checksum
 
     @property
     def row(self) -> memoryview:
@@ -102,6 +114,9 @@ class Held:
         if ring is None:
             with contextlib.suppress(ClosedError):  # its ring was closed, and so is the lease
                 self._lease.consume()
+            released, self._released = self._released, None
+            if released is not None:
+                released()
             return
         if ring.native.closed:
             return
@@ -145,6 +160,7 @@ class Copies:
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
         self._rings: list[SharedRingBuffer] = []
+        self._old: list[tuple[SharedRingBuffer, Ticket]] = []  # released here, perhaps not by every reader
 
     def take(self, total: int, readers: int) -> WriteLease:
         """A slot for a version of ``total`` bytes and so many ranks; its content is whatever was there.
@@ -152,6 +168,7 @@ class Copies:
         Raises SharedMemoryError where the host has no room for one more version.
         """
         schema = Schema.of(data=("uint8", total))
+        self.trim(len(self._rings))
         for ring in self._rings:
             if ring.slot_capacity >= total:
                 with contextlib.suppress(RingFullError):
@@ -162,7 +179,14 @@ class Copies:
         return ring.reserve(schema, readers=readers, timeout_s=0.0)
 
     def trim(self, kept: int = _KEPT) -> None:
-        """Close free segments, the oldest first, while there are more than so many."""
+        """Close free segments, the oldest first, while there are more than so many.
+
+        Not in the middle of an update: what was released here and is pinned by no living reader counts as free, because
+        a reader that died before it mapped it, or since, never releases it.
+        """
+        for ring, ticket in list(self._old):
+            if ring.native.closed or self._freed(ring, ticket):
+                self._old.remove((ring, ticket))
         for ring in list(self._rings):
             if len(self._rings) > kept and ring.native.state_counts()[0] == ring.slot_count:
                 self._rings.remove(ring)
@@ -171,7 +195,16 @@ class Copies:
     def hold(self, ticket: Ticket, layout: VersionLayout, proof: Proof) -> Held:
         """Pin a version that was landed here, as its rank 0."""
         ring = next(ring for ring in self._rings if ring.ring_id == ticket.ring)
-        return Held(layout, proof, ring.read_raw(ticket, 0), None)
+        return Held(layout, proof, ring.read_raw(ticket, 0), None, lambda: self._old.append((ring, ticket)))
+
+    @staticmethod
+    def _freed(ring: SharedRingBuffer, ticket: Ticket) -> bool:
+        """Whether the slot is not this version's any more, or could be freed now."""
+        ring.reclaim()  # pins of the dead
+        info = ring.native.info(ticket.slot)
+        if info.generation != ticket.generation or info.state not in (SlotState.READY, SlotState.READING):
+            return True
+        return info.state == SlotState.READY and ring.discard(ticket)
 
     def give_up(self, ticket: Ticket) -> None:
         """Discard a version, so that no other member maps it; those that have mapped it keep it."""

@@ -1,0 +1,302 @@
+"""Sharded transfers between engines of one process, over real rings, listeners and feeds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import asynchronous
+from shard_members import MODEL, Serving, Shards, checksum_of, local, served, version_of
+
+from transport.bench.weights.member_process import Trainer
+from transport.errors import SchemaError, UsageError, WeightsError
+from transport.schema import DTYPES
+from transport.weights.manager import WeightUpdate
+from transport.weights.options import EngineOptions
+from transport.weights.plan.admission import State
+from transport.weights.sharded.engine import ShardEngine
+from transport.weights.sharded.replica import ShardedReplica, ShardRank
+from transport.weights.sharding import shards
+from transport.weights.sharding.layouts import Layout
+from transport.weights.versions.layout import weights_checksum
+
+pytestmark = pytest.mark.ucx
+
+BUCKET = 4096
+
+
+class Job:
+    """Trainer ranks, and engines of some ranks: a word for each engine, a letter for each rank's host."""
+
+    def __init__(self, trainers: int, engines: list[str], *, in_place: bool = False, **options: Any) -> None:
+        self.trainers = []
+        for rank in range(trainers):
+            source = Shards(rank, trainers)
+            engine = ShardEngine(
+                f"trainer {rank}",
+                source.layout,
+                bucket_bytes=BUCKET,
+                address="127.0.0.1",
+                progress=source.progress,
+                options=EngineOptions(host=f"trainer {rank}", **options),
+            )
+            self.trainers.append(Trainer(engine, source))
+        self.replicas = []
+        for number, hosts in enumerate(engines):
+            ranks = []
+            for rank, host in enumerate(hosts):
+                worker = Serving(rank, len(hosts), "in_place" if in_place else "mapped")
+                engine = ShardEngine(
+                    f"server {number}.{rank}",
+                    worker.layout,
+                    bucket_bytes=BUCKET,
+                    address="127.0.0.1",
+                    in_place=worker.tensors if in_place else None,
+                    options=EngineOptions(host=host, wires=frozenset({"tcp"}), **options),
+                )
+                ranks.append(ShardRank(engine, worker))
+            self.replicas.append(ShardedReplica(f"server {number}", ranks))
+        self.manager = WeightUpdate(self.trainers, self.replicas, engine=ShardEngine)
+
+    @property
+    def ranks(self) -> list[ShardRank]:
+        return [rank for replica in self.replicas for rank in replica.ranks if isinstance(rank, ShardRank)]
+
+    def serves(self, *versions: int) -> None:
+        """Every rank of each engine serves all of this version; -1: it has none."""
+        for replica, version in zip(self.replicas, versions, strict=True):
+            for rank in replica.ranks:
+                assert isinstance(rank, ShardRank)
+                worker = rank.worker
+                assert isinstance(worker, Serving)
+                if version < 0:
+                    assert not worker.weights
+                    continue
+                assert worker.version == version
+                assert weights_checksum(worker.weights) == checksum_of(worker.layout, version), rank.name
+
+    async def close(self) -> None:
+        for member in (*self.trainers, *self.ranks):
+            await member.engine.close()
+
+
+@contextlib.asynccontextmanager
+async def job(trainers: int, engines: list[str], **options: Any) -> AsyncIterator[Job]:
+    made = Job(trainers, engines, **options)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "shape"),
+    [
+        (1, ["a"], "tree"),
+        (4, ["aa"], "tree"),  # two ranks of one host: what both want is landed once
+        (4, ["ab", "ab"], "chain"),  # two engines over the same two hosts
+        (3, ["aabb", "ccdd", "eeff"], "tree"),  # relays between hosts
+        (2, ["a", "b", "c", "d"], "chain"),
+        (2, ["a", "b", "c", "d"], "star"),
+    ],
+)
+@asynchronous
+async def test_every_rank_serves_its_shards_of_every_version(trainers: int, engines: list[str], shape: Any) -> None:
+    async with job(trainers, engines, shape=shape) as made:
+        for version in (1, 2, 3):
+            await made.manager.update(version)
+            made.serves(*[version] * len(engines))
+            assert set(made.manager.admitted.values()) == {version}
+
+
+@asynchronous
+async def test_no_rank_sends_more_than_its_share_and_every_host_receives_what_it_lacks_once() -> None:
+    async with job(4, ["aa", "aa", "bb"], shape="chain") as made:
+        await made.manager.update(1)
+        sent = [trainer.engine.statistics().bytes_sent for trainer in made.trainers]
+        model = sum(int(np.prod(spec.shape)) * DTYPES[spec.dtype].itemsize for spec in MODEL.values())
+        assert model <= sum(sent) < 1.3 * model, "two key heads over two ranks; only padding comes in addition"
+        assert max(sent) < 0.5 * model
+        received = {}
+        for rank in made.ranks:
+            carried = sum(rank.engine.statistics().bytes_received.values())
+            host = rank.engine._host
+            received[host] = received.get(host, 0) + carried
+        for host, carried in received.items():
+            assert carried < 1.3 * model, f"host {host} received a byte more than once"
+
+
+@asynchronous
+async def test_versions_land_in_the_engines_own_tensors() -> None:
+    async with job(3, ["aa", "ab", "bb"], in_place=True) as made:
+        for version in (1, 2):
+            await made.manager.update(version)
+            for rank in made.ranks:
+                worker = rank.worker
+                assert isinstance(worker, Serving)
+                assert weights_checksum(worker.tensors) == checksum_of(worker.layout, version)
+                assert rank.engine._copies._rings == [], "no version beside the tensors"
+            made.serves(version, version, version)
+
+
+@asynchronous
+async def test_a_load_that_fails_on_one_rank_takes_the_whole_engine_back() -> None:
+    async with job(2, ["aa", "bb"]) as made:
+        await made.manager.update(1)
+        made.ranks[1].worker.told("load", 0, "raise")
+        with pytest.raises(RuntimeError, match="load failed"):
+            await made.manager.update(2)
+        made.serves(1, 2)
+        assert made.manager.admitted == {"server 0": 1, "server 1": 2}
+        await made.manager.update(3)
+        made.serves(3, 3)
+
+
+@asynchronous
+async def test_an_update_in_place_that_fails_spoils_the_replica_until_the_next_version() -> None:
+    async with job(2, ["aa"], in_place=True) as made:
+        await made.manager.update(1)
+        made.trainers[1].source.told("bucket", 8, "raise")  # two ranks have at most four of these buckets unread
+        with pytest.raises(RuntimeError, match="bucket failed"):
+            await made.manager.update(2)
+        for rank in made.ranks:
+            assert rank.engine.spoilt
+            assert await rank.prove() is None
+        assert made.manager.admitted == {}
+        assert {each.state for each in made.manager.admissions.values()} == {State.PENDING}
+        await made.manager.update(3)
+        made.serves(3)
+        assert made.manager.admitted == {"server 0": 3}
+
+
+@asynchronous
+async def test_a_failed_update_before_the_first_byte_spoils_nothing() -> None:
+    async with job(2, ["aa"], in_place=True) as made:
+        await made.manager.update(1)
+        for trainer in made.trainers:
+            trainer.source.told("tensor", 0, "raise")
+        with pytest.raises(RuntimeError, match="tensor failed"):
+            await made.manager.update(2)
+        made.serves(1)
+        assert made.manager.admitted == {"server 0": 1}
+
+
+@asynchronous
+async def test_shards_that_do_not_fit_the_layout_or_are_missing_are_refused() -> None:
+    async with job(2, ["a"]) as made:
+        await made.manager.update(1)
+        weights = made.trainers[0].source.weights
+        for wrong, text in (
+            (lambda version: iter([]), "tensor embed is missing"),
+            (lambda version: dict(weights(version)) | {"up": np.zeros((80, 96))}, "tensor mismatch: up is float64"),
+        ):
+            made.trainers[0].source.weights = wrong
+            with pytest.raises(SchemaError, match=text):
+                await made.manager.update(2)
+            made.serves(1)
+        made.trainers[0].source.weights = weights
+        await made.manager.update(2)
+        made.serves(2)
+
+
+@asynchronous
+async def test_a_receiver_that_wants_what_no_trainer_has_is_refused_before_anything_is_sent() -> None:
+    async with job(2, ["a"]) as made:
+        made.trainers[1].engine._packed = made.trainers[0].engine._packed
+        with pytest.raises(SchemaError, match=r"embed: gap: no sender has \[65:130, 0:96\]"):
+            await made.manager.update(1)
+        assert made.manager.admitted == {}
+
+
+@asynchronous
+async def test_strided_tensors_are_sent_and_landed_in() -> None:
+    spec = MODEL["experts"]
+    sender = ShardEngine("t", Layout.of([shards.whole(spec)]), bucket_bytes=BUCKET, address="127.0.0.1")
+    own = np.zeros((24, 48, 4), np.float32).transpose(2, 1, 0)
+    receiver = ShardEngine(
+        "s", Layout.of([shards.whole(spec)]), bucket_bytes=BUCKET, address="127.0.0.1", in_place={"experts": own}
+    )
+    try:
+        value = np.asfortranarray(version_of(3)["experts"])
+        await connected([sender], [receiver])
+        await asyncio.gather(sender.send_weights({"experts": value}, 3), receiver.receive(3))
+        assert (own == value).all()
+    finally:
+        await sender.close()
+        await receiver.close()
+
+
+async def connected(senders: list[ShardEngine], receivers: list[ShardEngine]) -> None:
+    metadata = [await each.prepare() for each in (*senders, *receivers)]
+    actor, rollout = ShardEngine.build_topology(len(senders), len(receivers), metadata)
+    await asyncio.gather(
+        *(
+            each.init_process_group(roles=role)
+            for each, role in zip((*senders, *receivers), [*actor["roles"], *rollout["roles"]], strict=True)
+        )
+    )
+
+
+@asynchronous
+async def test_a_sender_of_another_version_is_refused() -> None:
+    layout = Layout.of([shards.whole(MODEL["norm"])])
+    sender = ShardEngine("t", layout, address="127.0.0.1")
+    receiver = ShardEngine("s", layout, address="127.0.0.1")
+    try:
+        await connected([sender], [receiver])
+        sent, got = await asyncio.gather(
+            sender.send_weights(local(layout, version_of(1)), 1), receiver.receive(2), return_exceptions=True
+        )
+        assert isinstance(got, WeightsError)
+        assert "t sends v1, expected v2" in str(got)
+        assert isinstance(sent, Exception)
+    finally:
+        await sender.close()
+        await receiver.close()
+
+
+@asynchronous
+async def test_cancelled_at_any_await_every_engine_serves_one_whole_version() -> None:
+    async with job(2, ["ab", "ab"]) as made:
+        await made.manager.update(0)
+        version = 0
+        for steps in (1, 3, 6, 10, 20, 40, 60, 80, 120, 200, 300, 400, 600, 900):
+            version += 1
+            update = asyncio.ensure_future(made.manager.update(version))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            update.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await update
+            served_now = [{rank.worker.version for rank in replica.ranks} for replica in made.replicas]
+            assert all(len(each) == 1 for each in served_now)
+            made.serves(*(each.pop() for each in served_now))
+            assert all(rank.worker.generating for rank in made.ranks)
+        await made.manager.update(version + 1)
+        made.serves(version + 1, version + 1)
+
+
+@asynchronous
+async def test_calls_in_a_wrong_order_and_arguments_that_make_no_sense_are_refused() -> None:
+    layout = served(0, 1)
+    with pytest.raises(UsageError, match="multiple of 64"):
+        ShardEngine("s", layout, bucket_bytes=100)
+    with pytest.raises(SchemaError, match="in_place has no tensor embed"):
+        ShardEngine("s", layout, in_place={})
+    frozen = local(layout, version_of(1))
+    frozen["qkv"].flags.writeable = False
+    with pytest.raises(UsageError, match="qkv: in_place needs tensors that can be written"):
+        ShardEngine("s", layout, in_place=frozen)
+    with pytest.raises(SchemaError, match="qkv: in_place has float32"):
+        ShardEngine("s", layout, in_place=frozen | {"qkv": np.zeros((1,), np.float32)})
+    engine = ShardEngine("s", layout, address="127.0.0.1")
+    for call in (engine.receive(1), engine.send_weights({}, 1), engine.init_process_group(roles=[""])):
+        with pytest.raises(UsageError, match="call "):
+            await call
+    await engine.close()
+    with pytest.raises(SchemaError, match="not the description of a member with shards"):
+        ShardEngine.build_topology(1, 1, [{}, {}])

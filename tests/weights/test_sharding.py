@@ -1,0 +1,362 @@
+"""The plan of a sharded transfer: over random shardings each receiver gets every byte once, as numpy says it should."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from transport.errors import SchemaError, UsageError
+from transport.schema import DTYPES, TensorSpec
+from transport.weights.sharding import shards
+from transport.weights.sharding.boxes import Box, BoxIndex, left_over
+from transport.weights.sharding.buckets import buckets_of, size_of, view
+from transport.weights.sharding.layouts import Layout, LocalTensor, Piece
+from transport.weights.sharding.plan import ShardPlan, make_plan
+
+RANDOM_SHARDINGS = 500
+
+
+def model(specs: Sequence[TensorSpec]) -> dict[str, np.ndarray[Any, Any]]:
+    """Global tensors, in which no two elements are equal as long as the dtype has room."""
+    made, last = {}, 0
+    for spec in specs:
+        count = int(np.prod(spec.shape))
+        made[spec.name] = np.arange(last, last + count).astype(DTYPES[spec.dtype]).reshape(spec.shape)
+        last += count
+    return made
+
+
+def local(layout: Layout, tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """What a rank of this layout has, cut out of the global tensors by numpy alone."""
+    made = {}
+    for tensor in layout.tensors:
+        array = np.zeros(tensor.shape, DTYPES[tensor.dtype])
+        for piece in tensor.pieces:
+            cut = tensors[piece.tensor][
+                tuple(slice(at, at + size) for at, size in zip(piece.start, piece.size, strict=True))
+            ]
+            place = tensor.box_of(piece)
+            array[tuple(slice(at, at + size) for at, size in zip(place.start, place.size, strict=True))] = cut.reshape(
+                place.size
+            )
+        made[tensor.name] = array
+    return made
+
+
+def carried(
+    plan: ShardPlan, senders: Sequence[Layout], receivers: Sequence[Layout], tensors: dict[str, Any], bucket_bytes: int
+) -> list[dict[str, np.ndarray[Any, Any]]]:
+    """What the plan brings to every receiver, through buckets; and every byte was written once."""
+    have = [list(local(layout, tensors).values()) for layout in senders]
+    got: list[dict[str, Any]] = [
+        {each.name: np.zeros(each.shape, DTYPES[each.dtype]) for each in layout.tensors} for layout in receivers
+    ]
+    for part in plan.parts:
+        dtypes = [tensor.dtype for tensor in part.tensors]
+        rows = [np.zeros(tensor.shape, DTYPES[tensor.dtype]) for tensor in part.tensors]
+        writes = [np.zeros(tensor.shape, np.uint8) for tensor in part.tensors]
+        for stream in part.streams:
+            for bucket in buckets_of(stream.slices, dtypes, bucket_bytes):
+                memory = np.zeros(size_of(bucket), np.uint8)
+                assert len(memory) <= bucket_bytes
+                for piece, at, nbytes in bucket:
+                    source = view(have[stream.sender][piece.source], piece.source_start, piece.size)
+                    memory[at : at + nbytes] = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
+                for piece, at, nbytes in bucket:
+                    target = view(rows[piece.target], piece.target_start, piece.size)
+                    target[...] = memory[at : at + nbytes].view(target.dtype).reshape(target.shape)
+                    view(writes[piece.target], piece.target_start, piece.size)[...] += 1
+        assert all((each == 1).all() for each in writes)
+        for receiver in part.receivers:
+            for tensor, row in zip(part.tensors, rows, strict=True):
+                got[receiver][tensor.name] = row
+    return got
+
+
+def check(
+    senders: Sequence[Layout], receivers: Sequence[Layout], specs: Sequence[TensorSpec], bucket: int
+) -> ShardPlan:
+    plan = make_plan(senders, receivers)
+    tensors = model(specs)
+    for layout, got in zip(receivers, carried(plan, senders, receivers, tensors, bucket), strict=True):
+        wanted = local(layout, tensors)
+        assert got.keys() == wanted.keys()
+        for name, array in wanted.items():
+            assert got[name].shape == array.shape
+            assert got[name].tobytes() == array.tobytes(), name
+    assert plan.nbytes == sum(part.nbytes for part in plan.parts)
+    return plan
+
+
+def cuts(rng: random.Random, length: int, count: int) -> list[int]:
+    return sorted([0, length, *(rng.randint(0, length) for _ in range(count - 1))])
+
+
+def sharded(rng: random.Random, spec: TensorSpec, world: int) -> list[list[LocalTensor]]:
+    """One tensor over ranks, in a way of trainers or engines, or in one that none uses."""
+    dims = len(spec.shape)
+    kinds = ["whole", "stage"] + ["rows", "cuts", "grid", "overlap", "stack"] * bool(dims)
+    kind = rng.choice(kinds)
+    found: list[list[LocalTensor]] = [[] for _ in range(world)]
+    if kind == "whole":
+        found = [[shards.whole(spec)] for _ in range(world)]
+    elif kind == "stage":
+        found[rng.randrange(world)] = [shards.whole(spec)]
+    elif kind == "rows":
+        found = [[shards.rows(spec, rank, world)] for rank in range(world)]
+    elif kind == "cuts":
+        dim = rng.randrange(dims)
+        at = cuts(rng, spec.shape[dim], world)
+        found = [[shards._range(spec, dim, at[rank], at[rank + 1] - at[rank], None)] for rank in range(world)]
+    elif kind == "grid":
+        lines = [cuts(rng, size, rng.randint(1, 3)) for size in spec.shape]
+        boxes = [
+            Box(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
+            for ends in itertools.product(*(itertools.pairwise(line) for line in lines))
+        ]
+        for number, box in enumerate(boxes):
+            found[rng.randrange(world)].append(shards.box(spec, box, f"{spec.name}.{number}"))
+    elif kind == "overlap":  # every rank has a random range, and one has all
+        for rank in range(world):
+            at = cuts(rng, spec.shape[0], 2)[:2]
+            found[rank] = [shards._range(spec, 0, at[0], at[1] - at[0], None)]
+        found[rng.randrange(world)] = [shards.whole(spec)]
+    else:
+        numbers = list(range(spec.shape[0]))
+        rng.shuffle(numbers)
+        for rank in range(world):
+            mine = numbers[rank::world]
+            found[rank] = [shards.experts(spec, mine)] if mine else []
+    return found
+
+
+def wanted(rng: random.Random, specs: Sequence[TensorSpec], world: int) -> list[Layout]:
+    """Receivers: shards as above, and tensors that are fused along the first dimension, or stacked."""
+    ranks: list[list[LocalTensor]] = [[] for _ in range(world)]
+    for spec in specs:
+        for rank, tensors in enumerate(sharded(rng, spec, world)):
+            ranks[rank].extend(tensors)
+    fused = []
+    for tensors in ranks:
+        together: dict[Any, list[LocalTensor]] = {}
+        for tensor in tensors:
+            together.setdefault((tensor.dtype, tensor.shape[1:], len(tensor.shape), rng.random() < 0.5), []).append(
+                tensor
+            )
+        made = []
+        for number, ((*_, join), group) in enumerate(together.items()):
+            if join and group[0].shape and len(group) > 1:
+                rng.shuffle(group)
+                made.append(shards.fused(f"fused.{number}", group))
+            elif join and len({each.shape for each in group}) == 1 and rng.random() < 0.5:
+                made.append(shards.stacked(f"stack.{number}", group))
+            else:
+                made.extend(group)
+        rng.shuffle(made)
+        fused.append(Layout.of(made))
+    return fused
+
+
+@settings(max_examples=RANDOM_SHARDINGS, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_receiver_gets_its_bytes_once_whatever_the_shardings(seed: int) -> None:
+    rng = random.Random(seed)
+    specs = [
+        TensorSpec(
+            f"t{number}",
+            rng.choice(["float32", "bfloat16", "uint8", "float64", "complex128"]),
+            tuple(rng.randint(0 if rng.random() < 0.1 else 1, 9) for _ in range(rng.randint(0, 3))),
+        )
+        for number in range(rng.randint(1, 5))
+    ]
+    world = rng.randint(1, 5)
+    trainers: list[list[LocalTensor]] = [[] for _ in range(world)]
+    for spec in specs:
+        for rank, tensors in enumerate(sharded(rng, spec, world)):
+            trainers[rank].extend(tensors)
+    engines = rng.randint(1, 3)  # copies of the same sharding
+    receivers = wanted(rng, specs, rng.randint(1, 5)) * engines
+    plan = check([Layout.of(each) for each in trainers], receivers, specs, rng.choice([16, 64, 1 << 20]))
+    event(f"{world} senders")
+    for part in plan.parts:
+        assert len(part.receivers) % engines == 0, "equal receivers share their parts"
+
+
+LLAMA = [
+    TensorSpec("q", "bfloat16", (64, 32)),
+    TensorSpec("k", "bfloat16", (16, 32)),
+    TensorSpec("v", "bfloat16", (16, 32)),
+    TensorSpec("o", "bfloat16", (32, 64)),
+    TensorSpec("gate", "bfloat16", (88, 32)),
+    TensorSpec("up", "bfloat16", (88, 32)),
+    TensorSpec("down", "bfloat16", (32, 88)),
+    TensorSpec("norm", "float32", (32,)),
+]
+
+
+def engine(rank: int, world: int) -> Layout:
+    """A layer of a model with 8 heads and 2 key and value heads, as inference engines lay it out."""
+    q, k, v, o, gate, up, down, norm = LLAMA
+    return Layout.of(
+        [
+            shards.qkv("qkv", q, k, v, heads=8, kv_heads=2, rank=rank, world=world),
+            shards.columns(o, rank, world),
+            shards.gate_up("gate_up", gate, up, rank, world),
+            shards.columns(down, rank, world),
+            shards.whole(norm),
+        ]
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_rows_of_fsdp_become_the_tensors_of_a_tensor_parallel_engine(world: int) -> None:
+    senders = [Layout.of(shards.rows(spec, rank, 3) for spec in LLAMA) for rank in range(3)]
+    plan = check(senders, [engine(rank, world) for rank in range(world)] * 2, LLAMA, 1000)
+    everywhere = [part for part in plan.parts if len(part.receivers) == 2 * world]
+    assert "norm" in [tensor.name for part in everywhere for tensor in part.tensors], "what all want is one part"
+
+
+def test_query_heads_of_a_rank_stand_before_its_keys_and_values_and_few_keys_are_repeated() -> None:
+    q, k, v, *_ = LLAMA
+    of_two = [shards.qkv("qkv", q, k, v, heads=8, kv_heads=2, rank=rank, world=4) for rank in range(4)]
+    assert [tensor.shape for tensor in of_two] == [(32, 32)] * 4
+    assert [(piece.tensor, piece.start[0], piece.size[0], piece.at[0]) for piece in of_two[1].pieces] == [
+        ("q", 16, 16, 0),
+        ("k", 0, 8, 16),  # ranks 0 and 1 have the first key head
+        ("v", 0, 8, 24),
+    ]
+    by_group = shards.qkv("qkv", q, k, v, heads=8, kv_heads=2, by_group=True)
+    assert [piece.tensor for piece in by_group.pieces] == ["q", "k", "v"] * 2
+
+
+def test_a_fused_tensor_of_the_trainer_is_taken_apart() -> None:
+    q, k, v, *_ = LLAMA
+    megatron = [
+        Layout.of([shards.qkv("qkv", q, k, v, heads=8, kv_heads=2, rank=rank, world=2, by_group=True)])
+        for rank in range(2)
+    ]
+    check(megatron, [Layout.of([shards.whole(each) for each in (q, k, v)])], LLAMA, 256)
+    served = [Layout.of([shards.qkv("qkv", q, k, v, heads=8, kv_heads=2, rank=rank, world=4)]) for rank in range(4)]
+    check(megatron, served, LLAMA, 256)
+
+
+def test_experts_of_their_own_names_become_a_stack_and_stages_lack_what_others_have() -> None:
+    specs = [TensorSpec(f"layer.{layer}.expert.{each}", "float32", (4, 6)) for layer in range(2) for each in range(4)]
+    stages = [Layout.of(shards.whole(spec) for spec in specs[:4]), Layout.of(shards.whole(spec) for spec in specs[4:])]
+    receivers = [
+        Layout.of(
+            shards.stacked(
+                f"layer.{layer}.w", [shards.whole(specs[4 * layer + each]) for each in (2 * rank, 2 * rank + 1)]
+            )
+            for layer in range(2)
+        )
+        for rank in range(2)
+    ]
+    check(stages, receivers, specs, 1 << 20)
+
+
+def test_what_many_senders_have_is_divided_among_them() -> None:
+    specs = [
+        TensorSpec("embed", "bfloat16", (16384, 4096)),
+        *(TensorSpec(f"t{n}", "float32", (1024,)) for n in range(8)),
+    ]
+    senders = [Layout.of(shards.whole(spec) for spec in specs) for _ in range(4)]
+    plan = make_plan(senders, [Layout.of(shards.whole(spec) for spec in specs)])
+    sent = plan.sent()
+    assert sum(sent) == senders[0].nbytes
+    assert max(sent) <= 1.01 * min(sent)
+
+
+def test_neighbouring_slices_are_one() -> None:
+    spec = TensorSpec("w", "uint8", (12, 4))
+    thirds = Layout.of([LocalTensor("w", "uint8", (12, 4), tuple(
+        Piece("w", (12, 4), (at, 0), (4, 4), (at, 0)) for at in (0, 4, 8)
+    ))])  # fmt: skip
+    plan = make_plan([thirds], [Layout.of([shards.whole(spec)])])
+    assert plan.slices == 1
+
+
+@pytest.mark.parametrize(
+    ("senders", "text"),
+    [
+        ([], "w: gap: no sender has any of this tensor"),
+        ([(0, 4), (6, 2)], r"w: gap: no sender has \[4:6, 0:3\]"),
+    ],
+)
+def test_what_no_sender_has_is_named(senders: list[tuple[int, int]], text: str) -> None:
+    spec = TensorSpec("w", "float32", (8, 3))
+    layouts = [Layout.of([shards.box(spec, Box((at, 0), (size, 3)))]) for at, size in senders]
+    with pytest.raises(SchemaError, match=text):
+        make_plan([*layouts, Layout.of([])], [Layout.of([shards.whole(spec)])])
+
+
+def test_a_gap_or_an_overlap_inside_a_local_tensor_is_named() -> None:
+    def of(*places: tuple[int, int]) -> LocalTensor:
+        return LocalTensor(
+            "fused", "float32", (8, 3), tuple(Piece("w", (8, 3), (at, 0), (size, 3), (at, 0)) for at, size in places)
+        )
+
+    Layout.of([of((0, 5), (5, 3))])
+    with pytest.raises(SchemaError, match=r"fused: gap: no piece fills \[5:6, 0:3\]"):
+        Layout.of([of((0, 5), (6, 2))])
+    with pytest.raises(SchemaError, match=r"fused: overlap: two pieces fill \[4:5, 0:3\]"):
+        Layout.of([of((0, 5), (4, 3))])
+    with pytest.raises(SchemaError, match="fused: two local tensors"):
+        Layout.of([of((0, 8)), of((0, 8))])
+    with pytest.raises(SchemaError, match="not inside w"):
+        Layout.of([of((0, 9))])
+
+
+def test_ranks_that_disagree_about_a_tensor_are_named() -> None:
+    one = Layout.of([shards.whole(TensorSpec("w", "float32", (4,)))])
+    other = Layout.of([shards.whole(TensorSpec("w", "bfloat16", (4,)))])
+    with pytest.raises(SchemaError, match=r"w: sender 1 has it as bfloat16 \(4,\), another one as float32"):
+        make_plan([one, other], [one])
+    with pytest.raises(SchemaError, match="w: a receiver has it as bfloat16"):
+        make_plan([one], [other])
+
+
+def test_shards_that_do_not_divide_are_refused() -> None:
+    q, k, v, *_ = LLAMA
+    with pytest.raises(UsageError, match="does not divide by 3"):
+        shards.columns(q, 0, 3)
+    with pytest.raises(UsageError, match="give a rank from 0 to 1"):
+        shards.rows(q, 2, 2)
+    with pytest.raises(UsageError, match="do not divide over 3 ranks"):
+        shards.qkv("qkv", q, k, v, heads=8, kv_heads=2, rank=0, world=3)
+    with pytest.raises(SchemaError, match="cannot stand behind"):
+        shards.fused("f", [shards.whole(q), shards.columns(q, 0, 2)])
+    with pytest.raises(SchemaError, match="does not fit 1 dimensions"):
+        Layout.of([LocalTensor("w", "float32", (4,), (Piece("w", (2, 2), (0, 0), (2, 2), (0,)),))])
+
+
+def test_a_layout_survives_its_encoding_and_garbage_is_refused() -> None:
+    layout = engine(1, 2)
+    assert Layout.decode(layout.encoded) == layout
+    assert Layout.decode(layout.encoded).digest == layout.digest != engine(0, 2).digest
+    for garbage in (b"", b"\x91\x01", layout.encoded[:-1], b"\x91" * 5000):
+        with pytest.raises(SchemaError, match="not a layout"):
+            Layout.decode(garbage)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(*[st.tuples(st.integers(0, 6), st.integers(0, 5))] * 2), max_size=12), st.integers(0, 6))
+def test_a_search_finds_what_overlaps_and_what_is_left_over_is_the_rest(pairs: list[Any], at: int) -> None:
+    boxes = [Box(tuple(a for a, _ in pair), tuple(b for _, b in pair)) for pair in pairs]
+    asked = Box((at, 1), (3, 4))
+    index = BoxIndex(boxes)
+    wanted = sorted(n for n, box in enumerate(boxes) if box.intersection(asked) is not None)
+    assert sorted(number for number, _ in index.overlapping(asked)) == wanted
+    grid = np.zeros((12, 12), int)
+    for box in boxes:
+        grid[box.start[0] : box.start[0] + box.size[0], box.start[1] : box.start[1] + box.size[1]] += 1
+    assert not index.disjoint or grid.max(initial=0) <= 1
+    inside = grid[at : at + 3, 1:5]
+    assert sum(box.volume for box in left_over(asked, boxes)) == int((inside == 0).sum())

@@ -1,0 +1,354 @@
+"""ShardEngine: weights of which every trainer rank sends its shards, and every receiver gets those it wants.
+
+    trainer = ShardEngine("trainer 0", layout)                 # what this rank has
+    server = ShardEngine("server 0", layout)                   # what this rank wants
+
+No rank has the model. `build_topology` computes the plan from the layouts, once as long as they stay. A rank that
+sends and one that receives are the same class. Memory: a sender has `in_flight` buckets; a receiver two
+versions of what it lands, `in_flight` buckets for arrivals, and as many if it relays; with ``in_place`` no version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from transport.client.client import UCXXClient
+from transport.devices.libraries import parse_device
+from transport.errors import UsageError, WeightsError
+from transport.runtime.arguments import expect
+from transport.runtime.progress import Progress, silent
+from transport.settings import Settings
+from transport.ticket import host_identity
+from transport.weights.options import EngineOptions
+from transport.weights.plan.engine import Metadata, WeightEngine, Weights
+from transport.weights.plan.steps import Proof
+from transport.weights.ring_engine import EngineStatistics
+from transport.weights.sharded.held import ShardHeld
+from transport.weights.sharded.parts import checked_targets
+from transport.weights.sharded.receiving import Scratch, ShardReceiving, children_of
+from transport.weights.sharded.sending import ShardSending
+from transport.weights.sharding.layouts import Layout
+from transport.weights.sharding.roles import Role, ShardDescription, describe, pack, roles, unpack
+from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.feed import Feed, Upstream, announce_failure
+from transport.weights.transfer.messages import Failed
+from transport.weights.transfer.pace import Pace
+from transport.weights.transfer.sending import iterate
+from transport.weights.transfer.threads import ended, in_thread
+from transport.weights.versions.copies import Copies
+from transport.wire.addresses import advertised
+
+BUCKET_BYTES = 32 << 20
+IN_FLIGHT = 4
+_READ_TIMEOUT_S = 120.0  # of one bucket, retries included
+_LEAST_BUCKET = 4096
+_OPTIONS = EngineOptions()
+# A bucket has one port, and the whole group waits for it: retry soon, or fail soon.
+_SETTINGS = Settings(port_quarantine_s=0.2, port_quarantine_most_s=1.0, backoff_first_s=0.1, backoff_most_s=0.5)
+
+
+class ShardEngine(WeightEngine):
+    """One rank's side of updates. Belongs to the loop of its first use; `close` releases everything.
+
+    Args:
+        name: unique among all ranks.
+        layout: of the tensors that this rank has (a trainer's) or wants.
+        bucket_bytes, in_flight: size and number of buckets. All ranks use the smallest size that one of them has.
+        address: to listen on; default: the address of this host's default route.
+        in_place: the engine's own tensors by name, in host memory: versions land in them, and in no slot. An update
+            that fails after its first byte has spoilt them: `spoilt` is true until the next version is complete.
+        device: as of `RingEngine`: received tensors are copied there.
+        progress: called with (done, due, bytes) while a version moves.
+        options: further choices; ``shape`` and ``fanout`` of the first trainer's rank count.
+
+    Raises:
+        UsageError, SchemaError: sizes that make no sense, or tensors that do not fit the layout.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layout: Layout,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        in_flight: int = IN_FLIGHT,
+        address: str | None = None,
+        in_place: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        progress: Progress = silent,
+        options: EngineOptions = _OPTIONS,
+    ) -> None:
+        expect(options, EngineOptions, "options", "EngineOptions")
+        expect(layout, Layout, "layout", "a Layout")
+        if bucket_bytes < _LEAST_BUCKET or bucket_bytes % 64 or in_flight < 1:
+            raise UsageError(
+                f"bucket_bytes={bucket_bytes}, in_flight={in_flight}: give a multiple of 64, {_LEAST_BUCKET} or more, "
+                "and at least one in flight"
+            )
+        if in_place is not None and device is not None:
+            raise UsageError("in_place and device exclude each other: in_place is for tensors in host memory")
+        layout.check()
+        self.name = name
+        self.layout = layout
+        self._bucket_bytes = bucket_bytes
+        self._own = None if in_place is None else checked_targets(layout, in_place)
+        self._options = options
+        self._host = options.host or host_identity()
+        self._address = address or advertised()[0]
+        self._progress = progress
+        self._device = None if device is None else parse_device(device)
+        self._sender = BucketSender(
+            bucket_bytes,
+            in_flight,
+            address=self._address,
+            wires=None if options.wires is None else options.wires - {"mapped"} or None,
+            secret=options.secret,
+            pace=None if options.rate is None else Pace(options.rate),
+            stall_s=options.stall_s,
+            prefix=options.prefix,
+        )
+        self._copies = Copies(options.prefix)
+        self._in_flight = in_flight
+        self._scratch: Scratch | None = None
+        self._packed = pack(layout)
+        self._client: UCXXClient | None = None
+        self._feed: Feed | None = None
+        self._role: Role | None = None
+        self._upstreams: dict[str, Upstream] = {}
+        self._held: ShardHeld | None = None
+        self._previous: ShardHeld | None = None
+        self._spoilt = False
+
+    def __repr__(self) -> str:
+        return f"<ShardEngine {self.name} {self._held!r}>"
+
+    @property
+    def proof(self) -> Proof | None:
+        """The complete version that this rank holds."""
+        return None if self._held is None else self._held.proof
+
+    @property
+    def held(self) -> ShardHeld | None:
+        """The complete version that this rank holds."""
+        return self._held
+
+    @property
+    def spoilt(self) -> bool:
+        """Whether the engine's own tensors hold a mixture: an update began to change them and did not complete."""
+        return self._spoilt
+
+    @property
+    def in_place(self) -> bool:
+        """Whether versions land in the engine's own tensors."""
+        return self._own is not None
+
+    @property
+    def on_device(self) -> bool:
+        """Whether received tensors are in device memory."""
+        return self._device is not None
+
+    def statistics(self) -> EngineStatistics:
+        """Counters at this moment."""
+        carried = {} if self._client is None else self._client.statistics().bytes_by_wire
+        proof = self.proof
+        return EngineStatistics(
+            version=-1 if proof is None else proof.version,
+            bytes_sent=self._sender.bytes_sent,
+            bytes_copied=self._sender.bytes_copied,
+            bytes_received=carried,
+        )
+
+    # --- the group ------------------------------------------------------------------------------------------
+    async def prepare(self) -> Metadata:
+        """Listen for the ranks that will pull from this one."""
+        await self.finalize()
+        self._feed = Feed(self._sender.lost)
+        await self._feed.open(self._address)
+        described = ShardDescription(
+            name=self.name,
+            host=self._host,
+            address=self._address,
+            port=self._feed.port,
+            token=self._feed.token,
+            layout=self._packed,
+            bucket_bytes=self._bucket_bytes,
+            in_place=self.in_place,
+            shape=self._options.shape,
+            fanout=self._options.fanout,
+        )
+        return {"ranks": [msgspec.to_builtins(described)]}
+
+    @classmethod
+    def build_topology(
+        cls, actor_n: int, rollout_n: int, metadata: list[Metadata]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """A role for each rank, from the plan of all layouts.
+
+        A member's metadata may list several ranks (``{"ranks": […]}``, as `ShardedReplica` has them); its argument
+        ``roles`` then has as many.
+        """
+        if len(metadata) != actor_n + rollout_n or actor_n < 1:
+            raise UsageError(
+                f"{len(metadata)} descriptions for {actor_n} trainers and {rollout_n} replicas: "
+                "give one of each member, trainers first"
+            )
+        members = describe(metadata)
+        sides = members[:actor_n], members[actor_n:]
+        senders, receivers = ([rank for member in side for rank in member] for side in sides)
+        found = roles(senders, receivers, secrets.randbits(63))
+        arguments = []
+        for side, of_side in zip(sides, found, strict=True):
+            left: Iterator[Role] = iter(of_side)
+            arguments.append({"roles": [[pack(next(left)) for _ in member] for member in side]})
+        return arguments[0], arguments[1]
+
+    async def init_process_group(self, **arguments: Any) -> None:
+        """Connect to the ranks that this one pulls from, and wait for those that pull from it."""
+        feed = self._feed
+        if feed is None:
+            raise UsageError(f"{self.name}: call prepare() before init_process_group()")
+        (packed,) = arguments["roles"]
+        self._role = role = unpack(packed, Role)
+        await self._sender.begin(feed, children_of(role))
+        if self._client is None and any(each.mapped is None for each in role.incoming):
+            wires = self._options.wires
+            self._client = UCXXClient(
+                wire="auto" if wires is None else wires, secret=self._options.secret, settings=_SETTINGS
+            )
+
+        async def connect(peer: Any) -> None:
+            self._upstreams[peer.name] = await Upstream.connect(
+                peer.name, peer.address, peer.port, peer.token, self.name
+            )
+
+        tasks = [asyncio.ensure_future(connect(peer)) for peer in role.peers]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await ended(*tasks)
+        await feed.joined(role.children)
+
+    async def finalize(self) -> None:
+        """Leave the group, and release the version before the current one. Valid in every state."""
+        upstreams, self._upstreams = self._upstreams, {}
+        feed, self._feed = self._feed, None
+        previous, self._previous = self._previous, None
+        self._role = None
+        try:
+            for upstream in upstreams.values():
+                upstream.close()
+            if feed is not None:
+                await feed.close()
+        finally:
+            self._sender.abandon()
+            if previous is not None:
+                await in_thread(previous.release)
+                await in_thread(self._copies.trim)
+
+    async def close(self) -> None:
+        """Release everything, the current version too. Idempotent."""
+        try:
+            await self.finalize()
+        finally:
+            held, self._held = self._held, None
+            if held is not None:
+                await in_thread(held.release)
+            client, self._client = self._client, None
+            if client is not None:
+                await client.close()
+            await in_thread(self._sender.close)
+            await in_thread(self._copies.close)
+
+    # --- weights ---------------------------------------------------------------------------------------------
+    async def send_weights(self, weights: Weights | Mapping[str, Any], global_steps: int) -> Proof | None:
+        """Send this rank's shards; returns when all that want them have read them.
+
+        weights: its local tensors by name, or pairs of name and tensor, which are then held until the end. Tensors
+            must not change meanwhile.
+        """
+        feed, role = self._feed, self._role
+        if feed is None or role is None:
+            raise UsageError(f"{self.name}: call init_process_group() before send_weights()")
+        try:
+            tensors = weights
+            if not isinstance(tensors, Mapping):
+                tensors = {name: value async for name, value in iterate(tensors)}
+            sending = ShardSending(feed, self._sender, self.layout, role.outgoing, role.bucket_bytes, self._progress)
+            await sending.run(tensors, global_steps)
+        except BaseException as error:
+            kind = type(error).__name__
+            await announce_failure(feed, Failed(kind, str(error) or kind))
+            raise
+        return Proof(global_steps, role.update)
+
+    async def receive(self, global_steps: int) -> ShardHeld:
+        """Receive and prove a version. It is held from now on, and the previous one until `finalize`."""
+        feed, role = self._feed, self._role
+        if feed is None or role is None:
+            raise UsageError(f"{self.name}: call init_process_group() before receive_weights()")
+        if self._scratch is None:
+            self._scratch = Scratch(self._in_flight)
+        receiving = ShardReceiving(
+            role,
+            self.layout,
+            self._upstreams,
+            self._client,
+            self._copies,
+            self._scratch,
+            feed,
+            self._sender,
+            _READ_TIMEOUT_S,
+            self._own,
+            self.spoil,
+            self._progress,
+        )
+        try:
+            held = await receiving.run(global_steps)
+        except BaseException:
+            for upstream in self._upstreams.values():
+                upstream.close()  # the parents need not wait for this one
+            raise
+        if self._previous is not None:
+            self._previous.release()
+        self._previous, self._held = self._held, held
+        self._spoilt = False
+        return held
+
+    def spoil(self) -> None:
+        """From now on the engine's own tensors are no version, if versions land in them."""
+        self._spoilt = self.in_place
+
+    def revert(self) -> None:
+        """Return to the version before, or to none, because the new one is not to be served. Only until `finalize`.
+
+        Raises WeightsError if versions land in place: the one before is gone then.
+        """
+        if self.in_place:
+            self._spoilt = True
+            raise WeightsError(f"{self.name} has no version before {self.proof}: it landed in the engine's own tensors")
+        held, self._held, self._previous = self._held, self._previous, None
+        if held is not None:
+            held.release()
+
+    async def receive_weights(self, global_steps: int) -> AsyncIterator[tuple[str, Any]]:
+        """The tensors of a version, once all of it is proven. Their memory remains as long as they exist."""
+        held = await self.receive(global_steps)
+        for name, array in self.arrays(held):
+            yield name, array
+
+    async def get_weights(self) -> AsyncIterator[tuple[str, Any]]:
+        """The version that is held."""
+        if self._held is not None:
+            for name, array in self.arrays(self._held):
+                yield name, array
+
+    def arrays(self, held: ShardHeld) -> Iterable[tuple[str, Any]]:
+        """The tensors of a version that is held: views, the engine's own tensors, or with ``device=`` copies there."""
+        if self._device is None:
+            return held.arrays().items()
+        return held.on_device(*self._device, self._bucket_bytes)

@@ -1,0 +1,71 @@
+"""A complete version of a receiver's shards: in slots that its host shares, or in its own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from transport.devices.libraries import Library
+from transport.schema import DTYPES
+from transport.weights.plan.steps import Proof
+from transport.weights.sharding.layouts import Layout
+from transport.weights.versions.copies import Held
+from transport.weights.versions.layout import weights_checksum
+
+
+class ShardHeld:
+    """All parts of a version, proven, in the order of the receiver's layout.
+
+    Attributes:
+        checksum: of the receiver's own tensors, as `weights_checksum` has it: what it would serve.
+    """
+
+    def __init__(
+        self, layout: Layout, proof: Proof, parts: Sequence[Held], own: Mapping[str, np.ndarray[Any, Any]] | None = None
+    ) -> None:
+        self.layout = layout
+        self.proof = proof
+        self._parts = list(parts)
+        self._own = own
+        self._checksum = 0
+
+    def __repr__(self) -> str:
+        return f"<ShardHeld {self.proof}, {self.layout.nbytes} bytes{'' if self._own is None else ', in place'}>"
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The tensors by name: read-only views, or the engine's own tensors."""
+        found: dict[str, np.ndarray[Any, Any]] = dict(self._own or {})
+        for part in self._parts:
+            found |= part.arrays()
+        return {each.name: found[each.name] if each.nbytes else _empty(each) for each in self.layout.tensors}
+
+    def on_device(self, library: Library, device: int, group_bytes: int) -> Iterator[tuple[str, Any]]:
+        """The tensors by name, in new memory of a device (see `Held.on_device`), in the order of the parts."""
+        for part in self._parts:
+            yield from part.on_device(library, device, group_bytes)
+
+    def hash(self) -> None:
+        """Compute `checksum`, once, when the version is complete. Blocks."""
+        self._checksum = weights_checksum(self.arrays())
+
+    @property
+    def checksum(self) -> int:
+        """See the class."""
+        return self._checksum
+
+    def settle(self) -> None:
+        """Wait until copies to a device are done. Blocks."""
+        for part in self._parts:
+            part.settle()
+
+    def release(self) -> None:
+        """Release the slots. Idempotent."""
+        parts, self._parts = self._parts, []
+        for part in parts:
+            part.release()
+
+
+def _empty(tensor: Any) -> np.ndarray[Any, Any]:
+    return np.empty(tensor.shape, DTYPES[tensor.dtype])

@@ -1,0 +1,186 @@
+"""One part of a version as a receiver lands it: buckets in any order, each proven in its place.
+
+A bucket is read beside the place where it belongs, spread into it, and hashed again from there: its checksum is the
+sender's, so what was proven is what stands in the tensors. A bucket that is one contiguous range is read straight into
+its place. When all buckets are there, the checksum of the whole part is what relays and the host's other replicas are
+told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from transport import _ring
+from transport.devices.arrays import DeviceTensor
+from transport.errors import ProtocolError, SchemaError, UsageError, WeightsChecksumError
+from transport.ring.leases import WriteLease
+from transport.ring.packing import as_array
+from transport.schema import DTYPES, TensorSpec
+from transport.ticket import Ticket
+from transport.weights.plan.steps import Proof
+from transport.weights.sharded.sending import dtypes_of
+from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
+from transport.weights.sharding.layouts import Layout
+from transport.weights.sharding.roles import Incoming
+from transport.weights.transfer.messages import Slices
+from transport.weights.versions.copies import Copies, Held
+from transport.weights.versions.layout import VersionLayout, weights_checksum
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class PartLanding:
+    """Where one part lands: a slot that the host's other receivers map, or the receiver's own tensors.
+
+    Attributes:
+        complete: whether every bucket has arrived.
+        expected: the checksum that the relay above has proven; None: it has not said it yet.
+    """
+
+    def __init__(self, incoming: Incoming, layout: Layout, bucket_bytes: int) -> None:
+        self.incoming = incoming
+        self.expected: int | None = None
+        dtypes = dtypes_of(layout, incoming.tensors)
+        self._tensors = [layout.tensors[each] for each in incoming.tensors]
+        self.row_layout = VersionLayout.of(TensorSpec(each.name, each.dtype, each.shape) for each in self._tensors)
+        self._buckets = {source.sender: buckets_of(source.slices, dtypes, bucket_bytes) for source in incoming.sources}
+        self._missing = {(sender, at) for sender, buckets in self._buckets.items() for at in range(len(buckets))}
+        self._placing = 0
+        self._ranks = {source.sender: source.rank for source in incoming.sources}
+        self._lease: WriteLease | None = None
+        self._arrays: list[np.ndarray[Any, Any]] = []
+
+    @property
+    def complete(self) -> bool:
+        return not self._missing and not self._placing
+
+    def rank(self, sender: int) -> int:
+        """This receiver's number among the readers of a stream's buckets."""
+        return self._ranks[sender]
+
+    def count(self, parent: str) -> int:
+        """Buckets that come from this parent."""
+        return sum(len(self._buckets[source.sender]) for source in self.incoming.sources if source.parent == parent)
+
+    def open(self, copies: Copies) -> None:
+        """Take a slot to land in. Blocks. Raises SharedMemoryError where the host has no room."""
+        lease = copies.take(self.row_layout.total, 1 + len(self.incoming.local))
+        self._lease = lease
+        row = np.frombuffer(lease.memory, np.uint8)
+        end = 0
+        for place in self.row_layout.places:  # what is between tensors is part of the checksum
+            row[end : place.offset] = 0
+            end = place.offset + place.nbytes
+        found = self.row_layout.arrays(lease.memory, writable=True)
+        self._arrays = [found[each.name] for each in self._tensors]
+
+    def open_in_place(self, own: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Land in these tensors."""
+        self._arrays = [own[each.name] for each in self._tensors]
+
+    # --- buckets ----------------------------------------------------------------------------------------------
+    def bucket(self, frame: Slices, parent: str) -> tuple[list[Chunk], Ticket, int]:
+        """The bucket that a message announces, its ticket, its checksum. ProtocolError for one that is not expected."""
+        key = frame.sender, frame.index
+        source = next((each for each in self.incoming.sources if each.sender == frame.sender), None)
+        if source is None or source.parent != parent or key not in self._missing:
+            raise ProtocolError(
+                f"unexpected bucket {frame.index} of sender {frame.sender} for part {frame.part} from {parent}"
+            )
+        bucket = self._buckets[frame.sender][frame.index]
+        ticket = Ticket.decode(frame.ticket)
+        if ticket.checksum is None:
+            raise ProtocolError(f"bucket {frame.index} of sender {frame.sender} has no checksum")
+        if ticket.size != size_of(bucket):
+            raise ProtocolError(
+                f"bucket {frame.index} of sender {frame.sender}: size mismatch: received {ticket.size} bytes, "
+                f"expected {size_of(bucket)}"
+            )
+        self._missing.discard(key)
+        self._placing += 1
+        return bucket, ticket, ticket.checksum
+
+    def place_of(self, bucket: Sequence[Chunk]) -> Bytes | None:
+        """The place of a bucket that is one contiguous range of a tensor; None: it is none."""
+        if len(bucket) != 1:
+            return None
+        target = self._target(bucket[0])
+        return target.reshape(-1).view(np.uint8) if target.flags.c_contiguous else None
+
+    def place(self, bucket: Sequence[Chunk], data: Bytes, checksum: int) -> None:
+        """Spread a bucket into its place, and prove it there. In a thread. Changes ``data``."""
+        hasher = _ring.Checksum()
+        end = 0
+        for chunk in bucket:
+            part = data[chunk.at : chunk.at + chunk.nbytes]
+            if chunk.at > end:
+                hasher.update(data[end : chunk.at].data)
+            end = chunk.at + chunk.nbytes
+            target = self._target(chunk)
+            if target.flags.c_contiguous:
+                flat = target.reshape(-1).view(np.uint8)
+                _ring.copy(flat.data, part.data)
+                hasher.update(flat.data)
+            else:
+                came = part.view(target.dtype).reshape(target.shape)
+                target[...] = came
+                came[...] = target
+                hasher.update(part.data)
+        if hasher.digest() != checksum:
+            raise WeightsChecksumError(f"part {self.incoming.part}: checksum mismatch of a bucket in its place")
+
+    def placed(self) -> None:
+        """A bucket is in its place, proven, and was relayed."""
+        self._placing -= 1
+
+    def _target(self, chunk: Chunk) -> np.ndarray[Any, Any]:
+        array: np.ndarray[Any, Any] = view(self._arrays[chunk.slice.target], chunk.slice.target_start, chunk.slice.size)
+        return array
+
+    # --- the end ----------------------------------------------------------------------------------------------
+    def checksum(self) -> int:
+        """Of the whole part, as it stands here. In a thread: hashes every byte."""
+        if self._lease is not None:
+            return _ring.checksum(self._lease.memory)
+        return weights_checksum({each.name: array for each, array in zip(self._tensors, self._arrays, strict=True)})
+
+    def publish(self, checksum: int, copies: Copies, version: int) -> tuple[Ticket, Held] | None:
+        """Publish the slot to the host's other receivers, and hold it. None: it landed in place."""
+        lease = self._lease
+        if lease is None:
+            return None
+        lease.checksum = checksum
+        ticket = lease.publish()
+        self._lease, self._arrays = None, []
+        return ticket, copies.hold(ticket, self.row_layout, Proof(version, checksum))
+
+    def abort(self) -> None:
+        """Give the slot back, if it is not published. Idempotent."""
+        lease, self._lease = self._lease, None
+        self._arrays = []
+        if lease is not None:
+            lease.abort()
+
+
+def checked_targets(layout: Layout, own: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The engine's own tensors as writable arrays. UsageError or SchemaError for what cannot be landed in."""
+    found = {}
+    for each in layout.tensors:
+        if not each.nbytes:
+            continue
+        if each.name not in own:
+            raise SchemaError(f"in_place has no tensor {each.name}: give every tensor of the layout")
+        array = as_array(own[each.name], each.name)
+        if isinstance(array, DeviceTensor):
+            raise UsageError(f"{each.name}: in_place needs tensors in host memory; for device memory use device=")
+        if (array.dtype.name, array.shape) != (each.dtype, each.shape) or array.dtype != DTYPES[each.dtype]:
+            raise SchemaError(
+                f"{each.name}: in_place has {array.dtype} {array.shape}, the layout {each.dtype} {each.shape}"
+            )
+        if not array.flags.writeable:
+            raise UsageError(f"{each.name}: in_place needs tensors that can be written, and this one is read-only")
+        found[each.name] = array
+    return found

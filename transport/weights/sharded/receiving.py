@@ -1,0 +1,268 @@
+"""A receiver's side: its parts from several senders and relays at once, all of a version or nothing.
+
+Each parent has a task that follows its messages. Buckets are read side by side, as many as there is memory for, in
+whatever order they come. What arrived and was proven goes on to the children before its memory is used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from transport import _ring
+from transport.client.client import UCXXClient
+from transport.errors import ChildrenLostError, InternalError, ProtocolError, WeightsChecksumError, WeightsError
+from transport.runtime.progress import Progress, silent
+from transport.ticket import Ticket
+from transport.weights.plan.steps import Proof
+from transport.weights.sharded.held import ShardHeld
+from transport.weights.sharded.parts import PartLanding
+from transport.weights.sharded.sending import relay
+from transport.weights.sharding.buckets import Chunk
+from transport.weights.sharding.layouts import Layout
+from transport.weights.sharding.roles import Incoming, Role
+from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.feed import Feed, Upstream, announce_failure
+from transport.weights.transfer.messages import Failed, Placed, Slices, Start, Whole
+from transport.weights.transfer.threads import ended, in_thread
+from transport.weights.versions.copies import Copies, Held, attach
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class Scratch:
+    """Memory for buckets that are being read, kept from one update to the next. Belongs to one loop."""
+
+    def __init__(self, count: int) -> None:
+        self._free: list[Bytes] = []
+        self._room = asyncio.Semaphore(count)
+        self.bytes = 0
+
+    async def take(self, size: int) -> Bytes:
+        """Wait for a buffer of at least so many bytes."""
+        await self._room.acquire()
+        found = self._free.pop() if self._free else np.empty(0, np.uint8)
+        if len(found) < size:
+            self.bytes += size - len(found)
+            found = np.empty(size, np.uint8)
+        return found
+
+    def give(self, buffer: Bytes) -> None:
+        """Give a buffer back."""
+        self._free.append(buffer)
+        self._room.release()
+
+
+class ShardReceiving:
+    """Receives one version. Create it, and `run` it once.
+
+    Args:
+        own: the engine's own tensors, to land in; None: land in slots that the host shares.
+        spoil: called before the first byte of the engine's own tensors changes.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        layout: Layout,
+        upstreams: Mapping[str, Upstream],
+        client: UCXXClient | None,
+        copies: Copies,
+        scratch: Scratch,
+        feed: Feed,
+        sender: BucketSender,
+        read_timeout_s: float,
+        own: Mapping[str, np.ndarray[Any, Any]] | None,
+        spoil: Any,
+        progress: Progress = silent,
+    ) -> None:
+        self._role = role
+        self._layout = layout
+        self._upstreams = upstreams
+        self._client = client
+        self._copies = copies
+        self._scratch = scratch
+        self._feed = feed
+        self._sender = sender
+        self._read_timeout_s = read_timeout_s
+        self._own = own
+        self._spoil = spoil
+        self._progress = progress
+        self._landings = {
+            each.part: PartLanding(each, layout, role.bucket_bytes) for each in role.incoming if each.mapped is None
+        }
+        self._mapped = {each.part: each for each in role.incoming if each.mapped is not None}
+        self._version = -1
+        self._held: list[Held] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._buckets = self._bytes = 0
+
+    async def run(self, version: int) -> ShardHeld:
+        """Receive the complete version. A failure is sent to the children, and leaves no part of the version in slots.
+
+        In the engine's own tensors it may leave a mixture.
+        """
+        self._version = version
+        try:
+            return await self._run()
+        except BaseException as error:
+            kind = type(error).__name__
+            await announce_failure(self._feed, Failed(kind, str(error) or kind))
+            raise
+        finally:
+            for landing in self._landings.values():
+                landing.abort()
+
+    async def _run(self) -> ShardHeld:
+        try:
+            for landing in self._landings.values():
+                if self._own is None:
+                    await in_thread(landing.open, self._copies)
+                else:
+                    landing.open_in_place(self._own)
+            await self._feed.tell(Start(self._version), self._feed.children)
+            for name, upstream in self._upstreams.items():
+                self._begin(self._follow(name, upstream))
+            await self._over
+            if len(self._held) != (0 if self._own is not None else len(self._role.incoming)):
+                raise InternalError(f"{len(self._held)} of {len(self._role.incoming)} parts are held")
+            with contextlib.suppress(ChildrenLostError):
+                await self._sender.drained()
+            held = ShardHeld(self._layout, Proof(self._version, self._role.update), self._held, self._own)
+            await in_thread(held.hash)
+            return held
+        except BaseException:
+            await ended(*self._tasks)
+            for each in self._held:
+                each.release()
+            raise
+
+    def _begin(self, work: Any) -> None:
+        """A task of this version. The last one to end, or the first to fail, ends the reception."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if self._over.done():
+            return
+        if error is not None:
+            self._over.set_exception(error)
+        elif not self._tasks:  # a task begins others before it ends
+            self._over.set_result(None)
+
+    # --- one parent -------------------------------------------------------------------------------------------
+    async def _follow(self, name: str, upstream: Upstream) -> None:
+        """Take the messages of one parent, until it has sent all that the plan has for this receiver."""
+        buckets = sum(landing.count(name) for landing in self._landings.values())
+        relayed = {
+            part
+            for part, landing in self._landings.items()
+            if not landing.incoming.first and landing.incoming.sources[0].parent == name
+        }
+        mapped = {part for part, each in self._mapped.items() if each.mapped is not None and each.mapped[0] == name}
+        frame = await upstream.next()
+        if not isinstance(frame, Start):
+            raise ProtocolError(f"unexpected message at the start of a version: {type(frame).__name__}, expected Start")
+        if frame.version != self._version:
+            raise WeightsError(f"version mismatch: {name} sends v{frame.version}, expected v{self._version}")
+        while buckets or relayed or mapped:
+            frame = await upstream.next()
+            if isinstance(frame, Slices) and buckets:
+                buckets -= 1
+                landing = self._landings.get(frame.part)
+                if landing is None:
+                    raise ProtocolError(f"unexpected bucket of part {frame.part} from {name}")
+                self._begin(self._take(landing, frame, *landing.bucket(frame, name)))
+            elif isinstance(frame, Whole) and frame.part in relayed:
+                relayed.discard(frame.part)
+                self._landings[frame.part].expected = frame.checksum
+                self._finish(self._landings[frame.part])
+            elif isinstance(frame, Placed) and frame.part in mapped:
+                mapped.discard(frame.part)
+                await self._map(self._mapped[frame.part], frame)
+            else:
+                raise ProtocolError(f"unexpected message from {name}: {type(frame).__name__}")
+
+    async def _map(self, incoming: Incoming, frame: Placed) -> None:
+        """Map a part that another receiver of the host has landed, and prove it here."""
+        assert incoming.mapped is not None
+        row_layout = PartLanding(incoming, self._layout, self._role.bucket_bytes).row_layout
+        ticket = Ticket.decode(frame.ticket)
+        work = asyncio.ensure_future(
+            asyncio.to_thread(attach, ticket, incoming.mapped[1], row_layout, self._version, frame.checksum)
+        )
+        try:
+            self._held.append(await asyncio.shield(work))
+        except asyncio.CancelledError:
+            work.add_done_callback(_let_go)
+            raise
+
+    # --- one bucket -------------------------------------------------------------------------------------------
+    async def _take(
+        self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket, checksum: int
+    ) -> None:
+        """Read a bucket, put it into its place, relay it."""
+        if self._client is None:
+            raise InternalError("a replica that receives over a wire has no client")
+        straight = landing.place_of(bucket)
+        scratch = await self._scratch.take(ticket.size if straight is None else 0)
+        try:
+            data = scratch[: ticket.size] if straight is None else straight
+            if straight is not None:
+                self._spoil()
+            payload = await self._client.read(
+                ticket, out=data, rank=landing.rank(frame.sender), timeout=self._read_timeout_s
+            )  # verified by its checksum, and read again when that fails, over a wire
+            if payload.wire == "mapped" and await in_thread(_ring.checksum, data.data) != checksum:
+                raise WeightsChecksumError(f"bucket {frame.index} of sender {frame.sender}: checksum mismatch")
+            payload.release()
+            if straight is None:
+                self._spoil()
+                await in_thread(landing.place, bucket, data, checksum)
+                self._sender.bytes_copied += len(data)
+            await relay(self._sender, landing.incoming.wired, frame, data, checksum)
+        finally:
+            self._scratch.give(scratch)
+        landing.placed()
+        self._buckets, self._bytes = self._buckets + 1, self._bytes + ticket.size
+        self._progress(self._buckets, 0, self._bytes)
+        self._finish(landing)
+
+    def _finish(self, landing: PartLanding) -> None:
+        if landing.complete and (landing.incoming.first or landing.expected is not None):
+            self._begin(self._conclude(landing))
+
+    async def _conclude(self, landing: PartLanding) -> None:
+        """All of a part is here: prove it as a whole, and tell the children."""
+        part = landing.incoming.part
+        checksum = await in_thread(landing.checksum)
+        if landing.expected not in (None, checksum):
+            raise WeightsChecksumError(
+                f"v{self._version}, part {part}: checksum mismatch: received {checksum:016x}, "
+                f"expected {landing.expected or 0:016x}"
+            )
+        published = landing.publish(checksum, self._copies, self._version)
+        if published is not None:
+            ticket, held = published
+            self._held.append(held)
+            await self._feed.tell(Placed(part, ticket.encode(), checksum), landing.incoming.local)
+        await self._feed.tell(Whole(part, checksum), landing.incoming.wired)
+
+
+def children_of(role: Role) -> Sequence[str]:
+    """The ranks that read buckets of this one's ring."""
+    found = dict.fromkeys(name for each in role.outgoing for name in each.children)
+    return list(found | dict.fromkeys(name for each in role.incoming for name in each.wired))
+
+
+def _let_go(work: asyncio.Future[Held]) -> None:
+    if not work.cancelled() and work.exception() is None:
+        work.result().release()

@@ -1,0 +1,261 @@
+"""What each rank does in one update: from the descriptions of all ranks and the plan. Pure.
+
+Receivers of a part are ordered as `topology.hops` orders replicas: one of each host lands the part, the others of the
+host map it, the landings relay it to each other. A relay always stands before its children in one order of all
+receivers, so that no two of them can wait for each other.
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from transport import _ring
+from transport.errors import ProtocolError, SchemaError, UsageError
+from transport.runtime.decoders import hiding
+from transport.weights.plan import topology
+from transport.weights.plan.topology import Description, Hop
+from transport.weights.sharding.layouts import MOST_BYTES, Layout
+from transport.weights.sharding.plan import ShardPlan, Slice, make_plan
+
+T = TypeVar("T")
+
+_KEPT_PLANS = 2
+_plans: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], ShardPlan] = OrderedDict()
+_layouts: OrderedDict[int, Layout] = OrderedDict()  # by the checksum of their text
+_KEPT_LAYOUTS = 1024
+
+
+@hiding("token")
+class ShardDescription(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's description of itself.
+
+    layout: packed; of what it has (a trainer's rank) or wants.
+    in_place: it receives into its own tensors, which no other process can map.
+    """
+
+    name: str
+    host: str
+    address: str
+    port: int
+    token: str
+    layout: str
+    bucket_bytes: int
+    in_place: bool = False
+    shape: topology.Shape = "tree"
+    fanout: int = topology.FANOUT
+
+
+@hiding("token")
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """A rank that this one pulls from."""
+
+    name: str
+    address: str
+    port: int
+    token: str
+
+
+class Source(NamedTuple):
+    """Where the buckets of a stream come from: the peer, and this rank's number among the readers there."""
+
+    sender: int
+    parent: str
+    rank: int
+    slices: tuple[Slice, ...]
+
+
+class Incoming(NamedTuple):
+    """A part that this rank gets.
+
+    part: its number in the plan.
+    tensors: numbers of its tensors in this rank's layout, in the part's order.
+    first: whether its buckets come from the senders, none from a relay.
+    mapped: (name of the landing, rank among its readers) if it is mapped; then there are no sources.
+    local: children of this host that map it. wired: children that its buckets are relayed to.
+    """
+
+    part: int
+    tensors: tuple[int, ...]
+    first: bool
+    mapped: tuple[str, int] | None
+    sources: tuple[Source, ...]
+    local: tuple[str, ...]
+    wired: tuple[str, ...]
+
+
+class Outgoing(NamedTuple):
+    """A stream that this rank sends. ``dtypes``: of the part's tensors."""
+
+    part: int
+    sender: int
+    children: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    slices: tuple[Slice, ...]
+
+
+class Role(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that a rank needs to know for one update.
+
+    update: a number that this update has and no other; together with the version it is what members prove.
+    bucket_bytes: of all streams: the least that a rank has room for.
+    """
+
+    update: int
+    bucket_bytes: int
+    peers: tuple[Peer, ...] = ()
+    incoming: tuple[Incoming, ...] = ()
+    outgoing: tuple[Outgoing, ...] = ()
+
+    @property
+    def children(self) -> list[str]:
+        """All ranks that pull from this one, each once."""
+        found = dict.fromkeys(name for each in self.outgoing for name in each.children)
+        found |= dict.fromkeys(name for each in self.incoming for name in (*each.wired, *each.local))
+        return list(found)
+
+
+def pack(value: Any) -> str:
+    """A value as text, which any framework's remote calls carry."""
+    return base64.b64encode(zlib.compress(_encode(value), 1)).decode("ascii")
+
+
+def unpack(text: str, kind: type[T]) -> T:
+    """What `pack` made. ProtocolError for anything else."""
+    try:
+        unzip = zlib.decompressobj()
+        data = unzip.decompress(base64.b64decode(text, validate=True), MOST_BYTES)
+        if unzip.unconsumed_tail or not unzip.eof:
+            raise ValueError(f"more than {MOST_BYTES} bytes, or cut short")
+        return msgspec.msgpack.decode(data, type=kind)
+    except (ValueError, zlib.error, msgspec.MsgspecError, RecursionError, AttributeError, TypeError) as error:
+        raise ProtocolError(f"not a {kind.__name__} ({len(text)} characters): {error}") from error
+
+
+def layout_of(text: str) -> Layout:
+    """The checked layout of a packed text; remembered, because it is the same in every update."""
+    digest = _ring.checksum(text.encode())
+    layout = _layouts.get(digest)
+    if layout is None:
+        layout = unpack(text, Layout)
+        layout.check()
+    _layouts[digest] = layout
+    _layouts.move_to_end(digest)
+    while len(_layouts) > _KEPT_LAYOUTS:
+        _layouts.popitem(last=False)
+    return layout
+
+
+def plan_of(senders: Sequence[Layout], receivers: Sequence[Layout]) -> ShardPlan:
+    """`make_plan`, computed once for the same layouts."""
+    key = tuple(each.digest for each in senders), tuple(each.digest for each in receivers)
+    plan = _plans.get(key)
+    if plan is None:
+        plan = make_plan(senders, receivers)
+    _plans[key] = plan
+    _plans.move_to_end(key)
+    while len(_plans) > _KEPT_PLANS:
+        _plans.popitem(last=False)
+    return plan
+
+
+def roles(
+    senders: Sequence[ShardDescription], receivers: Sequence[ShardDescription], update: int
+) -> tuple[list[Role], list[Role]]:
+    """One role for each sender and each receiver. Raises what `make_plan` and `topology.hops` raise."""
+    everyone = [*senders, *receivers]
+    if not senders or not receivers or len({each.name for each in everyone}) != len(everyone):
+        raise UsageError(
+            f"{len(senders)} senders and {len(receivers)} receivers: give at least one of each, with different names"
+        )
+    layouts = [layout_of(each.layout) for each in receivers]
+    plan = plan_of([layout_of(each.layout) for each in senders], layouts)
+    bucket_bytes = min(each.bucket_bytes for each in everyone)
+    numbers = [{tensor: at for at, tensor in enumerate(layout.tensors)} for layout in layouts]
+    place = _order(receivers)
+    incoming: list[list[Incoming]] = [[] for _ in receivers]
+    outgoing: list[list[Outgoing]] = [[] for _ in senders]
+    parents: list[dict[str, ShardDescription]] = [{} for _ in receivers]
+    for number, part in enumerate(plan.parts):
+        among = sorted(part.receivers, key=place.__getitem__)
+        hops = _hops([receivers[each] for each in among], senders[0])
+        firsts = tuple(receivers[each].name for each, hop in zip(among, hops, strict=True) if hop.parent < 0)
+        wired: list[list[str]] = [[] for _ in among]
+        local: list[list[str]] = [[] for _ in among]
+        for each, hop in zip(among, hops, strict=True):
+            if hop.parent >= 0:
+                (local if hop.mapped else wired)[hop.parent].append(receivers[each].name)
+        dtypes = tuple(tensor.dtype for tensor in part.tensors)
+        for stream in part.streams:
+            outgoing[stream.sender].append(Outgoing(number, stream.sender, firsts, dtypes, stream.slices))
+        for at, (each, hop) in enumerate(zip(among, hops, strict=True)):
+            name = receivers[each].name
+            mapped, sources = None, []
+            if hop.mapped:
+                parent = receivers[among[hop.parent]]
+                parents[each][parent.name] = parent
+                mapped = parent.name, 1 + local[hop.parent].index(name)  # rank 0 is the landing itself
+            for stream in () if hop.mapped else part.streams:
+                parent = senders[stream.sender] if hop.parent < 0 else receivers[among[hop.parent]]
+                parents[each][parent.name] = parent
+                rank = firsts.index(name) if hop.parent < 0 else wired[hop.parent].index(name)
+                sources.append(Source(stream.sender, parent.name, rank, stream.slices))
+            incoming[each].append(
+                Incoming(
+                    number,
+                    tuple(numbers[each][tensor] for tensor in part.tensors),
+                    hop.parent < 0,
+                    mapped,
+                    tuple(sources),
+                    tuple(local[at]),
+                    tuple(wired[at]),
+                )
+            )
+    return (
+        [Role(update, bucket_bytes, outgoing=tuple(each)) for each in outgoing],
+        [
+            Role(
+                update,
+                bucket_bytes,
+                tuple(Peer(peer.name, peer.address, peer.port, peer.token) for peer in peers.values()),
+                tuple(each),
+            )
+            for each, peers in zip(incoming, parents, strict=True)
+        ],
+    )
+
+
+def _order(receivers: Sequence[ShardDescription]) -> dict[int, int]:
+    """Place of each receiver in the common order: host by host."""
+    hosts: dict[str, int] = {}
+    for receiver in receivers:
+        hosts.setdefault(receiver.host, len(hosts))
+    ordered = sorted(range(len(receivers)), key=lambda each: (hosts[receivers[each].host], each))
+    return {each: at for at, each in enumerate(ordered)}
+
+
+def _hops(receivers: Sequence[ShardDescription], sender: ShardDescription) -> list[Hop]:
+    described = [
+        Description(name=each.name, host=each.host, address=each.address, port=each.port, token=each.token)
+        for each in receivers
+    ]
+    hops = topology.hops(described, sender.shape, sender.fanout)
+    if any(each.in_place for each in receivers):
+        hops = [Hop(parent=hop.parent, mapped=False) for hop in hops]
+    return hops
+
+
+def describe(metadata: Sequence[Any]) -> list[list[ShardDescription]]:
+    """The ranks of each member, from what its `prepare` returned. SchemaError for anything else."""
+    try:
+        return [msgspec.convert(each["ranks"], list[ShardDescription]) for each in metadata]
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise SchemaError(f"not the description of a member with shards: {error}") from error
+
+
+_encode = msgspec.msgpack.Encoder().encode
