@@ -35,6 +35,7 @@ from transport.demo.ray_record import nodes_of, records
 # Ray leaves sockets and files of its own to the garbage collector.
 pytestmark = [
     pytest.mark.adapters("ray"),
+    pytest.mark.xdist_group("ray"),
     pytest.mark.slow,
     pytest.mark.ucx,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -181,6 +182,15 @@ def test_an_interrupted_demo_ends_in_order_and_leaves_no_segment(number: signal.
     assert (status, set(_ring.segments()) - before) == (128 + number, set())
     how = "interrupted" if number == signal.SIGINT else "stopped by SIGTERM"
     assert f"{how}; nothing is left behind" in said
+
+
+def test_a_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does it
+
+    monkeypatch.setattr(ray, "init", late)
+    with Display(1) as display, pytest.raises(UsageError, match="--on ray: Ray did not start here: The current node"):
+        run_on_ray(Plan(episodes=1), display)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from transport.adapters import ray as adapter
 # Ray leaves sockets and files of its own to the garbage collector.
 pytestmark = [
     pytest.mark.adapters("ray"),
+    pytest.mark.xdist_group("ray"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]

@@ -4,6 +4,9 @@ A test belongs to a framework if it is in tests/adapters/ (in a folder `NAME` or
 `pytest.mark.adapters("NAME")`. `make pytest` skips those whose framework is not installed, and fails if a test that is
 skipped for want of a framework belongs to none. `make adapters` runs them with --frameworks: an unexpected skip fails,
 and so does a framework of which no test ran.
+
+The tests of a file run in one process, one after the other. So do all files that start Ray (`xdist_group("ray")`): Ray
+gives its own start 30 s, which several clusters at once on two cores exceed.
 """
 
 from __future__ import annotations
@@ -67,6 +70,9 @@ class Frameworks:
         if self._all:
             config.hook.pytest_deselected(items=others)
             items[:] = chosen
+            for item in chosen:
+                if item.get_closest_marker("xdist_group") is None:
+                    item.add_marker(pytest.mark.xdist_group(item.path.as_posix()))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:

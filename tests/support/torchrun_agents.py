@@ -131,6 +131,13 @@ class Agents:
             time.sleep(0.02)
         return lines
 
+    def until(self, condition: Callable[[], object], what: str, within_s: float = 100.0) -> None:
+        """Wait for something else than a line."""
+        end = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < end, f"this never came true: {what}\n{self.everything()}"
+            time.sleep(0.02)
+
     def wait_round(self, nodes: str, after: float = 0.0, within_s: float = 100.0) -> list[Line]:
         """Wait until workers of these nodes (a letter each) all had the right sum in a round of that size."""
 

@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.util
 import logging
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -42,19 +43,26 @@ class _Then(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Watch)]
         _register()
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it asks the others for TransferQueue's package, once."""
+    """Finds nothing itself: it asks the others for TransferQueue's package, until that has been imported."""
+
+    def __init__(self) -> None:
+        self._asking = threading.local()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != FRAMEWORK:
+        if name != FRAMEWORK or getattr(self._asking, "now", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking.now = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking.now = False
         if spec is not None and spec.loader is not None:
             spec.loader = _Then(spec.loader)
         return spec

@@ -184,7 +184,7 @@ def _cluster(address: str | None) -> Iterator[None]:
     local: dict[str, Any] = {"include_dashboard": False, "object_store_memory": _STORE_BYTES}
     try:
         ray.init(address=address or "local", logging_level="ERROR", **({} if address else local))
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # Ray raises bare ones, too: its own start has a limit of 30 s
         if address is None:
             raise UsageError(f"--on ray: Ray did not start here: {error}") from None
         raise UsageError(

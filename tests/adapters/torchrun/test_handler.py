@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually
 from redis_server import needs_redis, redis_server
 from torchrun_agents import WHY_NOT, Agents, torchrun_agents
 
@@ -79,7 +78,7 @@ def waits(agents: Agents, node: str) -> None:
         with open_store(agents.store) as store:
             return any(name in key or name.encode() in entry.value for key, entry in store.scan("job/").items())
 
-    eventually(here, f"agent {node} does not wait")
+    agents.until(here, f"agent {node} waits")
 
 
 # --- the run's end --------------------------------------------------------------------------------------
@@ -179,7 +178,7 @@ def test_who_is_done_stays_done_when_its_agent_dies(sqlite: Start) -> None:
     pair_and_spare(agents)
     agents.stop()
     agents.wait(lambda lines: any(line.what == "end" and line.node == "a" for line in lines))
-    eventually(lambda: _seats_done(agents) == 1)
+    agents.until(lambda: _seats_done(agents) == 1, "one seat is done")
     os.kill(agents.running["a"].pid, signal.SIGKILL)
     agents.code("a")
     (agents.folder / "hold-b").unlink()
@@ -191,7 +190,7 @@ def test_when_a_peer_dies_at_the_end_the_others_wait_for_its_replacement(sqlite:
     (agents.folder / "hold-b").touch()
     pair_and_spare(agents)
     agents.stop()
-    eventually(lambda: _seats_done(agents) == 1)
+    agents.until(lambda: _seats_done(agents) == 1, "one seat is done")
     agents.kill_node("b")
     assert [agents.code(node) for node in "ac"] == [0, 0]
     assert "ended in round 2" not in agents.output("a")  # success needs no line
@@ -218,7 +217,7 @@ def test_a_newcomer_makes_the_run_larger_without_a_restart_being_counted(redis: 
 
 
 @needs_redis
-def test_after_sigterm_nobody_waits_for_the_lease(redis: Start) -> None:
+def test_after_sigterm_the_others_do_not_wait_for_the_lease(redis: Start) -> None:
     agents = redis("--nnodes=2", "--max-restarts=2", conf=PATIENT)
     pair_and_spare(agents)
     before = agents.lines()[-1].at
@@ -358,7 +357,7 @@ def a_client() -> Iterator[tuple[Any, subprocess.Popen[str]]]:
 PLACE = Place(round=1, member="m", role=Role.ACTIVE, rank=1, size=3, leader="here:1")
 
 
-def test_ranks_that_nobody_assigns_any_more_do_not_end_the_agent() -> None:
+def test_ranks_that_are_never_assigned_do_not_end_the_agent() -> None:
     from transport.adapters.torchrun.handler import RoundStore
 
     with a_client() as (client, _):
@@ -382,6 +381,39 @@ def test_an_agent_whose_rank_0_is_gone_asks_for_a_new_round() -> None:
         RoundStore(client, AMember(9), PLACE).set("info/1", "mine")
 
 
+def test_a_rank_0_that_goes_between_question_and_answer_is_gone() -> None:
+    from torch.distributed import DistNetworkError
+
+    from transport.adapters.torchrun.handler import RoundStore
+
+    class Going:
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def get(self, key: str) -> bytes:
+            raise DistNetworkError("reset by peer")
+
+    member = AMember(9)
+    assert RoundStore(Going(), member, PLACE).get("assigned/1") == b"[1, 3, 1, 3]"
+    assert member.why.endswith("reset by peer")
+
+
+# --- a program that starts agents itself ----------------------------------------------------------------
+def test_an_agent_that_is_started_as_another_error_is_handled_ends_in_order(tmp_path: Path) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    from transport.adapters.torchrun.handler import make
+
+    ended: list[str] = []
+    try:
+        raise ValueError("the first attempt, with other settings")
+    except ValueError:
+        handler = make(RendezvousParameters("transport", f"sqlite:{tmp_path}/store.sqlite3", "job", 1, 1))
+        handler._finish = lambda: ended.append("done")
+        handler.shutdown()  # by torchrun, as no worker failed
+    assert ended == ["done"]
+
+
 # --- bad input ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "line"),
@@ -398,6 +430,7 @@ def test_an_agent_whose_rank_0_is_gone_asks_for_a_new_round() -> None:
         (["--rdzv-endpoint=sqlite:x", "--rdzv-conf=lease=3"], "unknown name 'lease'; it takes lease_s"),
         (["--rdzv-endpoint=sqlite:x", "--rdzv-conf=lease_s=soon"], "lease_s=soon: give a number"),
         (["--rdzv-endpoint=sqlite:x", "--rdzv-conf=where=rack"], "give where=slurm"),
+        (["--rdzv-endpoint=sqlite:x", "--local-addr=255.255.255.255"], "give --local-addr one of its own addresses"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_to_do(tmp_path: Path, arguments: list[str], line: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from transport.adapters.torchrun.options import (
     BACKEND,
+    check_address,
     check_torch,
     ended,
     options_of,
@@ -44,6 +45,7 @@ def test_without_an_id_the_urls_run_is_the_run_and_else_there_is_a_warning() -> 
     found = options(run_id="none")
     assert found.run == "none"
     assert "there is no --rdzv-id" in found.warning
+    assert options(run_id="") == found  # --rdzv-id=$UNSET
 
 
 def test_ids_that_cannot_be_names_get_names_of_their_own() -> None:
@@ -65,6 +67,20 @@ def test_on_the_servers_own_host_the_address_is_the_endpoints_name() -> None:
     assert own_address(options("redis://localhost:1/0").url, None) == "localhost"
 
 
+@pytest.mark.parametrize("endpoint", ["redis://[::1/0", "redis://host:port/0"])
+def test_an_endpoint_that_is_no_url_is_named(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError, match="--rdzv-endpoint: "):
+        options(endpoint)
+
+
+@pytest.mark.parametrize("address", ["no.such.host.invalid", "255.255.255.255"])
+def test_an_address_that_is_not_of_this_host_is_refused_at_once(address: str) -> None:
+    check_address("127.0.0.1")
+    check_address("localhost")
+    with pytest.raises(ConfigurationError, match=f"does not reach itself at '{address}'.*give --local-addr"):
+        check_address(address)
+
+
 def test_times_and_rules_come_from_the_conf() -> None:
     rules = options(lease_s="5", join_timeout="8", most_rounds="3", grow="0").rules
     assert (rules.least, rules.most, rules.lease_s, rules.join_timeout_s) == (2, 4, 5.0, 8.0)
@@ -81,6 +97,9 @@ def test_times_and_rules_come_from_the_conf() -> None:
         ({"grow": "maybe"}, "give 1 or 0"),
         ({"lease_s": "0"}, "lease_s"),
         ({"most_rounds": "0"}, "most_rounds"),
+        ({"most_rounds": "inf"}, "most_rounds=inf: give a whole number"),
+        ({"most_rounds": "1.5"}, "most_rounds=1.5: give a whole number"),
+        ({"archive": ""}, "archive=: give the path"),
     ],
 )
 def test_a_wrong_conf_is_named(conf: dict[str, object], message: str) -> None:
@@ -106,6 +125,8 @@ def test_positions_come_from_slurm_a_variable_a_list_or_the_argument() -> None:
         ("env:RACK", "the variable RACK is not set"),
         ("env:", "give where=slurm"),
         ("file:/no/such/list", "cannot read it"),
+        (f"file:{sys.executable}", "cannot read it"),
+        ("file:a\0b", "cannot read it"),
         ("file:/dev/null", "this host, host7, is not in the list"),
         ("rack3", "give where=slurm"),
     ],

@@ -10,6 +10,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,6 +218,69 @@ def test_a_put_that_fails_leaves_nothing_in_the_rings() -> None:
         assert both.told == []
 
 
+def test_a_put_that_is_cancelled_leaves_nothing_in_the_rings() -> None:
+    data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
+    wrote, goes_on = threading.Event(), threading.Event()
+
+    def parse(batch: dict[str, Any]) -> None:
+        wrote.set()
+        assert goes_on.wait(60)
+
+    async def cancelled(both: Alone) -> None:
+        putting = asyncio.ensure_future(both.put_data(data, meta_of(data), parse))
+        await asyncio.to_thread(wrote.wait, 60)
+        putting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        goes_on.set()
+
+    with manager() as both:
+        asyncio.run(cancelled(both))  # it waits for its threads
+        assert slots()[1] > 0
+        assert slots()[0] == 0
+
+
+def test_a_put_that_the_controller_is_not_told_of_leaves_nothing_in_the_rings() -> None:
+    data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
+
+    async def fail(*_: Any) -> None:
+        raise ValueError("the metadata does not fit")
+
+    with manager() as both:
+        both.notify_data_update = fail
+        meta = meta_of(data)
+        with pytest.raises(ValueError, match="does not fit"):
+            asyncio.run(both.put_data(data, meta))
+        assert slots()[0] == 0
+        assert not any(meta._custom_backend_meta)
+
+
+def test_a_place_that_cannot_be_freed_does_not_keep_the_others() -> None:
+    data = TensorDict({"a": torch.ones(6, 8)}, batch_size=6)
+    with manager(samples=1) as both:
+        meta = put(both, data)
+        meta._custom_backend_meta[0]["b"] = b"of another"
+        meta._custom_backend_meta[3]["a"] = b"of another backend"
+        with pytest.raises(TicketError, match="put through another backend"):
+            clear(both, meta)
+        assert slots()[0] == 1
+
+
+def test_a_value_that_replaces_another_backends_is_put() -> None:
+    data = TensorDict({"a": torch.ones(4, 8)}, batch_size=4)
+    with manager() as both:
+        meta = meta_of(data)
+        meta._custom_backend_meta[1]["a"] = b"of another backend"
+        asyncio.run(both.put_data(data, meta))
+        assert get(both, meta)["a"].values().sum() == 32
+
+
+def test_a_get_of_no_samples_has_no_rows() -> None:
+    with manager() as both:
+        meta = put(both, TensorDict({"a": torch.ones(4, 8), "text": NonTensorStack(*"abcd")}, batch_size=4))
+        assert get(both, meta.select_samples([])).batch_size[0] == 0
+
+
 def test_data_parser_is_called_before_the_put() -> None:
     def parse(batch: dict[str, Any]) -> None:
         batch["a"] = [each * 2 for each in batch["a"]]
@@ -285,6 +349,9 @@ def test_a_killed_putters_values_stay_readable_and_a_dead_hosts_are_said_to_be_l
         ({"ring_bites": 1}, "ring_bites.*there are ring_bytes"),
         ({"samples": 17}, "samples=17 must be 1 to 16"),
         ({"timeout_s": "soon"}, "timeout_s"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan.* above 0 and finite"),
+        ({"most_bytes": 0}, "most_bytes=0.* above 0"),
+        (["ring_bytes"], "is a ListConfig: give options by name"),
     ],
 )
 def test_a_wrong_option_is_an_error_that_names_it(config: dict[str, Any], message: str) -> None:
@@ -304,11 +371,15 @@ def test_the_provider_puts_into_the_configuration_what_makes_other_processes_imp
     assert isinstance(conf.backend.PayloadTransport.loader, Loader)
 
 
-@pytest.mark.parametrize("before", ["", "import transfer_queue; "])
+PROBE = "import importlib.util, transport.adapters.transferqueue_plugin; importlib.util.find_spec('transfer_queue'); "
+
+
+@pytest.mark.parametrize("before", ["", PROBE, "import transfer_queue; "], ids=["", "after a probe", "imported"])
 def test_the_plugin_registers_it_when_transferqueue_is_imported_and_imports_nothing_itself(before: str) -> None:
     script = before + (
         "import sys; import transport.adapters.transferqueue_plugin; "
-        f"assert {bool(before)} or not {{'torch', 'ray', 'transfer_queue', 'numpy'}} & set(sys.modules); "
+        f"assert {'import transfer' in before} or not "
+        "{'torch', 'ray', 'transfer_queue', 'numpy'} & set(sys.modules); "
         "import transfer_queue; "
         "from transfer_queue.storage.managers.base import StorageManagerFactory as factory; "
         "assert 'PayloadTransport' in factory._registry"

@@ -24,7 +24,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, CheckpointEngineWorker
 
-pytestmark = [pytest.mark.ucx, pytest.mark.filterwarnings("ignore")]  # of what verl imports
+pytestmark = [
+    pytest.mark.ucx,
+    pytest.mark.xdist_group("ray"),
+    pytest.mark.filterwarnings("ignore"),
+]  # of what verl imports
 
 YAML = """
 backend: payload_transport
@@ -161,3 +165,64 @@ def test_the_manager_is_loaded_by_its_configured_name() -> None:
 
     manager = load_class_from_fqn("transport.adapters.verl_manager.Manager", "CheckpointEngineManager")
     assert issubclass(manager, CheckpointEngineManager)
+
+
+class AGroup:
+    """Workers that do nothing."""
+
+    world_size = 0
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def execute_checkpoint_engine(self, *_: Any) -> list[Any]:
+        return []
+
+
+class AReplica:
+    """Keeps what it was told; ``hangs`` is the call that never returns."""
+
+    workers: tuple[Any, ...] = ()
+
+    def __init__(self, hangs: str = "") -> None:
+        self.told: list[str] = []
+        self._hangs = hangs
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(**_: Any) -> None:
+            if name == self._hangs:
+                await asyncio.Event().wait()
+            self.told.append(name)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("hangs", "said"),
+    [
+        ("abort_all_requests", "the abort of replicas did not end"),
+        ("release_kv_cache", "the release of the KV cache of replicas did not end"),
+        ("preparation", "the preparation of replicas did not end"),
+        ("resume_kv_cache", "the return of the KV cache of replicas did not end"),
+        ("resume_generation", "the return to generation of replicas did not end"),
+    ],
+)
+def test_a_replica_that_hangs_fails_the_update_and_does_not_keep_the_others(
+    hangs: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transport.adapters.verl import manager as module
+
+    monkeypatch.setattr(module, "RayWorkerGroup", AGroup)
+    monkeypatch.setattr(module.Manager, "step_s", 0.2)
+    manager = module.Manager.__new__(module.Manager)
+    manager.backend, manager.actor_wg, manager.version = "another", AGroup(), -1
+    manager.replicas = [AReplica(hangs), AReplica()]
+    ends = threading.Event()
+    manager.build_process_group = lambda rollout: ends.wait(60 if hangs == "preparation" else 0)
+    manager._transfer = lambda rollout, global_steps: {}
+    try:
+        with pytest.raises(TimeoutError, match=said):
+            asyncio.run(asyncio.wait_for(manager.update_weights(global_steps=1), 20))
+    finally:
+        ends.set()
+    assert manager.replicas[1].told[-1] == "resume_generation"
+    assert manager.version == -1

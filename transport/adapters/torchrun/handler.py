@@ -31,6 +31,7 @@ from transport.adapters.torchrun.options import (
     BACKEND,
     Options,
     Verdict,
+    check_address,
     ended,
     exit_with,
     options_of,
@@ -66,6 +67,7 @@ def make(parameters: RendezvousParameters) -> TransportRendezvousHandler:
         host=socket.gethostname(),
     )
     address = own_address(options.url, parameters.local_addr)
+    check_address(address)
     if options.warning:
         log.warning("torchrun --rdzv-backend=%s: %s", BACKEND, options.warning)
     return TransportRendezvousHandler(_open(options), options, address, parameters.run_id)
@@ -114,7 +116,10 @@ class RoundStore:
     def get(self, key: str) -> bytes:
         """As of the store; invented ranks if the round is over."""
         if self._there([key]):
-            return bytes(self._store.get(key))
+            try:
+                return bytes(self._store.get(key))
+            except dist.DistNetworkError as error:
+                self._lost(error)
         rank, size = self._place.rank, self._place.size
         return json.dumps([rank, size, rank, size]).encode()
 
@@ -162,6 +167,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
         self._member = BlockingRendezvous(store, options.run, options.rules, archive=archive, where=options.where)
         self._server: dist.TCPStore | None = None
         self._started = self._left = False
+        self._before = sys.exception()  # of the caller, where it starts torchrun as it handles one
         atexit.register(self._leave)  # after a signal torchrun does not call `shutdown`
 
     # --- torch's interface ------------------------------------------------------------------------------
@@ -201,6 +207,7 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
     def shutdown(self) -> bool:
         """torchrun calls it last, while its own exception passes; this is how the agent's end is known."""
         error = sys.exception()
+        error = None if error is self._before else error
         failures = None
         if isinstance(error, ChildFailedError):
             first, _ = error.get_first_failure()
@@ -252,7 +259,12 @@ class TransportRendezvousHandler(RendezvousHandler):  # type: ignore[misc]  # to
 
     def _join(self) -> Place | Closing:
         self._server = None  # the workers that used it have been stopped
-        self._server = dist.TCPStore(self._address, 0, None, True, wait_for_workers=False)
+        limit = timedelta(seconds=_CONNECT_S)
+        try:
+            self._server = dist.TCPStore(self._address, 0, None, True, timeout=limit, wait_for_workers=False)
+        except dist.DistError as error:
+            why = str(error).splitlines()[0]
+            exit_with(1, f"run {self._options.run!r}: this host no longer reaches itself at {self._address}: {why}")
         return self._member.join(f"{self._address}:{self._server.port}")
 
     def _meet(self, place: Place) -> dist.TCPStore | None:

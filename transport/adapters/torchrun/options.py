@@ -29,6 +29,7 @@ _IGNORED = {"timeout", "rank"}  # torchrun adds these
 _OTHERS = ("most_rounds", "grow", "archive", "where")
 _UNFIT = re.compile(r"[^A-Za-z0-9._-]")
 _MOST_RUN = 64
+_REACH_S = 5.0  # to reach this host from itself
 
 
 class Options(NamedTuple):
@@ -59,15 +60,18 @@ def options_of(
         known = ", ".join((*_SECONDS, *_OTHERS))
         raise ConfigurationError(f"--rdzv-conf has the unknown name {unknown[0]!r}; it takes {known}")
     named = _named_run(endpoint)
+    run_id = run_id or NO_ID
     run = run_name(named if run_id == NO_ID and named else run_id)
-    most_rounds = given.get("most_rounds")
+    archive = given.get("archive")
+    if archive == "":
+        raise ConfigurationError("--rdzv-conf archive=: give the path of a file")
     rules = Rules(
         least=least,
         most=most,
         done_stays=True,
         grow=_flag("grow", given.get("grow", "1")),
         settle_s=1.0,
-        most_rounds=None if most_rounds is None else int(_seconds("most_rounds", most_rounds)),
+        most_rounds=_whole("most_rounds", given["most_rounds"]) if "most_rounds" in given else None,
     )
     times = {name: _seconds(name, given[name]) for name in _SECONDS if name in given}
     last_call_s = min(
@@ -75,7 +79,6 @@ def options_of(
     )
     settle_s = min(times.get("settle_s", 1.0), last_call_s)
     times |= {"last_call_s": last_call_s, "settle_s": settle_s}
-    archive = given.get("archive")
     return Options(
         run=run,
         url=url_of(endpoint, run),
@@ -113,18 +116,18 @@ def url_of(endpoint: str, run: str) -> RedisURL | SQLiteURL:
         raise ConfigurationError(
             f"--rdzv-endpoint={text} is no URL: give redis://{text}/0 for a Redis server there, or sqlite:/path/of/file"
         )
-    if text.startswith(("redis://", "rediss://")) and not _named_run(text):
-        text += ("&" if urlsplit(text).query else "?") + "run=" + quote(run)
     try:
+        if text.startswith(("redis://", "rediss://")) and not _named_run(text):
+            text += ("&" if urlsplit(text).query else "?") + "run=" + quote(run)
         return parse_url(text)
-    except ConfigurationError as error:
+    except (ConfigurationError, ValueError) as error:
         raise ConfigurationError(f"--rdzv-endpoint: {error}") from None
 
 
 def _named_run(endpoint: str) -> str:
     try:
         runs = parse_qs(urlsplit(endpoint.strip()).query).get("run", [])
-    except ValueError:  # parse_url says what is wrong
+    except ValueError:  # url_of says what is wrong
         return ""
     return runs[0] if runs else ""
 
@@ -148,6 +151,22 @@ def own_address(url: RedisURL | SQLiteURL, local_addr: str | None) -> str:
     except OSError as error:
         raise ConfigurationError(f"--rdzv-endpoint: no way to host {server!r} ({error}); check the name") from None
     return server if ipaddress.ip_address(own).is_loopback else own
+
+
+def check_address(address: str) -> None:
+    """Raise ConfigurationError unless this host reaches itself at the address. torch's store would try for minutes."""
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as server, socket.socket(family, kind, protocol) as probe:
+            server.bind(("", 0))
+            server.listen(1)
+            probe.settimeout(_REACH_S)
+            probe.connect((target[0], server.getsockname()[1]))
+    except OSError as error:
+        raise ConfigurationError(
+            f"this host does not reach itself at {address!r} ({error}), so that its workers and other hosts would not "
+            "either; give --local-addr one of its own addresses or names"
+        ) from None
 
 
 # --- the position in the network --------------------------------------------------------------------------
@@ -183,8 +202,9 @@ def where_of(
 def _line_of(path: Path, host: str, read: Callable[[Path], str]) -> str:
     try:
         lines = [line.split("#")[0].strip() for line in read(path).splitlines()]
-    except OSError as error:
-        raise ConfigurationError(f"where=file:{path}: cannot read it ({error.strerror})") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigurationError(f"where=file:{path}: cannot read it ({why})") from None
     hosts = [line for line in lines if line]
     for name in (host, host.partition(".")[0]):
         if name in hosts:
@@ -198,6 +218,13 @@ def _seconds(name: str, value: object) -> float:
         return float(str(value))
     except ValueError:
         raise ConfigurationError(f"--rdzv-conf {name}={value}: give a number") from None
+
+
+def _whole(name: str, value: object) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        raise ConfigurationError(f"--rdzv-conf {name}={value}: give a whole number") from None
 
 
 def _flag(name: str, value: object) -> bool:

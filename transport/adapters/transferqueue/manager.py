@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import os
 import sys
 import threading
@@ -23,7 +24,13 @@ from typing import Any
 import msgspec
 
 from transport.config import Configuration, configuration
-from transport.errors import ConfigurationError, MissingDependencyError, PayloadLostError, StaleSlotError
+from transport.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    PayloadLostError,
+    StaleSlotError,
+    TransportError,
+)
 from transport.runtime.installing import install
 from transport.runtime.releases import require_fitting
 
@@ -36,7 +43,7 @@ try:
     from transfer_queue.storage.managers.base import StorageManager, StorageManagerFactory
 
     from transport.adapters.transferqueue.gathering import Gathering
-    from transport.adapters.transferqueue.packing import Place, dense, pack
+    from transport.adapters.transferqueue.packing import SAMPLES, Place, dense, pack
     from transport.adapters.transferqueue.reader import Reader, Unread
     from transport.adapters.transferqueue.rings import Options, Rings, place_for
 except ImportError as error:
@@ -60,16 +67,21 @@ class Loader:
 
 def options_of(config: Any) -> Options:
     """The backend's options of TransferQueue's configuration. Raises ConfigurationError, which names the option."""
-    plain = {str(name): value for name, value in dict(config or {}).items() if not isinstance(value, Loader)}
+    try:
+        plain = {str(name): value for name, value in dict(config or {}).items() if not isinstance(value, Loader)}
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"backend.{BACKEND} is a {type(config).__name__}: give options by name") from None
     try:
         options = msgspec.convert(plain, Options, strict=False)
     except msgspec.ValidationError as error:
         known = ", ".join(Options.__struct_fields__)
         raise ConfigurationError(f"backend.{BACKEND}: {error}; there are {known}") from None
-    if not 1 <= options.samples <= 16 or min(options.ring_bytes, options.timeout_s, options.linger_s) <= 0:
+    positive = ("ring_bytes", "most_bytes", "timeout_s", "linger_s")
+    given = {name: value for name in positive if (value := getattr(options, name)) is not None}
+    if not 1 <= options.samples <= SAMPLES or not all(0 < value < math.inf for value in given.values()):
+        shown = ", ".join(f"{name}={value}" for name, value in given.items())
         raise ConfigurationError(
-            f"backend.{BACKEND}: samples={options.samples} must be 1 to 16, and ring_bytes={options.ring_bytes}, "
-            f"timeout_s={options.timeout_s:g} and linger_s={options.linger_s:g} above 0"
+            f"backend.{BACKEND}: samples={options.samples} must be 1 to {SAMPLES}, and {shown} above 0 and finite"
         )
     return options
 
@@ -101,19 +113,24 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
             raise ValueError(f"{data.batch_size[0]} samples of data, {size} in the metadata")
         if not size:
             return
-        places = await asyncio.get_running_loop().run_in_executor(None, self._put, data, size, data_parser)
+        loop = asyncio.get_running_loop()
+        places = await _handed_over(lambda: self._put(data, size, data_parser), self._free_all)
         names = sorted(data.keys())
-        told = {}
+        told = {
+            index: dict.fromkeys(names, place) for index, place in zip(metadata.global_indexes, places, strict=True)
+        }
+        try:
+            await self.notify_data_update(
+                metadata.partition_ids[0], metadata.global_indexes, extract_field_schema(data), told
+            )
+        except Exception:  # it was not sent. A cancelled one may have been: its samples can be cleared
+            await loop.run_in_executor(None, self._free_all, places)
+            raise
         replaced = []
-        for at, (index, place) in enumerate(zip(metadata.global_indexes, places, strict=True)):
-            known = metadata._custom_backend_meta[at]
+        for known, place in zip(metadata._custom_backend_meta, places, strict=True):
             replaced += [(name, known[name]) for name in names if name in known]
-            told[index] = dict.fromkeys(names, place)
-            known.update(told[index])
-        await self.notify_data_update(
-            metadata.partition_ids[0], metadata.global_indexes, extract_field_schema(data), told
-        )
-        self._replaced(replaced)
+            known.update(dict.fromkeys(names, place))
+        await loop.run_in_executor(None, self._replaced, replaced)
 
     def _put(self, data: TensorDict, size: int, data_parser: Callable[[Any], Any] | None) -> list[bytes]:
         """The encoded place of each sample."""
@@ -140,8 +157,8 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         Raises:
             PayloadLostError: they were cleared, or the process that put them, or its host, is gone.
         """
-        if not metadata.field_names:
-            return TensorDict({}, batch_size=len(metadata))
+        if not metadata.field_names or not metadata.size:
+            return TensorDict({}, batch_size=metadata.size)
         return await asyncio.get_running_loop().run_in_executor(None, self._get, metadata)
 
     def _get(self, metadata: BatchMeta) -> TensorDict:
@@ -189,22 +206,36 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
         """Free whole samples. A slot is free when all of its samples are cleared, by whichever processes."""
         if not metadata.field_names:
             raise ValueError("clear_data() needs metadata with fields: they say where the values are")
-        told = {bytes(place) for known in metadata._custom_backend_meta for place in known.values()}
-        await asyncio.get_running_loop().run_in_executor(None, self._free, [Place.decode(place) for place in told])
+        told = {place for known in metadata._custom_backend_meta for place in known.values()}
+        failed = await asyncio.get_running_loop().run_in_executor(None, self._free_all, told)
+        if failed is not None:
+            raise failed
 
-    def _free(self, places: Iterable[Place]) -> None:
-        for place in places:
-            self._dropped.pop((place.identity, place.row), None)
-            self._reader.free(place)
+    def _free_all(self, places: Iterable[bytes]) -> TransportError | None:
+        """Free every place that can be freed; the first error of the others."""
+        failed: TransportError | None = None
+        for encoded in places:
+            try:
+                self._free(Place.decode(encoded))
+            except TransportError as error:
+                failed = failed or error
+        return failed
+
+    def _free(self, place: Place) -> None:
+        self._dropped.pop((place.identity, place.row), None)
+        self._reader.free(place)
 
     def _replaced(self, values: Iterable[tuple[str, bytes]]) -> None:
         """Values that were put again. A sample of a slot is freed when all of its values were, by this process."""
         for name, encoded in values:
-            place = Place.decode(encoded)
-            gone = self._dropped[place.identity, place.row]
-            gone.add(name)
-            if len(gone) >= place.fields:
-                self._free([place])
+            try:
+                place = Place.decode(encoded)
+                gone = self._dropped[place.identity, place.row]
+                gone.add(name)
+                if len(gone) >= place.fields:
+                    self._free(place)
+            except TransportError as error:  # the new value is there
+                log.warning("the value that field %r had before was not freed: %s", name, str(error))
 
     def close(self) -> None:
         """End reading. What this process has put stays readable until it is cleared, or the process ends."""
@@ -228,6 +259,32 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
             self._end()
         except Exception:
             log.debug("%s was not closed in order", type(self).__name__, exc_info=True)
+
+
+async def _handed_over(put: Callable[[], list[bytes]], free: Callable[[list[bytes]], Any]) -> list[bytes]:
+    """What ``put`` returns, which runs in a thread. If its caller is cancelled meanwhile, it is freed instead."""
+    lock = threading.Lock()
+    written: list[bytes] = []
+    cancelled = False
+
+    def put_for_caller() -> list[bytes]:
+        places = put()
+        with lock:
+            written.extend(places)
+            left_behind = cancelled
+        if left_behind:
+            free(places)
+        return places
+
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.run_in_executor(None, put_for_caller)
+    except asyncio.CancelledError:
+        with lock:
+            cancelled = True
+        if written:
+            free(written)
+        raise
 
 
 def _column(value: Any) -> Any:

@@ -63,8 +63,10 @@ class Reader:
             if outcome.payload is None:
                 assert outcome.error is not None
                 raise Unread(place, outcome.error) from outcome.error
-            use(place, outcome.payload.data)
-            outcome.payload.release()
+            try:
+                use(place, outcome.payload.data)
+            finally:
+                outcome.payload.release()
 
     def free(self, place: Place) -> None:
         """This sample of the slot is cleared. A ring that is gone needs no such word."""

@@ -10,7 +10,10 @@ new version, load the one before. One that cannot is not resumed, and the error 
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
 from transport.adapters.verl.engine import BACKEND
@@ -36,7 +39,8 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
     """As verl's, with every step undone after a failure. The first error is raised; later ones are its notes.
 
     Attributes:
-        transfer_s, step_s: limits of the transfer, and of each other step of the workers.
+        transfer_s, step_s: limits of the transfer, and of each other step of replicas and workers, also of one that
+            undoes another. A worker that is stopped, or hangs, fails the update, and does not keep the other replicas.
         version: of the last update that succeeded; -1 before the first.
     """
 
@@ -59,12 +63,12 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
         stuck: list[Any] = []
         released = False
         try:
-            await self.abort_replicas()
+            await self._step("abort", self.abort_replicas())
             workers = [worker for replica in self.replicas for worker in replica.workers]
             rollout = RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
             released = True
-            await self.release_kv_cache_replicas()
-            self.build_process_group(rollout)
+            await self._step("release of the KV cache", self.release_kv_cache_replicas())
+            await self._step("preparation", _in_a_thread(lambda: self.build_process_group(rollout)))
             merged = self._transfer(rollout, global_steps)
         except BaseException as error:
             failed.add(error)
@@ -75,12 +79,18 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
                 failed.add_all(self._each(group, "finalize")[1])
         ready = [replica for replica in self.replicas if replica not in stuck]
         if released:
-            await failed.gather(replica.resume_kv_cache for replica in ready)
-        await failed.gather(replica.resume_generation for replica in ready)
+            await failed.gather(self._step("return of the KV cache", each.resume_kv_cache()) for each in ready)
+        await failed.gather(self._step("return to generation", each.resume_generation()) for each in ready)
         failed.throw(stuck)
         if global_steps is not None:
             self.version = global_steps
         return merged
+
+    async def _step(self, what: str, step: Awaitable[Any]) -> Any:
+        try:
+            return await asyncio.wait_for(step, self.step_s)
+        except TimeoutError:
+            raise TimeoutError(f"the {what} of replicas did not end within step_s={self.step_s:g}") from None
 
     def _transfer(self, rollout: Any, global_steps: int | None) -> dict[str, Any]:
         sent = self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend)
@@ -99,9 +109,10 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             refs = group.execute_checkpoint_engine([method] * size, *([each] * size for each in arguments))
         except Exception as error:
             return [None] * size, [error]
+        give_up = time.monotonic() + self.step_s
         for ref in refs:
             try:
-                results.append(ray.get(ref, timeout=self.step_s))
+                results.append(ray.get(ref, timeout=max(give_up - time.monotonic(), 0.0)))
             except Exception as error:
                 results.append(None)
                 errors.append(error)
@@ -138,6 +149,22 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
         return True
 
 
+async def _in_a_thread(call: Callable[[], None]) -> None:
+    """Wait for a call that blocks. One that never returns keeps neither the loop nor the process's end."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="transport weights manager", daemon=True).start()
+    await asyncio.wrap_future(done)
+
+
 class _Errors:
     """The first error, and those that came after it."""
 
@@ -161,9 +188,9 @@ class _Errors:
             self.add(error)
             return otherwise
 
-    async def gather(self, calls: Iterable[Callable[[], Awaitable[Any]]]) -> None:
+    async def gather(self, steps: Iterable[Awaitable[Any]]) -> None:
         """All at once, each whatever the others do."""
-        results = await asyncio.gather(*(call() for call in calls), return_exceptions=True)
+        results = await asyncio.gather(*steps, return_exceptions=True)
         self.add_all(each for each in results if isinstance(each, BaseException))
 
     def throw(self, stuck: Sequence[Any]) -> None:
