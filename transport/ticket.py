@@ -372,5 +372,5 @@ def _scalar(name: str, value: object) -> Scalar:
     if value is None or type(value) in (bool, int, float, str):
         return value  # type: ignore[return-value]  # narrowed by the exact type
     raise TicketError(
-        f"metadata {name!r:.80}: expected None, bool, int, float, str or a list of them, got {type(value)}"
+        f"metadata {name!r:.80}: expected None, bool, int, float, str or a list of them, got {type(value).__name__}"
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import pytest
 from helpers import asynchronous, serving
 
-from transport import Schema, Settings, Ticket, UCXXClient
+from transport import Schema, Settings, SharedRingBuffer, Ticket, UCXXClient, UCXXServer
 from transport.client.blocking import BlockingClient
 from transport.errors import UsageError
 
@@ -82,3 +84,15 @@ async def test_what_a_client_is_made_with(case: int) -> None:
     options, give = MADE_WITH[case]
     with pytest.raises(UsageError, match=give):
         UCXXClient(**options)
+
+
+def test_what_belongs_to_one_process_says_so_when_it_is_pickled() -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring, BlockingClient(wire={"mapped"}) as client:
+        for thing, words in (
+            (ring, "send its name"),
+            (client, "make one in each process"),
+            (UCXXServer(ring), "ticket"),
+        ):
+            for of in (pickle.dumps, copy.copy):
+                with pytest.raises(UsageError, match=f"is not pickled: .*{words}"):
+                    of(thing)

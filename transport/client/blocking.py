@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.connections import CONCURRENCY, Place
@@ -12,6 +12,7 @@ from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.taking import MOST_BYTES
 from transport.client.trace import Trace
+from transport.errors import UsageError
 from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES, PayloadBatch
 from transport.runtime.loop_thread import AtExit, LoopThread
@@ -66,6 +67,10 @@ class BlockingClient:
                     self._thread.run(_call(client.end))
                 self._thread.close()
             raise
+
+    def __reduce__(self) -> NoReturn:
+        """Raises UsageError, for `pickle` and `copy`."""
+        raise UsageError("a client is not pickled: make one in each process")
 
     def __repr__(self) -> str:
         return f"<BlockingClient {self._client!r}>"

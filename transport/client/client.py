@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, NoReturn, Self, Unpack
 
 from transport.client.attempts import RemoteReads
 from transport.client.connections import CONCURRENCY, Links, Place, Warming
@@ -117,6 +117,10 @@ class UCXXClient(Reading, NeedsLoop):
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._status = StatusSocket(self._loop, self.statistics)
+
+    def __reduce__(self) -> NoReturn:
+        """Raises UsageError, for `pickle` and `copy`."""
+        raise UsageError("a client is not pickled: make one in each process")
 
     def __repr__(self) -> str:
         return f"<UCXXClient {'closed' if self._closed else 'open'} {self._links!r}>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, ParamSpec, Self, TypeVar
+from typing import Literal, NoReturn, ParamSpec, Self, TypeVar
 
 from transport import _ring
 from transport.devices.streams import RegisteredPages
@@ -31,6 +31,12 @@ class RingLife(Attachment):
         self._pages = RegisteredPages(read_only=not writable)
         self._refusals = Seldom()
         self.arrived: set[tuple[str, int, int]] = set()  # of a queue over this ring: see transport/queue/rings.py
+
+    def __reduce__(self) -> NoReturn:
+        """Raises UsageError, for `pickle` and `copy`."""
+        raise UsageError(
+            "a ring is not pickled: send its name, and attach there with SharedRingBuffer.attach(name, schema)"
+        )
 
     @property
     def overflow(self) -> Overflow:

@@ -135,7 +135,7 @@ def _fitted(spec: TensorSpec, value: object, casting: Casting) -> Array:
         if array.dtype != dtype and not np.can_cast(array.dtype, dtype, casting):
             raise SchemaError(
                 f"{spec.name}: expected {spec.dtype}, got {array.dtype.name}, which numpy does not cast to it under "
-                f'casting="{casting}"'
+                f'casting="{casting}"; give {spec.name}.astype("{spec.dtype}")'
             )
     if spec.ragged:
         shape = array.shape

@@ -148,7 +148,7 @@ class LoopThread:
                     self._loop.call_soon_threadsafe(job.start, coroutine)
                     return job
         coroutine.close()
-        raise ClosedError("the background loop is closed")
+        raise ClosedError("it was closed before this call; make a new one")
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run ``coroutine`` on the loop and wait for it.

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import msgspec
 import uvloop
@@ -125,6 +125,10 @@ class UCXXServer:
         )
         self._run: _Processes | _Thread | None = None
         self._closing = False
+
+    def __reduce__(self) -> NoReturn:
+        """Raises UsageError, for `pickle` and `copy`."""
+        raise UsageError("a server is not pickled: a ticket is enough to read from it")
 
     def __repr__(self) -> str:
         return f"<UCXXServer {self._mode} ports {self.ports} of ring {self._ring.ring_id[:8]}>"
