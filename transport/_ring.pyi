@@ -474,6 +474,9 @@ class ReceivedPayloads:
 def copy(destination: Buffer, source: Buffer) -> None:
     """Contiguous bytes to contiguous bytes of the same length."""
 
+def check_tree(data: Buffer, most_depth: int, most_values: int) -> str | None:
+    """What is wrong with these bytes as a MessagePack tree whose extensions hold arrays; None: nothing."""
+
 def checksum(data: Buffer) -> int:
     """XXH3, 64 bits."""
 

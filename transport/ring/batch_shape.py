@@ -80,25 +80,29 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
             raise SchemaError("a batch has the tensors of a schema; attach to the ring with the one it was made for")
         if self.out is not None and (strange := set(self.out) - set(schema.names)):
             raise SchemaError(f"out= has arrays for {', '.join(sorted(strange))}, which the schema does not have")
+        if self.out is not None and (strange := set(self.out) & set(schema.kinds)):
+            raise SchemaError(f"out= has arrays for {', '.join(sorted(strange))}, which are no tensors")
         fill = self.fill
         if type(fill) is int or type(fill) is float:
             return _same_fills(schema, repr(fill), fill)
         if not isinstance(fill, Mapping):
             return _same_fills.__wrapped__(schema, "", fill)
-        if strange := set(fill) - {spec.name for spec in schema.ragged}:
+        if strange := set(fill) - {spec.name for spec in schema.ragged if not spec.kind}:
             raise SchemaError(
                 f"fill has values for {', '.join(sorted(strange))}, which are no ragged tensors of the schema"
             )
-        return {spec.name: _fill(spec, fill.get(spec.name, 0)) if spec.ragged else bytes(1) for spec in schema.tensors}
+        return {spec.name: _fill(spec, fill.get(spec.name, 0)) for spec in schema.tensors}
 
 
 @lru_cache(maxsize=64)
 def _same_fills(schema: Schema, text: str, value: complex) -> dict[str, bytes]:
     """One value for all; ``text`` tells those apart that are equal, such as 0.0 and -0.0."""
-    return {spec.name: _fill(spec, value) if spec.ragged else bytes(1) for spec in schema.tensors}
+    return {spec.name: _fill(spec, value) for spec in schema.tensors}
 
 
 def _fill(spec: TensorSpec, value: complex) -> bytes:
+    if not spec.ragged or spec.kind:
+        return bytes(1)
     dtype = DTYPES[spec.dtype]
     try:
         wanted = np.asarray(value)
@@ -129,6 +133,6 @@ def fields_of(schema: Schema) -> _ring.BatchFields:
     rows = []
     for spec in schema.tensors:
         inner = spec.shape[1:] if spec.ragged else spec.shape
-        row_bytes = int(np.prod(inner, dtype=np.int64)) * DTYPES[spec.dtype].itemsize
+        row_bytes = int(np.prod(inner, dtype=np.int64)) * spec.storage.itemsize
         rows.append((row_bytes, spec.shape[0] if spec.ragged else 1, spec.ragged))
     return _ring.BatchFields(rows)
