@@ -24,7 +24,7 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -229,6 +229,15 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def kinds(self) -> Mapping[str, str]:
         """The fields that are no tensors: their kinds by name."""
         return {spec.name: spec.kind for spec in self.tensors if spec.kind}
+
+    def only(self, fields: Sequence[str]) -> Schema:
+        """The schema of these fields alone, in this schema's order. SchemaError for a name that it does not have."""
+        wanted = set(fields)
+        if strange := wanted - set(self.names):
+            raise SchemaError(
+                f"no field {', '.join(sorted(map(repr, strange)))} in this schema; it has {', '.join(self.names)}"
+            )
+        return Schema(tuple(spec for spec in self.tensors if spec.name in wanted))
 
     @cached_property
     def max_bytes(self) -> int:

@@ -13,14 +13,14 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::memcpy(message.get(), data, size);
   std::uint32_t due = 0;
   if (size >= sizeof(Header)) due = load<Header>(message.get()).number & 0xff;  // so that numbers can be right
-  const std::uint8_t version = size > 4 ? 1 + data[4] % 3 : 1;
+  const std::uint8_t version = size > 4 ? 1 + data[4] % 4 : 1;
   if (control_fault(message.get(), size, due, version) != nullptr) return 0;
   const auto header = load<Header>(message.get());
   if (header.version != version || header.number != due || header.count == 0 || header.count > kMostRecords) std::abort();
   std::uint64_t sum = 0;
   for (std::size_t index = 0; index < header.count; ++index) {
     const Record record = record_at(message.get(), index);
-    if (record.kind < 0x20 || record.kind > (version < kTakingVersion ? 0x24 : 0x2a)) std::abort();
+    if (record.kind < 0x20 || record.kind > (version < kTakingVersion ? 0x24 : version < kRangesVersion ? 0x2a : 0x2b)) std::abort();
     if (record.kind == static_cast<std::uint8_t>(Kind::take)) {
       const std::uint64_t room = taken_room(record.slot, record.length, 2048);
       if (header.count != 1 || record.slot - 1 >= kMostTaken || record.rank >= kRanks || room >> 31 != 0) std::abort();

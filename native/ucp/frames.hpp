@@ -13,6 +13,7 @@ static_assert(std::endian::native == std::endian::little, "frames are little-end
 inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
 inline constexpr std::uint8_t kTakingVersion = 3;  // the first that knows TAKE
+inline constexpr std::uint8_t kRangesVersion = 4;  // the first that knows READ_RANGE
 
 enum class Kind : std::uint8_t {
   control = 0x10,
@@ -28,6 +29,7 @@ enum class Kind : std::uint8_t {
   untake = 0x28,
   renew = 0x29,
   outcome = 0x2a,
+  read_range = 0x2b,  // from version 4 on
 };
 
 // Of CONTROL and STATUS. `version` is what the handshake has agreed on; the layouts here are those of all versions.
@@ -41,10 +43,12 @@ static_assert(sizeof(Header) == 16);
 struct Record {
   std::uint8_t kind, rank;
   std::uint16_t attempts;  // of TAKE: the limit; of FINISH, GIVE_BACK and OUTCOME: the claim's
-  std::uint32_t slot, generation, joined_most;
+  std::uint32_t slot, generation, joined_most;  // the last, of READ_RANGE: where it begins, in units of kRangeUnit
   std::uint64_t key, length;
 };
 static_assert(sizeof(Record) == 32);
+
+inline constexpr std::uint64_t kRangeUnit = 64;  // at multiples of which the fields of a payload begin
 
 // `joined`: the payload stands in the STATUS message itself, behind the answers, in the order of the records.
 inline constexpr std::uint8_t kJoined = 0x01;
@@ -131,7 +135,9 @@ inline const char* control_fault(const std::byte* message, std::size_t length, s
   if (length < sizeof(Header) + header.count * sizeof(Record)) return "a control message is too short for its records";
   for (std::size_t index = 0; index < header.count; ++index) {
     const Record record = record_at(message, index);
-    const auto last = static_cast<std::uint8_t>(version >= kTakingVersion ? Kind::outcome : Kind::bye);
+    const auto last = static_cast<std::uint8_t>(version >= kRangesVersion   ? Kind::read_range
+                                                : version >= kTakingVersion ? Kind::outcome
+                                                                            : Kind::bye);
     if (record.kind < static_cast<std::uint8_t>(Kind::read) || record.kind > last) return "a record of unknown kind";
     if (record.kind != static_cast<std::uint8_t>(Kind::take)) continue;
     if (header.count != 1) return "a demand that does not stand alone";

@@ -72,7 +72,7 @@ def control(count: int = 1, number: int = 0, kind: int = Kind.BYE, records: int 
         control(kind=Kind.CONTROL),
         control(kind=0),
         control(kind=Kind.READ - 1),
-        control(kind=Kind.OUTCOME + 1),
+        control(kind=Kind.READ_RANGE + 1),
         control(kind=255),
     ],
     ids=lambda message: f"{message[:4].hex()} {len(message)}",
@@ -108,6 +108,20 @@ async def test_records_of_version_3_are_garbage_to_the_versions_before(
         assert peer.closed
         depth = ring.native.depth(0)
         assert (depth["ready"], depth["claimed"]) == (1, 0)
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+@asynchronous
+async def test_a_range_is_garbage_to_the_versions_before_4(ring: SharedRingBuffer, version: int) -> None:
+    ticket = ring.write_raw(SMALL)
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        await peer.greet(newest=version)
+        asked = read(ticket)._replace(kind=Kind.READ_RANGE, length=1)
+        peer.send(frame_codec.encode_control(0, [asked], version=version))
+        await peer.task
+        assert peer.closed
+    assert ring.statistics().pins == 0
 
 
 @asynchronous

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 from transport.errors import ProtocolError
-from transport.wire.frames import MAX_RECORDS, TAKING_VERSION, VERSION, Answer, Kind, Record
+from transport.wire.frames import MAX_RECORDS, RANGES_VERSION, TAKING_VERSION, VERSION, Answer, Kind, Record
 
 _RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
 _TAKING_KINDS = frozenset({Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME})
@@ -61,7 +61,8 @@ def decode_control(message: bytes | bytearray | memoryview, due: int = VERSION) 
         kind, rank, attempts, slot, generation, joined_most, key, length = RECORD.unpack_from(
             message, HEADER_BYTES + index * RECORD_BYTES
         )
-        if kind not in _RECORD_KINDS and not (due >= TAKING_VERSION and kind in _TAKING_KINDS):
+        known = kind in _RECORD_KINDS or (due >= TAKING_VERSION and kind in _TAKING_KINDS)
+        if not known and not (due >= RANGES_VERSION and kind == Kind.READ_RANGE):
             raise ProtocolError(f"record of unknown kind {kind:#x}")
         records.append(Record(Kind(kind), slot, generation, rank, key, length, attempts, joined_most))
     return number, records

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from PIL import Image
 
+from transport import _ring
 from transport.errors import PayloadDamagedError, SchemaError
 from transport.ring.packing import flat, pack_into
 from transport.schema import DTYPES, Schema, UpTo
@@ -126,6 +127,19 @@ def test_arrays_are_views_of_the_field_at_multiples_of_64_and_read_only() -> Non
         assert np.shares_memory(array, memory)
         assert array.ctypes.data % 64 == 0
         assert not array.flags.writeable
+
+
+@pytest.mark.parametrize("value", [1, [np.zeros(9)], "x" * 56, "x" * 55, [np.zeros(8), np.zeros(0)], np.zeros(64)])
+def test_every_byte_of_a_field_is_written_and_hashed(value: Any) -> None:
+    pieces = pieces_of(value, "field")
+    layout, arrays = flat(Schema.of(field=("value", UpTo(4096))).layout(pieces.shape), [pieces])
+    images = []
+    for before in (0x00, 0xFF):
+        memory = aligned(pieces.shape[0])
+        memory[:] = before
+        assert pack_into(layout, arrays, memory.data, checksum=True) == _ring.checksum(memory)
+        images.append(memory.tobytes())
+    assert images[0] == images[1]
 
 
 def test_arrays_are_not_copied_before_the_slot() -> None:

@@ -48,9 +48,9 @@ HANDSHAKES: dict[str, tuple[Any, str]] = {
     ),
 }
 
-CONTROL_HEADER = "03 10 0100 03020100 00000000 00000000"  # version, kind, one record, message 0x010203
+CONTROL_HEADER = "04 10 0100 03020100 00000000 00000000"  # version, kind, one record, message 0x010203
 
-STATUS_HEADER = "03 11 0100 03020100"  # then joined bytes and four reserved
+STATUS_HEADER = "04 11 0100 03020100"  # then joined bytes and four reserved
 ANSWERS: dict[str, tuple[Answer, str]] = {
     "separate": (
         Answer(0, 1, length=0x100000000, checksum=BIG),
@@ -99,7 +99,7 @@ def test_control_golden(name: str) -> None:
     assert frame_codec.decode_control(data) == (0x010203, [record])
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_frames_of_earlier_versions_differ_by_their_first_byte_only(version: int) -> None:
     # Each stands as it was when that version was the newest; a build that speaks no other must understand it.
     known = [(record, golden) for record, golden in RECORDS.values() if record.kind <= Kind.BYE]
@@ -291,6 +291,7 @@ def test_numbers_of_native_code_are_the_same() -> None:
     assert native_number("kMostRecords") == frames.MAX_RECORDS
     assert native_number("kMessageNumbers") == frames.MESSAGE_NUMBERS
     assert native_number("kTakingVersion") == frames.TAKING_VERSION
+    assert native_number("kRangesVersion") == frames.RANGES_VERSION
     assert native_number("kMostTries") == frames.MOST_ATTEMPTS
     assert native_number("kRanks") == MAX_READERS
     assert native_number("kJoined") == frame_codec.JOINED

@@ -141,7 +141,12 @@ class UCXXClient(Reading, NeedsLoop):
 
     # --- reading ------------------------------------------------------------------------------------
     async def read(
-        self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
+        self,
+        ticket: Ticket | str | bytes,
+        out: Any = None,
+        rank: int = 0,
+        timeout: float | None = None,
+        fields: Sequence[str] | None = None,
     ) -> ReceivedPayload:
         """Fetch one payload.
 
@@ -152,8 +157,11 @@ class UCXXClient(Reading, NeedsLoop):
                 when the read is called; work on that stream may be queued as soon as the read returns.
             rank: which of the ticket's readers this is.
             timeout: seconds for all attempts together; default the settings' batch deadline.
+            fields: names of the fields that are wanted; only their bytes are moved, over a wire each with a checksum of
+                its own. Others are not in the payload. Acknowledging it is for the whole payload.
 
         Raises:
+            SchemaError: ``fields`` has a name that the payload does not have, or its schema is not known here.
             StaleSlotError: consumed by this rank, overwritten, discarded or expired. Final.
             RetriesExhaustedError, DeadlineExceededError: every attempt failed; ``__cause__`` is the last failure.
             PayloadLostError: every port answers that it serves another ring; or none answers, and none has published
@@ -163,7 +171,7 @@ class UCXXClient(Reading, NeedsLoop):
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
             TicketError: `ticket` is neither a ticket nor a form of one.
         """
-        return self._deliveries.hand_over(await self._fetch(ticket, out, rank, timeout))
+        return self._deliveries.hand_over(await self._fetch(ticket, out, rank, timeout, fields))
 
     async def read_many(
         self,
@@ -172,14 +180,17 @@ class UCXXClient(Reading, NeedsLoop):
         rank: int = 0,
         timeout: float | None = None,
         concurrency: int = CONCURRENCY,
+        fields: Sequence[str] | None = None,
     ) -> AsyncGenerator[ReadOutcome, None]:
-        """Fetch many payloads; yields each as it completes, errors included. Small ones share messages.
+        """Fetch many payloads, or some ``fields`` of them; yields each as it completes, errors included.
+
+        Small ones share messages.
 
         Some are fetched ahead. With ack="on_arrival" each is acknowledged as it is yielded, so leaving the iteration
         early consumes nothing beyond. It also cancels what is still under way; use ``contextlib.aclosing`` to have
         that at once.
         """
-        async with contextlib.aclosing(self._fetch_many(tickets, rank, timeout, concurrency)) as outcomes:
+        async with contextlib.aclosing(self._fetch_many(tickets, rank, timeout, concurrency, fields)) as outcomes:
             async for outcome in outcomes:
                 yield self._handed_over(outcome)
 

@@ -42,7 +42,7 @@ from transport.devices.targets import Target
 from transport.errors import BufferUnsuitableError, DeadlineExceededError, InternalError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
-from transport.schema import Placement, Schema
+from transport.schema import Layout, Placement, Schema
 from transport.ticket import Ticket
 from transport.values.decoding import field_value
 from transport.wires import Wire
@@ -65,9 +65,16 @@ class DevicePayload(ReceivedPayload):
     __slots__ = ("_target",)
 
     def __init__(
-        self, ticket: Ticket, rank: int, wire: Wire, target: Target, schema: Schema | None, ack: Callable[[], bool]
+        self,
+        ticket: Ticket,
+        rank: int,
+        wire: Wire,
+        target: Target,
+        schema: Schema | None,
+        ack: Callable[[], bool],
+        layout: Layout | None = None,
     ) -> None:
-        super().__init__(ticket, rank, wire, target.array, schema, ack)
+        super().__init__(ticket, rank, wire, target.array, schema, ack, layout=layout)
         self._target = target
 
     @property

@@ -36,7 +36,7 @@ class ReceivedPayload(Mapping[str, Any]):
         ticket: the ticket that was read; its metadata are the writer's small values.
         rank: the reader rank this delivery is for.
         wire: the wire that carried the bytes: mapped, shm, tcp, rdma or cuda.
-        data: the bytes (a uint8 array), or the caller's `out`.
+        data: the bytes (a uint8 array), or the caller's `out`. Of some fields only: what `layout` describes.
     """
 
     __slots__ = (
@@ -46,6 +46,7 @@ class ReceivedPayload(Mapping[str, Any]):
         "_arrays",
         "_data",
         "_deliver",
+        "_layout",
         "_schema",
         "acknowledged",
         "rank",
@@ -63,6 +64,7 @@ class ReceivedPayload(Mapping[str, Any]):
         acknowledge: Callable[[], bool],
         abandon: Callable[[], None] | None = None,
         deliver: Callable[[], None] | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.ticket = ticket
         self.rank = rank
@@ -71,6 +73,7 @@ class ReceivedPayload(Mapping[str, Any]):
         self._data: Any = data
         self._arrays: Mapping[str, Any] | None = None
         self._schema = schema
+        self._layout = layout  # of some fields only; otherwise it is made when it is asked for
         self._acknowledge = acknowledge
         self._abandon = abandon
         self._deliver = deliver
@@ -116,12 +119,19 @@ class ReceivedPayload(Mapping[str, Any]):
 
     def layout(self) -> Layout:
         """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
+        if self._layout is not None:
+            return self._layout
         if self._schema is None:
             raise SchemaError(
                 f"payload {self.ticket.name} has schema {self.ticket.schema_fingerprint}, which this client does not "
                 "know; pass it: UCXXClient(schemas=[schema])"
             )
         return self.ticket.layout(self._schema)
+
+    def only(self, schema: Schema, layout: Layout) -> Self:
+        """This payload, whose memory has only these fields."""
+        self._schema, self._layout, self._arrays = schema, layout, None
+        return self
 
     def __getitem__(self, name: str) -> Any:
         return self.arrays[name]

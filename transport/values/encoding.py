@@ -78,7 +78,8 @@ def pieces_of(value: object, name: str) -> Pieces:
     head = np.frombuffer(HEAD.pack(MAGIC, len(encoded)) + encoded, np.uint8)
     begin = _aligned(len(head))
     parts: list[tuple[int, Array]] = [(0, head), *((begin + offset, piece) for offset, piece in tree.pieces)]
-    end = begin + tree.end if tree.end else len(head)
+    last, piece = parts[-1]
+    end = last + piece.nbytes
     size = _aligned(end)
     if end != size:  # so that one value behind the other in a batch keeps its arrays aligned
         parts.append((end, np.zeros(size - end, np.uint8)))

@@ -11,14 +11,18 @@ Handshake (over the stream of the endpoint, before tags are agreed), each an 8-b
 Afterwards (tagged messages, little-endian, fixed layouts):
 
     CONTROL  client → listener     16-byte header, then up to 63 records of 32 bytes: READ, ACK, DISCARD, STATE, BYE;
-                                   from version 3 on also TAKE, alone, and FINISH, GIVE_BACK, UNTAKE, RENEW, OUTCOME
-    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE, BYE, FINISH, GIVE_BACK and OUTCOME,
-                                   joined payloads; or the answer to a TAKE
+                                   from version 3 on also TAKE, alone, and FINISH, GIVE_BACK, UNTAKE, RENEW, OUTCOME;
+                                   from version 4 on also READ_RANGE
+    STATUS   listener → client     16-byte header, a 32-byte answer per READ, READ_RANGE, STATE, BYE, FINISH, GIVE_BACK
+                                   and OUTCOME, joined payloads; or the answer to a TAKE
     payload  listener → client     raw bytes, one message per payload that is not joined
 
 Payloads of at most ``inline_limit`` bytes are joined: they stand behind the answers, in their order, and UCX scatters
 the message into their destinations. If one of them is refused, none of that message is joined.
 native/ucp/frames.hpp has the layouts of CONTROL and STATUS, tests/support/frame_codec.py the same in Python.
+
+READ_RANGE is a READ of some bytes of a payload: ``length`` of them, from a multiple of 64 on. Its answer has the
+checksum of these bytes as they stand in the slot.
 
 TAKE asks for payloads of the ring itself, whichever come first: up to so many, of so many bytes together, waited for so
 long. They are claimed for this connection. Its answer has a 48-byte row for each (transport/taking/batch.py), their
@@ -33,7 +37,7 @@ of it that is still on its way is refused from now on; 8 ask again; `UNKNOWN` th
 
 Versions: HELLO offers a range, and the newest version that both sides know is the connection's. All from
 ``OLDEST_VERSION`` to ``VERSION`` are spoken. Their layouts are the same; they differ in what a proof covers (1 and 2,
-authentication.py), in the records that are known (3), and in the version byte of CONTROL and STATUS. The prefix of
+authentication.py), in the records that are known (3, 4), and in the version byte of CONTROL and STATUS. The prefix of
 handshake messages has a version of its own, which stays, so that two builds without a common version can still say so.
 
 The receiver chooses the tag base, because UCX matches tags per worker: a base is unique among the receiver's
@@ -52,9 +56,10 @@ from transport import _ring
 from transport.errors import ProtocolError, VersionMismatchError
 from transport.runtime.decoders import hiding, ready
 
-VERSION = 3
+VERSION = 4
 OLDEST_VERSION = 1
 TAKING_VERSION = 3  # the first that knows TAKE
+RANGES_VERSION = 4  # the first that knows READ_RANGE
 FRAMING = 1  # of handshake messages, whatever is agreed by them
 
 MAX_HANDSHAKE_BYTES = 4096
@@ -85,6 +90,7 @@ class Kind(enum.IntEnum):
     UNTAKE = 0x28
     RENEW = 0x29
     OUTCOME = 0x2A
+    READ_RANGE = 0x2B
 
 
 _PREFIX = struct.Struct("<BBHI")  # version, kind, reserved, body length
