@@ -150,6 +150,7 @@ class BlockingClient:
         rank: int = 0,
         oldest_version: int | None = None,
         most_attempts: int = 0,
+        fields: Sequence[str] | None = None,
     ) -> TakenBatch:
         """See `UCXXClient.take`. Its claims are ended by `consume` and `give_back` of this client."""
         return self._thread.run(
@@ -161,6 +162,7 @@ class BlockingClient:
                 rank=rank,
                 oldest_version=oldest_version,
                 most_attempts=most_attempts,
+                fields=fields,
             )
         )
 

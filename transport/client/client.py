@@ -205,6 +205,7 @@ class UCXXClient(Reading, NeedsLoop):
         rank: int = 0,
         oldest_version: int | None = None,
         most_attempts: int = 0,
+        fields: Sequence[str] | None = None,
     ) -> TakenBatch:
         """Take up to ``n`` payloads from the ring that is served at ``address`` ("host:port"), without tickets.
 
@@ -215,8 +216,11 @@ class UCXXClient(Reading, NeedsLoop):
             most_bytes: of all payloads together; a single larger one comes alone.
             oldest_version: payloads of an older policy are discarded instead.
             most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
+            fields: names of those that are wanted; the bytes of others are not moved. The tickets of such a batch are
+                of a payload that has these fields only, and ``most_bytes`` still counts whole payloads.
 
         Raises:
+            SchemaError: a payload has no such field, or its schema is not known here; all are given back.
             UsageError: nothing was asked.
             VersionMismatchError: the listener is of an older build that gives nothing out by itself.
             BusyError: the listener is shutting down, or this client has more demands or claims than it may.
@@ -233,6 +237,7 @@ class UCXXClient(Reading, NeedsLoop):
             oldest_version=oldest_version,
             most_attempts=most_attempts,
             verify=self._verify,
+            fields=fields,
         )
 
     async def take_batch(
@@ -255,8 +260,8 @@ class UCXXClient(Reading, NeedsLoop):
 
         Args:
             schema: of the payloads; None: the one that this client was given.
-            shape: layout, fill, pad_to, out, memory, most_memory and verify, as for `SharedRingBuffer.claim_batch`;
-                a list's checksums are compared, too.
+            shape: layout, fill, pad_to, out, memory, most_memory, verify and fields, as for
+                `SharedRingBuffer.claim_batch`; the checksums of a list, and of some fields, are compared, too.
 
         Raises:
             SchemaError, UsageError, MissingDependencyError: nothing was asked; but SchemaError, too, for payloads of
@@ -282,14 +287,15 @@ class UCXXClient(Reading, NeedsLoop):
     ) -> tuple[Plan, Taker]:
         """What `take_batch` asks for, and how."""
         port = port_of(address)
+        plan = Plan(schema, self._taking.schemas, self._verify, shape)
 
         async def take(wait_s: float, verify: bool) -> TakenBatch:
             if self._closed:
                 raise ClosedError("this client is closed")
             link = await self._taking.link(port)
-            return await link.take(n, wait_s=wait_s, verify=verify, **demand)
+            return await link.take(n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand)
 
-        return Plan(schema, self._taking.schemas, self._verify, shape), take
+        return plan, take
 
     @property
     def taking(self) -> Taking:

@@ -50,9 +50,9 @@ class Part(Protocol):
         """Write the lengths of the ragged tensors; the payloads that do not fit."""
 
     def gather(
-        self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes]], verify: bool
+        self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
     ) -> list[int]:
-        """Copy the payloads to their places; those whose checksum is wrong."""
+        """Copy the payloads to their places, but for fields without one (None); those whose checksum is wrong."""
 
     def verify(self) -> list[int]:
         """Those whose checksum is wrong."""
@@ -75,7 +75,7 @@ class Batch(Sequence[Mapping[str, Any]]):
 
     Attributes:
         layout: "list", "padded" or "packed".
-        schema: of all payloads.
+        schema: of what the batch has of each payload.
         lengths: entries of each ragged tensor, by name, a number for each payload (int64, numpy); of text, bytes and
             values their bytes.
         slots, generations, ranks, attempts, policy_versions, sizes: columns (int64, numpy); attempts count this one,
@@ -89,7 +89,9 @@ class Batch(Sequence[Mapping[str, Any]]):
         self._parts = parts
         self._shape = shape
         self._landing = landing
-        self.schema = schema
+        self._whole = schema  # of the payloads; the batch may have some of their fields only
+        self._whole_lengths: dict[str, npt.NDArray[np.int64]] = {}
+        self.schema = shape.part(schema)
         self.layout: BatchLayout = shape.layout
         self.dropped = dropped
         self._read_columns()
@@ -197,7 +199,9 @@ class Batch(Sequence[Mapping[str, Any]]):
 
     def place(self, lengths: dict[str, npt.NDArray[np.int64]]) -> None:
         """Find memory for the tensors of payloads with these lengths. Called once, before `fetch`."""
-        self.lengths = lengths
+        self._whole_lengths = lengths
+        self.lengths = {spec.name: lengths[spec.name] for spec in self.schema.ragged}
+        lengths = self.lengths
         if self.layout == "list":
             return
         tensors = [spec for spec in self.schema.tensors if not spec.kind]
@@ -247,8 +251,11 @@ class Batch(Sequence[Mapping[str, Any]]):
         wrong = []
         begin = 0
         for part in self._parts:
-            targets = []
-            for spec in self.schema.tensors:
+            targets: list[tuple[Any, int, int, bool, bytes] | None] = []
+            for spec in self._whole.tensors:
+                if spec.name not in self._arrays and spec.name not in self._bytes:
+                    targets.append(None)
+                    continue
                 if spec.kind:
                     targets.append((self._bytes[spec.name], 1, int(self._spans[spec.name][begin]), True, b"\0"))
                     continue
@@ -302,8 +309,8 @@ class Batch(Sequence[Mapping[str, Any]]):
     def _where_it_lies(self, at: int) -> Mapping[str, Any]:
         if self._places is None:
             rows = (
-                zip(*(each.tolist() for each in self.lengths.values()), strict=True)
-                if self.lengths
+                zip(*(each.tolist() for each in self._whole_lengths.values()), strict=True)
+                if self._whole_lengths
                 else [()] * len(self)
             )
             lies = [_memory(part, each) for part in self._parts for each in range(len(part))]
@@ -314,7 +321,11 @@ class Batch(Sequence[Mapping[str, Any]]):
         memory, offset, lengths = self._places[at]
         layout = self._layouts.get(lengths)
         if layout is None:  # many payloads of a batch may have the same lengths
-            layout = self._layouts[lengths] = self.schema.layout(lengths)
+            layout = self._whole.layout(lengths)
+            if self._shape.fields is not None:
+                kept = tuple(each for each in layout.placements if each.name in self.schema.names)
+                layout = Layout(kept, layout.total)
+            self._layouts[lengths] = layout
         arrays = {
             place.name: np.ndarray(place.shape, place.dtype, memory, offset + place.offset)
             for place in layout.placements

@@ -223,11 +223,14 @@ class TakenBatch:
         return self.rows if which is None else self.rows[np.asarray(which, dtype=np.intp)]
 
 
-def apart(rows: Rows, notes: Rows, buffer: Any) -> list[tuple[int, Ticket]]:
-    """Position and ticket of each payload that did not come with the answer. ProtocolError: one contradicts its row."""
+def apart(rows: Rows, notes: Rows, buffer: Any, *, every: bool = False) -> list[tuple[int, Ticket]]:
+    """Position and ticket of each payload that did not come with the answer, or of ``every`` one.
+
+    ProtocolError: a ticket contradicts its row.
+    """
     view = memoryview(buffer)
     found = []
-    for at in np.flatnonzero((rows["flags"] & JOINED) == 0).tolist():
+    for at in range(len(rows)) if every else np.flatnonzero((rows["flags"] & JOINED) == 0).tolist():
         slot, generation, length, size = rows[["slot", "generation", "length", "note_bytes"]][at].item()
         begin = int(notes[at])
         try:
