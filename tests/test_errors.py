@@ -21,7 +21,13 @@ FAMILIES = [
     errors.RunError,
     errors.InternalError,
 ]
-ALONE = {TransportError, errors.GivenUpError, errors.ClosedError, errors.MissingDependencyError}
+ALONE = {
+    TransportError,
+    errors.PayloadDamagedError,
+    errors.GivenUpError,
+    errors.ClosedError,
+    errors.MissingDependencyError,
+}
 
 
 def test_every_error_has_a_family() -> None:

@@ -428,9 +428,11 @@ class ClaimedBatch(Buffer):
         """BATCH_COLUMNS, a row of int64 for each."""
     def measure(self, fields: BatchFields, out: Any) -> list[int]:
         """Lengths of the ragged tensors, a row of int64 for each; the payloads whose ticket or size does not fit."""
-    def gather(self, fields: BatchFields, targets: list[tuple[Any, int, int, bool, bytes]], verify: bool) -> list[int]:
+    def gather(
+        self, fields: BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
+    ) -> list[int]:
         """Copy each field to its memory: bytes from row to row, of the first row, packed, pattern behind a payload's
-        rows. The payloads whose checksum is wrong."""
+        rows; None: it stays where it is. The payloads whose checksum is wrong."""
     def verify(self) -> list[int]:
         """The payloads whose checksum is wrong."""
     def finish(self, keep: bool = False, arrived: bool = False) -> bytes:
@@ -460,7 +462,9 @@ class ReceivedPayloads:
         """Fingerprints that the tickets name, each once; "" for a ticket that cannot be read."""
     def measure(self, fields: BatchFields, out: Any) -> list[int]:
         """As `ClaimedBatch.measure`."""
-    def gather(self, fields: BatchFields, targets: list[tuple[Any, int, int, bool, bytes]], verify: bool) -> list[int]:
+    def gather(
+        self, fields: BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
+    ) -> list[int]:
         """As `ClaimedBatch.gather`."""
     def verify(self) -> list[int]:
         """The payloads whose checksum is wrong."""
@@ -473,6 +477,9 @@ class ReceivedPayloads:
 
 def copy(destination: Buffer, source: Buffer) -> None:
     """Contiguous bytes to contiguous bytes of the same length."""
+
+def check_tree(data: Buffer, most_depth: int, most_values: int) -> str | None:
+    """What is wrong with these bytes as a MessagePack tree whose extensions hold arrays; None: nothing."""
 
 def checksum(data: Buffer) -> int:
     """XXH3, 64 bits."""

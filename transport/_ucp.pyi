@@ -21,7 +21,8 @@ _Memory: TypeAlias = Buffer | tuple[int, int, object]
 _Outcome: TypeAlias = int | list[int] | tuple[int, str]
 # kind, slot, generation, rank, key, length; or an acknowledgement: ring, slot, generation, rank, key
 _Record: TypeAlias = tuple[int, int, int, int, int, int, int, int] | tuple[str, int, int, int, int]
-_Want: TypeAlias = tuple[Ticket, int, Any, int | None]  # ticket, rank, destination (_Memory), checksum to verify
+# ticket, rank, destination (_Memory), checksum to verify, where a range begins
+_Want: TypeAlias = tuple[Ticket, int, Any, int | None, int | None]
 
 class UcxFault(Exception):
     """UCX refused at once; args are (status, message)."""

@@ -2,6 +2,7 @@
 
     TransportError
     ├── UsageError          an argument of the caller is wrong; nothing was lost
+    ├── PayloadDamagedError a field's bytes are not the text or the value that they should be
     ├── RefusedError        the other side refused, and would refuse again
     ├── LinkError           the connection failed; another port or another try may work (retryable)
     ├── GivenUpError        this side closed the connection for another reason; the port is healthy (retryable)
@@ -42,6 +43,10 @@ class SchemaError(UsageError):
 
 class PayloadTooLargeError(UsageError):
     """A payload has more bytes than a slot of this ring holds."""
+
+
+class PayloadDamagedError(TransportError):
+    """The bytes of a field are not the text or the value that they should be. The payload's other fields may be."""
 
 
 class BufferUnsuitableError(UsageError):

@@ -24,7 +24,7 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -61,6 +61,11 @@ DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
 }
 """Every dtype a payload may have, by the name that numpy or ml_dtypes gives it."""
 
+KINDS: Final = ("text", "bytes", "value")
+"""What a field may be instead of a tensor: bytes that stand for a str, for themselves, or for anything nested."""
+
+_BYTES: Final = np.dtype(np.uint8)
+
 
 class UpTo(msgspec.Struct, frozen=True):
     """A ragged leading dimension of at most `limit` entries, for `Schema.of`."""
@@ -69,10 +74,10 @@ class UpTo(msgspec.Struct, frozen=True):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a schema. SchemaError when a field is out of range.
+    """One tensor of a schema, or a field of another kind. SchemaError when a part is out of range.
 
     name: ASCII letters, digits and `_ . / -`, starting with a letter or `_`, at most 128 characters.
-    dtype: a name of `DTYPES`.
+    dtype: a name of `DTYPES`, or one of `KINDS`: then the shape is the number of bytes.
     shape: at most 32 dimensions, none negative. For a ragged tensor, shape[0] is its maximum length.
     """
 
@@ -87,8 +92,10 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"invalid tensor name {_short(self.name)}: give at most {MAX_NAME_LENGTH} letters, digits and "
                 "_ . / -, starting with a letter or _"
             )
-        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
-            raise SchemaError(f"{self.name}: dtype {_short(self.dtype)} is not one of {', '.join(DTYPES)}")
+        if not isinstance(self.dtype, str) or (self.dtype not in DTYPES and self.dtype not in KINDS):
+            raise SchemaError(
+                f"{self.name}: dtype {_short(self.dtype)} is not one of {', '.join(DTYPES)}; {', '.join(KINDS)}"
+            )
         if not isinstance(self.shape, tuple) or not all(type(size) is int for size in self.shape):
             raise SchemaError(f"{self.name}: shape {_short(self.shape)} is not a tuple of ints")
         if len(self.shape) > MAX_DIMENSIONS or any(not 0 <= size <= MAX_BYTES for size in self.shape):
@@ -97,12 +104,26 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"or one outside 0..{MAX_BYTES}"
             )
         # A zero counts as one: numpy, too, refuses a shape whose other dimensions overflow.
-        if math.prod(max(1, size) for size in self.shape) * DTYPES[self.dtype].itemsize > MAX_BYTES:
+        if math.prod(max(1, size) for size in self.shape) * self.storage.itemsize > MAX_BYTES:
             raise SchemaError(f"{self.name}: {self.dtype} {_short(self.shape)} is more than {MAX_BYTES} bytes")
         if not isinstance(self.ragged, bool):
             raise SchemaError(f"{self.name}: ragged is {_short(self.ragged)}; give true or false")
         if self.ragged and not self.shape:
             raise SchemaError(f"{self.name}: a ragged tensor needs a leading dimension, its maximum length")
+        if self.dtype in KINDS and len(self.shape) != 1:
+            raise SchemaError(
+                f'{self.name}: {self.dtype} has one dimension, its bytes at most; give ("{self.dtype}", UpTo(bytes))'
+            )
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`; "" for a tensor."""
+        return self.dtype if self.dtype in KINDS else ""
+
+    @property
+    def storage(self) -> np.dtype[Any]:
+        """The dtype in memory: the tensor's own, uint8 for other kinds."""
+        return DTYPES.get(self.dtype, _BYTES)
 
     def __str__(self) -> str:
         """The tensor's line of the canonical text, such as `obs float32 (<=500,4)`."""
@@ -110,13 +131,17 @@ class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Offset and size in bytes, and actual shape, of one tensor of one payload."""
+    """Offset and size in bytes, and actual shape, of one tensor of one payload.
+
+    kind: one of `KINDS` for bytes that stand for something else; "" for a tensor.
+    """
 
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    kind: str = ""
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -155,7 +180,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def of(cls, **tensors: str | tuple[str, *tuple[int | UpTo, ...]]) -> Schema:
         """`name=(dtype, *dimensions)` for each tensor, in order. A leading `UpTo(n)` makes it ragged.
 
-        A dtype alone is a scalar: `Schema.of(tokens=("int32", UpTo(8192)), reward="float32")`.
+        A dtype alone is a scalar: `Schema.of(tokens=("int32", UpTo(8192)), reward="float32")`. A field may be text,
+        bytes or any nested value, of so many bytes at most: `Schema.of(prompt=("text", UpTo(4096)))`.
 
         Names that are not Python identifiers go in as `Schema.of(**{"obs/image": ("uint8", 84, 84)})`.
         """
@@ -200,6 +226,20 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return tuple(spec for spec in self.tensors if spec.ragged)
 
     @cached_property
+    def kinds(self) -> Mapping[str, str]:
+        """The fields that are no tensors: their kinds by name."""
+        return {spec.name: spec.kind for spec in self.tensors if spec.kind}
+
+    def only(self, fields: Sequence[str]) -> Schema:
+        """The schema of these fields alone, in this schema's order. SchemaError for a name that it does not have."""
+        wanted = set(fields)
+        if strange := wanted - set(self.names):
+            raise SchemaError(
+                f"no field {', '.join(sorted(map(repr, strange)))} in this schema; it has {', '.join(self.names)}"
+            )
+        return Schema(tuple(spec for spec in self.tensors if spec.name in wanted))
+
+    @cached_property
     def max_bytes(self) -> int:
         """Size in bytes of the largest payload: every ragged tensor at its maximum length."""
         return self._place(tuple(spec.shape[0] for spec in self.ragged)).total
@@ -238,10 +278,10 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         end = 0
         for spec in self.tensors:
             shape = (next(remaining), *spec.shape[1:]) if spec.ragged else spec.shape
-            dtype = DTYPES[spec.dtype]
+            dtype = DTYPES.get(spec.dtype, _BYTES)
             offset = -(-end // ALIGNMENT) * ALIGNMENT
             nbytes = math.prod(shape) * dtype.itemsize
-            placements.append(Placement(spec.name, dtype, shape, offset, nbytes))
+            placements.append(Placement(spec.name, dtype, shape, offset, nbytes, spec.kind))
             end = offset + nbytes
         return Layout(tuple(placements), end)
 
@@ -281,6 +321,12 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 @lru_cache(maxsize=256)
 def _schema_of(rows: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> Schema:
     return Schema(tuple(TensorSpec(name, dtype.name, shape) for name, dtype, shape in rows))
+
+
+@lru_cache(maxsize=256)
+def schema_of_rows(rows: tuple[_Row, ...]) -> Schema:
+    """The schema of these (name, dtype, shape, ragged), made once for the same rows. SchemaError."""
+    return Schema(tuple(TensorSpec(*row) for row in rows))
 
 
 @lru_cache(maxsize=256)

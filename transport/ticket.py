@@ -26,7 +26,7 @@ import numpy as np
 
 from transport import _ring
 from transport.errors import RankError, SchemaError, TicketError
-from transport.schema import MAX_BYTES, MAX_TENSORS, Layout, Schema
+from transport.schema import MAX_BYTES, MAX_TENSORS, Layout, Placement, Schema
 
 VERSION: Final = 1
 MAX_ENCODED_BYTES: Final = _ring.NOTE_CAPACITY  # a slot keeps its ticket beside the payload
@@ -185,6 +185,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"the ticket of payload {self.name} contains no schema; pass the schema it was written with"
             )
         return self._layout_by(schema)
+
+    def fields(self, schema: Schema | None = None) -> tuple[Placement, ...]:
+        """The payload's fields: name, dtype, shape, and how many bytes each has. Arguments and errors: see `layout`."""
+        return self.layout(schema).placements
 
     def _layout_by(self, chosen: Schema) -> Layout:
         if chosen.fingerprint != self.schema_fingerprint:

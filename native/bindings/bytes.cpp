@@ -10,6 +10,7 @@
 #include "common/copy.hpp"
 #include "common/event_file.hpp"
 #include "common/siphash.hpp"
+#include "common/tree_check.hpp"
 
 namespace transport::python {
 
@@ -43,6 +44,13 @@ std::uint64_t checksum_of(nb::handle data) {
   const BufferView view(data, false);
   const GilReleaseIfLarge release(view.size());
   return checksum(view.data(), view.size());
+}
+
+nb::object check_tree(nb::handle data, unsigned most_depth, std::uint64_t most_values) {
+  const BufferView view(data, false);
+  TreeCheck check(reinterpret_cast<const std::uint8_t*>(view.data()), view.size(), most_depth, most_values);
+  const char* const wrong = check.run();
+  return wrong == nullptr ? nb::none() : nb::object(nb::str(wrong));
 }
 
 std::uint64_t key_of(nb::bytes secret, std::uint32_t slot, std::uint32_t generation) {
@@ -110,6 +118,8 @@ void bind_bytes(nb::module_& module) {
   module.def("copy", copy_buffers, "destination"_a, "source"_a,
              "Contiguous bytes to contiguous bytes of the same length.");
   module.def("checksum", checksum_of, "data"_a, "XXH3, 64 bits.");
+  module.def("check_tree", check_tree, "data"_a, "most_depth"_a, "most_values"_a,
+             "What is wrong with these bytes as a MessagePack tree; None: nothing.");
   module.def("slot_key", key_of, "secret"_a, "slot"_a, "generation"_a, "SipHash-2-4 of slot and generation.");
 
   nb::class_<PyChecksum>(module, "Checksum", nb::is_final(), "XXH3 over several pieces.")

@@ -72,7 +72,8 @@ class BatchFields {
 class Gathering {
  public:
   // sizes: of the payloads, which must be those of their lengths.
-  // targets: (memory, stride, start, packed, fill) of each field; what a row has beyond its payload is filled.
+  // targets: (memory, stride, start, packed, fill) of each field; what a row has beyond its payload is filled. None: the
+  // field is left where it is.
   // lengths: of the ragged fields, of payload after payload; they stay until the end.
   Gathering(const BatchFields& fields, const nb::list& targets, const std::vector<std::uint64_t>& lengths,
             const std::vector<std::uint64_t>& sizes)
@@ -83,9 +84,15 @@ class Gathering {
       if (!fields.fill(lengths.data() + i * fields.ragged(), sizes[i]))
         fail(Fault::argument, "the payloads were not measured by these fields");
     for (nb::handle each : targets) {
+      if (each.is_none()) {
+        all_.push_back({});
+        skips_ = true;
+        continue;
+      }
       const auto row = nb::cast<nb::tuple>(each);
       views_.push_back(std::make_unique<BufferView>(nb::handle(row[0]), true));
       const auto fill = nb::cast<nb::bytes>(row[4]);
+      if (fill.size() == 0) fail(Fault::argument, "a fill value has at least one byte");
       all_.push_back({views_.back()->data(), views_.back()->size(), nb::cast<std::uint64_t>(row[1]),
                       nb::cast<std::uint64_t>(row[2]), nb::cast<bool>(row[3]), {fill.c_str(), fill.size()}});
     }
@@ -94,7 +101,7 @@ class Gathering {
 
   // The next payload; its size is that of its lengths. False: its checksum is another one, or there is no source.
   bool next(const std::byte* source, std::uint64_t size, std::optional<std::uint64_t> expected) {
-    const bool fused = source != nullptr && expected && size >= kFusedBytes;
+    const bool fused = source != nullptr && expected && size >= kFusedBytes && !skips_;
     const bool good = source != nullptr && (!expected || fused || checksum(source, size) == *expected);
     std::optional<Checksum> hasher;
     if (fused) hasher.emplace();
@@ -105,6 +112,10 @@ class Gathering {
       Target& target = all_[f];
       const std::uint64_t bytes = (field.ragged ? lengths_[length++] : field.most) * field.row_bytes;
       const std::uint64_t offset = BatchFields::aligned(end);
+      if (target.skipped()) {
+        end = offset + bytes;
+        continue;
+      }
       std::byte* const place = target.data + target.start;
       if (fused) {
         hasher->update(source + end, offset - end);
@@ -129,6 +140,7 @@ class Gathering {
     std::uint64_t size, stride, start;
     bool packed;
     std::string fill;
+    bool skipped() const { return fill.empty(); }
   };
 
   void check_room(std::size_t count) const {
@@ -136,6 +148,10 @@ class Gathering {
     for (std::size_t f = 0; f < all_.size(); ++f) {
       const BatchFields::Field& field = fields_.all()[f];
       const Target& target = all_[f];
+      if (target.skipped()) {
+        ragged += field.ragged;
+        continue;
+      }
       std::uint64_t end = target.start;
       if (end > target.size) fail(Fault::argument, "the memory of a field is too small for the batch");
       for (std::size_t i = 0; i < count; ++i) {
@@ -146,7 +162,6 @@ class Gathering {
           fail(Fault::argument, "the memory of a field is too small for the batch");
         end += step;
       }
-      if (target.fill.empty()) fail(Fault::argument, "a fill value has at least one byte");
       ragged += field.ragged;
     }
   }
@@ -171,6 +186,7 @@ class Gathering {
   const std::vector<std::uint64_t>& lengths_;
   std::vector<std::unique_ptr<BufferView>> views_;
   std::vector<Target> all_;
+  bool skips_ = false;
   std::size_t next_ = 0;
 };
 

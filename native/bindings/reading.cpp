@@ -18,10 +18,10 @@ Number number_at(const nb::tuple& row, std::size_t at) {
   return nb::cast<Number>(row[at]);
 }
 
-// (ticket, rank, destination, checksum or None), as link.Want
+// (ticket, rank, destination, checksum or None, where a range begins or None), as link.Want
 Want want_of(nb::handle object) {
   const auto row = nb::cast<nb::tuple>(object);
-  if (row.size() != 4) throw nb::value_error("a wanted payload has four fields");
+  if (row.size() != 5) throw nb::value_error("a wanted payload has five fields");
   const nb::handle ticket = row[0];
   Want want{};
   want.slot = nb::cast<std::uint32_t>(ticket.attr("slot"));
@@ -33,6 +33,14 @@ Want want_of(nb::handle object) {
   want.verify = !expected.is_none();
   if (want.verify) want.checksum = nb::cast<std::uint64_t>(expected);
   Place place = Place::of(row[2], true);
+  const nb::object offset = row[4];
+  want.range = !offset.is_none();
+  if (want.range) {
+    want.offset = nb::cast<std::uint64_t>(offset);
+    if (want.offset > want.size || place.size > want.size - want.offset)
+      throw nb::value_error("a range is a part of its payload");
+    want.size = place.size;
+  }
   if (place.size != want.size) throw nb::value_error("a destination has exactly its payload's size");
   want.data = place.data;
   want.memory = place.memory;

@@ -20,7 +20,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::uint64_t sum = 0;
   for (std::size_t index = 0; index < header.count; ++index) {
     const Record record = record_at(message.get(), index);
-    if (record.kind < 0x20 || record.kind > (version < 3 ? 0x24 : version < 4 ? 0x2a : 0x2c)) std::abort();
+    if (record.kind < 0x20 || record.kind > (version < 3 ? 0x24 : version < 4 ? 0x2a : 0x2d)) std::abort();
     if (record.kind == static_cast<std::uint8_t>(Kind::end)) {
       const std::byte* const texts = message.get() + sizeof(Header) + sizeof(Record);
       for (std::uint32_t at = 0; at < reason_bytes(record) + consumer_bytes(record); ++at)

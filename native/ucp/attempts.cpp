@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "common/checksum.hpp"
 #include "common/clock.hpp"
 #include "common/error.hpp"
 #include "common/fault.hpp"
@@ -50,18 +51,22 @@ Code Service::begin(Connection& connection, const Record& record, Attempt*& atte
     return pinned == PinAnswer::done && record.rank >= ring_.info(record.slot).readers ? Code::rank : Code::stale;
   const SlotInfo info = ring_.info(record.slot);
   const bool expired = info.deadline_ns != 0 && info.deadline_ns <= realtime_ns();
-  if (info.length != record.length || expired) {
+  const bool range = record.kind == static_cast<std::uint8_t>(Kind::read_range);
+  const std::uint64_t offset = offset_of(record);
+  const bool fits = range ? offset <= info.length && record.length <= info.length - offset : info.length == record.length;
+  if (!fits || expired) {
     ring_.unpin(record.slot, record.generation);
-    if (info.length != record.length) return Code::length;
+    if (!fits) return Code::length;
     ring_.discard(record.slot, record.generation);
     return Code::stale;
   }
-  ring_.count(connection.carried_, info.length);
+  ring_.count(connection.carried_, record.length);
 
   answer.flags = kChecked;
-  answer.length = info.length;
-  answer.checksum = info.checksum;
-  attempt = adopt(connection, record.slot, record.generation, record.rank, info.length);
+  answer.length = record.length;
+  // The writer has hashed the payload as a whole: of a part there is only what stands in the slot now.
+  answer.checksum = range ? checksum(ring_.payload(record.slot) + offset, record.length) : info.checksum;
+  attempt = adopt(connection, record.slot, record.generation, record.rank, record.length);
   return Code::accepted;
 }
 

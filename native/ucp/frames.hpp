@@ -14,6 +14,7 @@ inline constexpr std::uint32_t kMostRecords = 63;
 inline constexpr std::uint32_t kMessageNumbers = 1U << 24;
 inline constexpr std::uint8_t kTakingVersion = 3;  // the first that knows TAKE
 inline constexpr std::uint8_t kEndingVersion = 4;  // the first that knows END, USED, and FINISH on arrival
+inline constexpr std::uint8_t kRangesVersion = 4;  // the first that knows READ_RANGE
 
 enum class Kind : std::uint8_t {
   control = 0x10,
@@ -31,10 +32,11 @@ enum class Kind : std::uint8_t {
   outcome = 0x2a,
   end = 0x2b,  // these from version 4 on
   used = 0x2c,
+  read_range = 0x2d,
 };
 
 constexpr Kind last_kind(std::uint8_t version) {
-  return version >= kEndingVersion ? Kind::used : version >= kTakingVersion ? Kind::outcome : Kind::bye;
+  return version >= kEndingVersion ? Kind::read_range : version >= kTakingVersion ? Kind::outcome : Kind::bye;
 }
 
 // Of CONTROL and STATUS. `version` is what the handshake has agreed on; the layouts here are those of all versions.
@@ -48,10 +50,12 @@ static_assert(sizeof(Header) == 16);
 struct Record {
   std::uint8_t kind, rank;
   std::uint16_t attempts;  // of TAKE: the limit; of FINISH, GIVE_BACK, OUTCOME and END: the claim's
-  std::uint32_t slot, generation, joined_most;
+  std::uint32_t slot, generation, joined_most;  // the last, of READ_RANGE: where it begins, in units of kRangeUnit
   std::uint64_t key, length;
 };
 static_assert(sizeof(Record) == 32);
+
+inline constexpr std::uint64_t kRangeUnit = 64;  // at multiples of which the fields of a payload begin
 
 // `joined`: the payload stands in the STATUS message itself, behind the answers, in the order of the records.
 inline constexpr std::uint8_t kJoined = 0x01;

@@ -1,5 +1,6 @@
 #include "ucp/reading.hpp"
 
+#include <limits>
 #include <stdexcept>
 
 #include "ucp/answers.hpp"
@@ -57,7 +58,9 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
   }
 
   void add(Want&& want) {
-    add(Record{static_cast<std::uint8_t>(Kind::read), want.rank, 0, want.slot, want.generation, 0, want.key, want.size});
+    const Kind kind = want.range ? Kind::read_range : Kind::read;
+    const auto begin = static_cast<std::uint32_t>(want.offset / kRangeUnit);
+    add(Record{static_cast<std::uint8_t>(kind), want.rank, 0, want.slot, want.generation, begin, want.key, want.size});
     wants_.push_back(std::move(want));
   }
 
@@ -150,6 +153,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
         continue;
       }
       if (answer.code == 0 && answer.length != wants_[at].size) outcomes_[at] = kWrongLength;
+      if (wants_[at].range) wants_[at].checksum = answer.checksum;
       if (outcomes_[at] != 0) {
         take_back(at);
       } else if (link_->small(wants_[at].size) && (answer.flags & kJoined) == 0) {
@@ -254,6 +258,10 @@ std::uint32_t Link::read(void* token, std::span<Want> wants, std::span<const Rec
   for (const Want& want : wants)
     if (want.memory != UCS_MEMORY_TYPE_HOST && (small(want.size) || want.verify))
       throw std::invalid_argument("device memory needs a payload above inline_limit and no checksum here");
+  for (const Want& want : wants)
+    if (want.range && (version_ < kRangesVersion || want.offset % kRangeUnit != 0 ||
+                       want.offset / kRangeUnit > std::numeric_limits<std::uint32_t>::max()))
+      throw std::invalid_argument("a range begins at a multiple of 64, and needs a listener of version 4");
   const std::uint32_t number = next_number_;
   const auto operation = begin(token, acks, wants.size());
   for (Want& want : wants) operation->add(std::move(want));

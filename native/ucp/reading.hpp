@@ -29,6 +29,9 @@ struct Want {
   bool verify = false;                              // against `checksum`; host memory only
   std::uint64_t checksum = 0;
   std::shared_ptr<void> keep;
+  // `size` bytes from here on, a multiple of kRangeUnit, and not the whole payload; verified against the answer.
+  bool range = false;
+  std::uint64_t offset = 0;
 };
 
 // Outcomes beside 0 (good) and the listener's refusals (1 to 255).

@@ -151,12 +151,14 @@ void Connection::answer(const std::byte* message) {
     Answer said{};
     said.position = static_cast<std::uint16_t>(index);
     switch (static_cast<Kind>(record.kind)) {
-      case Kind::read: {
+      case Kind::read:
+      case Kind::read_range: {
         const bool small = record.length <= service_->limits_.inline_bytes;
         Attempt* attempt = nullptr;
         said.code = static_cast<std::uint8_t>(service_->begin(*this, record, attempt, said));
         if (attempt != nullptr)
-          payloads[count++] = {attempt, record.length, index, small ? first + answers * sizeof(Answer) : nullptr};
+          payloads[count++] = {attempt, record.length, index, small ? first + answers * sizeof(Answer) : nullptr,
+                               Service::offset_of(record)};
         else if (small)
           join = false;  // the client has laid out one message for all of them
         break;
@@ -213,7 +215,7 @@ void Connection::answer(const std::byte* message) {
     store(payload.small, said);
     reply->joined[reply->joined_count++] = payload.attempt;
     if (payload.length == 0) continue;
-    reply->pieces[pieces++] = {service_->ring_.payload(payload.attempt->slot), payload.length};
+    reply->pieces[pieces++] = {service_->ring_.payload(payload.attempt->slot) + payload.offset, payload.length};
     joined_bytes += payload.length;
   }
   store(reply->status.data(),
@@ -226,7 +228,7 @@ void Connection::answer(const std::byte* message) {
     const Payload& payload = payloads[each];
     if (join && payload.small != nullptr) continue;
     ++unsent_;
-    endpoint_->send(service_->ring_.payload(payload.attempt->slot), payload.length,
+    endpoint_->send(service_->ring_.payload(payload.attempt->slot) + payload.offset, payload.length,
                     tag_of(client_base_, header.number, 1 + payload.index),
                     {&Connection::payload_sent, payload.attempt}, service_->mapping_);
     FAULT_POINT("serve.sending");

@@ -130,6 +130,10 @@ class Service {
  private:
   friend class Connection;
 
+  // Where the bytes that a READ or READ_RANGE asks for begin in the payload.
+  static std::uint64_t offset_of(const Record& record) {
+    return record.kind == static_cast<std::uint8_t>(Kind::read_range) ? record.joined_most * kRangeUnit : 0;
+  }
   bool known(const Record& record) const;
   Code begin(Connection& connection, const Record& record, Attempt*& attempt, Answer& answer);
   Attempt* adopt(Connection& connection, std::uint32_t slot, std::uint32_t generation, std::uint8_t rank,
@@ -229,6 +233,7 @@ class Connection : public Deferred {
     std::uint64_t length;
     std::uint32_t index;  // of its record
     std::byte* small;     // its answer, where the payload is small enough to be joined to it
+    std::uint64_t offset;  // in the slot
   };
   // A message that came before a receive stood for it.
   struct Ahead {

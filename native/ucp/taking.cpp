@@ -130,9 +130,9 @@ void Service::answer(const Demand& demand, Code code, const std::vector<Claimed>
       joined = at_bytes + one.length;
       attempt.state = Attempt::State::sending;
       reply->joined.push_back(&attempt);
+      ring_.count(connection.carried_, one.length);  // others are counted when they are read
     }
     store(head.data() + sizeof(Header) + at * sizeof(Taken), taken);
-    ring_.count(connection.carried_, one.length);
   }
   if (joined != 0) head.resize(aligned_taken(head.size()));
   store(head.data(), Header{connection.version_, static_cast<std::uint8_t>(Kind::status),

@@ -258,9 +258,17 @@ def test_nothing_is_ever_pickled() -> None:
 
 
 def test_payload_without_a_schema_describes_itself() -> None:
-    schema, arrays = describe_exact({"tokens": np.zeros((2, 3), np.uint16), "mask": b"\x01\x00", "score": 0.5})
-    assert schema == Schema.of(tokens=("uint16", 2, 3), mask=("uint8", 2), score=("float64",))
-    assert [values.shape for values in arrays] == [(2, 3), (2,), ()]
+    values = {"tokens": np.zeros((2, 3), np.uint16), "mask": bytearray(2), "raw": b"\x01", "text": "ab", "score": 0.5}
+    schema, fields, lengths = describe_exact(values)
+    assert schema == Schema.of(
+        tokens=("uint16", 2, 3),
+        mask=("uint8", 2),
+        raw=("bytes", UpTo(65536)),
+        text=("text", UpTo(65536)),
+        score=("value", UpTo(65536)),
+    )
+    assert [field.shape for field in fields] == [(2, 3), (2,), (1,), (2,), (64,)]
+    assert lengths == (1, 2, 64)
 
 
 # --- describe --------------------------------------------------------------------------------
@@ -282,7 +290,7 @@ def test_lengths_come_in_the_order_of_the_ragged_tensors() -> None:
         ({"reward": np.zeros(1, np.float32)}, r"expected reward float32 \(\), got shape \(1\)"),
         ({"obs": np.zeros((3, 4))}, "obs: expected float32, got float64, which numpy does not cast"),
         ({"action": np.zeros(3, np.float32)}, "action: expected int64, got float32"),
-        ({"action": [1, 2, 3]}, "action: expected an array"),
+        ({"action": ["a"]}, "action: expected int64, got a list that numpy makes"),
         ({"reward": 1j}, "reward: expected float32, got the complex 1j"),
         ({"reward": 1e39}, "reward: this float is out of range for float32"),
     ],

@@ -115,6 +115,20 @@ async def test_records_of_a_version_are_garbage_to_the_versions_before(
         assert (depth["ready"], depth["claimed"]) == (1, 0)
 
 
+@pytest.mark.parametrize("version", [1, 2, 3])
+@asynchronous
+async def test_a_range_is_garbage_to_the_versions_before_4(ring: SharedRingBuffer, version: int) -> None:
+    ticket = ring.write_raw(SMALL)
+    async with Stage(ring) as stage:
+        peer = await stage.peer()
+        await peer.greet(newest=version)
+        asked = read(ticket)._replace(kind=Kind.READ_RANGE, length=1)
+        peer.send(frame_codec.encode_control(0, [asked], version=version))
+        await peer.task
+        assert peer.closed
+    assert ring.statistics().pins == 0
+
+
 @asynchronous
 async def test_nothing_of_a_message_is_done_when_a_part_of_it_is_garbage(ring: SharedRingBuffer) -> None:
     ticket = ring.write_raw(LARGE)

@@ -8,7 +8,7 @@ from transport.errors import ProtocolError
 from transport.wire.frames import ENDING_VERSION, MAX_RECORDS, TAKING_VERSION, VERSION, Answer, Kind, Record
 
 _RECORD_KINDS = frozenset({Kind.READ, Kind.ACK, Kind.DISCARD, Kind.STATE, Kind.BYE})
-_ENDING_KINDS = frozenset({Kind.END, Kind.USED})
+_ENDING_KINDS = frozenset({Kind.END, Kind.USED, Kind.READ_RANGE})
 _TAKING_KINDS = frozenset({Kind.TAKE, Kind.FINISH, Kind.GIVE_BACK, Kind.UNTAKE, Kind.RENEW, Kind.OUTCOME})
 
 HEADER = struct.Struct("<BBHIII")  # version, kind, count, message number, joined bytes, reserved

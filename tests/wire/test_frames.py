@@ -291,6 +291,7 @@ def test_numbers_of_native_code_are_the_same() -> None:
     assert native_number("kMostRecords") == frames.MAX_RECORDS
     assert native_number("kMessageNumbers") == frames.MESSAGE_NUMBERS
     assert native_number("kTakingVersion") == frames.TAKING_VERSION
+    assert native_number("kRangesVersion") == frames.RANGES_VERSION
     assert native_number("kMostTries") == frames.MOST_ATTEMPTS
     assert native_number("kRanks") == MAX_READERS
     assert native_number("kJoined") == frame_codec.JOINED

@@ -47,7 +47,8 @@ def read(
 ) -> None:
     """Fetch one payload and show its arrays. The payload remains for its trainer unless --consume is given.
 
-    In the file, bfloat16 and float8 arrays are unsigned integers of the same bits, because .npz lacks these types.
+    In the file, bfloat16 and float8 arrays are unsigned integers of the same bits, because .npz lacks these types;
+    text, bytes and nested values are the bytes that stand for them.
     """
     wanted = _ticket(ticket)
     schemas = [] if schema is None else [_schema(schema)]
@@ -66,7 +67,7 @@ def read(
         payload = client.read(wanted, rank=rank, timeout=timeout)
         arrays = _arrays(payload)
         if out is not None:
-            _save(arrays, out)
+            _save(_as_bytes(payload, arrays), out)
         emit(_description(payload, arrays), _table(payload, arrays, out), json_target)
         if consume:
             payload.ack()
@@ -99,7 +100,14 @@ def _schema(path: Path) -> Schema:
     return Schema.from_json(path.read_bytes())
 
 
-def _arrays(payload: ReceivedPayload) -> dict[str, np.ndarray[Any, Any]]:
+def _as_bytes(payload: ReceivedPayload, arrays: Mapping[str, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays, and the bytes of what is none."""
+    places = {each.name: slice(each.offset, each.offset + each.nbytes) for each in payload.layout().placements}
+    kinds = payload.schema.kinds if payload.schema else {}
+    return {name: payload.data[places[name]] if name in kinds else array for name, array in arrays.items()}
+
+
+def _arrays(payload: ReceivedPayload) -> dict[str, Any]:
     from transport.errors import SchemaError
 
     try:
@@ -127,8 +135,9 @@ def _save(arrays: Mapping[str, np.ndarray[Any, Any]], path: Path) -> None:
         raise
 
 
-def _description(payload: ReceivedPayload, arrays: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, Any]:
+def _description(payload: ReceivedPayload, arrays: Mapping[str, Any]) -> dict[str, Any]:
     ticket = payload.ticket
+    kinds = payload.schema.kinds if payload.schema else {}
     return {
         "ring": ticket.ring,
         "slot": ticket.slot,
@@ -139,15 +148,20 @@ def _description(payload: ReceivedPayload, arrays: Mapping[str, np.ndarray[Any, 
         "created": ticket.created,
         "metadata": ticket.metadata,
         "arrays": [
-            {"name": name, "dtype": array.dtype.name, "shape": array.shape, "bytes": array.nbytes}
-            for name, array in arrays.items()
+            {
+                "name": each.name,
+                "dtype": kinds.get(each.name, each.dtype.name),
+                "shape": each.shape,
+                "bytes": each.nbytes,
+            }
+            for each in payload.layout().placements
         ],
     }
 
 
-def _table(payload: ReceivedPayload, arrays: Mapping[str, np.ndarray[Any, Any]], out: Path | None) -> str:
+def _table(payload: ReceivedPayload, arrays: Mapping[str, Any], out: Path | None) -> str:
     head = f"payload {payload.ticket.name}: {payload.ticket.size} bytes by {payload.wire}"
-    rows = [("array", "dtype", "shape", "first values"), *(_row(name, array) for name, array in arrays.items())]
+    rows = [("array", "dtype", "shape", "first values"), *(_row(*each) for each in arrays.items())]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
@@ -157,7 +171,10 @@ def _table(payload: ReceivedPayload, arrays: Mapping[str, np.ndarray[Any, Any]],
     return "\n".join([head, *lines, *metadata, *([f"written to {out}"] if out is not None else [])])
 
 
-def _row(name: str, array: np.ndarray[Any, Any]) -> tuple[str, str, str, str]:
+def _row(name: str, array: Any) -> tuple[str, str, str, str]:
+    if not hasattr(array, "dtype"):
+        text = repr(array)
+        return name, type(array).__name__, "", text if len(text) <= 60 else f"{text[:59]}…"
     first = " ".join(str(value) for value in array.flat[:4])
     shape = "×".join(map(str, array.shape)) or "scalar"
     return name, array.dtype.name, shape, first + (" …" if array.size > 4 else "")

@@ -31,10 +31,11 @@ from transport.errors import (
     TransportError,
     WireNotAllowedError,
 )
+from transport.ring.parts import PayloadPart, Range
 from transport.runtime.timeouts import Watch
 from transport.settings import Settings
 from transport.ticket import Ticket
-from transport.wire.frames import Answer, Record
+from transport.wire.frames import RANGES_VERSION, Answer, Record
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,41 @@ class RemoteReads:
         return await self._anywhere(
             ticket, port, deadline, spent, lambda port: self._fetch(port, want, deadline), failure
         )
+
+    async def read_part(
+        self, ticket: Ticket, rank: int, part: PayloadPart, buffer: Any, deadline: Deadline
+    ) -> tuple[Wire, PortKey] | None:
+        """Fetch some fields of a payload into their places; None: the listener is of a version that sends whole ones.
+
+        Raises what `UCXXClient.read` documents.
+        """
+        self._check_wires(ticket)
+        memory = memoryview(buffer)
+        verify = 0 if self._verify_checksums else None
+        # A part without bytes asks for none: the answer says whether the payload is there.
+        ranges = part.ranges or (Range(0, 0, 0),)
+        wants = [Want(ticket, rank, memory[at : at + size], verify, begin) for begin, at, size in ranges]
+        most = self._settings.records_per_message // 2  # so that acknowledgements fit into the message
+
+        async def fetch(port: PortKey) -> Wire | None:
+            wire: Wire | None = None
+            for begin in range(0, len(wants), most):
+                group = wants[begin : begin + most]
+                link = await self._checkout(port, ticket.ring, deadline)
+                if link.native.version < RANGES_VERSION:
+                    self._links.checkin(link)
+                    return None
+                size = sum(len(want.destination) for want in group)
+                request = self._send(link, group, size, time.monotonic(), deadline)
+                for failure in await self._outcomes(request) or ():
+                    if failure is not None:
+                        raise failure
+                wire = link.wire
+            return wire
+
+        port = self._links.next_port(ticket.ring, self._links.ports(ticket))
+        wire, port = await self._anywhere(ticket, port, deadline, False, fetch)
+        return None if wire is None else (wire, port)
 
     async def ask(self, ticket: Ticket, record: Record, before: list[Record], deadline: Deadline) -> Answer:
         """Send a record that is answered without payload, after records without answer."""

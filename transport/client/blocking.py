@@ -76,12 +76,19 @@ class BlockingClient:
         return f"<BlockingClient {self._client!r}>"
 
     def read(
-        self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
+        self,
+        ticket: Ticket | str | bytes,
+        out: Any = None,
+        rank: int = 0,
+        timeout: float | None = None,
+        fields: Sequence[str] | None = None,
     ) -> ReceivedPayload:
         """See `UCXXClient.read`. For `out` in device memory the current stream of this thread is used."""
         ticket = Ticket.of(ticket)
         target = None if out is None else target_of(out, ticket.size, elsewhere=True)
-        payload = self._thread.run(self._client._fetch(ticket, out if target is None else target, rank, timeout))
+        payload = self._thread.run(
+            self._client._fetch(ticket, out if target is None else target, rank, timeout, fields)
+        )
         if target is not None:
             target.looked_at()
         return self._client._deliveries.hand_over(payload)  # in this thread, which an interrupt may have ended before
@@ -93,9 +100,10 @@ class BlockingClient:
         rank: int = 0,
         timeout: float | None = None,
         concurrency: int = CONCURRENCY,
+        fields: Sequence[str] | None = None,
     ) -> Iterator[ReadOutcome]:
         """See `UCXXClient.read_many`; yields as payloads complete."""
-        outcomes = self._client._fetch_many(tickets, rank, timeout, concurrency)
+        outcomes = self._client._fetch_many(tickets, rank, timeout, concurrency, fields)
         try:
             while True:
                 try:
@@ -147,6 +155,7 @@ class BlockingClient:
         rank: int = 0,
         oldest_version: int | None = None,
         most_attempts: int = 0,
+        fields: Sequence[str] | None = None,
     ) -> TakenBatch:
         """See `UCXXClient.take`. Its claims are ended by `consume` and `give_back` of this client."""
         return self._thread.run(
@@ -158,6 +167,7 @@ class BlockingClient:
                 rank=rank,
                 oldest_version=oldest_version,
                 most_attempts=most_attempts,
+                fields=fields,
             )
         )
 

@@ -145,7 +145,12 @@ class UCXXClient(Reading, NeedsLoop):
 
     # --- reading ------------------------------------------------------------------------------------
     async def read(
-        self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
+        self,
+        ticket: Ticket | str | bytes,
+        out: Any = None,
+        rank: int = 0,
+        timeout: float | None = None,
+        fields: Sequence[str] | None = None,
     ) -> ReceivedPayload:
         """Fetch one payload.
 
@@ -156,8 +161,11 @@ class UCXXClient(Reading, NeedsLoop):
                 when the read is called; work on that stream may be queued as soon as the read returns.
             rank: which of the ticket's readers this is.
             timeout: seconds for all attempts together; default the settings' batch deadline.
+            fields: names of the fields that are wanted; only their bytes are moved, over a wire each with a checksum of
+                its own. Others are not in the payload. Acknowledging it is for the whole payload.
 
         Raises:
+            SchemaError: ``fields`` has a name that the payload does not have, or its schema is not known here.
             StaleSlotError: consumed by this rank, overwritten, discarded or expired. Final.
             RetriesExhaustedError, DeadlineExceededError: every attempt failed; ``__cause__`` is the last failure.
             PayloadLostError: every port answers that it serves another ring; or none answers, and none has published
@@ -167,7 +175,7 @@ class UCXXClient(Reading, NeedsLoop):
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
             TicketError: `ticket` is neither a ticket nor a form of one.
         """
-        return self._deliveries.hand_over(await self._fetch(ticket, out, rank, timeout))
+        return self._deliveries.hand_over(await self._fetch(ticket, out, rank, timeout, fields))
 
     async def read_many(
         self,
@@ -176,14 +184,17 @@ class UCXXClient(Reading, NeedsLoop):
         rank: int = 0,
         timeout: float | None = None,
         concurrency: int = CONCURRENCY,
+        fields: Sequence[str] | None = None,
     ) -> AsyncGenerator[ReadOutcome, None]:
-        """Fetch many payloads; yields each as it completes, errors included. Small ones share messages.
+        """Fetch many payloads, or some ``fields`` of them; yields each as it completes, errors included.
+
+        Small ones share messages.
 
         Some are fetched ahead. With ack="on_arrival" each is acknowledged as it is yielded, so leaving the iteration
         early consumes nothing beyond. It also cancels what is still under way; use ``contextlib.aclosing`` to have
         that at once.
         """
-        async with contextlib.aclosing(self._fetch_many(tickets, rank, timeout, concurrency)) as outcomes:
+        async with contextlib.aclosing(self._fetch_many(tickets, rank, timeout, concurrency, fields)) as outcomes:
             async for outcome in outcomes:
                 yield self._handed_over(outcome)
 
@@ -198,6 +209,7 @@ class UCXXClient(Reading, NeedsLoop):
         rank: int = 0,
         oldest_version: int | None = None,
         most_attempts: int = 0,
+        fields: Sequence[str] | None = None,
     ) -> TakenBatch:
         """Take up to ``n`` payloads from the ring that is served at ``address`` ("host:port"), without tickets.
 
@@ -208,8 +220,11 @@ class UCXXClient(Reading, NeedsLoop):
             most_bytes: of all payloads together; a single larger one comes alone.
             oldest_version: payloads of an older policy are discarded instead.
             most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
+            fields: names of those that are wanted; the bytes of others are not moved. The tickets of such a batch are
+                of a payload that has these fields only, and ``most_bytes`` still counts whole payloads.
 
         Raises:
+            SchemaError: a payload has no such field, or its schema is not known here; all are given back.
             UsageError: nothing was asked.
             VersionMismatchError: the listener is of an older build that gives nothing out by itself.
             BusyError: the listener is shutting down, or this client has more demands or claims than it may.
@@ -226,6 +241,7 @@ class UCXXClient(Reading, NeedsLoop):
             oldest_version=oldest_version,
             most_attempts=most_attempts,
             verify=self._verify,
+            fields=fields,
         )
 
     async def take_batch(
@@ -248,8 +264,8 @@ class UCXXClient(Reading, NeedsLoop):
 
         Args:
             schema: of the payloads; None: the one that this client was given.
-            shape: layout, fill, pad_to, out, memory, most_memory and verify, as for `SharedRingBuffer.claim_batch`;
-                a list's checksums are compared, too.
+            shape: layout, fill, pad_to, out, memory, most_memory, verify and fields, as for
+                `SharedRingBuffer.claim_batch`; the checksums of a list, and of some fields, are compared, too.
 
         Raises:
             SchemaError, UsageError, MissingDependencyError: nothing was asked; but SchemaError, too, for payloads of
@@ -275,14 +291,15 @@ class UCXXClient(Reading, NeedsLoop):
     ) -> tuple[Plan, Taker]:
         """What `take_batch` asks for, and how."""
         port = port_of(address)
+        plan = Plan(schema, self._taking.schemas, self._verify, shape)
 
         async def take(wait_s: float, verify: bool) -> TakenBatch:
             if self._closed:
                 raise ClosedError("this client is closed")
             link = await self._taking.link(port)
-            return await link.take(n, wait_s=wait_s, verify=verify, **demand)
+            return await link.take(n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand)
 
-        return Plan(schema, self._taking.schemas, self._verify, shape), take
+        return plan, take
 
     @property
     def taking(self) -> Taking:

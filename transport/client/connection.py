@@ -42,13 +42,16 @@ if TYPE_CHECKING:
 class Want(NamedTuple):
     """One payload to read, and flat writable memory of exactly its size; ``checksum``: what is verified on arrival.
 
-    ``destination`` is a buffer, or a tuple (address, bytes, what keeps and hashes it) of device memory.
+    ``destination`` is a buffer, or a tuple (address, bytes, what keeps and hashes it) of device memory. With ``offset``
+    it is for as many bytes of the payload from there on, a multiple of 64; any ``checksum`` but None then means that
+    they are verified against the listener's. Needs a connection of `RANGES_VERSION`.
     """
 
     ticket: Ticket
     rank: int
     destination: Any
     checksum: int | None = None
+    offset: int | None = None
 
 
 _BY_STATUS: dict[int, type[TransportError]] = {
@@ -185,7 +188,12 @@ class Link:
     def _error(self, code: int, want: Want) -> TransportError:
         ticket = want.ticket
         if code == self._codes.WRONG_CHECKSUM:
-            return wrong_checksum(want, _ring.checksum(want.destination))
+            actual = _ring.checksum(want.destination)
+            if want.offset is not None:
+                return ChecksumError(
+                    f"payload {ticket.name}: checksum mismatch of its bytes from {want.offset} on: {actual:016x} came"
+                )
+            return wrong_checksum(want, actual)
         if code == self._codes.WRONG_LENGTH:
             return LengthMismatchError(
                 f"payload {ticket.name}: size mismatch: its slot does not hold the ticket's {ticket.size} bytes"

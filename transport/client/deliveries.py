@@ -27,6 +27,7 @@ from transport.devices.buffers import BufferPool
 from transport.devices.targets import Target
 from transport.errors import ClosedError
 from transport.ring.buffer import SharedRingBuffer
+from transport.ring.parts import PayloadPart, part_of
 from transport.schema import Schema
 from transport.ticket import Ticket
 from transport.wires import Wire
@@ -75,7 +76,19 @@ class Deliveries:
         self.bytes_by_wire[wire] = self.bytes_by_wire.get(wire, 0) + size
 
     # --- same host ----------------------------------------------------------------------------------
-    def mapped(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, out: Any, destination: Any) -> ReceivedPayload:
+    def part(self, ticket: Ticket, fields: tuple[str, ...]) -> PayloadPart:
+        """What of the payload these fields are. SchemaError: one is unknown, or this client has no schema for it."""
+        return part_of(ticket, self._schema(ticket), fields)
+
+    def mapped(
+        self,
+        ring: SharedRingBuffer,
+        ticket: Ticket,
+        rank: int,
+        out: Any,
+        destination: Any,
+        part: PayloadPart | None = None,
+    ) -> ReceivedPayload:
         """The payload from the segment itself: a view of it, or a copy in ``destination``, the bytes of ``out``.
 
         Raises what `SharedRingBuffer.read_raw` raises.
@@ -87,13 +100,19 @@ class Deliveries:
         if view is not None:
             self._count("mapped", ticket.size)
             hold = view.hold
+            if part is not None:
+                ends = hold.acknowledge, hold.abandon, hold.deliver
+                return ReceivedPayload(ticket, rank, "mapped", view, part.schema, *ends, part.inside)
             return ReceivedPayload(ticket, rank, "mapped", view, schema, hold.acknowledge, hold.abandon, hold.deliver)
         if destination is None:
             destination = self._buffers.take(ticket.size)
         self._mapped.copy_out(ring, ticket, rank, destination)
         self._count("mapped", ticket.size)
         data = destination if out is None else out
-        return ReceivedPayload(ticket, rank, "mapped", data, schema, partial(ring.acknowledge, ticket, rank))
+        acknowledge = partial(ring.acknowledge, ticket, rank)
+        if part is not None:
+            return ReceivedPayload(ticket, rank, "mapped", data, part.schema, acknowledge, layout=part.inside)
+        return ReceivedPayload(ticket, rank, "mapped", data, schema, acknowledge)
 
     def copied_to_device(self, ring: SharedRingBuffer, ticket: Ticket, rank: int, target: Target) -> ReceivedPayload:
         """The payload whose copy out of the slot is queued."""
@@ -107,6 +126,17 @@ class Deliveries:
         self._count(wire, ticket.size)
         make = DevicePayload if type(data) is Target else ReceivedPayload
         return make(ticket, rank, wire, data, self._schema(ticket), lambda: self.acknowledge(ticket, rank, via))
+
+    def received_part(
+        self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any, part: PayloadPart, *, alone: bool
+    ) -> ReceivedPayload:
+        """Some fields of a payload that came through port ``via``; ``alone``, or with all others around them."""
+        self._count(wire, part.nbytes if alone else ticket.size)
+        layout = part.layout if alone else part.inside
+        acknowledge = partial(self.acknowledge, ticket, rank, via)
+        if type(data) is Target:
+            return DevicePayload(ticket, rank, wire, data, part.schema, acknowledge, layout)
+        return ReceivedPayload(ticket, rank, wire, data, part.schema, acknowledge, layout=layout)
 
     def handed_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
         """A payload that was taken together with its claim: whoever holds the claim acknowledges by its end."""

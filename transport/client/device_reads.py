@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -41,8 +42,9 @@ from transport.devices.targets import Target
 from transport.errors import BufferUnsuitableError, DeadlineExceededError, InternalError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
-from transport.schema import Schema
+from transport.schema import Layout, Placement, Schema
 from transport.ticket import Ticket
+from transport.values.decoding import field_value
 from transport.wires import Wire
 
 T = TypeVar("T")
@@ -63,9 +65,16 @@ class DevicePayload(ReceivedPayload):
     __slots__ = ("_target",)
 
     def __init__(
-        self, ticket: Ticket, rank: int, wire: Wire, target: Target, schema: Schema | None, ack: Callable[[], bool]
+        self,
+        ticket: Ticket,
+        rank: int,
+        wire: Wire,
+        target: Target,
+        schema: Schema | None,
+        ack: Callable[[], bool],
+        layout: Layout | None = None,
     ) -> None:
-        super().__init__(ticket, rank, wire, target.array, schema, ack)
+        super().__init__(ticket, rank, wire, target.array, schema, ack, layout=layout)
         self._target = target
 
     @property
@@ -77,14 +86,21 @@ class DevicePayload(ReceivedPayload):
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """Tensors by name, without a copy. Raises as for host memory; for a dtype that the library lacks, too."""
+        """Tensors by name, without a copy. Raises as for host memory; for a dtype that the library lacks, too.
+
+        Text, bytes and values are copied to the host and decoded there.
+        """
         data = self.data
-        return {each.name: self._target.library.view(data, each) for each in self.layout().placements}
+        return {each.name: self._looked_at(data, each) for each in self.layout().placements}
+
+    def _looked_at(self, data: Any, placement: Placement) -> Any:
+        found = self._target.library.view(data, placement)
+        return field_value(placement.kind, to_host(found), placement.name) if placement.kind else found
 
     def __getitem__(self, name: str) -> Any:
         for placement in self.layout().placements:
             if placement.name == name:
-                return self._target.library.view(self.data, placement)
+                return self._looked_at(self.data, placement)
         raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
@@ -94,8 +110,8 @@ class DevicePayload(ReceivedPayload):
         return len(self.layout().placements)
 
     @staticmethod
-    def _copied(array: Any) -> np.ndarray:
-        return to_host(array)
+    def _copied(array: Any) -> Any:
+        return to_host(array) if hasattr(array, "__dlpack_device__") else copy.deepcopy(array)
 
     def release(self) -> None:
         """Drop the references to the memory. Arrays that the caller holds stay valid. Idempotent."""

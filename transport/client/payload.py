@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
@@ -12,7 +13,7 @@ import numpy as np
 from transport._ring import PayloadView, RingFault
 from transport.devices.buffers import Block
 from transport.errors import ClosedError, SchemaError, TransportError
-from transport.ring.packing import views
+from transport.ring.packing import looked_at
 from transport.ring.states import named
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
@@ -21,18 +22,21 @@ from transport.wires import Wire
 AckMode = Literal["on_arrival", "on_consumed", "manual"]
 
 
-class ReceivedPayload(Mapping[str, np.ndarray]):
+class ReceivedPayload(Mapping[str, Any]):
     """One payload in this process's memory; a mapping from tensor names to read-only arrays.
+
+    A field that is text is a str, bytes are bytes, and a value is what was written; each is made when it is first
+    looked at, and `PayloadDamagedError` says that its bytes are none.
 
     The arrays own their memory: a pooled buffer is returned, and a mapped slot unpinned, when the last array is
     released. `release` only drops this object's own references. A payload in device memory is a `DevicePayload`.
-    `copy.copy`, `copy.deepcopy` and `pickle` make a dict of arrays of it, with memory of their own.
+    `copy.copy`, `copy.deepcopy` and `pickle` make a dict of arrays and values of it, with memory of their own.
 
     Attributes:
         ticket: the ticket that was read; its metadata are the writer's small values.
         rank: the reader rank this delivery is for.
         wire: the wire that carried the bytes: mapped, shm, tcp, rdma or cuda.
-        data: the bytes (a uint8 array), or the caller's `out`.
+        data: the bytes (a uint8 array), or the caller's `out`. Of some fields only: what `layout` describes.
     """
 
     __slots__ = (
@@ -42,6 +46,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         "_arrays",
         "_data",
         "_deliver",
+        "_layout",
         "_schema",
         "acknowledged",
         "rank",
@@ -59,14 +64,16 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         acknowledge: Callable[[], bool],
         abandon: Callable[[], None] | None = None,
         deliver: Callable[[], None] | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.ticket = ticket
         self.rank = rank
         self.wire: Wire = wire
         self.acknowledged = False
         self._data: Any = data
-        self._arrays: dict[str, np.ndarray] | None = None
+        self._arrays: Mapping[str, Any] | None = None
         self._schema = schema
+        self._layout = layout  # of some fields only; otherwise it is made when it is asked for
         self._acknowledge = acknowledge
         self._abandon = abandon
         self._deliver = deliver
@@ -91,7 +98,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         return data
 
     @property
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> Mapping[str, Any]:
         """Tensors by name, without a copy, read-only.
 
         Raises SchemaError when the ticket brings no description and the client was not given the ring's schema.
@@ -102,7 +109,7 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         layout = self.layout()
         if self._data is None:
             raise ClosedError(f"payload {self.ticket.name} was released")
-        arrays = self._arrays = views(layout, self._data, writable=False)
+        arrays = self._arrays = looked_at(layout, self._data, self._schema.kinds if self._schema else {})
         return arrays
 
     @property
@@ -112,6 +119,8 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
 
     def layout(self) -> Layout:
         """Where each tensor stands in `data`. Raises SchemaError as `arrays` does."""
+        if self._layout is not None:
+            return self._layout
         if self._schema is None:
             raise SchemaError(
                 f"payload {self.ticket.name} has schema {self.ticket.schema_fingerprint}, which this client does not "
@@ -119,7 +128,12 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
             )
         return self.ticket.layout(self._schema)
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def only(self, schema: Schema, layout: Layout) -> Self:
+        """This payload, whose memory has only these fields."""
+        self._schema, self._layout, self._arrays = schema, layout, None
+        return self
+
+    def __getitem__(self, name: str) -> Any:
         return self.arrays[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -151,13 +165,13 @@ class ReceivedPayload(Mapping[str, np.ndarray]):
         self._data = None
         self._arrays = None
 
-    def __reduce__(self) -> tuple[Callable[..., dict[str, np.ndarray]], tuple[dict[str, np.ndarray]]]:
-        """For `copy` and `pickle`: a dict of arrays with memory of their own. The right to acknowledge stays here."""
+    def __reduce__(self) -> tuple[Callable[..., dict[str, Any]], tuple[dict[str, Any]]]:
+        """For `copy` and `pickle`: a dict of arrays and values with memory of their own. The right to ack stays."""
         return dict, ({name: self._copied(array) for name, array in self.arrays.items()},)
 
     @staticmethod
-    def _copied(array: Any) -> np.ndarray:
-        return np.array(array)
+    def _copied(array: Any) -> Any:
+        return np.array(array) if isinstance(array, np.ndarray) else copy.deepcopy(array)
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 from transport.client.attempts import RemoteReads, grouped
@@ -26,8 +26,10 @@ from transport.client.retry import Deadline
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.devices.targets import Target
-from transport.errors import ClosedError, StaleSlotError, TransportError
+from transport.errors import ClosedError, StaleSlotError, TransportError, UsageError
+from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
+from transport.ring.parts import PayloadPart, field_names
 from transport.runtime.arguments import at_least, seconds, several
 from transport.settings import Settings
 from transport.store.directory import MAY_HAVE_MOVED, Finder
@@ -56,21 +58,37 @@ class Reading:
 
     # --- one ----------------------------------------------------------------------------------------
     async def _fetch(
-        self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
+        self,
+        ticket: Ticket | str | bytes,
+        out: Any = None,
+        rank: int = 0,
+        timeout: float | None = None,
+        fields: Sequence[str] | None = None,
     ) -> ReceivedPayload:
         """`read`, but for handing it over."""
         ticket = Ticket.of(ticket)
+        wanted = None if fields is None else field_names(fields)
+        if wanted is not None and out is not None:
+            raise UsageError("out= is for whole payloads; leave it out where fields= names some of them")
         if self._trace is None:
-            return await self._read(ticket, out, rank, self._deadline(timeout))
-        return await self._read_traced(self._trace, ticket, out, rank, self._deadline(timeout))
+            return await self._read(ticket, out, rank, self._deadline(timeout), fields=wanted)
+        return await self._read_traced(self._trace, ticket, out, rank, self._deadline(timeout), fields=wanted)
 
     async def _read_traced(
-        self, trace: Trace, ticket: Ticket, out: Any, rank: int, deadline: Deadline, *, spent: bool = False
+        self,
+        trace: Trace,
+        ticket: Ticket,
+        out: Any,
+        rank: int,
+        deadline: Deadline,
+        *,
+        spent: bool = False,
+        fields: tuple[str, ...] | None = None,
     ) -> ReceivedPayload:
         begun = time.monotonic()
         outcome = "cancelled"
         try:
-            payload = await self._read(ticket, out, rank, deadline, spent=spent)
+            payload = await self._read(ticket, out, rank, deadline, spent=spent, fields=fields)
             outcome = payload.wire
             return payload
         except TransportError as error:
@@ -80,14 +98,21 @@ class Reading:
             trace.span("read", key_of(ticket), begun, outcome=outcome, rank=rank, bytes=ticket.size)
 
     async def _read(
-        self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, *, spent: bool = False
+        self,
+        ticket: Ticket,
+        out: Any,
+        rank: int,
+        deadline: Deadline,
+        *,
+        spent: bool = False,
+        fields: tuple[str, ...] | None = None,
     ) -> ReceivedPayload:
         """`read` with a deadline, also where the ring is served by now. ``spent``: one attempt was made already."""
         if self._finder is None:
-            return await self._read_here(ticket, out, rank, deadline, spent)
+            return await self._read_here(ticket, out, rank, deadline, spent, fields=fields)
         ticket = self._finder.current(ticket)
         try:
-            return await self._read_here(ticket, out, rank, deadline, spent, last=False)
+            return await self._read_here(ticket, out, rank, deadline, spent, last=False, fields=fields)
         except MAY_HAVE_MOVED as error:
             moved = None
             try:
@@ -96,23 +121,36 @@ class Reading:
                 self._counts["failed_reads"] += moved is None
             if moved is None:
                 raise
-        return await self._read_here(moved, out, rank, deadline, False)
+        return await self._read_here(moved, out, rank, deadline, False, fields=fields)
 
     async def _read_here(
-        self, ticket: Ticket, out: Any, rank: int, deadline: Deadline, spent: bool, *, last: bool = True
+        self,
+        ticket: Ticket,
+        out: Any,
+        rank: int,
+        deadline: Deadline,
+        spent: bool,
+        *,
+        last: bool = True,
+        fields: tuple[str, ...] | None = None,
     ) -> ReceivedPayload:
         """`_read` by the ticket's own addresses and ports. Not ``last``: the ring may be found elsewhere."""
         self._check(ticket, rank)
+        part = None if fields is None else self._deliveries.part(ticket, fields)
         target = destination = None
-        if out is not None or self._device_reads.always:
+        if part is not None:
+            pass
+        elif out is not None or self._device_reads.always:
             target = self._device_reads.target(out, ticket.size)
             destination = check_destination(out, ticket.size) if target is None else None
         try:
             if target is not None:
                 return await self._read_to_device(ticket, rank, target, deadline, spent)
             ring = self._mapped.find(ticket) if self._allows("mapped") else None
+            if part is not None and (ring is None or self._device_reads.always):
+                return await self._read_part(ticket, rank, part, ring, deadline)
             if ring is not None:
-                return self._deliveries.mapped(ring, ticket, rank, out, destination)
+                return self._deliveries.mapped(ring, ticket, rank, out, destination, part)
             return await self._read_remote(ticket, rank, out, destination, deadline, spent)
         except StaleSlotError:
             self._counts["stale"] += 1
@@ -133,13 +171,20 @@ class Reading:
         return outcome
 
     async def _fetch_many(
-        self, tickets: Iterable[Ticket | str | bytes], rank: int, timeout: float | None, concurrency: int = CONCURRENCY
+        self,
+        tickets: Iterable[Ticket | str | bytes],
+        rank: int,
+        timeout: float | None,
+        concurrency: int = CONCURRENCY,
+        fields: Sequence[str] | None = None,
     ) -> AsyncGenerator[ReadOutcome, None]:
         """`read_many`, but for handing over."""
+        wanted = None if fields is None else field_names(fields)
         deadline = self._deadline(timeout)
         concurrency = at_least(1, concurrency, "concurrency")  # with none, no task would read the payloads
         listed = several(tickets, object, "read_many()", "several tickets, in a list")
-        work = grouped([Ticket.of(ticket) for ticket in listed], self._settings)
+        asked = [Ticket.of(ticket) for ticket in listed]
+        work = grouped(asked, self._settings) if wanted is None else [[indexed] for indexed in enumerate(asked)]
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
         finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(concurrency)
         expected = sum(len(group) for group in work)
@@ -148,7 +193,7 @@ class Reading:
         async def run() -> None:
             try:
                 while work:
-                    await finished.put(await self._read_group(work.pop(), rank, deadline))
+                    await finished.put(await self._read_group(work.pop(), rank, deadline, wanted))
             except Exception as error:  # is raised where the outcomes are waited for
                 await finished.put(error)
 
@@ -166,7 +211,9 @@ class Reading:
                 runner.cancel()
             await asyncio.gather(*runners, return_exceptions=True)
 
-    async def _read_group(self, group: list[tuple[int, Ticket]], rank: int, deadline: Deadline) -> list[ReadOutcome]:
+    async def _read_group(
+        self, group: list[tuple[int, Ticket]], rank: int, deadline: Deadline, fields: tuple[str, ...] | None
+    ) -> list[ReadOutcome]:
         """One message for all of them where that is possible; what fails so is read singly."""
         outcomes: list[ReadOutcome] = []
         left = group
@@ -179,9 +226,11 @@ class Reading:
         for index, ticket in left:
             try:
                 if self._trace is None:
-                    payload = await self._read(ticket, None, rank, deadline, spent=together)
+                    payload = await self._read(ticket, None, rank, deadline, spent=together, fields=fields)
                 else:
-                    payload = await self._read_traced(self._trace, ticket, None, rank, deadline, spent=together)
+                    payload = await self._read_traced(
+                        self._trace, ticket, None, rank, deadline, spent=together, fields=fields
+                    )
                 outcomes.append(ReadOutcome(index, ticket, payload, None))
             except TransportError as error:
                 outcomes.append(ReadOutcome(index, ticket, None, _bare(error)))
@@ -230,6 +279,25 @@ class Reading:
         wire, port = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=spent)
         return self._deliveries.received(ticket, rank, wire, port, buffer if out is None else out)
 
+    async def _read_part(
+        self, ticket: Ticket, rank: int, part: PayloadPart, ring: SharedRingBuffer | None, deadline: Deadline
+    ) -> ReceivedPayload:
+        """Some fields, over a wire or into device memory."""
+        to_device = self._device_reads.from_host if self._device_reads.always else None
+        if ring is not None and to_device is not None:
+            whole = self._buffers.take(ticket.size)
+            self._mapped.copy_out(ring, ticket, rank, whole)
+            found = self._deliveries.copied_to_device(ring, ticket, rank, to_device(memoryview(part.copied(whole))))
+            return found.only(part.schema, part.layout)
+        buffer = self._buffers.take(part.layout.total)
+        found_at = await self._remote.read_part(ticket, rank, part, buffer, deadline)
+        alone = found_at is not None
+        if found_at is None:
+            buffer = self._buffers.take(ticket.size)
+            found_at = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=False)
+        data = buffer if to_device is None else to_device(memoryview(buffer))
+        return self._deliveries.received_part(ticket, rank, *found_at, data, part, alone=alone)
+
     async def _read_batch(
         self, group: list[tuple[int, Ticket]], rank: int, deadline: Deadline
     ) -> tuple[list[ReadOutcome], list[tuple[int, Ticket]]]:
@@ -253,7 +321,7 @@ class Reading:
                 received = self._deliveries.received
                 outcomes += [
                     ReadOutcome(index, ticket, received(ticket, rank, wire, port, destination), None)
-                    for index, (ticket, _, destination, _) in zip(wanted, wants, strict=True)
+                    for index, (ticket, _, destination, _, _) in zip(wanted, wants, strict=True)
                 ]
                 return outcomes, []
             failures = [None] * len(wants)

@@ -33,6 +33,7 @@ from transport.errors import (
     UsageError,
     VersionMismatchError,
 )
+from transport.ring.parts import field_names, part_of
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, Verdicts, apart, parsed
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from transport.client.pool import PortKey
 
 MOST_BYTES = 8 << 20  # of payloads in one answer, unless the caller says otherwise
+_MOST_RANGES = 2048  # of one demand's payloads: a listener has up to 4096 reads of a connection under way
 _LONGEST_WAIT_S = 3600.0
 _LONGEST_DELAY_S = 1e6  # 32 bits of milliseconds
 
@@ -137,6 +139,8 @@ class TakeLink:
         verify: bool = True,
         joined_most: int | None = None,
         asked: Callable[[int], object] | None = None,
+        fields: Sequence[str] | None = None,
+        schema: Schema | None = None,
     ) -> TakenBatch:
         """Up to ``n`` payloads that no other consumer has; none after ``wait_s``. What is cancelled loses nothing.
 
@@ -146,8 +150,11 @@ class TakeLink:
             most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
             joined_most: larger payloads do not come with the answer, but one by one; None: all come with it.
             asked: called with the demand's number, for `take_back`.
+            fields: names of those that are wanted; None: all. They are read one by one under the claims.
+            schema: of the payloads, where neither they nor the client say it.
 
         Raises:
+            SchemaError: a payload has no such field, or its schema is not known; all were given back.
             UsageError, RankError: nothing was asked.
             BusyError: the listener is shutting down, or this connection has more demands or claims than it may.
             LinkError kinds: the connection is broken, and its claims have ended.
@@ -164,6 +171,10 @@ class TakeLink:
         if not 0 <= wait_s <= _LONGEST_WAIT_S:
             raise UsageError(f"wait_s={wait_s}; give 0 to {_LONGEST_WAIT_S:.0f}")
         self._check()
+        wanted = None if fields is None else field_names(fields)
+        if wanted is not None and self.link.native.version >= frames.RANGES_VERSION:
+            joined_most = 0
+            n = min(n, max(1, _MOST_RANGES // len(wanted)))
         buffer = self._buffers.take(native.room_for(n, most_bytes))
         future = self.link.worker.loop.create_future()
         number = self.link.native.take(
@@ -186,6 +197,8 @@ class TakeLink:
         except asyncio.CancelledError:
             self._abandon(number, future, buffer)
             raise
+        if wanted is not None:
+            return await self._of_fields(outcome, buffer, verify, wanted, schema)
         return await self._batch(outcome, buffer, verify)
 
     def take_back(self, number: int) -> None:
@@ -238,7 +251,61 @@ class TakeLink:
             )
             for at, ticket in tickets
         ]
-        read: dict[int, Any] = {}
+        failed = set(await self._fetched(wants))
+        read = {positions[at]: want.destination for at, want in enumerate(wants) if at not in failed}
+        return read, [positions[at] for at in sorted(failed)]
+
+    async def _of_fields(
+        self, outcome: Any, buffer: Any, verify: bool, fields: tuple[str, ...], schema: Schema | None
+    ) -> TakenBatch:
+        """The same of some fields only: their ranges are read under the claims, and laid out as payloads of their own.
+
+        What an older listener joined to its answer is cut down here.
+        """
+        rows, notes, offsets = self._parsed(outcome, buffer)
+        known = dict(self._schemas) if schema is None else {**self._schemas, schema.fingerprint: schema}
+        try:
+            tickets = [ticket for _, ticket in apart(rows, notes, buffer, every=True)]
+            parts = [part_of(each, each.schema or known.get(each.schema_fingerprint), fields) for each in tickets]
+            own = {at: memoryview(self._buffers.take(part.layout.total)) for at, part in enumerate(parts)}
+            wants: list[Want] = []
+            owners: list[int] = []
+            whole = memoryview(buffer)
+            for at, (ticket, part) in enumerate(zip(tickets, parts, strict=True)):
+                if rows["flags"][at] & JOINED:
+                    begin = int(offsets[at])
+                    own[at] = part.copied(whole[begin : begin + ticket.size])
+                    continue
+                for begin, place, size in part.ranges:
+                    check = 0 if verify else None
+                    wants.append(Want(ticket, int(rows["rank"][at]), own[at][place : place + size], check, begin))
+                    owners.append(at)
+            failed = {owners[each] for each in await self._fetched(wants)} | set(outcome[2:])
+        except ProtocolError:
+            self.abort()
+            raise
+        except BaseException:
+            self._return(rows)
+            raise
+        self.checksum_failures += len(failed)
+        kept = [at for at in range(len(rows)) if at not in failed]
+        if failed:
+            self._return(rows[sorted(failed)])
+        notes_of_parts = bytearray()
+        rows = rows[kept]
+        for new, at in enumerate(kept):
+            ticket, rows["checksum"][new] = parts[at].ticket(tickets[at], own[at])
+            note = ticket.encode()
+            rows["length"][new], rows["note_bytes"][new] = ticket.size, len(note)
+            notes_of_parts += note
+            known[ticket.schema_fingerprint] = parts[at].schema
+        begins = np.cumsum(rows["note_bytes"].astype(np.int64)) - rows["note_bytes"]
+        read = {new: own[at] for new, at in enumerate(kept)}
+        data = bytes(notes_of_parts)
+        return TakenBatch(self, rows, data, begins, np.zeros(len(rows), np.int64), read, known, len(failed))
+
+    async def _fetched(self, wants: list[Want]) -> list[int]:
+        """Read these, in as many messages as they need; the positions of those that failed."""
         failed: list[int] = []
         for begin in range(0, len(wants), frames.MAX_RECORDS):
             group = wants[begin : begin + frames.MAX_RECORDS]
@@ -251,12 +318,8 @@ class TakeLink:
                 self.abort()  # UCX writes into memory that goes back to its pool
                 raise
             errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
-            for at, want, error in zip(positions[begin:], group, errors, strict=False):
-                if error is None:
-                    read[at] = want.destination
-                else:
-                    failed.append(at)
-        return read, failed
+            failed += [begin + at for at, error in enumerate(errors) if error is not None]
+        return failed
 
     def _abandon(self, number: int, future: asyncio.Future[Any], buffer: Any) -> None:
         """The caller no longer waits for the answer: its payloads are given back."""

@@ -18,8 +18,8 @@ except ImportError as error:
 
 
 def as_tensors(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors over the arrays' memory. BufferUnsuitableError: torch has no such dtype."""
-    return {name: _as_tensor(name, array) for name, array in arrays.items()}
+    """Tensors over the arrays' memory; lists stay lists. BufferUnsuitableError: torch has no such dtype."""
+    return {name: array if type(array) is list else _as_tensor(name, array) for name, array in arrays.items()}
 
 
 def _as_tensor(name: str, array: Any) -> Any:

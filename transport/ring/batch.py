@@ -4,7 +4,8 @@ list    the payloads' own arrays, where the payloads lie
 padded  (batch, longest, …) with a fill value behind each payload's rows, and the lengths
 packed  all rows one behind the other, and `cu_seqlens`, the int32 offsets that attention kernels want
 
-Tensors that are not ragged are (batch, …) in the last two. What a batch tells of its payloads are columns; there is no
+Tensors that are not ragged are (batch, …) in the last two. Text, bytes and values are lists in all of them, and lie in
+memory of this process. What a batch tells of its payloads are columns; there is no
 Python object for one payload until it is asked for.
 """
 
@@ -21,10 +22,11 @@ import numpy.typing as npt
 from transport import _ring
 from transport.errors import BatchTooLargeError, UsageError
 from transport.ring.batch_shape import BatchLayout, Shape, fields_of
-from transport.ring.landing import Landing, Wanted, landing_for, room_of
+from transport.ring.landing import HostLanding, Landing, Wanted, landing_for, room_of
 from transport.ring.states import named
-from transport.schema import DTYPES, Layout, Schema, TensorSpec
+from transport.schema import Layout, Schema, TensorSpec
 from transport.ticket import Ticket
+from transport.values.decoding import Fields, field_value
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +50,9 @@ class Part(Protocol):
         """Write the lengths of the ragged tensors; the payloads that do not fit."""
 
     def gather(
-        self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes]], verify: bool
+        self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
     ) -> list[int]:
-        """Copy the payloads to their places; those whose checksum is wrong."""
+        """Copy the payloads to their places, but for fields without one (None); those whose checksum is wrong."""
 
     def verify(self) -> list[int]:
         """Those whose checksum is wrong."""
@@ -73,8 +75,9 @@ class Batch(Sequence[Mapping[str, Any]]):
 
     Attributes:
         layout: "list", "padded" or "packed".
-        schema: of all payloads.
-        lengths: entries of each ragged tensor, by name, a number for each payload (int64, numpy).
+        schema: of what the batch has of each payload.
+        lengths: entries of each ragged tensor, by name, a number for each payload (int64, numpy); of text, bytes and
+            values their bytes.
         slots, generations, ranks, attempts, policy_versions, sizes: columns (int64, numpy); attempts count this one,
             a payload whose writer gave no version has `NO_VERSION`, sizes are bytes.
         dropped: payloads that were claimed for this batch and left out, because their bytes were wrong.
@@ -86,7 +89,9 @@ class Batch(Sequence[Mapping[str, Any]]):
         self._parts = parts
         self._shape = shape
         self._landing = landing
-        self.schema = schema
+        self._whole = schema  # of the payloads; the batch may have some of their fields only
+        self._whole_lengths: dict[str, npt.NDArray[np.int64]] = {}
+        self.schema = shape.part(schema)
         self.layout: BatchLayout = shape.layout
         self.dropped = dropped
         self._read_columns()
@@ -94,6 +99,8 @@ class Batch(Sequence[Mapping[str, Any]]):
         self._places: list[tuple[Any, int, tuple[int, ...]]] | None = None
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._ends: dict[str, npt.NDArray[np.int32]] = {}
+        self._bytes: dict[str, Array] = {}  # of the fields that are no tensors, one behind the other
+        self._spans: dict[str, npt.NDArray[np.int64]] = {}
         self.lengths: dict[str, npt.NDArray[np.int64]] = {}
         self._cu_seqlens: dict[str, Any] = {}
 
@@ -107,9 +114,9 @@ class Batch(Sequence[Mapping[str, Any]]):
     @overload
     def __getitem__(self, key: str) -> Any: ...
     @overload
-    def __getitem__(self, key: int) -> dict[str, Any]: ...
+    def __getitem__(self, key: int) -> Mapping[str, Any]: ...
     @overload
-    def __getitem__(self, key: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, key: slice) -> list[Mapping[str, Any]]: ...
     def __getitem__(self, key: str | int | slice) -> Any:
         """A tensor of the whole batch by its name (of a list: one array for each payload), or a payload's tensors."""
         if isinstance(key, str):
@@ -117,6 +124,8 @@ class Batch(Sequence[Mapping[str, Any]]):
                 raise KeyError(f"{key}; the tensors are {', '.join(self.schema.names)}")
             if self.layout == "list":
                 return [payload[key] for payload in self]
+            if key in self._bytes:
+                return [self._decoded(key, at) for at in range(len(self))]
             self._landing.looked_at()
             return self._arrays[key]
         if isinstance(key, slice):
@@ -125,7 +134,7 @@ class Batch(Sequence[Mapping[str, Any]]):
             raise IndexError(f"payload {key} of {len(self)}")
         return self._payload(key % len(self))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
         return map(self._payload, range(len(self)))
 
     def keys(self) -> tuple[str, ...]:
@@ -137,7 +146,10 @@ class Batch(Sequence[Mapping[str, Any]]):
         return {name: self[name] for name in self.schema.names}
 
     def torch(self) -> dict[str, Any]:
-        """All tensors of a padded or packed batch as torch's, in the same memory. MissingDependencyError without it."""
+        """All tensors of a padded or packed batch as torch's, in the same memory; what is no tensor stays as it is.
+
+        MissingDependencyError without torch.
+        """
         from transport.devices.host_tensors import as_tensors
 
         if self.layout == "list":
@@ -187,18 +199,34 @@ class Batch(Sequence[Mapping[str, Any]]):
 
     def place(self, lengths: dict[str, npt.NDArray[np.int64]]) -> None:
         """Find memory for the tensors of payloads with these lengths. Called once, before `fetch`."""
-        self.lengths = lengths
+        self._whole_lengths = lengths
+        self.lengths = {spec.name: lengths[spec.name] for spec in self.schema.ragged}
+        lengths = self.lengths
         if self.layout == "list":
             return
+        tensors = [spec for spec in self.schema.tensors if not spec.kind]
+        others = [spec.name for spec in self.schema.tensors if spec.kind]
         if self.layout == "packed":
-            self._ends = {name: _cumulated(name, each) for name, each in lengths.items()}
-        wanted = [Wanted(spec.name, DTYPES[spec.dtype], self._shape_of(spec)) for spec in self.schema.tensors]
+            self._ends = {spec.name: _cumulated(spec.name, lengths[spec.name]) for spec in tensors if spec.ragged}
+        wanted = [Wanted(spec.name, spec.storage, self._shape_of(spec)) for spec in tensors]
         if not self._landing.plain:
             wanted += [Wanted("", each.dtype, each.shape) for each in self._ends.values()]
         taken = self._landing.take(wanted)
-        self._arrays = dict(zip(self.schema.names, taken, strict=False))
+        self._arrays = dict(zip((spec.name for spec in tensors), taken, strict=False))
         for array, each in zip(taken[len(self._arrays) :], self._ends.values(), strict=False):
             array[:] = each
+        if others:
+            sizes = {name: self._sizes_of(name) for name in others}
+            self._spans = {name: np.concatenate(([0], np.cumsum(each))) for name, each in sizes.items()}
+            places = [Wanted("", np.dtype(np.uint8), (int(self._spans[name][-1]),)) for name in others]
+            landing = HostLanding({}, self._shape.most_memory)
+            self._bytes = dict(zip(others, landing.take(places), strict=True))
+
+    def _sizes_of(self, name: str) -> npt.NDArray[np.int64]:
+        if name in self.lengths:
+            return self.lengths[name]
+        [spec] = (spec for spec in self.schema.tensors if spec.name == name)
+        return np.full(len(self), spec.shape[0], np.int64)
 
     def _shape_of(self, spec: TensorSpec) -> tuple[int, ...]:
         if not spec.ragged:
@@ -223,8 +251,14 @@ class Batch(Sequence[Mapping[str, Any]]):
         wrong = []
         begin = 0
         for part in self._parts:
-            targets = []
-            for spec in self.schema.tensors:
+            targets: list[tuple[Any, int, int, bool, bytes] | None] = []
+            for spec in self._whole.tensors:
+                if spec.name not in self._arrays and spec.name not in self._bytes:
+                    targets.append(None)
+                    continue
+                if spec.kind:
+                    targets.append((self._bytes[spec.name], 1, int(self._spans[spec.name][begin]), True, b"\0"))
+                    continue
                 array = self._arrays[spec.name]
                 row_bytes = math.prod(array.shape[1:]) * array.itemsize
                 packed = spec.ragged and self.layout == "packed"
@@ -240,7 +274,7 @@ class Batch(Sequence[Mapping[str, Any]]):
         if self.layout == "list":
             return
         found = self._landing.arrive()
-        self._arrays = dict(zip(self.schema.names, found, strict=False))
+        self._arrays = dict(zip(self._arrays, found, strict=False))
         self._cu_seqlens = dict(zip(self._ends, found[len(self._arrays) :], strict=False)) or self._ends
 
     def attempts_of(self, number: int) -> npt.NDArray[np.int64]:
@@ -249,12 +283,19 @@ class Batch(Sequence[Mapping[str, Any]]):
         found: npt.NDArray[np.int64] = self.attempts[begin : begin + len(self._parts[number])]
         return found
 
-    def _payload(self, at: int) -> dict[str, Any]:
+    def _decoded(self, name: str, at: int) -> Any:
+        begin, end = self._spans[name][at : at + 2].tolist()
+        return field_value(self.schema.kinds[name], self._bytes[name][begin:end], f"{name} of payload {at}")
+
+    def _payload(self, at: int) -> Mapping[str, Any]:
         if self.layout == "list":
             return self._where_it_lies(at)
         self._landing.looked_at()
         found = {}
         for spec in self.schema.tensors:
+            if spec.kind:
+                found[spec.name] = self._decoded(spec.name, at)
+                continue
             array = self._arrays[spec.name]
             if not spec.ragged:
                 found[spec.name] = array[at, ...]  # an array, where a number would do, too
@@ -265,11 +306,11 @@ class Batch(Sequence[Mapping[str, Any]]):
                 found[spec.name] = array[begin:end]
         return found
 
-    def _where_it_lies(self, at: int) -> dict[str, Any]:
+    def _where_it_lies(self, at: int) -> Mapping[str, Any]:
         if self._places is None:
             rows = (
-                zip(*(each.tolist() for each in self.lengths.values()), strict=True)
-                if self.lengths
+                zip(*(each.tolist() for each in self._whole_lengths.values()), strict=True)
+                if self._whole_lengths
                 else [()] * len(self)
             )
             lies = [_memory(part, each) for part in self._parts for each in range(len(part))]
@@ -280,11 +321,16 @@ class Batch(Sequence[Mapping[str, Any]]):
         memory, offset, lengths = self._places[at]
         layout = self._layouts.get(lengths)
         if layout is None:  # many payloads of a batch may have the same lengths
-            layout = self._layouts[lengths] = self.schema.layout(lengths)
-        return {
+            layout = self._whole.layout(lengths)
+            if self._shape.fields is not None:
+                kept = tuple(each for each in layout.placements if each.name in self.schema.names)
+                layout = Layout(kept, layout.total)
+            self._layouts[lengths] = layout
+        arrays = {
             place.name: np.ndarray(place.shape, place.dtype, memory, offset + place.offset)
             for place in layout.placements
         }
+        return Fields(arrays, self.schema.kinds) if self.schema.kinds else arrays
 
     def _call(self, function: Callable[..., T], *arguments: object) -> T:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, TypedDict
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from transport import _ring
 from transport.errors import SchemaError, UsageError
+from transport.ring.parts import field_names
 from transport.runtime.arguments import whole
 from transport.schema import DTYPES, Schema, TensorSpec
 
@@ -30,6 +31,7 @@ class ShapeArguments(TypedDict, total=False):
     memory: str
     most_memory: int | None
     verify: bool | None
+    fields: Sequence[str] | None
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +44,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         out: the caller's own arrays, by name, for padded and packed batches in host memory.
         memory: "host", "pinned", or a device: "cupy", "torch", "cupy:1" and so on.
         most_memory: bytes that the arrays may take together; None: what the system gives.
-        verify: whether checksums are compared; None: except in a list.
+        verify: whether checksums are compared; None: except in a list, and of some fields only.
+        fields: names of those that the batch has; None: all. The bytes of others are not touched, unless ``verify``.
     """
 
     layout: BatchLayout = "list"
@@ -52,10 +55,13 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     memory: str = "host"
     most_memory: int | None = None
     verify: bool | None = None
+    fields: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.layout not in ("list", "padded", "packed"):
             raise UsageError(f"layout={self.layout!r}; choose 'list', 'padded' or 'packed'")
+        if self.fields is not None:
+            msgspec.structs.force_setattr(self, "fields", field_names(self.fields))
         if self.pad_to != "longest" and whole(self.pad_to, "pad_to") < 0:
             raise UsageError(f"pad_to={self.pad_to}; give 'longest' or a number of entries")
         if self.layout == "list" and self.out is not None:
@@ -72,33 +78,41 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def verified(self) -> bool:
         """Whether checksums are compared."""
-        return self.layout != "list" if self.verify is None else self.verify
+        return (self.layout != "list" and self.fields is None) if self.verify is None else self.verify
+
+    def part(self, schema: Schema) -> Schema:
+        """What the batch has of this schema. SchemaError: one of the fields is unknown."""
+        return schema if self.fields is None else schema.only(self.fields)
 
     def fills(self, schema: Schema | None) -> dict[str, bytes]:
         """The bytes of the fill value of each tensor. SchemaError or UsageError where shape and schema do not fit."""
         if schema is None:
             raise SchemaError("a batch has the tensors of a schema; attach to the ring with the one it was made for")
-        if self.out is not None and (strange := set(self.out) - set(schema.names)):
+        if self.out is not None and (strange := set(self.out) - set(self.part(schema).names)):
             raise SchemaError(f"out= has arrays for {', '.join(sorted(strange))}, which the schema does not have")
+        if self.out is not None and (strange := set(self.out) & set(schema.kinds)):
+            raise SchemaError(f"out= has arrays for {', '.join(sorted(strange))}, which are no tensors")
         fill = self.fill
         if type(fill) is int or type(fill) is float:
             return _same_fills(schema, repr(fill), fill)
         if not isinstance(fill, Mapping):
             return _same_fills.__wrapped__(schema, "", fill)
-        if strange := set(fill) - {spec.name for spec in schema.ragged}:
+        if strange := set(fill) - {spec.name for spec in schema.ragged if not spec.kind}:
             raise SchemaError(
                 f"fill has values for {', '.join(sorted(strange))}, which are no ragged tensors of the schema"
             )
-        return {spec.name: _fill(spec, fill.get(spec.name, 0)) if spec.ragged else bytes(1) for spec in schema.tensors}
+        return {spec.name: _fill(spec, fill.get(spec.name, 0)) for spec in schema.tensors}
 
 
 @lru_cache(maxsize=64)
 def _same_fills(schema: Schema, text: str, value: complex) -> dict[str, bytes]:
     """One value for all; ``text`` tells those apart that are equal, such as 0.0 and -0.0."""
-    return {spec.name: _fill(spec, value) if spec.ragged else bytes(1) for spec in schema.tensors}
+    return {spec.name: _fill(spec, value) for spec in schema.tensors}
 
 
 def _fill(spec: TensorSpec, value: complex) -> bytes:
+    if not spec.ragged or spec.kind:
+        return bytes(1)
     dtype = DTYPES[spec.dtype]
     try:
         wanted = np.asarray(value)
@@ -129,6 +143,6 @@ def fields_of(schema: Schema) -> _ring.BatchFields:
     rows = []
     for spec in schema.tensors:
         inner = spec.shape[1:] if spec.ragged else spec.shape
-        row_bytes = int(np.prod(inner, dtype=np.int64)) * DTYPES[spec.dtype].itemsize
+        row_bytes = int(np.prod(inner, dtype=np.int64)) * spec.storage.itemsize
         rows.append((row_bytes, spec.shape[0] if spec.ragged else 1, spec.ragged))
     return _ring.BatchFields(rows)

@@ -86,7 +86,7 @@ def claim_batch(
     Args:
         first: which ring is asked first; count it up with every call.
         most_bytes: of each ring.
-        shape: of `Shape`: layout, fill, pad_to, out, memory, most_memory, verify.
+        shape: of `Shape`: layout, fill, pad_to, out, memory, most_memory, verify, fields.
     """
     if len({ring.schema for ring in rings}) > 1:
         raise SchemaError("the rings of one batch have the same schema; claim batches of each kind apart")

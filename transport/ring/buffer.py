@@ -29,7 +29,7 @@ from transport.errors import (
     UsageError,
 )
 from transport.ring.leases import Draft, WriteLease, ordered_lengths
-from transport.ring.packing import describe, describe_exact, pack_into
+from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.reading import MAX_READERS, RingReading
 from transport.ring.states import RingStatistics, SlotState, named, statistics_of
 from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of
@@ -58,7 +58,7 @@ class SharedRingBuffer(RingReading):
     Attributes:
         name: of the segment; `attach` and same-host readers use it.
         ring_id: 32 hex digits, random, in every ticket.
-        schema: what payloads look like, or None: any mapping of arrays, described by its ticket.
+        schema: what payloads look like, or None: any mapping of names to values, described by its ticket.
     """
 
     # --- writing ------------------------------------------------------------------------------------
@@ -76,7 +76,8 @@ class SharedRingBuffer(RingReading):
         """Copy named arrays into a slot (one pass over memory, checksum included) and publish it.
 
         Args:
-            values: numpy, torch, CuPy, DLPack, buffers or scalars, by tensor name. What is in device memory is
+            values: numpy, torch, CuPy, DLPack, buffers or scalars, by tensor name; text, bytes and nested values where
+                the schema has them, anything where the ring has none (docs/PAYLOADS.md). What is in device memory is
                 copied on the stream that is current in this thread, after what made it.
             readers: how many ranks (1 to 16) read the payload once each.
             metadata: small values of the caller's own that travel in the ticket.
@@ -98,10 +99,13 @@ class SharedRingBuffer(RingReading):
             lease.policy_version = policy_version
             if lease.layout is None:
                 raise InternalError("a lease by schema has a layout")
+            layout = lease.layout
+            if schema.kinds:
+                layout, arrays = flat(layout, arrays)
             on_device = next((array for array in arrays if isinstance(array, DeviceTensor)), None)
             if on_device is not None:
                 self.register(lease.slot, on_device.device)
-            lease.checksum = pack_into(lease.layout, arrays, lease.memory, checksum=True)
+            lease.checksum = pack_into(layout, arrays, lease.memory, checksum=True)
         return lease.ticket
 
     def write_many(
@@ -223,8 +227,8 @@ class SharedRingBuffer(RingReading):
         if self.schema is not None:
             arrays, lengths = describe(self.schema, values, casting=casting)
             return arrays, lengths, self.schema
-        schema, arrays = describe_exact(values)
-        return arrays, (), schema
+        schema, arrays, lengths = describe_exact(values)
+        return arrays, lengths, schema
 
     def _reserve(
         self,

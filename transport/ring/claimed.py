@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from transport import _ring
 from transport.errors import ChecksumError, StaleSlotError
-from transport.ring.packing import views
+from transport.ring.packing import looked_at
 from transport.ring.states import named
 from transport.schema import Layout
 from transport.ticket import Ticket
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from transport.ring.leases import Slots
 
 T = TypeVar("T")
@@ -85,9 +83,11 @@ class ClaimedPayload:
         """Where the tensors stand, by the ticket's own schema or the ring's."""
         return self.ticket.layout(self._ring.schema)
 
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The tensors by name, read-only, in the slot's memory; as `view`."""
-        return views(self.layout(), self.view, writable=False)
+    def arrays(self) -> Mapping[str, Any]:
+        """The tensors by name, read-only, in the slot's memory; as `view`. Text, bytes and values are decoded."""
+        ticket, schema = self.ticket, self._ring.schema
+        described = ticket.schema or schema
+        return looked_at(ticket.layout(schema), self.view, described.kinds if described else {})
 
     def verify(self) -> None:
         """ChecksumError unless the bytes are those that were written."""

@@ -21,86 +21,70 @@ from transport.devices.copies import DeviceCopies, sources_of
 from transport.devices.libraries import library_of
 from transport.devices.streams import address_of
 from transport.errors import BufferUnsuitableError, SchemaError
-from transport.schema import ALIGNMENT, DTYPES, Layout, Placement, Schema, TensorSpec
+from transport.schema import ALIGNMENT, DTYPES, KINDS, Layout, Placement, Schema, TensorSpec, schema_of_rows
+from transport.values.arrays import NAMES, Array, as_array, as_host_array, found_array, memory_of
+from transport.values.decoding import Fields
+from transport.values.encoding import Pieces, own_bytes, pieces_of, text_bytes
 
-Array: TypeAlias = np.ndarray | DeviceTensor
+__all__ = ["Array", "as_array", "as_host_array"]
+
+Field: TypeAlias = Array | Pieces
 Casting = Literal["safe", "same_kind", "unsafe"]
 
 _ZEROS: Final = bytes(ALIGNMENT)  # longer than any gap between two tensors
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}  # numpy makes a name anew each time, which is slow
 
 
 # --- in: values to arrays ------------------------------------------------------------------------
-def as_host_array(value: object, name: str) -> np.ndarray:
-    """The value as a numpy array in host memory, without a copy where that is possible.
+_LEAST_LIMIT: Final = 1 << 16  # bytes; few limits make few descriptions, which are remembered
 
-    Takes numpy arrays and scalars, Python's bool, int, float and complex, anything with the buffer protocol (bytes
-    become uint8), torch tensors and CUDA arrays (copied to the host once), and what else speaks DLPack.
-    SchemaError, naming the tensor, for anything else: lists, strings, masked arrays, and any dtype that is not in
-    `DTYPES`, above all `object`.
+
+def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[Field], tuple[int, ...]]:
+    """For a payload without a schema: the schema of these values, the fields, and the lengths of the ragged ones.
+
+    Arrays and buffers become tensors of exactly their shape, str becomes text, bytes bytes, and all else a value, which
+    comes back as what it was. Only these last three are ragged. SchemaError, naming the path, for what cannot travel.
     """
-    array = as_array(value, name)
-    return array if isinstance(array, np.ndarray) else to_host(array.value)
-
-
-def as_array(value: object, name: str) -> Array:
-    """`as_host_array`, but what is in device memory stays there and is only described."""
+    rows: list[tuple[str, str, tuple[int, ...], bool]] = []
+    fields: list[Field] = []
+    lengths: list[int] = []
+    for name, value in mapping.items():
+        if type(value) is np.ndarray and (known := NAMES.get(value.dtype)):  # the usual one
+            rows.append((name, known, value.shape, False))
+            fields.append(value)
+            continue
+        kind, field = _exact(value, str(name))
+        if kind in KINDS:
+            [length] = field.shape
+            rows.append((name, kind, (max(_LEAST_LIMIT, 1 << max(length - 1, 0).bit_length()),), True))
+            lengths.append(length)
+        else:
+            rows.append((name, kind, field.shape, False))
+        fields.append(field)
     try:
-        array = _to_array(value)
-    except (TypeError, ValueError, RuntimeError, BufferError, NotImplementedError) as error:
-        raise SchemaError(f"{name}: this {type(value).__name__} cannot be read as an array: {error}") from error
+        return schema_of_rows(tuple(rows)), fields, tuple(lengths)
+    except TypeError:  # a name that cannot be hashed
+        return Schema(tuple(TensorSpec(*row) for row in rows)), fields, tuple(lengths)
+
+
+def _exact(value: object, name: str) -> tuple[str, Field]:
+    """The dtype or kind of a value, and its field."""
+    if type(value) is str:
+        return "text", text_bytes(value, name)
+    if type(value) is bytes:
+        return "bytes", own_bytes(value, name)
+    own = isinstance(value, np.generic | bool | int | float | complex | str | bytes | list | tuple | dict)
+    array = None if own or value is None else found_array(value, name)
     if array is None:
-        raise SchemaError(
-            f"{name}: expected an array, a buffer or a number, got {type(value).__name__}; numpy.asarray may convert it"
-        )
-    if array.dtype not in _NAMES and array.dtype.name not in DTYPES:  # by name as well, for the other byte order
-        raise SchemaError(f"{name}: unsupported dtype {array.dtype}; use one of {', '.join(DTYPES)}")
-    return array
-
-
-def _to_array(value: object) -> Array | None:
-    if type(value) is np.ndarray:
-        return value
-    if isinstance(value, np.ma.MaskedArray):
-        return None  # its mask would be lost
-    if isinstance(value, np.ndarray | np.generic | bool | int | float | complex):
-        return np.asarray(value)
-    if kind_of(value) == "cuda":
-        return library_of(value).describe(value)
-    if is_torch(value):
-        return to_host(value)
-    view = _memoryview(value)
-    if view is not None:
-        return np.asarray(view)
-    if hasattr(value, "__dlpack__"):
-        return np.from_dlpack(value)
-    return None
-
-
-def _memoryview(value: Any) -> memoryview | None:
-    try:
-        return memoryview(value)
-    except TypeError:
-        return None
-
-
-def describe_exact(mapping: Mapping[str, object]) -> tuple[Schema, list[Array]]:
-    """For a payload without a schema: the schema of exactly these values, nothing ragged, and the arrays.
-
-    Takes what `as_host_array` takes; a Python number becomes bool, int64, float64 or complex128. SchemaError as there.
-    """
-    arrays = {name: as_array(value, name) for name, value in mapping.items()}
-    specs = [
-        TensorSpec(name, _NAMES.get(array.dtype) or array.dtype.name, array.shape) for name, array in arrays.items()
-    ]
-    schema = Schema(tuple(specs))
-    return schema, list(arrays.values())
+        return "value", pieces_of(value, name)
+    return NAMES.get(array.dtype) or array.dtype.name, array
 
 
 def describe(
     schema: Schema, mapping: Mapping[str, object], casting: Casting = "safe"
-) -> tuple[list[Array], tuple[int, ...]]:
+) -> tuple[list[Field], tuple[int, ...]]:
     """The mapping's values as arrays in the schema's order, and the lengths of the ragged ones.
+
+    Text, bytes and values are arrays of their bytes, or `Pieces`. A list of numbers is an array where the schema asks.
 
     The arrays keep their memory, dtype and strides; `pack_into` converts while it copies. A dtype may differ from the
     schema's where numpy's rule `casting` allows it: "safe" only widens, "same_kind" also narrows (float64 to float32),
@@ -115,7 +99,7 @@ def describe(
             f"expected the tensors {', '.join(schema.names)}; "
             f"missing: {', '.join(missing) or 'none'}; not in the schema: {', '.join(extra) or 'none'}"
         )
-    arrays = []
+    arrays: list[Field] = []
     lengths = []
     for spec in schema.tensors:
         array = _fitted(spec, mapping[spec.name], casting)
@@ -125,11 +109,15 @@ def describe(
     return arrays, tuple(lengths)
 
 
-def _fitted(spec: TensorSpec, value: object, casting: Casting) -> Array:
+def _fitted(spec: TensorSpec, value: object, casting: Casting) -> Field:
+    if spec.dtype in KINDS:
+        return _other(spec, value)
     dtype = DTYPES[spec.dtype]
     array: Array
     if type(value) in _PYTHON_KINDS and casting != "unsafe":
         array = _number(spec, value, dtype)
+    elif type(value) is list or type(value) is tuple:
+        array = _numbers(spec, value, dtype, casting)
     else:
         array = as_array(value, spec.name)
         if array.dtype != dtype and not np.can_cast(array.dtype, dtype, casting):
@@ -147,6 +135,20 @@ def _fitted(spec: TensorSpec, value: object, casting: Casting) -> Array:
     return array
 
 
+def _other(spec: TensorSpec, value: object) -> Field:
+    """Text, bytes or a value, of as many bytes as the schema says."""
+    if spec.dtype == "text":
+        field: Field = text_bytes(value, spec.name)
+    else:
+        field = own_bytes(value, spec.name) if spec.dtype == "bytes" else pieces_of(value, spec.name)
+    [size] = field.shape
+    [limit] = spec.shape
+    if size > limit or (size != limit and not spec.ragged):
+        what = {"text": "bytes of UTF-8", "bytes": "bytes", "value": "bytes of an encoded value"}[spec.dtype]
+        raise SchemaError(f"{spec.name}: {size} {what}, and its schema has {'at most ' * spec.ragged}{limit}: {spec}")
+    return field
+
+
 # The kinds of dtype that a Python number may take, as numpy promotes it; ml_dtypes' floats are of kind V (or f).
 _PYTHON_KINDS: Final[Mapping[type, str]] = {bool: "biufcV", int: "iufcV", float: "fcV", complex: "c"}
 
@@ -162,6 +164,45 @@ def _number(spec: TensorSpec, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
     except (OverflowError, TypeError):  # ml_dtypes raises TypeError for an int above 64 bits
         pass
     raise SchemaError(f"{spec.name}: this {type(value).__name__} is out of range for {spec.dtype}")
+
+
+def _numbers(spec: TensorSpec, value: Any, dtype: np.dtype[Any], casting: Casting) -> np.ndarray:
+    """A list of numbers, of any depth, which has no dtype of its own either."""
+    try:
+        found = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise SchemaError(f"{spec.name}: this {type(value).__name__} is no array: {error}") from error
+    if found.size == 0:
+        return np.empty(found.shape, dtype)
+    kinds = {"b": "biufcV", "i": "iufcV", "u": "iufcV", "f": "fcV", "c": "c"}
+    if dtype.kind not in (kinds.get(found.dtype.kind, "") if casting != "unsafe" else "biufcV"):
+        raise SchemaError(
+            f"{spec.name}: expected {spec.dtype}, got a {type(value).__name__} that numpy makes {found.dtype.name} of"
+        )
+    with np.errstate(all="ignore"):
+        made = found.astype(dtype, casting="unsafe")
+        same = made.astype(found.dtype) == found if found.dtype.kind in "iu" and dtype.kind in "iu" else None
+        if same is None:
+            same = np.isfinite(made) | ~np.isfinite(found) if dtype.kind != "b" else np.True_
+    if casting != "unsafe" and not np.all(same):
+        raise SchemaError(f"{spec.name}: this {type(value).__name__} has numbers out of range for {spec.dtype}")
+    return made
+
+
+def flat(layout: Layout, fields: Sequence[Field]) -> tuple[Layout, list[Array]]:
+    """For payloads with values: each piece as an array of its own, at its place. Others come as they are."""
+    placements: list[Placement] = []
+    arrays: list[Array] = []
+    for placement, field in zip(layout.placements, fields, strict=True):
+        if isinstance(field, Pieces):
+            for offset, piece in field.parts:
+                at = placement.offset + offset
+                placements.append(Placement(placement.name, piece.dtype, piece.shape, at, piece.nbytes))
+                arrays.append(piece)
+        else:
+            placements.append(placement)
+            arrays.append(field)
+    return Layout(tuple(placements), layout.total), arrays
 
 
 # --- packing -------------------------------------------------------------------------------------
@@ -257,6 +298,15 @@ def views(layout: Layout, buffer: object, writable: bool) -> dict[str, np.ndarra
     return {placement.name: _array_at(base, placement) for placement in layout.placements}
 
 
+def looked_at(layout: Layout, buffer: object, kinds: Mapping[str, str]) -> Mapping[str, Any]:
+    """`views`, read-only, and what stands for text, bytes or a value decoded when it is first looked at.
+
+    kinds: `Schema.kinds`.
+    """
+    arrays = views(layout, buffer, writable=False)
+    return Fields(arrays, kinds) if kinds else arrays
+
+
 def _views_of(layout: Layout, memory: Any) -> dict[str, np.ndarray]:
     """The same for our own read-only memory, which stays in place as long as its object lives: a call per tensor."""
     if len(memory) < layout.total:
@@ -313,7 +363,7 @@ def _flat(out: object) -> memoryview:
     elif is_torch(out):
         array = _torch_memory(out)
     else:
-        view = _memoryview(out)
+        view = memory_of(out)
         if view is None:
             raise BufferUnsuitableError(f"a {kind} has no memory that a payload can be written to")
         if view.c_contiguous and view.format == "B":

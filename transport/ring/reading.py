@@ -181,6 +181,7 @@ class RingReading(RingLife):
         memory: str = "host",
         most_memory: int | None = None,
         verify: bool | None = None,
+        fields: Sequence[str] | None = None,
         rank: int = 0,
         most_bytes: int | None = None,
         oldest_version: int | None = None,
@@ -203,7 +204,8 @@ class RingReading(RingLife):
                 memory), "cupy" or "torch" (on the device; "cupy:1" for the second). A stream that is current where
                 ``batch[name]`` is looked at waits for their arrival; this call does not.
             most_memory: bytes that these arrays may take together.
-            verify: the checksums; default True but for "list", whose bytes are not read here.
+            verify: the checksums; default True but for "list", whose bytes are not read here, and with ``fields``.
+            fields: names of those that the batch is to have; the bytes of others stay where they are.
 
         Raises:
             SchemaError: the ring was attached to without its schema, or ``fill`` or ``out`` name no tensor of it.
@@ -225,6 +227,7 @@ class RingReading(RingLife):
             memory=memory,
             most_memory=most_memory,
             verify=verify,
+            fields=fields,
             rank=rank,
             most_bytes=most_bytes,
             oldest_version=oldest_version,

@@ -18,8 +18,8 @@ import numpy as np
 from transport import _ring
 from transport.devices.arrays import DeviceTensor
 from transport.errors import InternalError, PayloadTooLargeError, RankError, RingFullError, UsageError
-from transport.ring.packing import Casting, describe, describe_exact
-from transport.schema import DTYPES, Schema
+from transport.ring.packing import Casting, describe, describe_exact, flat
+from transport.schema import Schema
 from transport.ticket import Ticket, encoded_metadata, host_identity
 
 _NO_METADATA = msgspec.msgpack.encode({})
@@ -78,16 +78,16 @@ class Batch:
         Raises what `SharedRingBuffer.write` raises for values that cannot be written.
         """
         encoded = encoded_metadata(metadata) if metadata else None
-        if self._schema is not None and self._plan.add(values, encoded):
+        if self._schema is not None and not self._schema.kinds and self._plan.add(values, encoded):
             return True
         if self._schema is None:
-            schema, arrays = describe_exact(values)
-            lengths: tuple[int, ...] = ()
+            schema, fields, lengths = describe_exact(values)
             middle = _middle(schema, inline=True)
         else:
             schema, middle = self._schema, None
-            arrays, lengths = describe(schema, values, casting=self._casting)
+            fields, lengths = describe(schema, values, casting=self._casting)
         layout = schema.layout(lengths)
+        layout, arrays = flat(layout, fields)
         if any(isinstance(array, DeviceTensor) for array in arrays):
             return False
         placed: list[tuple[int, Any]] = []
@@ -159,9 +159,7 @@ def _head(ring_id: str, segment: str, addresses: str, ports: tuple[int, ...]) ->
 
 @lru_cache(maxsize=64)
 def _fields(schema: Schema) -> tuple[list[tuple[str, np.dtype[Any], tuple[int, ...], int, bool]], bytes]:
-    fields = [
-        (spec.name, DTYPES[spec.dtype], spec.shape, DTYPES[spec.dtype].itemsize, spec.ragged) for spec in schema.tensors
-    ]
+    fields = [(spec.name, spec.storage, spec.shape, spec.storage.itemsize, spec.ragged) for spec in schema.tensors]
     return fields, _middle(schema, inline=False)
 
 

@@ -19,6 +19,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "gs": ("fsspec>=2024.6", "gcsfs>=2024.6"),
     "hf": ("fsspec>=2024.6", "huggingface_hub>=0.24"),
     "torch": ("torch>=2.3",),
+    "images": ("pillow>=10.0",),
     "demo": ("gymnasium>=1.0",),
     "bench": ("matplotlib>=3.9", "xxhash>=3.4"),
     "cmake": ("cmake>=3.24",),

@@ -13,7 +13,7 @@ import numpy as np
 
 from transport import _ring
 from transport.errors import ProtocolError, TicketError
-from transport.ring.packing import views
+from transport.ring.packing import looked_at
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
 
@@ -114,9 +114,11 @@ class TakenPayload:
         ticket = self.ticket
         return ticket.layout(self._batch.schemas.get(ticket.schema_fingerprint))
 
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """The tensors by name, read-only, in the batch's memory."""
-        return views(self.layout(), self.data, writable=False)
+    def arrays(self) -> Mapping[str, Any]:
+        """The tensors by name, read-only, in the batch's memory. Text, bytes and values are decoded."""
+        ticket = self.ticket
+        schema = ticket.schema or self._batch.schemas.get(ticket.schema_fingerprint)
+        return looked_at(ticket.layout(schema), self.data, schema.kinds if schema else {})
 
 
 class TakenBatch:
@@ -221,11 +223,14 @@ class TakenBatch:
         return self.rows if which is None else self.rows[np.asarray(which, dtype=np.intp)]
 
 
-def apart(rows: Rows, notes: Rows, buffer: Any) -> list[tuple[int, Ticket]]:
-    """Position and ticket of each payload that did not come with the answer. ProtocolError: one contradicts its row."""
+def apart(rows: Rows, notes: Rows, buffer: Any, *, every: bool = False) -> list[tuple[int, Ticket]]:
+    """Position and ticket of each payload that did not come with the answer, or of ``every`` one.
+
+    ProtocolError: a ticket contradicts its row.
+    """
     view = memoryview(buffer)
     found = []
-    for at in np.flatnonzero((rows["flags"] & JOINED) == 0).tolist():
+    for at in range(len(rows)) if every else np.flatnonzero((rows["flags"] & JOINED) == 0).tolist():
         slot, generation, length, size = rows[["slot", "generation", "length", "note_bytes"]][at].item()
         begin = int(notes[at])
         try:

@@ -59,7 +59,7 @@ class TakenPart:
         return self._received.measure(fields, out)
 
     def gather(
-        self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes]], verify: bool
+        self, fields: _ring.BatchFields, targets: list[tuple[Any, int, int, bool, bytes] | None], verify: bool
     ) -> list[int]:
         """See `Part`."""
         return self._received.gather(fields, targets, verify)

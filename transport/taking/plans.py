@@ -39,9 +39,13 @@ class Plan:
         wanted = Shape(**shape)
         wanted.fills(self.schema)
         self._verify = verify if wanted.verify is None else wanted.verify
-        # The bytes of a list were compared as they came; those of other layouts are as they are copied.
-        self.joined_verify = self._verify and wanted.layout == "list"
-        self.shape = msgspec.structs.replace(wanted, verify=self._verify and wanted.layout != "list")
+        # The bytes of a list, and of some fields, were compared as they came; those of other layouts are as they are
+        # copied.
+        self.whole, self.fields = self.schema, wanted.fields
+        on_arrival = wanted.layout == "list" or self.fields is not None
+        self.joined_verify = self._verify and on_arrival
+        self.shape = msgspec.structs.replace(wanted, verify=self._verify and not on_arrival, fields=None)
+        self.schema = wanted.part(self.schema)  # what arrives has these fields only
         self.landing: Landing = landing_for(wanted.memory, wanted.out, wanted.most_memory)
 
     async def part(self, take: Taker, wait_s: float) -> TakenPart:

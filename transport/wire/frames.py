@@ -12,14 +12,17 @@ Afterwards (tagged messages, little-endian, fixed layouts):
 
     CONTROL  client → listener     16-byte header, then up to 63 records of 32 bytes: READ, ACK, DISCARD, STATE, BYE;
                                    from version 3 on also TAKE, alone, and FINISH, GIVE_BACK, UNTAKE, RENEW, OUTCOME;
-                                   from version 4 on END, alone with its texts, and USED
-    STATUS   listener → client     16-byte header, a 32-byte answer per READ, STATE, BYE, FINISH, GIVE_BACK, OUTCOME,
-                                   END and USED, joined payloads; or the answer to a TAKE
+                                   from version 4 on END, alone with its texts, USED and READ_RANGE
+    STATUS   listener → client     16-byte header, a 32-byte answer per READ, READ_RANGE, STATE, BYE, FINISH, GIVE_BACK,
+                                   OUTCOME, END and USED, joined payloads; or the answer to a TAKE
     payload  listener → client     raw bytes, one message per payload that is not joined
 
 Payloads of at most ``inline_limit`` bytes are joined: they stand behind the answers, in their order, and UCX scatters
 the message into their destinations. If one of them is refused, none of that message is joined.
 native/ucp/frames.hpp has the layouts of CONTROL and STATUS, tests/support/frame_codec.py the same in Python.
+
+READ_RANGE is a READ of some bytes of a payload: ``length`` of them, from a multiple of 64 on. Its answer has the
+checksum of these bytes as they stand in the slot.
 
 TAKE asks for payloads of the ring itself, whichever come first: up to so many, of so many bytes together, waited for so
 long. They are claimed for this connection. Its answer has a 48-byte row for each (transport/taking/batch.py), their
@@ -63,6 +66,7 @@ VERSION = 4
 OLDEST_VERSION = 1
 TAKING_VERSION = 3  # the first that knows TAKE
 ENDING_VERSION = 4  # the first that knows END, USED, and FINISH on arrival
+RANGES_VERSION = 4  # the first that knows READ_RANGE
 FRAMING = 1  # of handshake messages, whatever is agreed by them
 
 MAX_HANDSHAKE_BYTES = 4096
@@ -95,6 +99,7 @@ class Kind(enum.IntEnum):
     OUTCOME = 0x2A
     END = 0x2B
     USED = 0x2C
+    READ_RANGE = 0x2D
 
 
 class Ended(enum.IntEnum):

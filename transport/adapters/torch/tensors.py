@@ -24,7 +24,7 @@ except ImportError as error:
 
 
 def tensors(payload: ReceivedPayload) -> dict[str, Any]:
-    """The payload's tensors by name, without a copy, each keeping the memory alive.
+    """The payload's tensors by name, without a copy, each keeping the memory alive; text, bytes and values as they are.
 
     Raises:
         SchemaError: the payload has no description, as with `ReceivedPayload.arrays`.
@@ -37,4 +37,7 @@ def tensors(payload: ReceivedPayload) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that the memory is only to be read
         flat = torch.from_numpy(data) if data.size else torch.empty(0, dtype=torch.uint8)
-    return {placement.name: TORCH.view(flat, placement) for placement in payload.layout().placements}
+    return {
+        placement.name: payload[placement.name] if placement.kind else TORCH.view(flat, placement)
+        for placement in payload.layout().placements
+    }

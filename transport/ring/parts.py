@@ -1,0 +1,104 @@
+"""Some fields of a payload: which of its bytes they are, and how they lie when they alone were moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from transport import _ring
+from transport.errors import UsageError
+from transport.ring.packing import zero_gaps
+from transport.schema import Layout, Schema
+from transport.ticket import Ticket
+
+
+class Range(NamedTuple):
+    """Bytes of one field: where they begin in the payload, where in the part, how many."""
+
+    offset: int
+    place: int
+    nbytes: int
+
+
+class PayloadPart(NamedTuple):
+    """The fields of one payload that are wanted, in the order of its schema.
+
+    Attributes:
+        schema: of these fields alone.
+        lengths: of its ragged ones.
+        layout: of the part on its own, packed as a payload of that schema.
+        inside: the same fields where they lie in the whole payload.
+        ranges: of fields that have bytes.
+    """
+
+    schema: Schema
+    lengths: tuple[int, ...]
+    layout: Layout
+    inside: Layout
+    ranges: tuple[Range, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of the fields, without gaps."""
+        return sum(each.nbytes for each in self.ranges)
+
+    def copied(self, whole: Any) -> memoryview:
+        """The part alone, cut out of the whole payload's bytes."""
+        memory = memoryview(bytearray(self.layout.total))
+        source = memoryview(whole).cast("B")
+        for begin, place, nbytes in self.ranges:
+            _ring.copy(memory[place : place + nbytes], source[begin : begin + nbytes])
+        return memory
+
+    def ticket(self, whole: Ticket, data: Any) -> tuple[Ticket, int]:
+        """A ticket of the part alone, for what takes it for a payload; and the checksum of its bytes, ``data``."""
+        flat = memoryview(data).cast("B")[: self.layout.total]
+        zero_gaps(self.layout, flat)
+        checksum = _ring.checksum(flat)
+        part = msgspec.structs.replace(
+            whole,
+            size=self.layout.total,
+            checksum=checksum,
+            schema_fingerprint=self.schema.fingerprint,
+            schema=self.schema if whole.schema is not None else None,
+            lengths=self.lengths,
+        )
+        return part, checksum
+
+
+def field_names(fields: Any) -> tuple[str, ...]:
+    """Names of fields as the caller gave them. UsageError unless they are several names, at least one."""
+    if isinstance(fields, str) or not isinstance(fields, Sequence) or not fields:
+        raise UsageError(f"fields={fields!r:.80}; give the names of one or more fields, in a tuple")
+    return tuple(fields)
+
+
+def part_of(ticket: Ticket, schema: Schema | None, fields: tuple[str, ...]) -> PayloadPart:
+    """What of a payload these fields are. SchemaError: one of them is unknown, or there is no schema."""
+    whole = ticket.layout(schema)  # which agrees with the ticket
+    chosen = ticket.schema or schema
+    assert chosen is not None
+    return _part(chosen, whole, ticket.lengths, fields)
+
+
+@lru_cache(maxsize=64)
+def _chosen(schema: Schema, fields: tuple[str, ...]) -> tuple[Schema, tuple[int, ...]]:
+    part = schema.only(fields)
+    return part, tuple(at for at, spec in enumerate(schema.ragged) if spec.name in set(part.names))
+
+
+def _part(schema: Schema, whole: Layout, lengths: tuple[int, ...], fields: tuple[str, ...]) -> PayloadPart:
+    part, ragged = _chosen(schema, fields)
+    own = tuple(lengths[at] for at in ragged)
+    layout = part.layout(own)
+    names = set(part.names)
+    inside = Layout(tuple(each for each in whole.placements if each.name in names), whole.total)
+    ranges = tuple(
+        Range(old.offset, new.offset, old.nbytes)
+        for old, new in zip(inside.placements, layout.placements, strict=True)
+        if old.nbytes
+    )
+    return PayloadPart(part, own, layout, inside, ranges)
