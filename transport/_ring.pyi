@@ -65,6 +65,15 @@ READ_EXPIRED: int  # its deadline has passed; it was discarded
 READ_OTHER_LENGTH: int
 
 @final
+class Bell:
+    """Wakes threads of this process that wait for rings."""
+
+    def __init__(self) -> None: ...
+    @property
+    def rung(self) -> int: ...
+    def ring(self) -> None: ...
+
+@final
 class SlotInfo:
     """One consistent look at a slot (re-read until the word was the same before and after).
 
@@ -254,8 +263,11 @@ class Ring:
         by now is not consumed any more for that connection.
         """
     @staticmethod
-    def wait_any(rings: Sequence[Ring], seen: Sequence[int], timeout_s: float) -> None:
-        """Until a `published_event` differs from what was seen of it; returns early now and then."""
+    def wait_any(
+        rings: Sequence[Ring], seen: Sequence[int], timeout_s: float, bell: Bell | None = None, rung: int = 0
+    ) -> None:
+        """Until a `published_event`, or the bell's `rung`, differs from what was seen of it; returns early now and
+        then."""
     def finish(self, claim: ClaimId, keep_pin: bool = False, arrived: bool = False) -> bool:
         """Consume: True once, and only while the claim is held. The pin goes in any case, unless ``keep_pin`` has one
         that was accepted stay, for `unpin`. With ``arrived`` it is counted so, until `trained`, or the owner's end,

@@ -95,7 +95,8 @@ class ClaimedBatch {
       fail(Fault::argument, "the payloads were not measured by these fields");
     std::vector<std::uint64_t> sizes;
     for (const Held& each : held_) sizes.push_back(each.claim.length);
-    Gathering gathering(fields, targets, lengths_, sizes);
+    const Targets memory(targets);
+    Gathering gathering(fields, memory.all(), lengths_, sizes);
     std::vector<std::size_t> wrong;
     const nb::gil_scoped_release release;
     for (std::size_t i = 0; i < held_.size(); ++i) {

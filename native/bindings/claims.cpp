@@ -68,18 +68,37 @@ nb::object claim_batch(nb::handle_t<Ring> ring, std::size_t most, double timeout
 }
 
 // Until one of the rings has something new to claim, an interval for looking again is over, or the time is.
-void wait_any(const std::vector<Ring*>& rings, const std::vector<std::uint32_t>& before, double timeout_s) {
-  if (rings.size() != before.size() || rings.empty() || rings.size() > kMostWords)
-    fail(Fault::argument, std::to_string(rings.size()) + " rings to wait for, 1 to " + std::to_string(kMostWords));
+constexpr std::size_t kMostWaited = kMostWords - 1;  // and a bell
+
+// Wakes threads of this process that wait for rings.
+class Bell {
+ public:
+  std::uint32_t rung() const { return seen(word_); }
+  void ring() { advance(word_); }
+  EventWord& word() { return word_; }
+
+ private:
+  EventWord word_{};
+};
+
+void wait_any(const std::vector<Ring*>& rings, const std::vector<std::uint32_t>& before, double timeout_s, Bell* bell,
+              std::uint32_t rung) {
+  if (rings.size() != before.size() || rings.empty() || rings.size() > kMostWaited)
+    fail(Fault::argument, std::to_string(rings.size()) + " rings to wait for, 1 to " + std::to_string(kMostWaited));
   std::vector<std::shared_ptr<Mapping>> keep;
   std::vector<EventWord*> words;
+  std::vector<std::uint32_t> counts = before;
+  if (bell != nullptr) {
+    words.push_back(&bell->word());
+    counts.insert(counts.begin(), rung);
+  }
   for (const Ring* ring : rings) {
     words.push_back(&ring->published());
     keep.push_back(ring->mapping());
   }
   {
     const nb::gil_scoped_release release;
-    sleep_on_any(words, before, Deadline(timeout_s));
+    sleep_on_any(words, counts, Deadline(timeout_s));
   }
   check_signals();
 }
@@ -129,7 +148,11 @@ nb::list failures(const Ring& ring) {
 }  // namespace
 
 void bind_claim_types(nb::module_& module) {
-  module.attr("MAX_WAITED") = kMostWords;
+  module.attr("MAX_WAITED") = kMostWaited;
+  nb::class_<Bell>(module, "Bell", nb::is_final(), "Wakes threads of this process that wait for rings.")
+      .def(nb::init<>())
+      .def_prop_ro("rung", &Bell::rung)
+      .def("ring", &Bell::ring);
   module.attr("NO_VERSION") = kNoVersion;
   module.attr("MAX_ATTEMPTS") = ClaimWord::kMostAttempts;
 
@@ -159,7 +182,7 @@ void bind_claim_types(nb::module_& module) {
 }
 
 void bind_claims(nb::class_<Ring>& ring) {
-  ring.def_static("wait_any", wait_any, "rings"_a, "seen"_a, "timeout_s"_a);
+  ring.def_static("wait_any", wait_any, "rings"_a, "seen"_a, "timeout_s"_a, "bell"_a = nb::none(), "rung"_a = 0u);
   ring.def("claim", claim_into, "most"_a, "timeout_s"_a, nb::kw_only(), "rank"_a = 0u,
            "most_bytes"_a = ~std::uint64_t{0}, "oldest_version"_a = kNoVersion, "most_attempts"_a = 0u,
            "consumer"_a = "", "most_held_s"_a = 0.0, "into"_a = nb::none())

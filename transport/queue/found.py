@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 _LOOK_S: Final = 0.1  # how often rings are looked for while something waits
 _SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
-_BOTH_S: Final = 0.001  # the same where a ring of this host and one elsewhere are waited for together
 
 
 class FoundRings(TicketQueue):
@@ -82,7 +81,7 @@ class FoundRings(TicketQueue):
         self._here = FoundHere(self.places, lease_s=self.lease_s, max_deliveries=max_deliveries)
         wires = configuration().wires
         self._here.only((), mapped=not wires or "mapped" in wires, carries=not wires or set(wires) != {"mapped"})
-        self._elsewhere = FoundElsewhere(self._here.served, max_deliveries)
+        self._elsewhere = FoundElsewhere(self._here.served, max_deliveries, self._here.queue.bell.ring)
         self._look_at = 0.0
         self._closed = threading.Event()
 
@@ -125,12 +124,13 @@ class FoundRings(TicketQueue):
             here, elsewhere = self._follow(rank, n, oldest_version)
             slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
             claims: list[Claim] = []
+            rung = self._here.queue.bell.rung if here and elsewhere else None
             if elsewhere:
                 claims = self._elsewhere.claim(n, 0.0 if here else slice_s, rank, consumer, oldest_version)
             if here and len(claims) < n:
-                wait_s = 0.0 if claims else min(slice_s, _BOTH_S) if elsewhere else slice_s
-                claims += self._here.queue.claim(
-                    n - len(claims), wait_s, rank=rank, consumer=consumer, oldest_version=oldest_version
+                wait_s = 0.0 if claims else slice_s
+                claims += self._here.queue.claim_or_wake(
+                    n - len(claims), wait_s, rung, rank=rank, consumer=consumer, oldest_version=oldest_version
                 )
             if claims or time.monotonic() >= give_up:
                 if not claims and elsewhere:

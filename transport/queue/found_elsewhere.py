@@ -64,10 +64,17 @@ class FoundElsewhere:
     Args:
         served: the places of this moment; may block.
         max_deliveries: claims in vain after which a delivery is dead.
+        ring: called when something has come, for threads that wait for rings of this host as well.
     """
 
-    def __init__(self, served: Callable[[], Mapping[str, Place]], max_deliveries: int) -> None:
+    def __init__(
+        self,
+        served: Callable[[], Mapping[str, Place]],
+        max_deliveries: int,
+        ring: Callable[[], object] = lambda: None,
+    ) -> None:
         self._served = served
+        self._ring = ring
         self._most_attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
         self._starting = threading.Lock()  # guards thread, client and ranks
         self._thread: LoopThread | None = None
@@ -132,6 +139,7 @@ class FoundElsewhere:
             with self._changed:
                 made.came.append((brought, 0))
                 self._changed.notify_all()
+            self._ring()
 
         made = _Rank(
             Demands(
@@ -362,6 +370,7 @@ class FoundElsewhere:
             self._closed = True
         with self._changed:
             self._changed.notify_all()
+        self._ring()
         self.disconnect(None)
 
 

@@ -50,6 +50,9 @@ class RingQueue(TicketQueue):
         rings: may be changed later with `add` and `remove`.
         max_deliveries: claims in vain after which a delivery is dead.
         lease_s: how long claims are their claimants' without renewal; None: as long as these live.
+
+    Attributes:
+        bell: ends waits of `claim_or_wake`.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class RingQueue(TicketQueue):
         self._max_deliveries = max_deliveries
         self._lock = threading.Lock()
         self._rings: dict[str, SharedRingBuffer] = {}  # replaced, never changed
+        self.bell = _native.Bell()
         self._turn = 0
         self._closed = False
         for ring in rings:
@@ -120,6 +124,12 @@ class RingQueue(TicketQueue):
         self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """See `TicketQueue.claim`. Of several rings each is the first in turn; in each the oldest come first."""
+        return self.claim_or_wake(n, timeout_s, None, rank=rank, consumer=consumer, oldest_version=oldest_version)
+
+    def claim_or_wake(
+        self, n: int, timeout_s: float, rung: int | None, *, rank: int, consumer: str, oldest_version: int | None
+    ) -> list[Claim]:
+        """`claim`, which also ends when `bell` has rung since ``rung`` (None: it does not)."""
         n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
         give_up = time.monotonic() + timeout_s
         while True:
@@ -128,9 +138,9 @@ class RingQueue(TicketQueue):
             seen = [ring.native.published_event() for ring in rings if not ring.native.closed]
             claims = self._try_claim(rings, n, rank, consumer, oldest_version)
             left_s = give_up - time.monotonic()
-            if claims or left_s <= 0:
+            if claims or left_s <= 0 or rung not in (None, self.bell.rung):
                 return claims
-            self._wait(rings, seen, min(left_s, self._due_s(rings, rank), _SLICE_S))
+            self._wait(rings, seen, min(left_s, self._due_s(rings, rank), _SLICE_S), rung)
 
     def _try_claim(
         self, rings: list[SharedRingBuffer], n: int, rank: int, consumer: str, oldest_version: int | None
@@ -159,11 +169,11 @@ class RingQueue(TicketQueue):
     def _due_s(rings: list[SharedRingBuffer], rank: int) -> float:
         return min((ring.native.due_s(rank) for ring in rings if not ring.native.closed), default=_SLICE_S)
 
-    @staticmethod
-    def _wait(rings: list[SharedRingBuffer], seen: list[int], timeout_s: float) -> None:
+    def _wait(self, rings: list[SharedRingBuffer], seen: list[int], timeout_s: float, rung: int | None) -> None:
         natives = [ring.native for ring in rings if not ring.native.closed]
         if natives and len(natives) == len(seen):
-            _native.Ring.wait_any(natives, seen, timeout_s)
+            bell = None if rung is None else self.bell
+            _native.Ring.wait_any(natives, seen, timeout_s, bell, rung or 0)
         else:
             time.sleep(min(timeout_s, _SLICE_S))  # no ring, or one of them is just gone
 

@@ -1,0 +1,156 @@
+// Payloads in a process's own memory, in few large pieces, such as the answer to a TAKE: for batches.
+//
+// Says nothing about claims: who received the payloads ends them. While a batch is gathered or verified, which takes
+// long and needs no lock of the caller's, every other use that changes it or depends on its order is refused.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "common/checksum.hpp"
+#include "common/error.hpp"
+#include "ring/gathering.hpp"
+#include "ring/ticket_note.hpp"
+
+namespace transport {
+
+struct ReceivedPayload {
+  std::uint64_t piece, offset, length, note_piece, note_offset, note_length, checksum;
+  bool verified;
+};
+
+class Received {
+ public:
+  using Piece = std::span<const std::byte>;
+
+  Received(std::vector<Piece> pieces, std::vector<ReceivedPayload> payloads)
+      : pieces_(std::move(pieces)), payloads_(std::move(payloads)) {
+    for (const ReceivedPayload& each : payloads_)
+      if (!within(each.piece, each.offset, each.length) || !within(each.note_piece, each.note_offset, each.note_length))
+        fail(Fault::argument, "a payload or its ticket lies outside the memory");
+  }
+  Received(const Received&) = delete;
+  Received& operator=(const Received&) = delete;
+
+  std::size_t size() const { return payloads_.size(); }
+
+  // The fingerprints of the schemas that the tickets name, each once, as the first of them comes; "" for one that
+  // cannot be read.
+  std::vector<std::string> schemas() const {
+    std::vector<std::string> found;
+    for (const ReceivedPayload& payload : payloads_) {
+      const std::string_view fingerprint = read_fingerprint(note_of(payload));
+      if (std::find(found.begin(), found.end(), fingerprint) == found.end()) found.emplace_back(fingerprint);
+    }
+    return found;
+  }
+
+  // The lengths of the ragged tensors, a row for each; the payloads whose ticket or size does not fit the fields.
+  std::vector<std::size_t> measure(const BatchFields& fields, std::span<std::int64_t> rows) {
+    const Busy busy(busy_);
+    const std::size_t n = payloads_.size();
+    if (rows.size() != n * fields.ragged()) fail(Fault::argument, "not room for the lengths");
+    ragged_ = fields.ragged();
+    lengths_.assign(n * ragged_, 0);
+    std::vector<std::size_t> wrong;
+    for (std::size_t i = 0; i < n; ++i)
+      if (const std::string_view note = note_of(payloads_[i]);
+          read_fingerprint(note).empty() || !fields.fit(note, payloads_[i].length, lengths_.data() + i * ragged_))
+        wrong.push_back(i);
+    for (std::size_t i = 0; i < n; ++i)
+      for (std::size_t k = 0; k < ragged_; ++k) rows[k * n + i] = static_cast<std::int64_t>(lengths_[i * ragged_ + k]);
+    return wrong;
+  }
+
+  // `targets` gives the memory of the fields, `work` runs what needs no lock of the caller's. The payloads whose
+  // checksum differs, and whose places are as they were or half written.
+  template <typename Find, typename Work>
+  std::vector<std::size_t> gather(const BatchFields& fields, Find targets, bool verify, Work work) {
+    const Busy busy(busy_);  // from here on: finding the targets' memory may run other code
+    if (ragged_ != fields.ragged()) fail(Fault::argument, "the payloads were not measured by these fields");
+    std::vector<std::uint64_t> sizes;
+    for (const ReceivedPayload& each : payloads_) sizes.push_back(each.length);
+    const auto memory = targets();
+    Gathering gathering(fields, memory.all(), lengths_, sizes);
+    std::vector<std::size_t> wrong;
+    work([&] {
+      for (std::size_t i = 0; i < payloads_.size(); ++i) {
+        const ReceivedPayload& each = payloads_[i];
+        const auto expected = verify && !each.verified ? std::optional(each.checksum) : std::nullopt;
+        if (!gathering.next(data_of(each), each.length, expected)) wrong.push_back(i);
+      }
+    });
+    return wrong;
+  }
+
+  // Only hashes them, for payloads that stay where they are.
+  template <typename Work>
+  std::vector<std::size_t> verify(Work work) {
+    const Busy busy(busy_);
+    std::vector<std::size_t> wrong;
+    work([&] {
+      for (std::size_t i = 0; i < payloads_.size(); ++i)
+        if (const ReceivedPayload& each = payloads_[i];
+            !each.verified && checksum(data_of(each), each.length) != each.checksum)
+          wrong.push_back(i);
+    });
+    return wrong;
+  }
+
+  void drop(std::size_t index) {
+    const Busy busy(busy_);
+    require(index);
+    payloads_.erase(payloads_.begin() + static_cast<std::ptrdiff_t>(index));
+    const auto first = static_cast<std::ptrdiff_t>(index * ragged_);
+    if (lengths_.size() == (payloads_.size() + 1) * ragged_)
+      lengths_.erase(lengths_.begin() + first, lengths_.begin() + first + static_cast<std::ptrdiff_t>(ragged_));
+  }
+
+  const ReceivedPayload& at(std::size_t index) const {
+    require(index);
+    return payloads_[index];
+  }
+  std::string_view note(std::size_t index) const { return note_of(at(index)); }
+
+ private:
+  bool within(std::uint64_t piece, std::uint64_t offset, std::uint64_t length) const {
+    if (piece >= pieces_.size()) return false;
+    const std::uint64_t size = pieces_[piece].size();
+    return offset <= size && length <= size - offset;
+  }
+  const std::byte* data_of(const ReceivedPayload& each) const { return pieces_[each.piece].data() + each.offset; }
+  std::string_view note_of(const ReceivedPayload& each) const {
+    return {reinterpret_cast<const char*>(pieces_[each.note_piece].data() + each.note_offset), each.note_length};
+  }
+  void require(std::size_t index) const {
+    if (index >= payloads_.size()) fail(Fault::argument, "no such payload in the batch");
+  }
+
+  class Busy {
+   public:
+    explicit Busy(std::atomic<bool>& busy) : busy_(busy) {
+      if (busy_.exchange(true, std::memory_order_acquire)) fail(Fault::argument, "another thread is gathering this batch");
+    }
+    ~Busy() { busy_.store(false, std::memory_order_release); }
+    Busy(const Busy&) = delete;
+    Busy& operator=(const Busy&) = delete;
+
+   private:
+    std::atomic<bool>& busy_;
+  };
+
+  std::vector<Piece> pieces_;
+  std::vector<ReceivedPayload> payloads_;
+  std::vector<std::uint64_t> lengths_;  // of payload after payload
+  std::size_t ragged_ = 0;
+  std::atomic<bool> busy_ = false;
+};
+
+}  // namespace transport
