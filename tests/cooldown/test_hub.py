@@ -23,7 +23,7 @@ from transport.cooldown.epochs.records import upload_folder
 from transport.errors import DestinationError, UsageError
 from transport.store.sqlite import SQLiteStore
 
-pytest.importorskip("huggingface_hub", reason="torch's companions are not installed")
+pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
 pytestmark = pytest.mark.adapters("torch")  # its environment has huggingface_hub and transformers
 
 SERVER = (
