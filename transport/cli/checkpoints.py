@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 from pathlib import Path
@@ -152,10 +153,11 @@ async def _cooldown(
         parsed.path.parent.mkdir(parents=True, exist_ok=True)
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()).lstrip(".-") or "host"
     whole = await asyncio.to_thread(folder.absolute)
+    beside = whole.parent if os.access(whole.parent, os.W_OK) else None
     with (
         open_store(store_url) as store,
         # beside the folder, so that its files can be linked and need not be copied
-        tempfile.TemporaryDirectory(prefix=f".{whole.name}-", dir=whole.parent) as scratch,
+        tempfile.TemporaryDirectory(prefix=f".{whole.name}-", dir=beside) as scratch,
         bar("uploading") as progress,
     ):
         proof = Proof.READ if read_back else Proof.STORED
@@ -175,7 +177,6 @@ async def _cooldown(
 
 
 def _link(folder: Path, into: Path) -> None:
-    import os
     import shutil
 
     def link_or_copy(source: str, target: str) -> None:
