@@ -15,9 +15,9 @@ from sharded_runs import HOSTS, MODEL, ShardedRun, model, write
 
 from transport.cooldown import Outcome, Part, Phase, coordination, sharded
 from transport.cooldown.epochs import manifest as manifests
-from transport.cooldown.epochs.shares import NO_SAVE, turns
+from transport.cooldown.epochs.shares import NO_SAVE, Saved, turns
 from transport.cooldown.verify import RefusedUpload
-from transport.errors import ConfigurationError, CoordinatorLostError, UsageError
+from transport.errors import ConfigurationError, CoordinatorLostError, StoreUnavailableError, UsageError
 from transport.store.sqlite import SQLiteStore
 
 
@@ -318,3 +318,89 @@ async def test_arguments_are_checked(job: ShardedRun, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     assert job.member("a0", launch=None)._launch == "job:3"
+
+
+# --- what a hostile or unlucky member does --------------------------------------------------------
+@asynchronous
+async def test_a_member_that_was_started_again_alone_does_not_save_alone(job: ShardedRun) -> None:
+    """Its first process was killed in the save; the launch has no new name."""
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    await until(lambda: job.record(7).phase is Phase.COOLDOWN)
+    assert job.ledger.begin_save(7, "b0", "killed") == "killed"
+    again = asyncio.create_task(job.member("b0").cooldown(7))
+    await until(lambda: "b0" in job.record(7).notes)
+    assert "began to save in this epoch before" in job.record(7).notes["b0"].detail
+    assert (await passing(job, leading)).outcome is Outcome.TIMED_OUT
+    assert (await again).part is Part.FAILED
+    assert job.saves == []
+
+
+@asynchronous
+async def test_a_save_that_the_store_could_not_be_told_is_not_repeated(
+    job: ShardedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller calls cooldown() again once the store is back."""
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    members = {name: job.member(name) for name in HOSTS}
+    real = members["a0"]._ledger.put_saved
+
+    def put_saved(*_: Any) -> None:
+        raise StoreUnavailableError("gone")
+
+    monkeypatch.setattr(members["a0"]._ledger, "put_saved", put_saved)
+    monkeypatch.setattr(sharded, "retry_store", lambda call: asyncio.to_thread(call))
+    others = asyncio.gather(*(members[name].cooldown(7) for name in HOSTS if name != "a0"))
+    with pytest.raises(StoreUnavailableError):
+        await members["a0"].cooldown(7)
+    monkeypatch.setattr(members["a0"]._ledger, "put_saved", real)
+    await members["a0"].cooldown(7)
+    assert (await leading).outcome is Outcome.CHECKPOINTED
+    await others
+    assert sorted(job.saves) == sorted(HOSTS)
+    job.check_restored(7)
+
+
+@asynchronous
+async def test_a_file_of_one_member_is_not_a_folder_of_another(job: ShardedRun) -> None:
+    """Such a checkpoint could not be restored."""
+
+    def save(folder: Path, step: int) -> None:
+        write(folder, {"config.json/inner": b"1"})
+
+    host = job.host()
+    await host.open(7)
+    job.together = threading.Barrier(3)
+    members = [job.member(name, **({"save": save} if name == "b0" else {})).cooldown(7) for name in HOSTS]
+    work = asyncio.gather(host.cooldown(7, 1, HOSTS), *members)
+    await until(lambda: "sharded" in job.record(7).notes and job.record(7).notes["sharded"].refusal)
+    assert "config.json is a file of one member, and a folder of another" in job.record(7).notes["sharded"].detail
+    assert (await passing(job, work))[0].outcome is Outcome.TIMED_OUT
+
+
+@asynchronous
+async def test_a_name_that_leads_elsewhere_is_not_uploaded(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, {"b0": "b"}))
+    (job.path / "secret").write_bytes(b"secret")
+    job.ledger.put_saved(7, Saved(member="b0", host="b", folder=str(job.path / "x"), files=(("../secret", 6),)))
+    member = asyncio.create_task(job.member("b0").cooldown(7))
+    await until(lambda: job.record(7).notes.get("b0"))
+    assert "not portable" in job.record(7).notes["b0"].detail
+    assert (await passing(job, leading)).outcome is Outcome.TIMED_OUT
+    await member
+    assert not any(job.root.rglob("*secret*"))
+
+
+@asynchronous
+async def test_a_client_that_would_save_alone_is_told_to_save_with_the_others(job: ShardedRun) -> None:
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    with pytest.raises(UsageError, match="use ShardedClient"):
+        await job.client("a0").cooldown(7)
+    await passing(job, leading)

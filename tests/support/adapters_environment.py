@@ -31,6 +31,7 @@ _LONGEST_S = 1800.0
 # Each framework, and the modules of it that tests use.
 IMPORTS = {
     "torch": ("torch", "torch.distributed.elastic.rendezvous.api", "torch.distributed.run"),
+    "destinations": ("gcsfs", "huggingface_hub", "transformers"),
     "cupy": ("cupy",),
     "ray": ("ray", "ray.cluster_utils"),
     "transfer_queue": ("transfer_queue",),

@@ -1,26 +1,26 @@
-"""``transport cooldown``: lists the epochs of a run, their outcome and their checkpoints."""
+"""``transport cooldown``: the epochs of a run, their outcome and their checkpoints."""
 
 from __future__ import annotations
 
-import os
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from transport.cli import checkpoints
+from transport.cli.epochs import records_from_destination, records_from_store
 from transport.cli.output import JsonTarget, emit
-from transport.config import configuration
-from transport.errors import UsageError
-from transport.storage.urls import SQLiteURL, parse_url
 
 if TYPE_CHECKING:
     from transport.cooldown.epochs.records import EpochRecord
 
 EXAMPLE = "Example: transport cooldown status --store sqlite:///var/lib/run/store.sqlite3 --json -"
 
-app = typer.Typer(help="List epochs and their checkpoints.", epilog=EXAMPLE)
+app = typer.Typer(help="Checkpoints of a run: list, upload, restore, prune.", epilog=EXAMPLE)
+app.command("upload", epilog=checkpoints.UPLOAD_EXAMPLE)(checkpoints.upload)
+app.command("restore", epilog=checkpoints.RESTORE_EXAMPLE)(checkpoints.restore)
+app.command("prune", epilog=checkpoints.PRUNE_EXAMPLE)(checkpoints.prune)
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,43 +82,11 @@ def status(
     json_target: JsonTarget = None,
 ) -> None:
     """List epochs, how their cooldowns ended, and where their checkpoints lie."""
-    records = _from_store(store, run) if destination is None else _from_destination(destination, run)
+    records = records_from_store(store, run) if destination is None else records_from_destination(destination, run)
     epochs = [_described(record) for record in records]
     result = Status(epochs=epochs, checkpointed=sum(epoch.outcome == "checkpointed" for epoch in epochs))
     text = "\n".join([*map(str, epochs), f"{result.checkpointed} of {len(epochs)} epochs have a checkpoint"])
     emit(result, text, json_target)
-
-
-def default_store() -> str:
-    """The store's URL where none is given: the configured one, or the file in which the demo keeps its epochs."""
-    given = configuration().store
-    if given:
-        return given
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return SQLiteURL(state / "transport" / "store.sqlite3").text
-
-
-def _from_store(url: str | None, run: str | None) -> list[EpochRecord]:
-    from transport.cooldown.epochs.ledger import Ledger, runs
-    from transport.store.open import open_store
-
-    url = url or default_store()
-    parsed = parse_url(url)
-    if isinstance(parsed, SQLiteURL) and not parsed.path.exists():  # looking must not make one
-        raise UsageError(f"--store {url}: the file does not exist; give the run's store")
-    with open_store(url) as store:
-        chosen = runs(store) if run is None else [run]
-        return [record for name in chosen for record in Ledger(store, name).epochs().values()]
-
-
-def _from_destination(url: str, run: str | None) -> list[EpochRecord]:
-    from transport.cooldown.coordination import recorded_outcomes
-    from transport.cooldown.destinations.open import open_destination
-
-    if run is None:
-        raise UsageError("--destination needs --run, the run's name")
-    with open_destination(url) as destination:
-        return [record for _, record in sorted(recorded_outcomes(destination, run).items())]
 
 
 def _described(record: EpochRecord) -> Epoch:

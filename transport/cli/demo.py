@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transport.cli.cooldown import default_store
+from transport.cli.epochs import default_store
 from transport.cli.output import JsonTarget, emit
 from transport.errors import TransportError, UsageError
 

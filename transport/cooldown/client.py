@@ -33,6 +33,7 @@ from transport.errors import (
     DestinationError,
     RunError,
     TransportError,
+    UsageError,
 )
 from transport.runtime.progress import Progress, silent
 from transport.store.base import Store
@@ -94,6 +95,7 @@ class CooldownClient(Follower):
         Raises:
             CoordinatorLostError: the coordinator has not changed the record for ``patience_s``.
             StoreUnavailableError: the store is unavailable for a minute.
+            UsageError: the coordinator named members with hosts, who save together.
         """
         self._part = Part.NOT_ELECTED
         self._reported.clear()
@@ -102,6 +104,8 @@ class CooldownClient(Follower):
         uploader: asyncio.Task[None] | None = None
         try:
             record = await self._until(watcher, lambda record: record.phase is not Phase.TRAINING)
+            if record.hosts:
+                raise UsageError(f"epoch {epoch}: its members save together; use ShardedClient on every one of them")
             if record.phase is Phase.COOLDOWN and self.name in record.elected:
                 uploader = asyncio.create_task(self._upload(record))
             record = await self._until(watcher, lambda record: record.phase is Phase.ENDED)

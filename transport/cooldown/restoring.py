@@ -13,10 +13,10 @@ from typing import NamedTuple
 from transport.cooldown.blocking_calls import in_parallel
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.epochs.manifest import File, Manifest
-from transport.cooldown.epochs.records import EpochRecord, Outcome, upload_folder
+from transport.cooldown.epochs.records import EpochRecord, Outcome, is_upload, upload_folder
 from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.verify import FILES_AT_ONCE, RefusedUpload, check_size, checked_pieces, reported_manifest
-from transport.errors import CheckpointDamagedError, NoCheckpointError
+from transport.errors import CheckpointDamagedError, NoCheckpointError, UsageError
 from transport.runtime.progress import Progress, silent
 
 
@@ -29,11 +29,20 @@ class Restored(NamedTuple):
 
 
 def restore(
-    record: EpochRecord, destination: Destination, into: Path, *, stop: Stop | None = None, progress: Progress = silent
+    record: EpochRecord,
+    destination: Destination,
+    into: Path,
+    *,
+    upload: str | None = None,
+    stop: Stop | None = None,
+    progress: Progress = silent,
 ) -> Restored:
     """Copy an epoch's checkpoint into the new folder ``into``, some files at a time.
 
     Each file is verified by the manifest, and the manifest by the record. The folder appears complete or not at all.
+
+    Args:
+        upload: "CLIENT/ATTEMPT": restore this upload by its own manifest; the epoch ended before it was verified.
 
     Raises:
         NoCheckpointError: the epoch was not recorded as checkpointed.
@@ -42,7 +51,7 @@ def restore(
         FileExistsError: ``into`` already exists.
     """
     stop = stop or Stop()
-    place, sha256 = _place(record)
+    place, sha256 = _place(record) if upload is None else _unverified(record, upload)
     if into.exists():
         raise FileExistsError(17, "already exists; restore into a new folder", str(into))
     beside = into.with_name(f".{into.name}.{secrets.token_hex(8)}.partial")
@@ -55,7 +64,8 @@ def restore(
         beside.rename(into)
     except RefusedUpload as error:
         raise CheckpointDamagedError(
-            f"run {record.run}, epoch {record.epoch}: the checkpoint at {destination.url}/{place} is damaged: {error}"
+            f"run {record.run}, epoch {record.epoch}: the checkpoint at {destination.url}/{place} is damaged, or was "
+            f"pruned: {error}"
         ) from error
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -71,9 +81,9 @@ def checkpoint_manifest(record: EpochRecord, destination: Destination) -> Manife
         raise CheckpointDamagedError(f"run {record.run}, epoch {record.epoch}: {error}") from error
 
 
-def published_name(record: EpochRecord) -> str:
+def published_name(run: str, epoch: int) -> str:
     """The name of an epoch's checkpoint in a service that shows checkpoints to its own tools."""
-    return f"{record.run}-epoch-{record.epoch:012d}"
+    return f"{run}-epoch-{epoch:012d}"
 
 
 def publish(record: EpochRecord, destination: Destination) -> str:
@@ -81,7 +91,16 @@ def publish(record: EpochRecord, destination: Destination) -> str:
     if record.outcome is not Outcome.CHECKPOINTED:
         return ""
     manifest = checkpoint_manifest(record, destination)
-    return destination.publish(published_name(record), {file.name: manifest.path(file) for file in manifest.files})
+    return destination.publish(
+        published_name(record.run, record.epoch), {file.name: manifest.path(file) for file in manifest.files}
+    )
+
+
+def _unverified(record: EpochRecord, upload: str) -> tuple[str, None]:
+    if not is_upload(upload):
+        raise UsageError(f"upload {upload!r}: give CLIENT/ATTEMPT, as the log and transport cooldown prune name it")
+    client, attempt = upload.split("/")
+    return upload_folder(record.run, record.epoch, client, attempt), None
 
 
 def _place(record: EpochRecord) -> tuple[str, str]:

@@ -105,6 +105,9 @@ class ShardedClient(Follower):
         self._takeover_s = takeover_s
         self._progress = progress
         self._uploads: set[str] = set()  # complete ones, by attempt
+        self._process = secrets.token_hex(8)
+        self._tried = -1  # the last epoch in which save() was called
+        self._kept: tuple[int, Saved] | None = None  # the last save, in case the store could not be told
 
     async def join(self, destination: str) -> None:
         """Prove that this process can upload. Call it before its name is among the members of an epoch.
@@ -168,6 +171,20 @@ class ShardedClient(Follower):
             if decision != NO_SAVE:
                 await self._failed(record, "another launch of the job saved in this epoch, and did not complete it")
             return False
+        kept = self._kept[1] if self._kept is not None and self._kept[0] == record.epoch else None
+        kept = kept or await self._save_once(record)
+        if kept is None:
+            return False
+        await retry_store(partial(self._ledger.put_saved, record.epoch, kept))
+        return True
+
+    async def _save_once(self, record: EpochRecord) -> Saved | None:
+        """Save, unless an earlier process or call has begun to: the other members would not join a second save."""
+        begin = partial(self._ledger.begin_save, record.epoch, self.name, self._process)
+        if self._tried == record.epoch or await retry_store(begin) != self._process:
+            await self._failed(record, "this member began to save in this epoch before, and did not complete it")
+            return None
+        self._tried = record.epoch
         call = in_thread(self._save_files, record)
         try:
             saved = await self._outlasting(call, record)
@@ -178,9 +195,9 @@ class ShardedClient(Follower):
             raise
         except (TransportError, OSError) as error:
             await self._failed(record, str(error))
-            return False
-        await retry_store(partial(self._ledger.put_saved, record.epoch, saved))
-        return True
+            return None
+        self._kept = (record.epoch, saved)
+        return saved
 
     async def _outlasting(self, call: asyncio.Future[Saved], record: EpochRecord) -> Saved:
         """The save's result, even if the cooldown ends before."""
@@ -336,9 +353,9 @@ class ShardedClient(Follower):
             with open_destination(record.destination) as destination:
                 uploads = {file.upload for file in checkpoint_manifest(record, destination).files}
         else:
-            shares = complete(record, self._ledger.shares(record.epoch)) or []
-            uploads = {share.upload for share in shares}
-            if shares:
+            uploads = set()
+            if complete(record, self._ledger.shares(record.epoch)):
+                uploads = {f"{self.name}/{attempt}" for attempt in self._uploads} - set(record.refused)
                 log.warning("epoch %d ended before its complete upload was verified; it is kept", record.epoch)
         return {attempt for attempt in self._uploads if f"{self.name}/{attempt}" in uploads}
 

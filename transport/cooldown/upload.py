@@ -106,6 +106,8 @@ def copied(
     sources: Sequence[tuple[str, Path]], destination: Destination, place: str, stop: Stop, progress: Progress
 ) -> tuple[File, ...]:
     """Copy files, `FILES_AT_ONCE` at a time, into ``place``, and make them durable. Raises as `upload` does."""
+    for name, _ in sources:
+        manifests.check_file_name(name)  # another member may have told it
     moving = _Moving(len(sources), stop, progress)
     calls = [
         partial(_copy, source, name, destination, f"{place}/{manifests.FILES}/{name}", moving)

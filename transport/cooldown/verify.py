@@ -105,12 +105,12 @@ def _check_file(destination: Destination, proof: Proof, stop: Stop, failed: Stop
         failed.check()
 
 
-def reported_manifest(destination: Destination, place: str, sha256: str) -> Manifest:
-    """The manifest of an upload. Raises RefusedUpload if it is missing or is not the one with this checksum."""
+def reported_manifest(destination: Destination, place: str, sha256: str | None) -> Manifest:
+    """The manifest of an upload. Raises RefusedUpload if it is missing or is not the one with this checksum, if any."""
     data = destination.read(f"{place}/{manifests.NAME}", manifests.MOST_BYTES)
     if data is None:
         raise RefusedUpload(Refusal.MANIFEST_MISSING, f"the manifest is missing in {place}")
-    if hashlib.sha256(data).hexdigest() != sha256:
+    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
         raise RefusedUpload(
             Refusal.MANIFEST_ALTERED, f"checksum mismatch: the manifest in {place} is not the one that was reported"
         )

@@ -7,6 +7,7 @@ cooldown/RUN/bell/000000000007            changes with every report, so that the
 Of epochs whose save is collective:
 
 cooldown/RUN/save/EPOCH                   Decision: whether the members save; the first to write it
+cooldown/RUN/saving/EPOCH/MEMBER          the process that saves for it; the first to write it
 cooldown/RUN/saved/EPOCH/HOST/MEMBER      Saved; that member, once
 cooldown/RUN/share/EPOCH/HOST/N/CLIENT    Share; the client that uploaded it
 cooldown/RUN/beat/EPOCH/HOST/N            changes while a share is being uploaded
@@ -122,6 +123,14 @@ class Ledger:
             self._store.compare_and_set(key, msgspec.json.encode(Decision(launch=launch)), ABSENT)
             entry = self._store.get(key)
         return _decoded(entry.value, Decision).launch if entry is not None else launch
+
+    def begin_save(self, epoch: int, member: str, process: str) -> str:
+        """Record that this process saves for a member, once; returns the process that was recorded first."""
+        key = f"{self._prefix}saving/{check_epoch(epoch):012d}/{check_name(member, 'client')}"
+        if self._store.get(key) is None:
+            self._store.compare_and_set(key, process.encode(), ABSENT)
+        entry = self._store.get(key)
+        return process if entry is None else entry.value.decode(errors="replace")
 
     def put_saved(self, epoch: int, saved: Saved) -> None:
         """Record what a member has saved, once; a second record of the same member changes nothing."""

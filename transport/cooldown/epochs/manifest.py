@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -79,6 +80,8 @@ def decode(data: bytes) -> Manifest:
     names = [file.name for file in manifest.files]
     if not names or len(set(names)) != len(names):
         raise CheckpointDamagedError("the manifest lists no file, or one file twice")
+    if both := folder_and_file(names):
+        raise CheckpointDamagedError(f"the manifest lists {both} as a file and as a folder")
     for file in manifest.files:
         other = not file.upload or is_upload(file.upload)
         if not (is_safe(file.name) and other) or file.size < 0 or not _DIGEST.fullmatch(file.sha256):
@@ -86,6 +89,13 @@ def decode(data: bytes) -> Manifest:
                 f"invalid entry {file.name!r} in the manifest: its name, size or checksum is not valid"
             )
     return manifest
+
+
+def folder_and_file(names: Iterable[str]) -> str:
+    """A name that is also the folder of another one, as no folder of files can have; "" if there is none."""
+    known = set(names)
+    parents = (str(parent) for name in known for parent in PurePosixPath(name).parents)
+    return min((parent for parent in parents if parent in known), default="")
 
 
 def is_safe(name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from transport.cooldown.epochs.election import checkpointers, elect
-from transport.cooldown.epochs.manifest import File, Manifest
+from transport.cooldown.epochs.manifest import File, Manifest, folder_and_file
 from transport.cooldown.epochs.records import SET, EpochRecord
 from transport.runtime.decoders import ready
 
@@ -140,6 +140,8 @@ def composed(record: EpochRecord, shares: Sequence[Share], saved: Mapping[str, S
                     f"two members saved different files named {file.name}: {known.size} and {file.size} bytes, in "
                     f"{known.upload} and {file.upload}; give each its own name"
                 )
+    if both := folder_and_file(files):
+        raise NameConflict(f"{both} is a file of one member, and a folder of another; give each its own names")
     missing = [name for name in record.hosts if name not in saved]
     names = {name for each in saved.values() for name, _ in each.files}
     if missing or set(files) != names:

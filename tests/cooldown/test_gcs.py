@@ -1,0 +1,155 @@
+"""Checkpoints in Google Cloud Storage, by gcsfs, against a stand-in of the service's HTTP interface."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cooldown_runs import Run
+from helpers import Child
+
+from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, Proof, open_destination, restore
+from transport.cooldown import client as client_module
+from transport.cooldown.destinations import bucket
+from transport.cooldown.destinations.base import Destination, check_permissions
+from transport.cooldown.epochs.records import Refusal, Report, ReportKind
+from transport.cooldown.upload import Uploaded, upload
+from transport.cooldown.verify import RefusedUpload, verified
+from transport.store.sqlite import SQLiteStore
+
+pytestmark = [
+    pytest.mark.adapters("torch"),  # its environment has gcsfs
+    pytest.mark.skipif(not importlib.util.find_spec("gcsfs"), reason="gcsfs is not installed"),
+    pytest.mark.filterwarnings("ignore:Sending a large body directly:ResourceWarning"),  # gcsfs gives aiohttp bytes
+]
+
+SERVER = """
+import runpy, sys
+sys.argv = ["gcs_server", *sys.argv[1:]]
+runpy.run_module("gcs_server", run_name="__main__")
+"""
+URL = "gs://checkpoints/below"
+MODEL = {"large": secrets.token_bytes(3 << 20), "small": b"1"}
+RECORD = EpochRecord(run="run", epoch=7, destination="", cooldown_s=60.0, seed=1, step=30, clients=("a",))
+ATTEMPT = "0" * 16
+
+
+@contextlib.contextmanager
+def serving(port: int = 0) -> Iterator[Child]:
+    with Child(SERVER, port) as server:
+        os.environ["STORAGE_EMULATOR_HOST"] = server.line()
+        yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment() -> Iterator[None]:
+    """Before the first leak check: fsspec's thread stays for life."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", "")
+        patch.setattr(bucket, "PART", 1 << 20)  # so that a few MiB are several pieces
+        with serving(), open_destination(URL) as place:
+            place.put("first", b"")
+        yield
+
+
+@pytest.fixture
+def server() -> Iterator[Child]:
+    with serving() as each:
+        yield each
+
+
+@pytest.fixture
+def place(server: Child) -> Iterator[Destination]:
+    with open_destination(URL) as each:
+        yield each
+
+
+def save(folder: Path, step: int) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, data in MODEL.items():
+        (folder / name).write_bytes(data)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save(tmp_path / "model", 1)
+    return tmp_path / "model"
+
+
+def report(done: Uploaded) -> Report:
+    return Report(
+        run="run", epoch=7, client="a", kind=ReportKind.UPLOADED, attempt=ATTEMPT, manifest_sha256=done.sha256
+    )
+
+
+def test_one_may_join_and_nothing_stays(place: Destination) -> None:
+    check_permissions(place)
+    assert place.names("") == []
+
+
+def test_an_upload_is_proven_by_the_services_checksums_alone(server: Child, place: Destination, model: Path) -> None:
+    done = upload(model, place, RECORD, "a", ATTEMPT)
+    assert verified(place, RECORD, report(done)).files == 2
+    server.tell("said")
+    assert int(server.line().split()[1]) < 10_000  # the manifest, and no file
+    verified(place, RECORD, report(done), proof=Proof.READ)
+    server.tell("said")
+    assert int(server.line().split()[1]) >= 3 << 20
+    place.delete(f"run/epoch-000000000007/a/{ATTEMPT}")
+    assert place.names("run") == []
+
+
+def test_what_was_altered_in_the_store_is_refused(place: Destination, model: Path) -> None:
+    done = upload(model, place, RECORD, "a", ATTEMPT)
+    place.put(done.manifest.path(done.manifest.files[1]), b"2")
+    with pytest.raises(RefusedUpload) as caught:
+        verified(place, RECORD, report(done))
+    assert caught.value.refusal is Refusal.WRONG_CHECKSUM
+
+
+def test_an_upload_that_is_given_up_is_not_there(server: Child, place: Destination) -> None:
+    writer = place.writer("given/up", 3 << 20)
+    writer.write(bytes(2 << 20))
+    writer.discard()
+    assert place.size("given/up") is None
+    server.tell("said")
+    assert server.line().split()[2] == "0"  # nor is it begun any more
+
+
+def test_a_throttled_upload_is_slower_and_whole(server: Child, place: Destination, model: Path) -> None:
+    server.tell("throttle 2")
+    done = upload(model, place, RECORD, "a", ATTEMPT)
+    server.tell("said")
+    assert server.line().split()[0] == "2"
+    assert verified(place, RECORD, report(done), proof=Proof.READ).files == 2
+
+
+def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it_is_back(
+    server: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "AGAIN_FIRST_S", 0.01)
+    port = int(os.environ["STORAGE_EMULATOR_HOST"].rpartition(":")[2])
+
+    async def cooldown(cooling: Run) -> EpochRecord:
+        host = CooldownHost(cooling.store, "run", URL, cooldown_s=60, seed=1, clock=cooling.clock)
+        await host.open(7)
+        server.tell("die")
+        leading = asyncio.create_task(host.cooldown(7, 30, ["a"]))
+        taking = asyncio.create_task(cooling.client("a", save=save).cooldown(7))
+        assert await asyncio.to_thread(server.wait) == 9
+        with serving(port):
+            assert (await taking).part is Part.WON
+            record = await leading
+            with open_destination(URL) as place:
+                files = restore(record, place, tmp_path / "restored").files
+        assert {name: path.read_bytes() for name, path in files.items()} == MODEL
+        return record
+
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        assert asyncio.run(cooldown(Run(tmp_path, store))).outcome is Outcome.CHECKPOINTED

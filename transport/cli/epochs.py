@@ -1,0 +1,48 @@
+"""Where the commands about checkpoints find the epochs: a store, or what a destination has recorded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transport.config import configuration
+from transport.errors import UsageError
+from transport.storage.urls import SQLiteURL, parse_url
+
+if TYPE_CHECKING:
+    from transport.cooldown.epochs.records import EpochRecord
+
+
+def default_store() -> str:
+    """The store's URL where none is given: the configured one, or the file in which the demo keeps its epochs."""
+    given = configuration().store
+    if given:
+        return given
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return SQLiteURL(state / "transport" / "store.sqlite3").text
+
+
+def records_from_store(url: str | None, run: str | None) -> list[EpochRecord]:
+    """The epochs of one run, or of all. Raises UsageError if the store's file does not exist."""
+    from transport.cooldown.epochs.ledger import Ledger, runs
+    from transport.store.open import open_store
+
+    url = url or default_store()
+    parsed = parse_url(url)
+    if isinstance(parsed, SQLiteURL) and not parsed.path.exists():  # looking must not make one
+        raise UsageError(f"--store {url}: the file does not exist; give the run's store")
+    with open_store(url) as store:
+        chosen = runs(store) if run is None else [run]
+        return [record for name in chosen for record in Ledger(store, name).epochs().values()]
+
+
+def records_from_destination(url: str, run: str | None) -> list[EpochRecord]:
+    """The ended epochs of one run, as recorded at its destination."""
+    from transport.cooldown.coordination import recorded_outcomes
+    from transport.cooldown.destinations.open import open_destination
+
+    if run is None:
+        raise UsageError("--destination needs --run, the run's name")
+    with open_destination(url) as destination:
+        return [record for _, record in sorted(recorded_outcomes(destination, run).items())]

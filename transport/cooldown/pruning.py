@@ -1,0 +1,136 @@
+"""Removal of old checkpoints, and of what killed uploaders left, from a destination. Blocks: run it in a thread.
+
+Only what lies in epochs that have ended is touched: what is there and not part of a checkpoint cannot become one any
+more. In an epoch that timed out, uploads that are complete may still be good, so they are kept unless asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from transport.cooldown.destinations.base import Destination
+from transport.cooldown.epochs import manifest as manifests
+from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, is_upload, upload_folder
+from transport.cooldown.restoring import checkpoint_manifest, published_name
+from transport.cooldown.upload import remove
+from transport.errors import CheckpointDamagedError, UsageError
+from transport.runtime.progress import Progress, silent
+
+_EPOCH: Final = re.compile(r"epoch-(\d{12})")
+
+
+class Surplus(NamedTuple):
+    """Something at a destination that is to be removed."""
+
+    epoch: int
+    what: str  # "checkpoint", "upload" or "unfinished"
+    path: str
+
+
+class Plan(NamedTuple):
+    """What a run has at a destination that may go, and what stays although it is no checkpoint, with the reason."""
+
+    surplus: list[Surplus]
+    kept: list[tuple[str, str]]
+
+
+def plan(
+    records: Mapping[int, EpochRecord], destination: Destination, run: str, keep: int, *, unverified: bool = False
+) -> Plan:
+    """What to remove so that the newest ``keep`` checkpoints are left.
+
+    Args:
+        records: the run's epochs at this destination.
+        unverified: also complete uploads of epochs that timed out before their verification.
+
+    Raises:
+        DestinationError: the destination cannot be listed.
+        UsageError: ``keep`` is below 1.
+    """
+    if keep < 1:
+        raise UsageError(f"keep={keep}: give 1 or more; the newest checkpoint is never removed")
+    checkpointed = sorted(epoch for epoch, record in records.items() if record.outcome is Outcome.CHECKPOINTED)
+    old = set(checkpointed[:-keep])
+    surplus: list[Surplus] = []
+    kept: list[tuple[str, str]] = []
+    for name in destination.names(run):
+        found = _EPOCH.fullmatch(name)
+        if found is None:
+            continue
+        epoch = int(found[1])
+        record = records.get(epoch)
+        if record is None or record.phase is not Phase.ENDED:
+            kept.append((f"{run}/{name}", "no record says that this epoch has ended"))
+            continue
+        _plan_epoch(record, destination, epoch in old, unverified, surplus, kept)
+        surplus += [Surplus(epoch, "unfinished", path) for path, _ in destination.leftovers(f"{run}/{name}")]
+    return Plan(surplus, kept)
+
+
+def _plan_epoch(
+    record: EpochRecord,
+    destination: Destination,
+    old: bool,
+    unverified: bool,
+    surplus: list[Surplus],
+    kept: list[tuple[str, str]],
+) -> None:
+    uploads = _uploads(record, destination)
+    needed: set[str] = set()
+    if record.checkpoint is not None:
+        own = f"{record.checkpoint.client}/{record.checkpoint.attempt}"
+        if old:  # all of it, the checkpoint first: a removal that was interrupted is completed the next time
+            first = [own] if own in uploads else []
+            surplus += [Surplus(record.epoch, "checkpoint", _path(record, each)) for each in first]
+            surplus += [Surplus(record.epoch, "upload", _path(record, each)) for each in uploads if each not in first]
+            return
+        try:
+            needed = {own, *(file.upload for file in checkpoint_manifest(record, destination).files)} - {""}
+        except CheckpointDamagedError as error:
+            kept += [(_path(record, upload), f"the checkpoint's manifest is damaged: {error}") for upload in uploads]
+            return
+    elif not unverified:
+        for upload in uploads:
+            data = destination.read(f"{_path(record, upload)}/{manifests.NAME}", manifests.MOST_BYTES)
+            if data is not None:
+                needed |= {upload, *_named(data)}
+        kept += [
+            (_path(record, upload), "complete, but not verified in time") for upload in uploads if upload in needed
+        ]
+    surplus += [Surplus(record.epoch, "upload", _path(record, upload)) for upload in uploads if upload not in needed]
+
+
+def carry_out(plan: Plan, destination: Destination, run: str, progress: Progress = silent) -> None:
+    """Remove what a plan names, each checkpoint's manifest before its files. May be repeated after a failure."""
+    for done, each in enumerate(plan.surplus):
+        progress(done, len(plan.surplus), 0)
+        if each.what == "unfinished":
+            destination.remove_leftover(each.path)
+            continue
+        if each.what == "checkpoint":
+            destination.unpublish(published_name(run, each.epoch))
+        remove(destination, each.path)
+    progress(len(plan.surplus), len(plan.surplus), 0)
+
+
+def _uploads(record: EpochRecord, destination: Destination) -> list[str]:
+    """The uploads of an epoch, "CLIENT/ATTEMPT"."""
+    folder = f"{record.run}/epoch-{record.epoch:012d}"
+    found = [
+        f"{client}/{name}" for client in destination.names(folder) for name in destination.names(f"{folder}/{client}")
+    ]
+    return [upload for upload in found if is_upload(upload)]
+
+
+def _path(record: EpochRecord, upload: str) -> str:
+    client, attempt = upload.split("/")
+    return upload_folder(record.run, record.epoch, client, attempt)
+
+
+def _named(data: bytes) -> set[str]:
+    try:
+        return {file.upload for file in manifests.decode(data).files} - {""}
+    except CheckpointDamagedError:
+        return set()
