@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 from rooms import FILES, PACKAGE, PICTURE, ROOT, imported_rooms, imports, inner_files, listed_rooms, picture, room
 
 MOST_FILES = 18
-MOST_ADAPTERS = 26  # a framework has its own files, which share a beginning of their names
+MOST_ADAPTERS = 27  # a framework has its own files, which share a beginning of their names
 
 
 def test_every_folder_is_a_room_of_the_page_and_every_room_a_folder() -> None:

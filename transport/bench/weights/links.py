@@ -126,9 +126,9 @@ def why_not() -> str:
 def _shape(namespace: str, device: str, rate: float) -> None:
     if not rate:
         return
-    # The burst is a hundredth of a second; the queue holds a fifth, so that TCP sees delay before it sees loss.
+    # The burst is a hundredth of a second; the queue holds a tenth, so that TCP sees delay before it sees loss.
     burst = max(int(rate / 100), 128 << 10)
-    limit = max(int(rate / 5), 2 * burst)
+    limit = max(int(rate / 10), 2 * burst)
     options = ("rate", f"{int(rate * 8)}bit", "burst", str(burst), "limit", str(limit))
     subprocess.run(
         ["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *options], check=True, capture_output=True
