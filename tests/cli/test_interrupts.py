@@ -38,6 +38,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
         ("group",),
         3.0,
     ),
+    "bench weights of shards": (
+        ("bench", "weights", "--senders", "2", "--receivers", "2", "--size", "4MiB", "--bucket", "1MiB", "--alone"),
+        ("group",),
+        3.0,
+    ),
     "bench rendezvous": (("bench", "rendezvous", "--members", "500"), ("process",), 1.5),
     "bench ring": (("bench", "ring"), ("process",), 2.5),
     "bench serve": (("bench", "serve", "--port", "0"), ("group",), 1.0),

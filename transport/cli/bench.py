@@ -13,6 +13,10 @@ from transport.cli.bench_job import EXAMPLE as _JOB_EXAMPLE
 from transport.cli.bench_job import job
 from transport.cli.bench_load import EXAMPLE as _LOAD_EXAMPLE
 from transport.cli.bench_load import load
+from transport.cli.bench_options import check_device as _check_device
+from transport.cli.bench_options import counts as _counts
+from transport.cli.bench_weights import EXAMPLE as _WEIGHTS_EXAMPLE
+from transport.cli.bench_weights import weights
 from transport.cli.output import JsonTarget, about, causes, emit
 from transport.errors import UsageError
 
@@ -32,15 +36,13 @@ _FETCH_EXAMPLE = "Example: transport bench fetch node7:7100 --wire rdma --listen
 _RING_EXAMPLE = "Example: transport bench ring --json ring.json"
 
 _RENDEZVOUS_EXAMPLE = "Example: transport bench rendezvous --members 10000 --store redis://localhost/0?run=bench"
-_WEIGHTS_EXAMPLE = "Example: transport bench weights --replicas 1,8 --size 256MiB --rate 100MB --json -"
 
 app.command("job", epilog=_JOB_EXAMPLE)(job)
 app.command("load", epilog=_LOAD_EXAMPLE)(load)
+app.command("weights", epilog=_WEIGHTS_EXAMPLE)(weights)
 
 _WIRES = ("mapped", "shm", "tcp", "rdma")
 _EVERYWHERE = "mapped,shm,tcp"
-_LONGEST_UPDATE_S = 3600.0
-_MOST_COUNT = 1024  # larger numbers are most likely typing mistakes
 
 
 @app.command("loopback", epilog=_LOOPBACK_EXAMPLE)
@@ -302,87 +304,6 @@ def rendezvous(
     report = Report(machine=where, settings={}, rows=rows)
     emit(report, "\n".join([about(report), "", measuring.table(rows)]), json_target)
     return 0 if all(row["verified"] for row in rows) else 1
-
-
-@app.command("weights", epilog=_WEIGHTS_EXAMPLE)
-def weights(
-    replicas: Annotated[str, typer.Option(metavar="N,…", help="Numbers of replicas, one process each.")] = "1,2,4,8",
-    size: Annotated[
-        str,
-        typer.Option(
-            metavar="SIZE", help="Bytes of the model. Each host needs 2 times, the trainer 2.5 times as much."
-        ),
-    ] = "1GiB",
-    rate: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bytes per second of the trainer's link; 0: no limit.")
-    ] = "100MB",
-    bucket: Annotated[str, typer.Option(metavar="SIZE", help="Bytes that are sent at a time.")] = "64MiB",
-    shape: Annotated[
-        str, typer.Option(metavar="chain|tree|star", help="Order of the relays; star: no relays.")
-    ] = "tree",
-    hosts: Annotated[int, typer.Option(min=1, max=8, help="Simulated hosts that the replicas are spread over.")] = 1,
-    changed: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the weights that changes, for a delta; 0: no delta.")
-    ] = 0.01,
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each row.")] = 1,
-    device: Annotated[
-        str | None,
-        typer.Option(metavar="cuda", help="Measure from device memory to device memory; needs CuPy. Default: host."),
-    ] = None,
-    json_target: JsonTarget = None,
-) -> None:
-    """Measure weight updates from a trainer with a limited link to replicas of this host.
-
-    Each replica proves by checksum which version it serves.
-    """
-    from transport.bench.machine import machine, settings_of
-    from transport.bench.result import Report
-    from transport.bench.units import parse_size
-    from transport.bench.weights import update as measuring
-    from transport.weights.plan.topology import SHAPES
-
-    if shape not in SHAPES:
-        raise UsageError(f"--shape {shape}: choose one of {', '.join(SHAPES)}")
-    if device is not None:
-        _check_device(device)
-    load = measuring.Load(
-        size_bytes=parse_size(size),
-        bucket_bytes=parse_size(bucket),
-        rate=0.0 if rate == "0" else float(parse_size(rate)),
-        shape=shape,
-        hosts=hosts,
-        changed=changed,
-        repetitions=repetitions,
-        device=device is not None,
-    )
-    if load.rate and load.size_bytes / load.rate > _LONGEST_UPDATE_S:
-        raise UsageError(
-            f"--rate {rate}: {size} would take {load.size_bytes / load.rate / 3600:.0f} h; give a higher rate or a "
-            "smaller --size"
-        )
-    where = machine()
-    with _bar("updates") as progress:
-        rows = measuring.run(load, _counts("--replicas", replicas), progress)
-    report = Report(machine=where, settings={"tcp": settings_of("tcp")}, rows=rows)
-    emit(report, "\n".join([about(report), "", measuring.table(rows, load)]), json_target)
-
-
-def _check_device(name: str) -> None:
-    from transport.devices.streams import require_device
-
-    if name != "cuda":
-        raise UsageError(f"--device {name}: choose cuda")
-    require_device()
-
-
-def _counts(option: str, texts: str, most: int = _MOST_COUNT) -> list[int]:
-    try:
-        counts = sorted({int(text) for text in texts.split(",")})
-    except ValueError:
-        raise UsageError(f"{option} {texts}: give whole numbers, separated by commas") from None
-    if not 1 <= counts[0] <= counts[-1] <= most:
-        raise UsageError(f"{option} {texts}: give numbers from 1 to {most}")
-    return counts
 
 
 def _wires(names: str, among: tuple[str, ...] = _WIRES) -> list[str]:

@@ -16,7 +16,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import msgspec
@@ -78,12 +78,15 @@ class ProcessMember:
         environment: Mapping[str, str] | None = None,
         *,
         prefix: str | None = None,
+        within: Sequence[str] = (),
     ) -> Self:
         """Start ``python -m transport.bench.weights.member_process`` with this `MemberConfig`.
 
         prefix: of its segments' names; default random.
+        within: what stands before the command, such as what enters a network namespace.
         """
         process = await asyncio.create_subprocess_exec(
+            *within,
             sys.executable,
             "-P",  # without the current directory, which may hold anything
             "-m",

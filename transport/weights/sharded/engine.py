@@ -44,7 +44,7 @@ from transport.weights.versions.copies import Copies
 from transport.wire.addresses import advertised
 
 BUCKET_BYTES = 32 << 20
-IN_FLIGHT = 4
+IN_FLIGHT = 8
 _READ_TIMEOUT_S = 120.0  # of one bucket, retries included
 _LEAST_BUCKET = 4096
 _OPTIONS = EngineOptions()

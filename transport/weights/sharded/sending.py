@@ -40,6 +40,7 @@ class _Stream:
         self.children = outgoing.children
         self.buckets = buckets_of(outgoing.slices, outgoing.dtypes, bucket_bytes)
         self.sent = 0
+        self.turn = 0
 
     @property
     def left(self) -> float:
@@ -63,6 +64,8 @@ class ShardSending:
         self._sender = sender
         self._layout = layout
         self._streams = [_Stream(each, bucket_bytes) for each in outgoing]
+        for at, stream in enumerate(self._streams):  # senders begin with different receivers, so that none waits
+            stream.turn = (at - stream.sender) % len(self._streams)
         self._progress = progress
         self._values: list[Any] = []
         self._arrays: list[Any] = []
@@ -82,7 +85,7 @@ class ShardSending:
         while streams := [each for each in self._streams if each.left and self._alive(each)]:
             seen = self._sender.freed_event()
             unread = {each.children: self._sender.unread(each.children) for each in streams}
-            stream = min(streams, key=lambda each: (unread[each.children], -each.left, each.part))
+            stream = min(streams, key=lambda each: (unread[each.children], -each.left, each.turn))
             lease = None
             if unread[stream.children] < _AHEAD:
                 lease = self._sender.try_reserve(size_of(stream.buckets[stream.sent]), stream.children)

@@ -286,6 +286,8 @@ def _assign(
 
 def _local(piece: Piece, start: Numbers) -> Numbers:
     """The place in the local tensor of an element of the global one."""
+    if start == piece.start:
+        return piece.at
     lead = len(piece.at) - len(start)  # dimensions that only the local tensor has; below 0: that it lacks
     offset = [at - begin for at, begin in zip(start, piece.start, strict=True)]
     if lead >= 0:

@@ -1,0 +1,266 @@
+"""The adapters of vLLM, SGLang and NeMo-RL with models of their interfaces: trainers and workers in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import engine_models
+import numpy as np
+import pytest
+from engine_models import TRAINERS, WORKERS, Model, Training, install_nemo_rl, install_vllm, of_training
+from shard_members import MODEL, checksum_of
+
+from transport.adapters import sglang
+from transport.errors import ProtocolError, SchemaError, UsageError, WeightsError, WeightsTimeoutError
+from transport.weights.sharded.meeting import Meeting, Member, RankShards, described, of_dtensors
+from transport.weights.versions.layout import weights_checksum
+
+pytestmark = pytest.mark.ucx
+
+OPTIONS: dict[str, Any] = {"bucket_bytes": 4096, "address": "127.0.0.1"}
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Meeting:
+    url = f"sqlite:///{tmp_path}/store"
+    return Meeting(store=url, run="test", senders=TRAINERS, receivers=WORKERS, timeout_s=30)
+
+
+def together(*calls: Callable[[], object]) -> list[BaseException | None]:
+    """Run all at once, each in a thread; their errors."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.exception(60) for future in [threads.submit(call) for call in calls]]
+
+
+def serves(model: Model, version: int) -> bool:
+    return weights_checksum(model.parameters) == checksum_of(model.layout, version)
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[ModuleType]:
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    install_vllm(monkeypatch)
+    yield from loaded(monkeypatch, "transport.adapters.vllm")
+
+
+@pytest.fixture
+def nemo_rl(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    install_nemo_rl(monkeypatch)
+    yield from loaded(monkeypatch, "transport.adapters.nemo_rl")
+
+
+def test_vllms_pair_of_engines_updates_every_worker(vllm: Any, meeting: Meeting) -> None:
+    vllm.register()
+    vllm.register()
+    models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
+    workers = [vllm.ShardReceiver(None, None, "cpu", model) for model in models]
+    calls = []
+
+    def init(info: dict[str, Any]) -> None:
+        for worker in workers:
+            worker.init_transfer_engine(vllm.ShardInit(**info))
+
+    def update(info: dict[str, Any]) -> None:
+        errors = together(*(lambda worker=worker: worker.update_weights(info) for worker in workers))
+        assert errors == [None] * WORKERS, errors
+
+    client = SimpleNamespace(
+        init_weight_transfer_engine=init,
+        start_weight_update=lambda: calls.append("start"),
+        update_weights=update,
+        finish_weight_update=lambda: calls.append("finish"),
+    )
+    plain = {name: getattr(meeting, name) for name in meeting.__struct_fields__}
+    info = {"meeting": plain, "shards": "engine_models:of_training", "worker_shards": "engine_models:of_vllm"}
+    trainers = [
+        vllm.ShardTrainer.trainer_init(
+            None,
+            vllm.ShardTrainerInit(**info, options=OPTIONS, worker_options=OPTIONS, rank=rank),
+            client=client,
+            source=trainings[rank],
+        )
+        for rank in range(TRAINERS)
+    ]
+    try:
+        for version in (1, 2):
+            for training in trainings:
+                training.step(version)
+            assert together(*(trainer.send_weights for trainer in trainers)) == [None] * TRAINERS
+            assert all(serves(model, version) for model in models)
+        assert calls == ["start", "finish"] * 2
+    finally:
+        for each in (*trainers, *workers):
+            each.shutdown()
+
+
+def test_sglangs_loader_receives_what_the_address_names(meeting: Meeting) -> None:
+    models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
+    members = [Member(of_training(training), sends=True, **OPTIONS) for training in trainings]
+    try:
+        for version in (1, 2):
+            for training in trainings:
+                training.step(version)
+            # A process of SGLang has one model; here the function's name tells the two apart.
+            tensors = [
+                sglang.address(meeting, f"engine_models:of_model{'' if not rank else '_too'}", version, **OPTIONS)
+                for rank in range(WORKERS)
+            ]
+            engine_models.of_model_too = engine_models.of_model  # type: ignore[attr-defined]
+            loads = [partial(sglang.load, model, [("address", of)]) for model, of in zip(models, tensors, strict=True)]
+            sends = [partial(meeting.update, member, version) for member in members]
+            assert together(*loads, *sends) == [None] * 4
+            assert all(serves(model, version) for model in models)
+        with pytest.raises(ProtocolError, match="give one"):
+            sglang.load(models[0], [])
+        with pytest.raises(ProtocolError, match="weight is not an address"):
+            sglang.load(models[0], [("weight", np.zeros(4, np.uint8))])
+    finally:
+        sglang.close()
+        for member in members:
+            member.close()
+
+
+def test_nemo_rls_engine_computes_the_plan_on_every_worker(nemo_rl: Any) -> None:
+    models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
+    engines = [nemo_rl.ShardedTransport(4096, "engine_models:of_worker", address="127.0.0.1") for _ in range(4)]
+    engine_models.WORKER[:] = [*trainings, *models]
+    try:
+        for version in (1, 2):
+            for training in trainings:
+                training.step(version)
+            metadata = [engine.prepare() for engine in engines]
+            sizes = {"train_world_size": TRAINERS, "rollout_world_size": WORKERS, "metadata": metadata}
+            joins: list[Callable[[], object]] = [
+                *(partial(engines[at].init_policy_process_group, worker_rank=at, **sizes) for at in range(2)),
+                *(partial(engines[2 + at].init_rollout_process_group, rollout_rank=at, **sizes) for at in range(2)),
+            ]
+            assert together(*joins) == [None] * 4
+            got: list[dict[str, Any]] = [{}, {}]
+
+            async def receive(at: int, got: list[dict[str, Any]] = got) -> None:
+                async for batch in engines[2 + at].receive_weight_batches():
+                    got[at] |= dict(batch)
+
+            moves: list[Callable[[], object]] = [
+                *(lambda at=at: asyncio.run(engines[at].send_weights(iter([]))) for at in range(2)),
+                *(lambda at=at: asyncio.run(receive(at)) for at in range(2)),
+            ]
+            assert together(*moves) == [None] * 4
+            for model, tensors in zip(models, got, strict=True):
+                assert weights_checksum(tensors) == checksum_of(model.layout, version)
+            for engine in engines:
+                engine.finalize()
+        with pytest.raises(UsageError, match="1 descriptions for 2 policy and 2"):
+            engines[0].init_policy_process_group(worker_rank=0, **(sizes | {"metadata": metadata[:1]}))
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_rank_that_fails_takes_all_back_to_the_version_before(meeting: Meeting, in_place: bool) -> None:
+    models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
+    senders = [Member(of_training(training), sends=True, **OPTIONS) for training in trainings]
+    receivers = [
+        Member(RankShards(model.rank, model.layout, model.parameters), sends=False, in_place=in_place, **OPTIONS)
+        for model in models
+    ]
+    everyone = [*senders, *receivers]
+
+    def update(version: int) -> list[BaseException | None]:
+        for training in trainings:
+            training.step(version)
+        return together(*(lambda member=member: meeting.update(member, version) for member in everyone))
+
+    try:
+        assert update(1) == [None] * 4
+        assert all(serves(model, 1) for model in models)
+        missing = dict(trainings[1].weights)
+        senders[1].tensors = {name: value for name, value in missing.items() if name != "gate"}
+        errors = update(2)
+        assert isinstance(errors[1], SchemaError)
+        assert all(isinstance(error, WeightsError) for error in (errors[0], *errors[2:]))
+        if in_place:
+            assert all(
+                serves(model, 1) or member.engine.spoilt for model, member in zip(models, receivers, strict=True)
+            )
+        else:
+            assert all(serves(model, 1) for model in models)
+        senders[1].tensors = missing
+        for error in together(lambda: meeting.update(senders[0], 2)):
+            assert isinstance(error, UsageError)
+            assert "version 2 was tried before" in str(error)
+        assert update(3) == [None] * 4
+        assert all(serves(model, 3) for model in models)
+    finally:
+        for member in everyone:
+            member.close()
+
+
+def test_a_rank_that_does_not_come_ends_the_wait(meeting: Meeting) -> None:
+    alone = Meeting(store=meeting.store, run="alone", senders=1, receivers=1, timeout_s=0.5)
+    with (
+        Member(of_training(Training(0)), sends=True, **OPTIONS) as member,
+        pytest.raises(WeightsTimeoutError, match="a rank did not write shards/alone/1/here/r0"),
+    ):
+        alone.update(member, 1)
+
+
+def test_a_function_that_is_none_or_returns_something_else_is_named() -> None:
+    for path in ("nowhere:f", "engine_models", "engine_models:nothing"):
+        with pytest.raises(UsageError, match='give "module:function"'):
+            described(path)
+    with pytest.raises(UsageError, match="returned tuple, expected RankShards"):
+        described("builtins:tuple")
+
+
+class Shard:
+    """torch's placement, as far as it is looked at."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def is_replicate(self) -> bool:
+        return False
+
+
+class Replicate:
+    def is_replicate(self) -> bool:
+        return True
+
+
+def test_dtensors_describe_their_own_shards() -> None:
+    class Tensor:
+        def __init__(self, array: Any, placements: list[Any], at: tuple[int, ...], mesh: tuple[int, ...]) -> None:
+            self.dtype, self.shape, self.placements = f"torch.{array.dtype}", array.shape, placements
+            self.device_mesh = SimpleNamespace(get_coordinate=lambda: at, shape=mesh)
+
+        def to_local(self) -> Any:
+            return SimpleNamespace(detach=lambda: "local")
+
+    array = np.zeros((5, 8), np.float32)
+    layout, found = of_dtensors([("a", Tensor(array, [Shard(0), Shard(1)], (1, 0), (2, 2)))])
+    assert [tuple(piece.box) for piece in layout.tensors[0].pieces] == [((3, 0), (2, 4))]
+    assert found == {"a": "local"}
+    layout, _ = of_dtensors([("a", Tensor(array, [Replicate(), Shard(0)], (1, 3), (2, 4)))])
+    assert layout.tensors == (), "the fourth of four ranks has no row of five"
+    layout, found = of_dtensors([("norm", np.zeros(MODEL["norm"].shape, np.float32))])
+    assert layout.tensors[0].shape == (96,)
+
+    class Partial(Shard): ...
+
+    with pytest.raises(UsageError, match="Shard and Replicate can be sent"):
+        of_dtensors([("a", Tensor(array, [Partial(0)], (0,), (1,)))])

@@ -1,0 +1,256 @@
+"""What the adapters of inference engines share: ranks that send and receive shards without a manager of ours.
+
+    def shards(model) -> RankShards:                     # yours: which rank this is, what it has or wants
+        return RankShards(rank, layout, dict(model.named_parameters()))
+
+    meeting = Meeting("redis://…", "run 7", senders=256, receivers=128)
+    with Member(shards(model), sends=True) as member:    # every trainer rank; on receivers sends=False
+        meeting.update(member, version)
+
+The calls of these engines return nothing to the trainer. So all ranks meet in a store: each writes what `prepare` told
+it, the first sender writes everybody's role. A receiver loads a version when all receivers have landed and proven it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from transport.errors import StoreError, UsageError, WeightsError, WeightsTimeoutError
+from transport.runtime.loop_thread import LoopThread
+from transport.schema import TensorSpec
+from transport.store.base import ABSENT, Store
+from transport.store.open import open_store
+from transport.weights.sharded.engine import ShardEngine
+from transport.weights.sharding import shards
+from transport.weights.sharding.boxes import Box
+from transport.weights.sharding.layouts import Layout, LocalTensor
+
+_LOOK_S = 1.0  # how often a rank that waits for others looks whether one has failed
+
+
+class RankShards(NamedTuple):
+    """A rank: its number among the senders or the receivers, its layout, and its tensors by the layout's names."""
+
+    rank: int
+    layout: Layout
+    tensors: Mapping[str, Any]
+
+
+def described(path: str, *arguments: Any) -> RankShards:
+    """Call a function given as "module:function". UsageError when it returns something else than `RankShards`."""
+    module, _, name = path.partition(":")
+    try:
+        function: Callable[..., RankShards] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f'shards={path!r}: give "module:function" of a function: {error}') from error
+    found = function(*arguments)
+    if not isinstance(found, RankShards):
+        raise UsageError(f"shards={path!r} returned {type(found).__name__}, expected RankShards")
+    return found
+
+
+def of_dtensors(tensors: Iterable[tuple[str, Any]]) -> tuple[Layout, dict[str, Any]]:
+    """The layout and the local tensors of torch's DTensors (FSDP2), and of plain tensors, which every rank has whole.
+
+    Placements are Shard, divided as torch does, and Replicate; UsageError for others.
+    """
+    local, found = [], {}
+    for name, tensor in tensors:
+        spec = TensorSpec(name, str(tensor.dtype).rpartition(".")[2], tuple(tensor.shape))
+        placements = getattr(tensor, "placements", None)
+        if placements is None:
+            local.append(shards.whole(spec))
+            found[name] = tensor.detach() if hasattr(tensor, "detach") else tensor
+            continue
+        start, size = [0] * len(spec.shape), list(spec.shape)
+        for placement, rank, world in zip(
+            placements, tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, strict=True
+        ):
+            if placement.is_replicate():
+                continue
+            if type(placement).__name__ != "Shard":
+                raise UsageError(f"{name}: placement {placement}; Shard and Replicate can be sent")
+            step = -(-size[placement.dim] // world)
+            begin = min(rank * step, size[placement.dim])
+            start[placement.dim] += begin
+            size[placement.dim] = min(step, size[placement.dim] - begin)
+        part: LocalTensor = shards.box(spec, Box(tuple(start), tuple(size)))
+        if math.prod(size):
+            local.append(part)
+            found[name] = tensor.to_local().detach()
+    return Layout.of(local), found
+
+
+class Member:
+    """One rank's engine, on a loop of its own. All methods block; one thread at a time."""
+
+    def __init__(self, rank: RankShards, *, sends: bool, in_place: bool = False, **options: Any) -> None:
+        """``options``: of `ShardEngine`. ``in_place``: versions land in ``rank.tensors``."""
+        self.rank = rank.rank
+        self.sends = sends
+        self.tensors = rank.tensors
+        self.name = f"{'sender' if sends else 'receiver'} {rank.rank}"
+        if in_place:
+            options["in_place"] = rank.tensors
+        self.engine = ShardEngine(self.name, rank.layout, **options)
+        self._loading = False  # a load has begun and is not complete
+        self._loop = LoopThread(f"weights of {self.name}")
+
+    def run(self, coroutine: Any, timeout_s: float | None = None) -> Any:
+        """Run a coroutine of the engine."""
+        return self._loop.run(coroutine, timeout_s)
+
+    def transfer(self, version: int, timeout_s: float) -> None:
+        """Send or receive a version."""
+        if self.sends:
+            self.run(self.engine.send_weights(self.tensors, version), timeout_s)
+        else:
+            self.run(self.engine.receive(version), timeout_s)
+
+    def arrays(self) -> dict[str, Any]:
+        """The tensors of the version that was received last."""
+        held = self.engine.held
+        return {} if held is None else dict(self.engine.arrays(held))
+
+    def load(self) -> None:
+        """Copy the version into ``rank.tensors``; nothing to do where it landed in them."""
+        if self.engine.in_place:
+            return
+        self._loading = True
+        for name, array in self.arrays().items():
+            target = self.tensors[name]
+            if hasattr(target, "copy_"):  # torch
+                import torch
+
+                with torch.no_grad():
+                    target.copy_(array if isinstance(array, torch.Tensor) else _tensor(torch, array))
+            else:
+                target[...] = array
+        self._loading = False
+
+    def back(self, first: BaseException) -> None:
+        """Return to the version before, after ``first``; in place there is none. An error becomes a note of it."""
+        if self.engine.in_place:
+            self.engine.spoil()
+            return
+        self.engine.revert()
+        try:
+            if self._loading:
+                self.load()
+        except Exception as error:
+            first.add_note(f"{self.name}: the version before was not loaded: {type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Release everything. Idempotent."""
+        if not self._loop.closed:
+            try:
+                self.run(self.engine.close())
+            finally:
+                self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _tensor(torch: Any, array: Any) -> Any:
+    """A numpy array as torch's tensor; dtypes that numpy lacks go by their bits."""
+    name = array.dtype.name
+    if name.startswith(("bfloat16", "float8")):
+        bits = array.view("uint16" if name == "bfloat16" else "uint8").copy()
+        return torch.from_numpy(bits).view(getattr(torch, name))
+    return torch.from_numpy(array.copy())
+
+
+class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the ranks of a run meet.
+
+    store: URL of a store that all ranks reach. run: a name that no other run uses there.
+    timeout_s: of each wait for another rank, and of the transfer.
+    """
+
+    store: str
+    run: str
+    senders: int
+    receivers: int
+    timeout_s: float = 600.0
+
+    def update(self, member: Member, version: int) -> None:
+        """Send or receive a version, together with all other ranks; a receiver has loaded it afterwards.
+
+        After a failure a receiver has the version before, except where versions land in place. No version number is
+        used twice, not even after a failure: the records of the attempt before would mislead.
+
+        Raises:
+            WeightsTimeoutError: a rank did not come. WeightsError: another rank failed.
+            UsageError: the number was used before.
+            Exception: what failed here; the others are told.
+        """
+        before = member.engine.held
+        with open_store(self.store) as store:
+            metadata = msgspec.json.encode(member.run(member.engine.prepare()))
+            try:
+                here = self._key(version, "here", member)
+                if store.compare_and_set(here, metadata, ABSENT, lease_s=2 * self.timeout_s) is None:
+                    raise UsageError(f"{member.name}: version {version} was tried before; give the next number")
+                try:
+                    self._together(store, member, version)
+                except BaseException as error:
+                    text = f"{member.name}: {type(error).__name__}: {error}"[:2000]
+                    with contextlib.suppress(StoreError):  # then the others wait until their time is over
+                        store.put(self._name(version, "failed"), text.encode(), lease_s=2 * self.timeout_s)
+                    if member.engine.held is not before:
+                        member.back(error)
+                    raise
+            finally:
+                member.run(member.engine.finalize())
+
+    def _together(self, store: Store, member: Member, version: int) -> None:
+        if member.sends and member.rank == 0:
+            everybody = [msgspec.json.decode(self._wait(store, version, key)) for key in self._keys(version, "here")]
+            actor, rollout = ShardEngine.build_topology(self.senders, self.receivers, everybody)
+            for key, role in zip(self._keys(version, "role"), [*actor["roles"], *rollout["roles"]], strict=True):
+                store.put(key, msgspec.json.encode(role), lease_s=2 * self.timeout_s)
+            store.delete(self._name(version - 1, "done"))
+        role = msgspec.json.decode(self._wait(store, version, self._key(version, "role", member)))
+        member.run(member.engine.init_process_group(roles=role), self.timeout_s)
+        member.transfer(version, self.timeout_s)
+        done = self._name(version, "done")
+        store.add(done)
+        everyone = self.senders + self.receivers
+        self._wait(store, version, done, lambda value: int(value) == everyone)  # else an engine would have a part of it
+        if not member.sends:
+            member.load()
+
+    def _wait(self, store: Store, version: int, key: str, enough: Callable[[bytes], bool] = bool) -> bytes:
+        """The record, once it is there and enough. WeightsError when a rank has failed meanwhile."""
+        begun = time.monotonic()
+        seen = ABSENT
+        while (left := begun + self.timeout_s - time.monotonic()) > 0:
+            entry = store.watch(key, seen, min(left, _LOOK_S))
+            if entry is not None and enough(entry.value):
+                return entry.value
+            seen = ABSENT if entry is None else entry.version
+            failed = store.get(self._name(version, "failed"))
+            if failed is not None:
+                raise WeightsError(f"v{version}: {failed.value.decode(errors='replace')}")
+        raise WeightsTimeoutError(f"timeout: a rank did not write {key} in {self.timeout_s:g} s")
+
+    def _key(self, version: int, what: str, member: Member) -> str:
+        return self._name(version, f"{what}/{'s' if member.sends else 'r'}{member.rank}")
+
+    def _keys(self, version: int, what: str) -> list[str]:
+        senders = [self._name(version, f"{what}/s{rank}") for rank in range(self.senders)]
+        return senders + [self._name(version, f"{what}/r{rank}") for rank in range(self.receivers)]
+
+    def _name(self, version: int, what: str) -> str:
+        return f"shards/{self.run}/{version}/{what}"
