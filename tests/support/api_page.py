@@ -32,14 +32,28 @@ _PARTS = {f"transport.ring.{part}" for part in ("life", "reading", "attachment")
 
 def page() -> str:
     """The whole page."""
-    parts = [HEAD]
-    parts += [_section(name, getattr(transport, name)) for name in sorted(transport.__all__)]
+    parts = [HEAD, *(_section(title, thing) for title, thing in public()), _errors()]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """What is public: its title on the page, and the thing itself."""
+    yield from ((name, getattr(transport, name)) for name in sorted(transport.__all__))
     modules = [(prefetch, ("FetchedBatch", "FetchedItem"))]
     modules += [(module, tuple(module.__all__)) for module in (queue, store, rendezvous, cooldown, testing)]
     for module, names in (*modules, (trace, ("Trace", "merge")), (config, ("load", "configuration"))):
-        parts += [_section(f"{module.__name__}.{name}", getattr(module, name)) for name in names]
-    parts.append(_errors())
-    return "\n".join(parts).rstrip() + "\n"
+        yield from ((f"{module.__name__}.{name}", getattr(module, name)) for name in names)
+
+
+def public_calls() -> Iterator[tuple[str, str]]:
+    """Title and name of every public call; a class that is made by a call of its own has one named like itself."""
+    for title, thing in public():
+        if inspect.isclass(thing):
+            if "__init__" in vars(thing):
+                yield title, title.rpartition(".")[2]
+            yield from ((title, name) for name, member in _members(thing) if not isinstance(member, property))
+        elif callable(thing):
+            yield title, title.rpartition(".")[2]
 
 
 class _Raw:

@@ -29,12 +29,16 @@ from transport.devices.targets import Target
 from transport.errors import ClosedError, StaleSlotError, TransportError
 from transport.ring.packing import check_destination
 from transport.runtime.arguments import at_least, seconds, several
+from transport.runtime.needs_loop import check_place
 from transport.settings import Settings
 from transport.store.directory import MAY_HAVE_MOVED, Finder
 from transport.ticket import Ticket
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)
+
+
+_ELSEWHERE = "make one there, or use BlockingClient, which any thread may call"
 
 
 class Reading:
@@ -53,12 +57,20 @@ class Reading:
     _deliveries: Deliveries
     _counts: dict[str, int]
     _closed: bool
+    _pid: int
+
+    def _check_open(self) -> None:
+        """Raise unless the client is open, and called where it belongs."""
+        if self._closed:
+            raise ClosedError("this client is closed")
+        check_place(self._loop, self._pid, "this client", _ELSEWHERE)
 
     # --- one ----------------------------------------------------------------------------------------
     async def _fetch(
         self, ticket: Ticket | str | bytes, out: Any = None, rank: int = 0, timeout: float | None = None
     ) -> ReceivedPayload:
         """`read`, but for handing it over."""
+        self._check_open()
         ticket = Ticket.of(ticket)
         if self._trace is None:
             return await self._read(ticket, out, rank, self._deadline(timeout))
@@ -136,6 +148,7 @@ class Reading:
         self, tickets: Iterable[Ticket | str | bytes], rank: int, timeout: float | None, concurrency: int = CONCURRENCY
     ) -> AsyncGenerator[ReadOutcome, None]:
         """`read_many`, but for handing over."""
+        self._check_open()
         deadline = self._deadline(timeout)
         concurrency = at_least(1, concurrency, "concurrency")  # with none, no task would read the payloads
         listed = several(tickets, object, "read_many()", "several tickets, in a list")

@@ -29,6 +29,7 @@ from transport.errors import (
     RunError,
     TransportError,
 )
+from transport.runtime.explaining import explained_calls
 from transport.runtime.progress import Progress, silent
 from transport.store.base import ABSENT, Store
 
@@ -62,6 +63,7 @@ class Taken(NamedTuple):
     record: EpochRecord
 
 
+@explained_calls
 class CooldownClient:
     """One client of a run. One loop; one cooldown at a time.
 

@@ -49,6 +49,7 @@ from transport.errors import (
     RunError,
     UsageError,
 )
+from transport.runtime.explaining import explained, explained_calls
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class StoredCoordinator:
         return due
 
 
+@explained_calls
 class CooldownHost:
     """The coordinator: opens epochs and runs the cooldown of each. One loop.
 
@@ -260,6 +262,7 @@ def outcome_path(run: str, epoch: int) -> str:
     return f"{outcomes_folder(run)}/{epoch:012d}.json"
 
 
+@explained
 def recorded_outcomes(destination: Destination, run: str) -> dict[int, EpochRecord]:
     """The ended epochs as recorded at the destination, for use when the store is lost. Blocks.
 

@@ -28,6 +28,7 @@ from transport.cooldown.epochs.records import (
 )
 from transport.cooldown.epochs.stop import Stop
 from transport.errors import CheckpointDamagedError, DestinationError, NoCheckpointError
+from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
 
 
@@ -78,6 +79,7 @@ class Restored(NamedTuple):
     manifest: Manifest
 
 
+@explained
 def restore(
     record: EpochRecord, destination: Destination, into: Path, *, stop: Stop | None = None, progress: Progress = silent
 ) -> Restored:

@@ -23,7 +23,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -52,7 +52,8 @@ from transport.packer.session import PackerSession, TicketLike, check_shared, fe
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
 from transport.queue.found import FoundRings
-from transport.runtime.arguments import expect, several, whole
+from transport.runtime.arguments import expect, several, waiting, whole
+from transport.runtime.explaining import explained
 from transport.runtime.loop_thread import LoopThread
 from transport.runtime.progress import Progress, bar, silent
 from transport.schema import Schema
@@ -78,6 +79,7 @@ class UCXXDataPackerMixin(WithBlock):
     _ucxx: PackerSession | None = None
 
     # --- life ---------------------------------------------------------------------------------------
+    @explained
     def setup_ucxx_packer(
         self,
         *,
@@ -129,22 +131,31 @@ class UCXXDataPackerMixin(WithBlock):
             client = msgspec.structs.replace(client, secret=operator.secret())
         settings = operator.settings if settings is None else settings
         name = consumer or f"{socket.gethostname()}:{os.getpid()}"
-        thread = LoopThread("transport data packer")
-        try:
-            reader = thread.run(make_client(schemas, wire, settings, client))
-        except BaseException:
-            thread.close()
-            raise
-        own = queue is None
-        queue = FoundRings() if queue is None else queue
-        queue.connect(thread, reader, schemas)
-        claims = ClaimBook(queue, rank, name, ack, settings, max_policy_age)
         record = consumed if consumed is not None else ConsumedRecord(settings)
-        shown = contextlib.ExitStack()
-        show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
-        self._ucxx = PackerSession(reader, thread, settings, rank, claims, record, show, shown, queue, own)
-        self._ucxx.warm_up(client.directory, None if own else queue)
+        own = queue is None
+        begun: list[Callable[[], object]] = []  # what undoes it; made before it is
         try:
+            begun.append(lambda: thread.close())
+            thread = LoopThread("transport data packer")
+            begun.append(lambda: thread.run(reader.close()))
+            reader = thread.run(make_client(schemas, wire, settings, client))
+            if queue is None:
+                begun.append(lambda: found.close())
+                queue = found = FoundRings()
+            begun.append(lambda: queue.disconnect(reader))
+            queue.connect(thread, reader, schemas)
+            claims = ClaimBook(queue, rank, name, ack, settings, max_policy_age)
+            shown = contextlib.ExitStack()
+            begun.append(shown.close)
+            show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
+            self._ucxx = PackerSession(reader, thread, settings, rank, claims, record, show, shown, queue, own)
+        except BaseException:  # an interrupt, too
+            for undo in reversed(begun):
+                with contextlib.suppress(NameError):  # it had not begun
+                    undo()
+            raise
+        try:
+            self._ucxx.warm_up(client.directory, None if own else queue)
             exporter = configured_exporter(operator)
         except BaseException:
             self.cleanup_ucxx_packer()
@@ -206,11 +217,13 @@ class UCXXDataPackerMixin(WithBlock):
         packer.claims.give_back([item.claim for item in batch.items if item.claim is not None], reason)
 
     # --- prefetch -----------------------------------------------------------------------------------
+    @explained
     def start_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background. Raises UsageError if the previous one is not collected."""
         packer = self._packer
         self._start(packer, packer.prefetch.start(fetchable(items, "start_prefetch")))
 
+    @explained
     def defer_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background as soon as the previous one is collected; now if there is none."""
         packer = self._packer
@@ -225,6 +238,7 @@ class UCXXDataPackerMixin(WithBlock):
     def wait_prefetch(self, timeout: float | None = None) -> bool:
         """Wait until the batch is complete; False after ``timeout`` seconds, or if nothing is being fetched."""
         packer = self._packer
+        timeout = waiting(timeout, "timeout of wait_prefetch()")
         if packer.fetching is None:
             return False
         concurrent.futures.wait([packer.fetching], timeout)
@@ -241,10 +255,11 @@ class UCXXDataPackerMixin(WithBlock):
         missing); the claims are then back in the queue.
         """
         packer = self._packer
+        longest = waiting(timeout, "timeout of collect_prefetch()")
         if packer.fetching is None:
             return None
         fetching = packer.fetching
-        concurrent.futures.wait([fetching], timeout)
+        concurrent.futures.wait([fetching], longest)
         if not fetching.done():
             raise TimeoutError(
                 f"batch not complete after {timeout} s; fetching continues, call collect_prefetch() again"
@@ -276,7 +291,11 @@ class UCXXDataPackerMixin(WithBlock):
         Raises StaleSlotError if the payload was already consumed, or another trainer has claimed it.
         """
         if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
-            return super().get_policy_input(item, *arguments, **named)  # type: ignore[misc]  # the packer mixed with
+            of_the_base = getattr(super(), "get_policy_input", None)  # of the packer mixed with
+            if of_the_base is None:
+                expect(item, (Ticket, Claim, bytes), "get_policy_input()", "a Ticket, a Claim, or a Ticket as bytes")
+                raise UsageError("get_policy_input() got bytes that are no ticket: give those of Ticket.encode()")
+            return of_the_base(item, *arguments, **named)
         packer = self._packer
         ticket, claim = resolved(item)
         payload = packer.trained.get(ticket.identity)
@@ -299,6 +318,7 @@ class UCXXDataPackerMixin(WithBlock):
             payload = consumed[0]
         return self.payload_to_policy_input(payload, *arguments, **named)
 
+    @explained
     def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
         """The policy's input from a payload; override it. Default: its arrays by name."""
         return dict(payload)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from transport.client.acknowledgements import Identity
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.payload import ClientStatistics, ReceivedPayload
+from transport.errors import ClosedError
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
@@ -138,10 +139,11 @@ class PackerSession:
 
     def _close_client(self) -> None:
         if not self.thread.closed:
-            try:
-                self.thread.run(self.client.close())
-            finally:
-                self.thread.run(self._end_client())
+            with contextlib.suppress(ClosedError):  # another thread closes it, and was faster
+                try:
+                    self.thread.run(self.client.close())
+                finally:
+                    self.thread.run(self._end_client())
 
     async def _end_client(self) -> None:
         self.client.end()

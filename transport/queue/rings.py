@@ -38,6 +38,7 @@ from transport.queue.base import (
 )
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 from transport.ring.claimed import ClaimedPayload
+from transport.runtime.explaining import explained_calls
 from transport.settings import DEFAULTS
 
 _SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
@@ -50,6 +51,7 @@ _ENDINGS: Final = {
 _COUNTED: Final = ("ready", "claimed", "arrived", "done", "discarded", "dead", "lost", "retried", "expired", "aged")
 
 
+@explained_calls
 class RingQueue(TicketQueue):
     """A queue over rings that this process is attached to, as their writer or as a reader. They stay the caller's.
 

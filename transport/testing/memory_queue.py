@@ -27,6 +27,7 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
+from transport.runtime.explaining import explained_calls
 
 MAX_READERS: Final = 16
 _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes nobody
@@ -69,6 +70,7 @@ class _Contents:
         self.sequence = itertools.count(1)
 
 
+@explained_calls
 class MemoryQueue(TicketQueue):
     """A queue in this process's memory.
 

@@ -13,9 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from transport.cooldown.destinations.base import PIECE, Destination, Writer
+from transport.cooldown.destinations.base import PIECE, Destination, Writer, within
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError, MissingDependencyError, TransportError
+from transport.runtime.arguments import expect
 from transport.runtime.installing import install
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class Bucket(Destination):
 
     def put(self, path: str, data: bytes) -> None:
         """See `Destination`."""
+        expect(data, bytes, "data of put()", "bytes")
         with self._translated("create", path):
             self._fs.pipe_file(self._at(path), data)
 
@@ -134,6 +136,7 @@ class Bucket(Destination):
 
     @contextlib.contextmanager
     def _translated(self, operation: str, path: str) -> Iterator[None]:
+        within(path, root=operation in ("list", "close the connections of"))
         try:
             yield
         except TransportError:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from transport.cooldown.destinations.base import Destination, folder_of, normalise
 from transport.cooldown.destinations.bucket import Bucket
 from transport.cooldown.destinations.folder import Folder
+from transport.runtime.explaining import explained
 
 
+@explained
 def open_destination(url: str) -> Destination:
     """Open the destination of a URL. Nothing is read or written yet, except by a service's package when it starts.
 

@@ -22,6 +22,7 @@ from transport.cooldown.epochs.records import (
     encode,
 )
 from transport.errors import NoCheckpointError, StoreUnavailableError, StoreUnsuitableError
+from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Change, Store
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 PREFIX: Final = "cooldown/"
 
 
+@explained_calls
 class Ledger:
     """One run's epochs. Raises the store's errors, and StoreUnsuitableError for values that are not these records."""
 
