@@ -242,6 +242,10 @@ model-full: ## the same with the largest configurations besides
 pictures: $(VENV)/installed ## docs/top.svg, docs/doctor.svg and docs/trace.png, of real runs
 	@$(BIN)/python benchmarks/pictures.py
 
+.PHONY: misuse
+misuse: $(VENV)/installed ## every public call misused in every way: wrong arguments, ends, forks, cancelled, interrupted at every line
+	@MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP tests/misuse --timeout 1200
+
 .PHONY: teardown
 teardown: $(VENV)/installed ## started and stopped with reads in flight: 1000 times in a process, 200 times as processes
 	@mkdir -p build && $(BIN)/python benchmarks/teardown --json build/teardown.json

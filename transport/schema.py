@@ -209,6 +209,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
         Values of other kinds become arrays by `payload.describe_exact`. SchemaError for them here.
         """
+        if not isinstance(arrays, Mapping):
+            raise SchemaError(f"from_arrays() got {_short(arrays)}: give a mapping of names to numpy arrays")
         for name, array in arrays.items():
             if not isinstance(array, np.ndarray):
                 raise SchemaError(f"{name}: expected a numpy array, got {type(array).__name__}")
@@ -261,9 +263,13 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         """
         if not lengths and not self.ragged:
             return self._fixed_layout
+        if not isinstance(lengths, tuple | list):
+            raise SchemaError(f"lengths is {_short(lengths)}: give a tuple of whole numbers")
         if len(lengths) != len(self.ragged):
             raise SchemaError(f"expected {len(self.ragged)} lengths, one for each ragged tensor, got {len(lengths)}")
         for spec, length in zip(self.ragged, lengths, strict=True):
+            if not hasattr(length, "__index__"):
+                raise SchemaError(f"{spec.name}: {_short(length)} is no length: give a whole number")
             if not 0 <= length <= spec.shape[0]:
                 raise SchemaError(f"{spec.name}: expected a length of 0..{spec.shape[0]}, got {length}")
         return self._place(lengths)
@@ -298,6 +304,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     @classmethod
     def decode(cls, data: bytes) -> Schema:
         """The schema that `encode` made these bytes of. SchemaError for anything else."""
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise SchemaError(f"{_short(data)} is no schema: give the bytes of encode()")
         if len(data) <= _REMEMBERED_BYTES:
             return _remembered(bytes(data))
         _check_size(data)
@@ -310,6 +318,8 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     @classmethod
     def from_json(cls, text: str | bytes) -> Schema:
         """The schema in this JSON; `ragged` may be left out. SchemaError says which part is wrong."""
+        if not isinstance(text, str | bytes):
+            raise SchemaError(f"{_short(text)} is no JSON: give text or bytes")
         _check_size(text)
         try:
             return _decode_json(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import msgspec
 
 from transport.errors import ConfigurationError
@@ -59,6 +61,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def read_timeout(self, size: int) -> float:
         """Longest time one attempt at a payload of ``size`` bytes may take."""
+        try:
+            size = operator.index(size)
+        except TypeError:
+            raise ConfigurationError(
+                f"a payload's size is a whole number of bytes, not a {type(size).__name__}"
+            ) from None
         return self.read_timeout_s + size / self.read_slowest_rate
 
     def validate(self) -> Settings:

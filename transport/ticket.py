@@ -184,6 +184,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise SchemaError(
                 f"the ticket of payload {self.name} contains no schema; pass the schema it was written with"
             )
+        if not isinstance(schema, Schema):
+            raise SchemaError(f"layout() got {type(schema).__name__}: give the Schema of its writer")
         return self._layout_by(schema)
 
     def fields(self, schema: Schema | None = None) -> tuple[Placement, ...]:
@@ -222,6 +224,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     @staticmethod
     def head_of(place: tuple[str, str, str, tuple[str, ...], tuple[int, ...]]) -> bytes:
         """How `encode` begins for every ticket with this ring, segment, host, addresses and ports."""
+        if not isinstance(place, tuple) or len(place) != 5:
+            raise TicketError("give a tuple of ring, segment, host, addresses and ports")
         _check_place(*place[:4])
         count = len(_Row.__struct_fields__)  # an array of more than 15
         return b"".join((_PREFIX, b"\xdc", count.to_bytes(2, "big"), *map(_encode, place)))

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import gc
-import linecache
-import sys
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from helpers import segment_file
+from interrupted_lines import interrupted
 
-import transport
 from transport import SharedRingBuffer, UCXXServer
 from transport.client.blocking import BlockingClient
 from transport.server.server import _Thread
@@ -24,45 +19,6 @@ pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{warning}")
     for warning in ("RuntimeWarning", "ResourceWarning", "pytest.PytestUnraisableExceptionWarning")
 ]
-HERE = str(Path(transport.__file__).parent)
-
-
-class Interrupted(BaseException):
-    """As Ctrl-C."""
-
-
-def interrupted(at: int, action: Callable[[], object]) -> bool:
-    """Whether ``action`` came to its ``at``-th line, in whose place it was interrupted.
-
-    Passed over are destructors, where an interrupt is lost, and a `with` that is left, where none can come between its
-    block and its end.
-    """
-    seen = 0
-    entered: set[tuple[int, int]] = set()
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal seen
-        if not frame.f_code.co_filename.startswith(HERE) or frame.f_code.co_name == "__del__":
-            return None
-        place = (id(frame), frame.f_lineno)
-        statement = linecache.getline(frame.f_code.co_filename, frame.f_lineno).split(maxsplit=1)[:1]
-        if event == "line" and not (statement == ["with"] and place in entered):
-            entered.add(place)
-            seen += 1
-            if seen == at:
-                sys.settrace(None)
-                raise Interrupted
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    except Interrupted:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def threads() -> set[str]:

@@ -15,7 +15,10 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from transport import errors
+import transport
+from transport import config, cooldown, errors, queue, rendezvous, store, testing
+from transport.client import trace
+from transport.packer import prefetch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -212,6 +215,26 @@ def described() -> set[tuple[str, str]]:
         for module, _, words in (group.partition(": ") for group in groups)
         for each in words.split()
     }
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """What is public: its title on the page, and the thing itself."""
+    yield from ((name, getattr(transport, name)) for name in sorted(transport.__all__))
+    modules = [(prefetch, ("FetchedBatch", "FetchedItem"))]
+    modules += [(module, tuple(module.__all__)) for module in (queue, store, rendezvous, cooldown, testing)]
+    for module, names in (*modules, (trace, ("Trace", "merge")), (config, ("load", "configuration"))):
+        yield from ((f"{module.__name__}.{name}", getattr(module, name)) for name in names)
+
+
+def public_calls() -> Iterator[tuple[str, str]]:
+    """Title and name of every public call; a class that is made by a call of its own has one named like itself."""
+    for title, thing in public():
+        if inspect.isclass(thing):
+            if "__init__" in vars(thing):
+                yield title, title.rpartition(".")[2]
+            yield from ((title, name) for name, member in _members(thing, title) if not isinstance(member, property))
+        elif callable(thing):
+            yield title, title.rpartition(".")[2]
 
 
 class _Raw:

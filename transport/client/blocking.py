@@ -12,9 +12,10 @@ from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
 from transport.client.taking import MOST_BYTES
 from transport.client.trace import Trace
-from transport.errors import UsageError
+from transport.errors import ClosedError, UsageError
 from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES, PayloadBatch
+from transport.runtime.explaining import explained
 from transport.runtime.loop_thread import AtExit, LoopThread
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
@@ -115,6 +116,7 @@ class BlockingClient:
             if not self._thread.closed:
                 self._thread.run(_finish(outcomes))
 
+    @explained
     def take_batch(
         self,
         address: str,
@@ -171,10 +173,12 @@ class BlockingClient:
             )
         )
 
+    @explained
     def consume(self, batch: TakenBatch, which: Sequence[int] | None = None) -> Verdicts:
         """See `TakenBatch.consume`."""
         return self._thread.run(batch.consume(which))
 
+    @explained
     def give_back(self, batch: TakenBatch, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
         """See `TakenBatch.give_back`."""
         return self._thread.run(batch.give_back(which, delay_s))
@@ -204,6 +208,7 @@ class BlockingClient:
             stack.callback(self._at_exit.cancel)
             stack.callback(self._thread.close)  # also where an earlier call was interrupted in it
             if not self._thread.closed:
+                stack.enter_context(contextlib.suppress(ClosedError))  # another thread closes it, and was faster
                 stack.callback(lambda: self._thread.run(_call(self._client.end)))  # also where `close` is interrupted
                 self._thread.run(self._client.close())
 

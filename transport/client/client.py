@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any, Literal, NoReturn, Self, Unpack
@@ -31,7 +32,8 @@ from transport.errors import ClosedError, UsageError
 from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES
 from transport.runtime.arguments import expect, several
-from transport.runtime.needs_loop import NeedsLoop, running_loop
+from transport.runtime.explaining import explained
+from transport.runtime.needs_loop import NeedsLoop, check_place, running_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory, Finder
@@ -115,6 +117,7 @@ class UCXXClient(Reading, NeedsLoop):
         self._warming = Warming(self._links, self._settings, self._wires, self._maps, port_of, self._buffers)
         self._counts = dict.fromkeys(("stale", "failed_reads"), 0)
         self._closed = False
+        self._pid = os.getpid()
         self._closing: asyncio.Task[None] | None = None
         self._status = StatusSocket(self._loop, self.statistics)
 
@@ -139,8 +142,7 @@ class UCXXClient(Reading, NeedsLoop):
         Raises:
             UsageError: neither a ticket nor an address.
         """
-        if self._closed:
-            raise ClosedError("this client is closed")
+        self._check_open()
         return await self._warming.warm(places)
 
     # --- reading ------------------------------------------------------------------------------------
@@ -230,8 +232,7 @@ class UCXXClient(Reading, NeedsLoop):
             BusyError: the listener is shutting down, or this client has more demands or claims than it may.
             LinkError kinds: no connection, or it broke and the claims of its payloads have ended.
         """
-        if self._closed:
-            raise ClosedError("this client is closed")
+        self._check_open()
         link = await self._taking.link(port_of(address))
         return await link.take(
             n,
@@ -244,6 +245,7 @@ class UCXXClient(Reading, NeedsLoop):
             fields=fields,
         )
 
+    @explained
     async def take_batch(
         self,
         address: str,
@@ -286,6 +288,7 @@ class UCXXClient(Reading, NeedsLoop):
         )
         return await taken_in_place(plan, take, wait_s)
 
+    @explained
     def _batch_plan(
         self, address: str, n: int, schema: Schema | None, shape: ShapeArguments, **demand: Any
     ) -> tuple[Plan, Taker]:
@@ -294,8 +297,7 @@ class UCXXClient(Reading, NeedsLoop):
         plan = Plan(schema, self._taking.schemas, self._verify, shape)
 
         async def take(wait_s: float, verify: bool) -> TakenBatch:
-            if self._closed:
-                raise ClosedError("this client is closed")
+            self._check_open()
             link = await self._taking.link(port)
             return await link.take(n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand)
 
@@ -308,6 +310,7 @@ class UCXXClient(Reading, NeedsLoop):
             raise ClosedError("this client is closed")
         return self._taking
 
+    @explained
     def allows(self, wire: Wire) -> bool:
         """Whether the policy lets this wire carry payloads."""
         return self._allows(wire)
@@ -316,6 +319,7 @@ class UCXXClient(Reading, NeedsLoop):
         """Whether the policy lets anything but the mapping carry payloads."""
         return self._wires is None or bool(self._wires - {"mapped"})
 
+    @explained
     def hand_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
         """A payload that came without a read, as `read` returns it. Its claim's end is its acknowledgement."""
         begun = time.monotonic()
@@ -344,6 +348,7 @@ class UCXXClient(Reading, NeedsLoop):
 
         Raises what `read` raises where the ring cannot be reached.
         """
+        self._check_open()
         ticket = Ticket.of(ticket)
         fate = await self.state(ticket, timeout=timeout)
         if fate is SlotFate.GONE:
@@ -358,6 +363,7 @@ class UCXXClient(Reading, NeedsLoop):
 
     async def state(self, ticket: Ticket | str | bytes, rank: int = 0, timeout: float | None = None) -> SlotFate:
         """What became of a payload, for a rank: readable, consumed by it, or gone. Raises as `discard` does."""
+        self._check_open()
         ticket = Ticket.of(ticket)
         ticket.check_rank(rank)
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
@@ -393,8 +399,12 @@ class UCXXClient(Reading, NeedsLoop):
         """Send the last acknowledgements and close every link. Reads under way fail with ClosedError. Idempotent.
 
         It goes on where it is cancelled; called again, it waits for the same end. When the loop ends first, everything
-        is closed at once, and what was not acknowledged by then is not.
+        is closed at once, and what was not acknowledged by then is not. Nothing in a forked child: the client is its
+        parent's. UsageError in another loop.
         """
+        if os.getpid() != self._pid:
+            return
+        check_place(self._loop, self._pid, "this client", "close it in its own")
         if self._closing is None:
             self._closed = self._deliveries.closed = True
             self._closing = self._loop.create_task(self._close(), name="transport client closes")

@@ -31,12 +31,16 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
 from transport.ring.parts import PayloadPart, field_names
 from transport.runtime.arguments import at_least, seconds, several
+from transport.runtime.needs_loop import check_place
 from transport.settings import Settings
 from transport.store.directory import MAY_HAVE_MOVED, Finder
 from transport.ticket import Ticket
 from transport.wires import Wire
 
 log = logging.getLogger(__name__)
+
+
+_ELSEWHERE = "make one there, or use BlockingClient, which any thread may call"
 
 
 class Reading:
@@ -55,6 +59,13 @@ class Reading:
     _deliveries: Deliveries
     _counts: dict[str, int]
     _closed: bool
+    _pid: int
+
+    def _check_open(self) -> None:
+        """Raise unless the client is open, and called where it belongs."""
+        if self._closed:
+            raise ClosedError("this client is closed")
+        check_place(self._loop, self._pid, "this client", _ELSEWHERE)
 
     # --- one ----------------------------------------------------------------------------------------
     async def _fetch(
@@ -66,6 +77,7 @@ class Reading:
         fields: Sequence[str] | None = None,
     ) -> ReceivedPayload:
         """`read`, but for handing it over."""
+        self._check_open()
         ticket = Ticket.of(ticket)
         wanted = None if fields is None else field_names(fields)
         if wanted is not None and out is not None:
@@ -179,6 +191,7 @@ class Reading:
         fields: Sequence[str] | None = None,
     ) -> AsyncGenerator[ReadOutcome, None]:
         """`read_many`, but for handing over."""
+        self._check_open()
         wanted = None if fields is None else field_names(fields)
         deadline = self._deadline(timeout)
         concurrency = at_least(1, concurrency, "concurrency")  # with none, no task would read the payloads

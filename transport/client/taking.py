@@ -34,6 +34,8 @@ from transport.errors import (
     VersionMismatchError,
 )
 from transport.ring.parts import field_names, part_of
+from transport.runtime.arguments import expect
+from transport.runtime.explaining import explained
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, Verdicts, apart, parsed
@@ -69,6 +71,7 @@ def _selected(positions: Sequence[int]) -> slice | list[int]:
 
 def port_of(address: str) -> PortKey:
     """(host, port) of "host:port". Raises UsageError."""
+    expect(address, str, "the address", "text, host:port")
     host, colon, number = address.rpartition(":")
     if not colon or not host or not number.isdecimal() or not 0 < int(number) < 1 << 16:
         raise UsageError(f"{address!r} is not host:port")
@@ -127,6 +130,7 @@ class TakeLink:
         return self._closed or not self.link.usable
 
     # --- taking -------------------------------------------------------------------------------------
+    @explained
     async def take(
         self,
         n: int,

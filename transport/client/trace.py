@@ -20,6 +20,8 @@ from typing import Any, Final, Self, TextIO
 
 import msgspec
 
+from transport.errors import UsageError
+from transport.runtime.explaining import explained, explained_calls
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ def key_of(ticket: Ticket) -> str:
     return "/".join(map(str, ticket.identity))
 
 
+@explained_calls
 class Trace:
     """Writes spans to a file as they end. Any thread may call it. What a killed process had written remains readable.
 
@@ -66,7 +69,10 @@ class Trace:
         self._put({"cat": "transport", "name": name, "id": key, "ph": "n", "ts": now, "args": about})
 
     def _put(self, event: dict[str, Any]) -> None:
-        line = msgspec.json.encode({**event, "pid": self._pid, "tid": self._pid}, enc_hook=str).decode()
+        try:
+            line = msgspec.json.encode({**event, "pid": self._pid, "tid": self._pid}, enc_hook=str).decode()
+        except UnicodeEncodeError as error:
+            raise UsageError(f"a trace got {error.object!a:.80}: give text that UTF-8 can hold") from error
         with self._lock:
             if self._file is not None:
                 try:
@@ -110,6 +116,7 @@ def events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+@explained
 def merge(paths: Iterable[Path], target: Path) -> int:
     """One complete JSON document from the files of several processes, in the order of time; how many events."""
     merged = [event for path in paths for event in events(path)]

@@ -35,12 +35,14 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
+from transport.runtime.explaining import explained_calls
 from transport.runtime.progress import Progress, silent
 from transport.store.base import Store
 
 log = logging.getLogger(__name__)
 
 
+@explained_calls
 class CooldownClient(Follower):
     """One client of a run. One loop; one cooldown at a time.
 

@@ -60,6 +60,7 @@ from transport.errors import (
     RunError,
     UsageError,
 )
+from transport.runtime.explaining import explained, explained_calls
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
@@ -179,6 +180,7 @@ class StoredCoordinator:
             self._note(self.machine.handle(event))
 
 
+@explained_calls
 class CooldownHost:
     """The coordinator: opens epochs and runs the cooldown of each. One loop.
 
@@ -367,6 +369,7 @@ def outcome_path(run: str, epoch: int) -> str:
     return f"{outcomes_folder(run)}/{epoch:012d}.json"
 
 
+@explained
 def recorded_outcomes(destination: Destination, run: str) -> dict[int, EpochRecord]:
     """The ended epochs as recorded at the destination, for use when the store is lost. Blocks.
 

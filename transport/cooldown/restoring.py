@@ -17,6 +17,7 @@ from transport.cooldown.epochs.records import EpochRecord, Outcome, is_upload, u
 from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.verify import FILES_AT_ONCE, RefusedUpload, check_size, checked_pieces, reported_manifest
 from transport.errors import CheckpointDamagedError, NoCheckpointError, UsageError
+from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
 
 
@@ -28,6 +29,7 @@ class Restored(NamedTuple):
     manifest: Manifest
 
 
+@explained
 def restore(
     record: EpochRecord,
     destination: Destination,

@@ -51,7 +51,8 @@ from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.packer.session import PackerSession, TicketLike, check_shared, fetchable, open_session, resolved
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
-from transport.runtime.arguments import expect, several, whole
+from transport.runtime.arguments import expect, several, waiting, whole
+from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress
 from transport.schema import Schema
 from transport.settings import _MAX_FETCH_ROUNDS, Settings
@@ -76,6 +77,7 @@ class UCXXDataPackerMixin(WithBlock):
     _ucxx: PackerSession | None = None
 
     # --- life ---------------------------------------------------------------------------------------
+    @explained
     def setup_ucxx_packer(
         self,
         *,
@@ -196,11 +198,13 @@ class UCXXDataPackerMixin(WithBlock):
         packer.claims.give_back([item.claim for item in batch.items if item.claim is not None], reason)
 
     # --- prefetch -----------------------------------------------------------------------------------
+    @explained
     def start_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background. Raises UsageError if the previous one is not collected."""
         packer = self._packer
         self._start(packer, packer.prefetch.start(fetchable(items, "start_prefetch")))
 
+    @explained
     def defer_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background as soon as the previous one is collected; now if there is none."""
         packer = self._packer
@@ -215,6 +219,7 @@ class UCXXDataPackerMixin(WithBlock):
     def wait_prefetch(self, timeout: float | None = None) -> bool:
         """Wait until the batch is complete; False after ``timeout`` seconds, or if nothing is being fetched."""
         packer = self._packer
+        timeout = waiting(timeout, "timeout of wait_prefetch()")
         if packer.fetching is None:
             return False
         concurrent.futures.wait([packer.fetching], timeout)
@@ -231,10 +236,11 @@ class UCXXDataPackerMixin(WithBlock):
         missing); the claims are then back in the queue.
         """
         packer = self._packer
+        longest = waiting(timeout, "timeout of collect_prefetch()")
         if packer.fetching is None:
             return None
         fetching = packer.fetching
-        concurrent.futures.wait([fetching], timeout)
+        concurrent.futures.wait([fetching], longest)
         if not fetching.done():
             raise TimeoutError(
                 f"batch not complete after {timeout} s; fetching continues, call collect_prefetch() again"
@@ -266,7 +272,11 @@ class UCXXDataPackerMixin(WithBlock):
         Raises StaleSlotError if the payload was already consumed, or another trainer has claimed it.
         """
         if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
-            return super().get_policy_input(item, *arguments, **named)  # type: ignore[misc]  # the packer mixed with
+            of_the_base = getattr(super(), "get_policy_input", None)  # of the packer mixed with
+            if of_the_base is None:
+                expect(item, (Ticket, Claim, bytes), "get_policy_input()", "a Ticket, a Claim, or a Ticket as bytes")
+                raise UsageError("get_policy_input() got bytes that are no ticket: give those of Ticket.encode()")
+            return of_the_base(item, *arguments, **named)
         packer = self._packer
         ticket, claim = resolved(item)
         payload = packer.trained.get(ticket.identity)
@@ -289,6 +299,7 @@ class UCXXDataPackerMixin(WithBlock):
             payload = consumed[0]
         return self.payload_to_policy_input(payload, *arguments, **named)
 
+    @explained
     def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
         """The policy's input from a payload; override it. Default: its arrays by name."""
         return dict(payload)

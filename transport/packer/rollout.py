@@ -34,6 +34,7 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.ring.writes import Tickets, metadata_of
 from transport.runtime.arguments import seconds, whole
+from transport.runtime.explaining import explained
 from transport.schema import Schema
 from transport.server.after_writer import AfterWriter
 from transport.server.server import UCXXServer
@@ -67,6 +68,7 @@ class UCXXRolloutMixin(WithBlock):
     _ucxx_grouped = False
     _ucxx_exporter: Exporter | None = None
 
+    @explained
     def setup_ucxx(
         self,
         schema: Schema | None = None,
@@ -182,6 +184,7 @@ class UCXXRolloutMixin(WithBlock):
             raise ClosedError("call setup_ucxx() first")
         return self._ucxx_ring
 
+    @explained
     def write_to_buffer(
         self,
         trajectory: Mapping[str, Any],
@@ -225,6 +228,7 @@ class UCXXRolloutMixin(WithBlock):
         self._ucxx_unsure = False
         return ticket
 
+    @explained
     def write_many_to_buffer(
         self,
         trajectories: Iterable[Mapping[str, Any]],

@@ -13,6 +13,7 @@ from typing import Literal
 from transport.client.acknowledgements import Identity
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.payload import ClientStatistics, ReceivedPayload
+from transport.errors import ClosedError
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
@@ -152,7 +153,8 @@ class PackerSession:
 
     def _close_client(self) -> None:
         if not self.thread.closed:
-            _end(self.thread, self.client)
+            with contextlib.suppress(ClosedError):  # another thread closes it, and was faster
+                _end(self.thread, self.client)
 
     def statistics(self) -> PackerStatistics:
         """Counters at this moment."""

@@ -37,6 +37,9 @@ from transport.queue.looks import depth_of, failures_of, known_of, unfinished_of
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
 from transport.queue.places import OnThisHost, Places
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.arguments import expect
+from transport.runtime.explaining import explained_calls
+from transport.store.base import Store
 from transport.taking.batch import Verdicts
 from transport.taking.batches import TakenPayloads
 from transport.ticket import Ticket
@@ -45,12 +48,12 @@ if TYPE_CHECKING:
     from transport.client.client import UCXXClient
     from transport.runtime.loop_thread import LoopThread
     from transport.schema import Schema
-    from transport.store.base import Store
 
 _LOOK_S: Final = 0.1  # how often rings are looked for while something waits
 _SLICE_S: Final = 0.1  # longest wait without a look for what has no wake-up
 
 
+@explained_calls
 class FoundRings(TicketQueue):
     """The rings of a run as its queue. `open_queue` makes one; thread-safe, and blocking as every queue.
 
@@ -70,6 +73,8 @@ class FoundRings(TicketQueue):
         lease_s: float | None = None,
         max_deliveries: int = MAX_DELIVERIES,
     ) -> None:
+        if store is not None:
+            expect(store, Store, "store of FoundRings()", "a Store, as open_store() makes it")
         self.places: Places = OnThisHost() if places is None else places
         self.lease_s = arguments.lease(lease_or_configured(lease_s))
         self._store = store

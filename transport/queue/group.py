@@ -38,6 +38,7 @@ from transport.queue.base import (
     TicketQueue,
 )
 from transport.runtime.decoders import ready
+from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Change, Store, check_key
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def decide(votes: Sequence[_Vote | None]) -> _Vote:
     return next((vote for vote in noes if vote.final), noes[0]) if noes else _Vote(True)
 
 
+@explained_calls
 class GroupQueue(TicketQueue):
     """A queue as one rank of a group sees it. Every rank makes one; `claim`, `ack_many` and the rest as of any queue.
 

@@ -56,6 +56,7 @@ from transport.queue.redis_scripts import (
     UNFINISHED,
 )
 from transport.runtime.arguments import at_least, expect
+from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for
 from transport.storage.redis_connection import RedisConnection, Script
 from transport.storage.sqlite_file import Words
@@ -67,6 +68,7 @@ _IDS_PER_QUERY = 1000
 _WORDS = Words("queue", QueueError, QueueFullError, QueueUnavailableError, QueueUnsuitableError)
 
 
+@explained_calls
 class RedisQueue(TicketQueue):
     """The queue of one run on a server.
 

@@ -38,11 +38,13 @@ from transport.queue.base import (
 from transport.queue.looks import Place, depth_of, failures_of, known_of, place_of, unfinished_of
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.claimed import ClaimedPayload
+from transport.runtime.explaining import explained_calls
 from transport.settings import DEFAULTS
 
 _SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
 
 
+@explained_calls
 class RingQueue(TicketQueue):
     """A queue over rings that this process is attached to, as their writer or as a reader. They stay the caller's.
 

@@ -30,6 +30,7 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
+from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for
 from transport.storage.shared_file import SharedFile
 from transport.storage.sqlite_file import Synchronous, Words
@@ -113,6 +114,7 @@ DELETE FROM tickets WHERE open = 0
     AND seq <= (SELECT seq FROM tickets WHERE open = 0 ORDER BY seq DESC LIMIT 1 OFFSET ?)"""
 
 
+@explained_calls
 class SQLiteQueue(SharedFile, TicketQueue):
     """A queue in the file ``path`` (with ``-wal``, ``-shm`` and ``.wake`` beside it), made where it does not exist.
 

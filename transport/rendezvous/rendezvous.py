@@ -13,6 +13,7 @@ It has its own thread, so that a blocked event loop does not end the member's le
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -25,11 +26,14 @@ from transport.rendezvous.member_states import State
 from transport.rendezvous.records import Closing, Place, Reason, Roster, Status
 from transport.rendezvous.rules import Rules
 from transport.rendezvous.session import Session, View
+from transport.runtime.explaining import explained_calls
+from transport.runtime.needs_loop import check_place
 from transport.store.base import Store
 
 Result = TypeVar("Result")
 
 
+@explained_calls
 class Rendezvous:
     """One member of a run. Belongs to the loop that it is entered in.
 
@@ -67,7 +71,9 @@ class Rendezvous:
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
         self._changed = asyncio.Event()
+        self._joining = False  # asked for a rank that no call has returned yet
         self._thread_ended = asyncio.Event()
         self._calls: set[asyncio.Future[Any]] = set()
 
@@ -103,11 +109,20 @@ class Rendezvous:
     async def join(self) -> Place | Closing:
         """Wait for a rank, without a time limit as standby or hot spare; or for the run's end.
 
-        A member that has a rank first waits for the end of its round. After `finish` or `restart`, join again.
+        A member that has a rank first waits for the end of its round. After `finish` or `restart`, join again. A rank
+        that came after a `join` was cancelled is what the next one returns.
         """
-        await self._until(lambda view: view.state is not State.ACTIVE)
-        await self._call(self._session.join)
+        if not self._joining:
+            await self._until(lambda view: view.state is not State.ACTIVE)
+        if not self._joining or self._view.state is State.AWAY:
+            again, self._joining = self._joining, True
+            try:
+                await self._call(self._session.join)
+            except UsageError:  # the rank came meanwhile, from the join that was cancelled
+                if not again:
+                    raise
         view = await self._until(lambda view: view.state in (State.ACTIVE, State.ENDED))
+        self._joining = False
         found = view.closing or view.place
         assert found is not None  # ENDED without a closing is raised, ACTIVE has a place
         return found
@@ -153,6 +168,7 @@ class Rendezvous:
         if self._thread is not None:
             raise UsageError("this rendezvous was already entered; make a new one")
         self._loop = asyncio.get_running_loop()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._live, name="transport rendezvous", daemon=True)
         self._thread.start()
         return self
@@ -165,8 +181,13 @@ class Rendezvous:
     async def aclose(self) -> None:
         """Leave the run and give up the leases, so that others need not wait for their end. Idempotent.
 
-        Takes up to one poll, and as long as a running call to the store.
+        Takes up to one poll, and as long as a running call to the store. Nothing in a forked child, which is no member.
+        UsageError in another loop than the member's.
         """
+        if os.getpid() != self._pid:
+            return
+        if self._thread is not None:
+            check_place(self._loop, self._pid, "this rendezvous", "leave it in its own")
         self._stopping.set()
         if self._thread is not None:
             await asyncio.shield(self._gone())
@@ -200,11 +221,15 @@ class Rendezvous:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
+    def _check_entered(self) -> None:
+        if self._stopping.is_set() or self._thread is None:
+            raise ClosedError("this rendezvous is not entered, or was left")
+        check_place(self._loop, self._pid, "this rendezvous", "make a member for each loop")
+
     async def _until(self, reached: Callable[[View], bool]) -> View:
         while True:
             view, changed = self._view, self._changed
-            if self._stopping.is_set() or self._thread is None:
-                raise ClosedError("this rendezvous is not entered, or was left")
+            self._check_entered()
             if self._failure is not None:
                 raise self._failure
             if view.state is State.ENDED:
@@ -227,8 +252,8 @@ class Rendezvous:
 
     async def _call(self, action: Callable[[], Result]) -> Result:
         """Run a blocking call in a thread. If cancelled, the call continues, and `aclose` waits for it."""
-        if self._stopping.is_set() or self._loop is None:
-            raise ClosedError("this rendezvous is not entered, or was left")
+        self._check_entered()
+        assert self._loop is not None
         done = self._loop.run_in_executor(None, action)
         self._calls.add(done)
         done.add_done_callback(self._calls.discard)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 Role = Literal["writer", "listener", "reader", "observer"]
 
-_ROLES: Final[dict[Role, int]] = {
+ROLES: Final[dict[Role, int]] = {
     "writer": _ring.ROLE_WRITER,
     "listener": _ring.ROLE_LISTENER,
     "reader": _ring.ROLE_READER,
@@ -121,19 +121,29 @@ def create(name: str, slots: int, slot_bytes: int, fingerprint: bytes) -> _ring.
     """Make the segment, or take it over from a dead writer. Raises what `SharedRingBuffer.create` raises."""
     if not name.startswith(_BEGINNING):
         name = f"{_BEGINNING}{name}"
+    native: _ring.Ring | None = None
     try:
         native = _ring.Ring.create(name, slots, slot_bytes, fingerprint)
+        if native.taken_over:
+            log.warning("took over ring %s from a dead writer, %d payloads unread", name, native.state_counts()[2])
+        return native
     except _ring.RingFault as fault:
         raise named(fault) from None
-    if native.taken_over:
-        log.warning("took over ring %s from a dead writer, %d payloads unread", name, native.state_counts()[2])
-    return native
+    except BaseException:  # an interrupt: nobody else has it yet
+        give_up(native)
+        raise
+
+
+def give_up(native: _ring.Ring | None) -> None:
+    """Detach what was not handed out, and remove a segment that holds nothing."""
+    if native is not None and not native.closed:
+        leave(native, only_empty=True)
 
 
 def attach(name: str, role: Role) -> _ring.Ring:
     """Attach to the segment as an owner or observer. Raises what `SharedRingBuffer.attach` raises."""
     try:
-        return _ring.Ring.attach(name, _ROLES[role], writable_payload=role == "writer")
+        return _ring.Ring.attach(name, ROLES[role], writable_payload=role == "writer")
     except _ring.RingFault as fault:
         raise named(fault) from None
 

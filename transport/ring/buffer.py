@@ -32,8 +32,9 @@ from transport.ring.leases import Draft, WriteLease, ordered_lengths
 from transport.ring.packing import describe, describe_exact, flat, pack_into
 from transport.ring.reading import MAX_READERS, RingReading
 from transport.ring.states import RingStatistics, SlotState, named, statistics_of
-from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of
+from transport.ring.writes import Batch, Terms, Tickets, metadata_of, terms_of, version_of
 from transport.runtime.arguments import expect, whole
+from transport.runtime.explaining import explained
 from transport.schema import Schema
 from transport.ticket import Ticket
 
@@ -94,6 +95,8 @@ class SharedRingBuffer(RingReading):
         """
         if type(values) is not dict:  # the usual one, without a look at abstract classes
             expect(values, Mapping, "write()", "a mapping of names to arrays")
+        if policy_version is not None:
+            policy_version = version_of(policy_version)
         arrays, lengths, schema = self._describe(values, casting)
         with self._reserve(schema, lengths, None, readers, metadata, deadline_s, timeout_s) as lease:
             lease.policy_version = policy_version
@@ -108,6 +111,7 @@ class SharedRingBuffer(RingReading):
             lease.checksum = pack_into(layout, arrays, lease.memory, checksum=True)
         return lease.ticket
 
+    @explained
     def write_many(
         self,
         payloads: Iterable[Mapping[str, Any]],
@@ -178,6 +182,7 @@ class SharedRingBuffer(RingReading):
             written.append(ticket.encode())
         return Tickets(written)
 
+    @explained
     def write_raw(
         self,
         data: Any,
@@ -324,6 +329,7 @@ class SharedRingBuffer(RingReading):
                     )
         return [payload for _, payload in sorted(found, key=lambda each: each[0])]
 
+    @explained
     def discard_expired(self, now: float | None = None) -> int:
         """Discard READY payloads whose deadline has passed (``now`` in Unix seconds); how many."""
         return self._call(self._overflowing.discard_expired, time.time() if now is None else now)

@@ -13,11 +13,15 @@ from transport.ring.attachment import Attachment
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.states import named
 from transport.runtime.arguments import expect, whole
+from transport.runtime.explaining import explained
 from transport.runtime.logs import Seldom
 from transport.schema import Schema
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+_ROLES = "'writer', 'listener', 'reader' or 'observer'"
 
 
 class RingLife(Attachment):
@@ -49,6 +53,7 @@ class RingLife(Attachment):
 
     # --- making one ---------------------------------------------------------------------------------
     @classmethod
+    @explained
     def create(
         cls,
         schema: Schema | None = None,
@@ -78,6 +83,7 @@ class RingLife(Attachment):
         """
         if schema is not None:
             expect(schema, Schema, "schema of create()", "a Schema, as Schema.of(...) makes it")
+        expect(prefix, str, "prefix of create()", "text")
         slots = whole(slots, "slots of create()")
         slot_bytes = None if slot_bytes is None else whole(slot_bytes, "slot_bytes of create()")
         if name is not None:
@@ -96,21 +102,26 @@ class RingLife(Attachment):
             raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
         fingerprint = bytes.fromhex(schema.fingerprint) if schema is not None else bytes(16)
         chosen = attachment.random_name(prefix) if name is None else name
+        native: _ring.Ring | None = None
         try:
             native = attachment.create(chosen, slots, slot_bytes, fingerprint)
+            ring = cls(native, schema, overflow)
+            ring._made_here = True
+            if name is None:  # a named ring may be meant for a successor
+                ring._forget_with(ring._pages.release, only_empty=False)
+            return ring
         except LayoutError as error:
             raise LayoutError(
                 f"{error}, expected {slots} slots of {slot_bytes} bytes and fingerprint {fingerprint.hex()}. The "
                 "last process that serves the old ring removes it when its payloads are consumed. Give another name, "
                 "or none, to make a new ring now; `transport reclaim` removes a ring that no process serves"
             ) from error
-        ring = cls(native, schema, overflow)
-        ring._made_here = True
-        if name is None:  # a named ring may be meant for a successor
-            ring._forget_with(ring._pages.release, only_empty=False)
-        return ring
+        except BaseException:  # an interrupt: the caller has no object yet through which to remove the segment
+            attachment.give_up(native)
+            raise
 
     @classmethod
+    @explained
     def attach(
         cls, name: str, schema: Schema | None = None, *, role: Literal["writer", "listener", "reader", "observer"]
     ) -> Self:
@@ -123,16 +134,25 @@ class RingLife(Attachment):
             SharedMemoryError: the segment belongs to another user.
         """
         expect(name, str, "name of attach()", "the text that `ring.name` is")
-        native = attachment.attach(name, role)
-        if schema is not None and native.fingerprint.hex() != schema.fingerprint:
-            native.close()
-            raise SchemaError(
-                f"schema mismatch: ring {name} was made for {native.fingerprint.hex()}, "
-                f"got {schema.fingerprint}: both sides must use the same tensors, dtypes and shapes"
-            )
-        ring = cls(native, schema, "block", writable=role == "writer")
-        ring._forget_with(ring._pages.release, only_empty=True)
-        return ring
+        if schema is not None:  # before there is an owner place to be given back
+            expect(schema, Schema, "schema of attach()", "the Schema that the ring was made with")
+        expect(role, str, "role of attach()", _ROLES)
+        if role not in attachment.ROLES:
+            raise UsageError(f"role={role!r}; choose {_ROLES}")
+        native: _ring.Ring | None = None
+        try:
+            native = attachment.attach(name, role)
+            if schema is not None and native.fingerprint.hex() != schema.fingerprint:
+                raise SchemaError(
+                    f"schema mismatch: ring {name} was made for {native.fingerprint.hex()}, "
+                    f"got {schema.fingerprint}: both sides must use the same tensors, dtypes and shapes"
+                )
+            ring = cls(native, schema, "block", writable=role == "writer")
+            ring._forget_with(ring._pages.release, only_empty=True)
+            return ring
+        except BaseException:  # an interrupt, too: the caller has no object yet through which to detach
+            attachment.give_up(native)
+            raise
 
     def close(self, *, keep_unread: bool = False) -> None:
         """Give up every hold and detach. Idempotent.
@@ -163,6 +183,7 @@ class RingLife(Attachment):
         if self.native.closed and not self.native.lent:
             self._pages.release()
 
+    @explained
     def register(self, slot: int, device: int) -> bool:
         """Register a slot's pages with CUDA, once, so that copies between them and a device run at the bus's speed.
 

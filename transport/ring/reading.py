@@ -22,6 +22,7 @@ from transport.ring.leases import ReadLease
 from transport.ring.life import RingLife
 from transport.ring.states import named
 from transport.runtime.arguments import expect
+from transport.runtime.explaining import explained
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class RingReading(RingLife):
         if ticket.key != self.key(ticket.slot, ticket.generation):
             raise WrongKeyError(f"ticket {ticket.name}: key mismatch for this slot and generation")
 
+    @explained
     def key(self, slot: int, generation: int) -> int:
         """The key that a ticket for this slot and generation carries."""
         return _ring.slot_key(self._secret, slot, generation)
@@ -89,6 +91,9 @@ class RingReading(RingLife):
 
     def mark_consumed(self, ticket: Ticket, rank: int = 0) -> bool:
         """Consume and unpin in one swap, by the reader that holds the pin. False: it was not the owner any more."""
+        if type(ticket) is not Ticket:
+            expect(ticket, Ticket, "mark_consumed()", _TICKET)
+        ticket.check_rank(rank)
         marked = self._call(self.native.mark_consumed, ticket.slot, ticket.generation, rank)
         return marked or self._refused("mark_consumed", ticket)
 
@@ -96,10 +101,13 @@ class RingReading(RingLife):
         """Consume without unpinning: logical consumption and memory are separate. False: consumed before, or gone."""
         if type(ticket) is not Ticket:
             expect(ticket, Ticket, "acknowledge()", _TICKET)
+        ticket.check_rank(rank)
         return self._call(self.native.consume, ticket.slot, ticket.generation, rank)
 
     def release_reading(self, ticket: Ticket) -> bool:
         """Unpin without consuming: the payload is READY again for the next attempt. False: not pinned by this owner."""
+        if type(ticket) is not Ticket:
+            expect(ticket, Ticket, "release_reading()", _TICKET)
         released = self._call(self.native.unpin, ticket.slot, ticket.generation)
         return released or self._refused("release_reading", ticket)
 
@@ -121,6 +129,7 @@ class RingReading(RingLife):
         return self._call(self.native.discard, ticket.slot, ticket.generation)
 
     # --- the ring as the queue ------------------------------------------------------------------------
+    @explained
     def claim(
         self,
         n: int = 1,
@@ -169,6 +178,7 @@ class RingReading(RingLife):
                 self.native.give_back(claim)
             raise
 
+    @explained
     def claim_batch(
         self,
         n: int,
@@ -236,6 +246,7 @@ class RingReading(RingLife):
             most_held_s=most_held_s,
         )
 
+    @explained
     def consume(self, claims: Sequence[ClaimedPayload], *, keep_memory: bool = False) -> list[ClaimedPayload]:
         """Say that these were used, in one call; returns those that were still this attachment's, and only those count.
 

@@ -19,6 +19,7 @@ from transport import _ring
 from transport.devices.arrays import DeviceTensor
 from transport.errors import InternalError, PayloadTooLargeError, RankError, RingFullError, UsageError
 from transport.ring.packing import Casting, describe, describe_exact, flat
+from transport.runtime.arguments import whole
 from transport.schema import Schema
 from transport.ticket import Ticket, encoded_metadata, host_identity
 
@@ -127,12 +128,20 @@ class Batch:
         return Tickets(self._plan.notes())
 
 
+def version_of(policy_version: int) -> int:
+    """A policy version that a slot can hold. UsageError for any other."""
+    number = whole(policy_version, "policy_version")
+    if not -(1 << 63) < number < 1 << 63:
+        raise UsageError(f"policy_version={number} does not fit 64 bits")
+    return number
+
+
 def terms_of(readers: int, deadline_s: float | None, policy_version: int | None) -> Terms:
     """Checked, and with the times of now."""
     if not 1 <= readers <= _ring.MAX_READERS:
         raise RankError(f"readers={readers}; a payload is written for 1 to {_ring.MAX_READERS} ranks")
-    if policy_version is not None and not -(1 << 63) < policy_version < 1 << 63:
-        raise UsageError(f"policy_version={policy_version} does not fit 64 bits")
+    if policy_version is not None:
+        policy_version = version_of(policy_version)
     now = time.time()
     deadline = None if deadline_s is None else now + deadline_s
     return Terms(readers=readers, created=now, deadline=deadline, policy_version=policy_version)

@@ -6,6 +6,8 @@ from typing import Any
 
 from transport.errors import UsageError
 
+_FOR_EVER_S = 1e8  # three years; the standard library refuses to wait for centuries
+
 
 def expect(value: object, kinds: type | tuple[type, ...], what: str, give: str) -> None:
     """Raise UsageError unless ``value`` is one of ``kinds``. It names the type only: values may be secret.
@@ -15,10 +17,11 @@ def expect(value: object, kinds: type | tuple[type, ...], what: str, give: str) 
         give: what to pass instead.
     """
     if not isinstance(value, kinds):
-        raise UsageError(f"{what} got {_article(value)}: give {give}")
+        raise UsageError(f"{what} got {named_kind(value)}: give {give}")
 
 
-def _article(value: object) -> str:
+def named_kind(value: object) -> str:
+    """What a value is, in words that give nothing of it away: "a str", "None", "the class Ticket"."""
     if value is None:
         return "None"
     if isinstance(value, type):
@@ -39,7 +42,7 @@ def whole(value: Any, what: str) -> int:
             raise TypeError
         number: int = value.__index__()
     except (AttributeError, TypeError):
-        raise UsageError(f"{what} got {_article(value)}: give a whole number") from None
+        raise UsageError(f"{what} got {named_kind(value)}: give a whole number") from None
     return number
 
 
@@ -55,16 +58,22 @@ def seconds(value: Any, what: str, *, none: bool = False) -> None:
     """UsageError unless ``value`` is a number of seconds, or None where that has a meaning. Not a NaN."""
     if none and value is None:
         return
-    if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise UsageError(f"{what} got {_article(value)}: give seconds{', or None' if none else ''}")
+    if isinstance(value, bool | type) or not hasattr(value, "__float__"):
+        raise UsageError(f"{what} got {named_kind(value)}: give seconds{', or None' if none else ''}")
     if value != value:
         raise UsageError(f"{what} is not a number: give seconds{', or None' if none else ''}")
+
+
+def waiting(timeout: Any, what: str) -> float | None:
+    """A longest wait as the standard library takes it: None for one without an end. UsageError for no number."""
+    seconds(timeout, what, none=True)
+    return None if timeout is None or timeout > _FOR_EVER_S else float(timeout)
 
 
 def several(values: Any, kinds: type | tuple[type, ...], what: str, give: str) -> list[Any]:
     """``values`` as a list of ``kinds``. Text is not taken for its letters. UsageError for anything else."""
     if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
-        raise UsageError(f"{what} got {_article(values)}: give {give}")
+        raise UsageError(f"{what} got {named_kind(values)}: give {give}")
     listed = list(values)
     for value in listed:
         expect(value, kinds, what, give)

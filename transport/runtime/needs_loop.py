@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import TYPE_CHECKING, NoReturn
 
-from transport.errors import UsageError
+from transport.errors import ClosedError, UsageError
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
@@ -17,6 +18,22 @@ def running_loop() -> asyncio.AbstractEventLoop:
             "UCXXClient is made in a coroutine, where an event loop runs; without one use BlockingClient, which takes "
             "the same arguments"
         ) from None
+
+
+def check_place(loop: asyncio.AbstractEventLoop | None, pid: int, what: str, instead: str) -> None:
+    """Raise where ``what``, which belongs to this loop of this process, is used from another one.
+
+    ``instead``: what to do there. ClosedError in a forked child, UsageError in another loop or thread: neither has the
+    descriptors, timers and threads that would end the call.
+    """
+    if os.getpid() != pid:
+        raise ClosedError(f"{what} belongs to the parent process: make another one in this process")
+    try:
+        here = asyncio.get_running_loop()
+    except RuntimeError:
+        here = None
+    if here is not loop:
+        raise UsageError(f"{what} belongs to another event loop or thread: {instead}")
 
 
 class NeedsLoop:

@@ -17,6 +17,7 @@ import msgspec
 
 from transport.errors import StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError, UsageError
 from transport.runtime.arguments import expect
+from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for
 from transport.storage.redis_connection import RedisConnection, Script
 from transport.storage.sqlite_file import Words
@@ -140,6 +141,7 @@ return kept
 )
 
 
+@explained_calls
 class RedisStore(Store):
     """A store of one run on a server.
 

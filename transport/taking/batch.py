@@ -12,8 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from transport import _ring
-from transport.errors import ProtocolError, TicketError
+from transport.errors import ProtocolError, TicketError, UsageError
 from transport.ring.packing import looked_at
+from transport.runtime.arguments import whole
+from transport.runtime.explaining import explained
 from transport.schema import Layout, Schema
 from transport.ticket import Ticket
 
@@ -204,6 +206,7 @@ class TakenBatch:
         """Say that the holder is alive; a silent one loses its claims after the listener's ``ack_timeout_s``."""
         self.link.renew()
 
+    @explained
     async def consume(self, which: Sequence[int] | None = None) -> Verdicts:
         """Say that the payloads were used, all or those at some positions: True for each that was accepted.
 
@@ -215,12 +218,18 @@ class TakenBatch:
         """
         return await self.link.finish(self._chosen(which))
 
+    @explained
     async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
         """Give the claims up: anybody may take the payloads, after the delay. False: it had ended already."""
         return await self.link.give_back(self._chosen(which), delay_s)
 
     def _chosen(self, which: Sequence[int] | None) -> Rows:
-        return self.rows if which is None else self.rows[np.asarray(which, dtype=np.intp)]
+        if which is None:
+            return self.rows
+        for position in which:
+            if not 0 <= whole(position, "a position") < len(self.rows):
+                raise UsageError(f"position {position} of {len(self.rows)} payloads: give one of them")
+        return self.rows[np.asarray(which, dtype=np.intp)]
 
 
 def apart(rows: Rows, notes: Rows, buffer: Any, *, every: bool = False) -> list[tuple[int, Ticket]]:

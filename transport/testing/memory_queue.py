@@ -27,6 +27,7 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
+from transport.runtime.explaining import explained_calls
 
 _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes nobody
 
@@ -68,6 +69,7 @@ class _Contents:
         self.sequence = itertools.count(1)
 
 
+@explained_calls
 class MemoryQueue(TicketQueue):
     """A queue in this process's memory.
 

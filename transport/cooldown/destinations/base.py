@@ -19,9 +19,19 @@ from typing import Final, Self
 from urllib.parse import unquote, urlsplit
 
 from transport.errors import DestinationDeniedError, DestinationError, UsageError
+from transport.runtime.arguments import expect
+from transport.runtime.explaining import explained
 
 PIECE: Final = 4 << 20  # bytes copied between two checks for a cancellation
 SCHEMES: Final = ("s3", "gs", "hf")
+
+
+def within(path: str, *, root: bool = False) -> None:
+    """UsageError unless this is a relative path that stays below the root: deleting "" would be deleting everything."""
+    expect(path, str, "a path of a destination", "text")
+    parts = path.split("/")
+    if not (root and not path) and not all(part.isprintable() and part not in ("", ".", "..") for part in parts):
+        raise UsageError(f"{path[:200]!a} is no path below a destination: give names with slashes between them")
 
 
 class Writer(abc.ABC):
@@ -47,6 +57,7 @@ class Writer(abc.ABC):
 class Destination(abc.ABC):
     """Files under relative paths with slashes. All methods are thread-safe and block; call them from threads.
 
+    Paths name what is below the root; UsageError for an empty one, but for `names`, and for "..".
     All raise DestinationError, or DestinationDeniedError for a missing permission. Messages contain no secrets.
     """
 
@@ -103,6 +114,7 @@ class Destination(abc.ABC):
     def close(self) -> None:
         """Close connections. Idempotent."""
 
+    @explained
     def read(self, path: str, most: int) -> bytes | None:
         """A small file's content; None if it does not exist. DestinationError for more than ``most`` bytes."""
         size = self.size(path)
@@ -122,6 +134,7 @@ class Destination(abc.ABC):
         self.close()
 
 
+@explained
 def check_permissions(destination: Destination) -> None:
     """Prove that this process can list, create, read and delete at the destination. Called before a client joins.
 

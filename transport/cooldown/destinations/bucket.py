@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Final
 
-from transport.cooldown.destinations.base import PIECE, Destination, Writer
+from transport.cooldown.destinations.base import PIECE, Destination, Writer, within
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError, MissingDependencyError, TransportError
+from transport.runtime.arguments import expect
 from transport.runtime.installing import install
 
 log = logging.getLogger(__name__)
@@ -112,6 +113,7 @@ class Bucket(Destination):
 
     def put(self, path: str, data: bytes) -> None:
         """See `Destination`."""
+        expect(data, bytes, "data of put()", "bytes")
         with self._translated("create", path):
             self._fs.pipe_file(self._at(path), data)
 
@@ -148,6 +150,7 @@ class Bucket(Destination):
 @contextlib.contextmanager
 def translated(url: str, operation: str, path: str) -> Iterator[None]:
     """Raise a service's errors as DestinationError, or DestinationDeniedError, without secrets in their text."""
+    within(path, root=operation in ("list", "close the connections of"))
     try:
         yield
     except TransportError:

@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from transport.cooldown.destinations.base import PIECE, Destination, Writer
+from transport.cooldown.destinations.base import PIECE, Destination, Writer, within
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError
+from transport.runtime.arguments import expect
+from transport.runtime.explaining import explained_calls
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
+@explained_calls
 class Folder(Destination):
     """Files below ``root``, which must exist: nothing is written to the mount point of a share that is not mounted."""
 
@@ -71,6 +74,7 @@ class Folder(Destination):
 
     def put(self, path: str, data: bytes) -> None:
         """See `Destination`."""
+        expect(data, bytes, "data of put()", "bytes")
         with self._translated("create", path):
             target = self._made(path)
         beside = f"{path}.{secrets.token_hex(8)}.tmp"
@@ -89,8 +93,8 @@ class Folder(Destination):
 
     def delete(self, path: str) -> None:
         """See `Destination`."""
-        target = self.root / path
         with self._translated("delete", path):
+            target = self.root / path
             if target.is_dir() and not target.is_symlink():
                 shutil.rmtree(target)
             else:
@@ -115,6 +119,7 @@ class Folder(Destination):
 
     @contextlib.contextmanager
     def _translated(self, operation: str, path: str) -> Iterator[None]:
+        within(path, root=operation == "list")
         try:
             yield
         except OSError as error:

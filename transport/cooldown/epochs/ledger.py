@@ -34,6 +34,7 @@ from transport.cooldown.epochs.records import (
 )
 from transport.cooldown.epochs.shares import Decision, Saved, Share
 from transport.errors import NoCheckpointError, StoreUnavailableError, StoreUnsuitableError
+from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Change, Store
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 PREFIX: Final = "cooldown/"
 
 
+@explained_calls
 class Ledger:
     """One run's epochs. Raises the store's errors, and StoreUnsuitableError for values that are not these records."""
 

@@ -1,0 +1,90 @@
+"""Every public call with every argument replaced by each of many wrong ones: an error that names it, or an answer.
+
+After each scene the payload that was written before it is there once, and `leak_check` finds nothing left behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import api_page
+import pytest
+from misuse import WRONG, call, each_wrong, quiet, verdict
+from misuse_records import ENDS, SCENES
+
+# (scene, call, argument, value): it waits as long as it is told to, for payloads of rings elsewhere
+WAITS = {("transport.queue.FoundRings", "take", "timeout_s", value) for value in ("2**80", "inf")}
+# what takes a whole job to be valid, or ends the scene; by the reason
+NOT_VALID_ALONE = {"restore": "NoCheckpointError", "start": "UsageError"}
+
+ELSEWHERE = {
+    "transport.queue.RedisQueue": "needs a server; its arguments are checked as those of SQLiteQueue",
+    "transport.store.RedisStore": "needs a server; its arguments are checked as those of SQLiteStore",
+    "transport.queue.TicketQueue": "the contract; each queue has a scene",
+    "transport.store.Store": "the contract; each store has a scene",
+    "transport.cooldown.CooldownClient": "its calls run an epoch: tests/cooldown/test_cancelled.py, test_client.py",
+    "transport.cooldown.CooldownHost": "its calls run an epoch: tests/cooldown/test_coordination.py",
+    "UCXXRolloutMixin": "Rollout is it with a constructor, and has a scene",
+    "UCXXDataPackerMixin": "Trainer is it with a constructor, and has a scene",
+    "ReceivedPayload": "made by reads: tests/client/test_payload.py",
+    "transport.packer.prefetch.FetchedBatch": "made by a packer",
+    "transport.packer.prefetch.FetchedItem": "made by a packer",
+    "transport.testing.ResourceSnapshot": "looks at the process, and has no arguments but a time",
+    "transport.testing.mark_descendants": "has no arguments",
+}
+LEFT_OUT = {
+    ("UCXXClient", "taking"), ("SharedRingBuffer", "write_raw"), ("SharedRingBuffer", "register"),
+    ("transport.queue.FoundRings", "connect"), ("transport.queue.FoundRings", "disconnect"),
+    ("transport.queue.FoundRings", "consume"), ("transport.queue.FoundRings", "consume_soon"),
+    ("UCXXClient", "hand_in"), ("transport.rendezvous.Rendezvous", "over"), ("UCXXClient", "UCXXClient"),
+    ("transport.rendezvous.Rendezvous", "finish"), ("transport.rendezvous.Rendezvous", "restart"),
+    ("transport.rendezvous.Rendezvous", "wait_closed"), ("transport.cooldown.Ledger", "newest_checkpoint"),
+    ("transport.queue.RingQueue", "announce"), ("transport.queue.RingQueue", "latest"),
+}  # fmt: skip
+
+
+def test_every_public_call_is_misused() -> None:
+    made: dict[str, set[str]] = {}
+    for title, make in SCENES.items():
+        with quiet(), make() as scene:
+            made[title.partition(",")[0]] = made.get(title.partition(",")[0], set()) | set(scene.calls)
+    everywhere = made.pop("constructors") | made.pop("functions")
+    missing = [
+        (title, name)
+        for title, name in api_page.public_calls()
+        if title not in ELSEWHERE and (title, name) not in LEFT_OUT
+        if name not in made.get(title, set()) and not (name == title.rpartition(".")[2] and name in everywhere)
+    ]
+    assert missing == []
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("title", SCENES)
+def test_wrong_arguments_are_named(
+    title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)  # files that are made by name are this test's
+    caplog.set_level(logging.CRITICAL)
+    faults, count = [], 0
+    with quiet(), SCENES[title]() as scene:
+        names = [name for name in scene.calls if name not in ENDS]
+        for name in names:
+            try:
+                call(scene, name, scene.calls[name]())
+            except Exception as error:
+                assert NOT_VALID_ALONE.get(name) == type(error).__name__, f"{name} with valid arguments: {error!r}"
+        for name in names:
+            for parameter, value, misused in each_wrong(scene, name):
+                if (title, name, parameter, value) in WAITS:
+                    continue
+                count += 1
+                try:
+                    misused()
+                except Exception as error:
+                    if fault := verdict(error):
+                        faults.append(f"{name}({parameter}={value}): {fault}")
+        scene.intact()
+    assert faults == []
+    assert count >= len(WRONG) or not any(scene.calls[name]() for name in names)
+    print(f"{title}: {len(names)} calls, {count} wrong arguments")

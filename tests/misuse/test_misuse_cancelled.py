@@ -1,0 +1,225 @@
+"""Every public coroutine cancelled at each of its awaits in turn: nothing is left behind, and no payload is lost.
+
+Cold: the client has no connection yet, so that connecting and shaking hands are among the awaits. Warm: it has one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from misuse import quiet
+from misuse_scenes import SCHEMA, values
+
+from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
+from transport.errors import TransportError
+from transport.rendezvous import Place, Reason, Rendezvous, Rules
+from transport.store.memory import MemoryStore
+from transport.testing import run
+
+PATIENCE_S = 60.0  # a watchdog
+
+
+class _Cancelled:
+    """Awaits what it is given, and cancels its task at the n-th await, while that waits or before it does."""
+
+    def __init__(self, awaitable: Awaitable[Any], at: int, *, before: bool) -> None:
+        self._awaitable, self._at, self._before = awaitable, at, before
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        task, seen = asyncio.current_task(), 0
+        assert task is not None
+        inner = self._awaitable.__await__()
+        step: Callable[[], Any] = lambda: inner.send(None)  # noqa: E731
+        while True:
+            try:
+                waited_for = step()
+            except StopIteration as end:
+                return end.value
+            if seen == self._at:
+                if self._before:
+                    task.cancel()
+                else:
+                    asyncio.get_running_loop().call_soon(task.cancel)
+            seen += 1
+            try:
+                yield waited_for
+                step = lambda: inner.send(None)  # noqa: E731
+            except BaseException as error:
+                step = lambda error=error: inner.throw(error)  # type: ignore[misc]  # noqa: E731
+
+
+async def cancelled(awaitable: Awaitable[Any], at: int, *, before: bool) -> tuple[bool, Any]:
+    """Whether it was cancelled at its ``at``-th await, and what it returned if not."""
+
+    async def body() -> Any:
+        return await _Cancelled(awaitable, at, before=before)
+
+    task = asyncio.create_task(body())
+    try:
+        return False, await task
+    except asyncio.CancelledError:
+        return True, None
+
+
+class Case(NamedTuple):
+    """A call on a payload that was just written, and what must hold after it was cancelled."""
+
+    call: Callable[[UCXXClient, Ticket, str], Awaitable[Any]]
+    after: Callable[[UCXXClient, Ticket, str, SharedRingBuffer], Awaitable[None]]
+
+
+HANDED_OVER: list[Any] = []  # what an iteration gave to its caller before it was cancelled
+
+
+async def all_of(outcomes: Any) -> None:
+    HANDED_OVER.clear()
+    async for each in outcomes:
+        HANDED_OVER.append(each.payload)  # noqa: PERF401 - one by one, as they come
+
+
+async def readable(client: UCXXClient, ticket: Ticket, address: str, ring: SharedRingBuffer) -> None:
+    (await client.read(ticket)).release()
+
+
+async def readable_or_handed_over(client: UCXXClient, ticket: Ticket, address: str, ring: SharedRingBuffer) -> None:
+    if not HANDED_OVER:
+        await readable(client, ticket, address, ring)
+
+
+async def takeable(client: UCXXClient, ticket: Ticket, address: str, ring: SharedRingBuffer) -> None:
+    batch = await client.take(address, 1, wait_s=20.0)
+    assert (await batch.consume()).tolist() == [True]
+
+
+async def gone_or_takeable(client: UCXXClient, ticket: Ticket, address: str, ring: SharedRingBuffer) -> None:
+    """A consume may have come through: then nobody gets the payload a second time. Else anybody may."""
+    async with asyncio.timeout(20.0):
+        while ring.statistics().free != ring.slot_count:
+            batch = await client.take(address, 1, wait_s=0.1)
+            if len(batch.rows):
+                assert (await batch.consume()).tolist() == [True]
+
+
+async def whatever(client: UCXXClient, ticket: Ticket, address: str, ring: SharedRingBuffer) -> None:
+    ring.discard(ticket)
+
+
+async def consumed(client: UCXXClient, ticket: Ticket, address: str) -> None:
+    await (await client.take(address, 1, wait_s=20.0)).consume()
+
+
+async def given_back(client: UCXXClient, ticket: Ticket, address: str) -> None:
+    await (await client.take(address, 1, wait_s=20.0)).give_back()
+
+
+async def batched(client: UCXXClient, ticket: Ticket, address: str) -> None:
+    (await client.take_batch(address, 1, wait_s=20.0, layout="padded")).release()
+
+
+CASES: dict[str, Case] = {
+    "read": Case(lambda client, ticket, _: client.read(ticket), readable),
+    "read_many": Case(lambda client, ticket, _: all_of(client.read_many([ticket])), readable_or_handed_over),
+    "state": Case(lambda client, ticket, _: client.state(ticket), readable),
+    "discard": Case(lambda client, ticket, _: client.discard(ticket), whatever),
+    "warm": Case(lambda client, ticket, address: client.warm(address), readable),
+    "take": Case(lambda client, ticket, address: client.take(address, 1, wait_s=20.0), takeable),
+    "take_batch": Case(batched, takeable),
+    "consume": Case(consumed, gone_or_takeable),
+    "give_back": Case(given_back, takeable),
+}
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("before", [True, False], ids=["before", "while"])
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "cold"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_cancelled_call_loses_no_payload(
+    name: str, warm: bool, before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    case = CASES[name]
+
+    async def once(ring: SharedRingBuffer, address: str, at: int) -> bool:
+        async with UCXXClient(schemas=[SCHEMA], wire={"tcp"}) as client:
+            if warm:
+                (await client.read(ring.write(values()))).release()
+            ticket = ring.write(values())
+            was, _ = await cancelled(case.call(client, ticket, address), at, before=before)
+            if was:
+                try:
+                    await case.after(client, ticket, address, ring)
+                except (TransportError, AssertionError) as error:
+                    raise AssertionError(f"cancelled at await {at}: {error!r}") from error
+        ring.discard(ticket)
+        return was
+
+    async def body(ring: SharedRingBuffer, address: str) -> int:
+        at = 0
+        while await once(ring, address, at):
+            at += 1
+        return at
+
+    with (
+        quiet(),
+        SharedRingBuffer.create(SCHEMA, slots=4) as ring,
+        UCXXServer(ring, addresses=("127.0.0.1",), mode="thread") as server,
+    ):
+        awaits = run(body(ring, f"127.0.0.1:{server.ports[0]}"), PATIENCE_S)
+    assert awaits >= 1
+    print(f"{name}: {awaits} awaits")
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("before", [True, False], ids=["before", "while"])
+def test_a_cancelled_close_is_finished_by_the_next(before: bool) -> None:
+    async def once(ring: SharedRingBuffer, at: int) -> bool:
+        client = UCXXClient(schemas=[SCHEMA], wire={"tcp"}, ack="manual")
+        payload = await client.read(ring.write({"tokens": np.arange(2, dtype=np.int32), "reward": np.float32(1)}))
+        payload.ack()
+        was, _ = await cancelled(client.close(), at, before=before)
+        await client.close()
+        assert ring.statistics().free == ring.slot_count, f"cancelled at await {at}: the acknowledgement is lost"
+        return was
+
+    async def body(ring: SharedRingBuffer) -> int:
+        at = 0
+        while await once(ring, at):
+            at += 1
+        return at
+
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=4) as ring,
+        UCXXServer(ring, addresses=("127.0.0.1",), mode="thread"),
+    ):
+        assert run(body(ring), PATIENCE_S) >= 1
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "while"])
+@pytest.mark.parametrize("name", ["join", "finish", "restart", "roster", "close", "aclose"])
+def test_a_cancelled_wait_for_a_run_changes_nothing(name: str, before: bool) -> None:
+    arguments: dict[str, tuple[Any, ...]] = {"restart": ("because",), "close": (Reason.SUCCESS,)}
+
+    async def once(at: int) -> bool:
+        rules = Rules(poll_s=0.02, last_call_s=0.0, host_poll_least_s=0.02)
+        async with Rendezvous(MemoryStore(), "run", rules) as member:
+            if name != "join":
+                assert isinstance(await member.join(), Place)
+            was, _ = await cancelled(getattr(member, name)(*arguments.get(name, ())), at, before=before)
+            if (was and name == "join") or name == "restart":  # which asked for another round
+                assert isinstance(await member.join(), Place)
+            if name not in ("aclose", "close"):
+                assert (await member.close(Reason.SUCCESS)).reason is Reason.SUCCESS
+        return was
+
+    async def body() -> int:
+        at = 0
+        while await once(at):
+            at += 1
+        return at
+
+    assert run(body(), PATIENCE_S) >= 1

@@ -1,0 +1,396 @@
+"""Scenes of what is made of values, of the mixins, of runs and of the tools; all scenes by the title of their class."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections.abc import Awaitable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from misuse_scenes import (
+    SCHEMA,
+    Arguments,
+    Calls,
+    Make,
+    Scene,
+    a_client,
+    a_ring,
+    a_server,
+    blocking_client,
+    found_rings,
+    memory_queue,
+    nothing,
+    ring_class,
+    ring_queue,
+    served,
+    sqlite_queue,
+    sqlite_store,
+    values,
+)
+
+import transport
+from transport import (
+    BlockingClient,
+    Rollout,
+    Schema,
+    Settings,
+    TensorSpec,
+    Trainer,
+    UCXXServer,
+    UpTo,
+    config,
+    cooldown,
+    queue,
+    store,
+    testing,
+)
+from transport.client import trace
+from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Ledger
+from transport.cooldown.destinations.folder import Folder
+from transport.cooldown.epochs.records import Report, ReportKind
+from transport.packer.prefetch import FetchedBatch
+from transport.queue.places import OnThisHost
+from transport.rendezvous import Archive, Closing, ExitCodes, Reason, Rendezvous, Rules
+from transport.store.memory import MemoryStore
+from transport.testing import LocalTransport, MemoryQueue, a_ticket
+
+
+# --- values -----------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def schemas() -> Iterator[Scene]:
+    calls: Calls = {
+        "of": lambda: {"**tensors": {"tokens": ("int32", UpTo(4), 3)}},
+        "from_arrays": lambda: {"arrays": {"tokens": np.arange(3)}},
+        "layout": lambda: {"lengths": (3,)},
+        "encode": nothing,
+        "decode": lambda: {"data": SCHEMA.encode()},
+        "to_json": nothing,
+        "from_json": lambda: {"text": SCHEMA.to_json()},
+    }
+    yield Scene(SCHEMA, calls, close="")
+
+
+@contextlib.contextmanager
+def tickets() -> Iterator[Scene]:
+    ticket = a_ticket(SCHEMA, lengths=(3,))
+    place = (ticket.ring, ticket.host, ticket.schema_fingerprint, ticket.addresses, ticket.ports)
+    calls: Calls = {
+        "check_rank": lambda: {"rank": 0},
+        "layout": lambda: {"schema": SCHEMA},
+        "encode": nothing, "to_text": nothing, "to_json": nothing,
+        "head_of": lambda: {"place": place},
+        "decode": lambda: {"data": ticket.encode()},
+        "from_json": lambda: {"text": ticket.to_json()},
+        "parse": lambda: {"source": ticket.to_text()},
+        "of": lambda: {"source": ticket.to_text()},
+    }  # fmt: skip
+    yield Scene(ticket, calls, close="")
+
+
+@contextlib.contextmanager
+def settings() -> Iterator[Scene]:
+    yield Scene(Settings(), {"read_timeout": lambda: {"size": 10}, "validate": nothing}, close="")
+
+
+@contextlib.contextmanager
+def rules() -> Iterator[Scene]:
+    yield Scene(Rules(), {"host_poll_s": lambda: {"members": 10}, "validate": nothing}, close="")
+
+
+@contextlib.contextmanager
+def exit_codes() -> Iterator[Scene]:
+    yield Scene(
+        ExitCodes(),
+        {"of": lambda: {"closing": Closing(reason=Reason.SUCCESS, round=1, incarnation="i", by="x")}},
+        close="",
+    )
+
+
+@contextlib.contextmanager
+def constructors() -> Iterator[Scene]:
+    """Classes, by what makes them. What they hold is closed by the driver."""
+    with tempfile.TemporaryDirectory() as text, served(4) as (ring, _, _, intact):
+        folder, kept = Path(text), MemoryStore()
+        client: Arguments = {
+            "schemas": [SCHEMA], "wire": {"tcp"}, "ack": "manual", "secret": None, "verify": True, "device": None,
+            "device_receive": "staged", "directory": None, "settings": Settings(), "trace": None,
+        }  # fmt: skip
+        shared: Arguments = {
+            "max_bytes": None,
+            "busy_timeout_s": 10.0,
+            "clock": time.monotonic,
+            "synchronous": "NORMAL",
+        }
+        limits: Arguments = {"lease_s": 60.0, "max_deliveries": 20}
+        made: dict[str, tuple[Any, Any]] = {
+            "BlockingClient": (BlockingClient, lambda: dict(client)),
+            "TensorSpec": (TensorSpec, lambda: {"name": "a", "dtype": "int32", "shape": (3,), "ragged": False}),
+            "UpTo": (UpTo, lambda: {"limit": 3}),
+            "Schema": (Schema, lambda: {"tensors": SCHEMA.tensors}),
+            "UCXXServer": (
+                UCXXServer,
+                lambda: {
+                    "ring": ring, "ports": (0,), "addresses": ("127.0.0.1",), "bind": "", "settings": Settings(),
+                    "secret": None, "wires": None, "mode": "thread",
+                },
+            ),
+            "Rollout": (
+                Rollout,
+                lambda: {
+                    "schema": SCHEMA, "slots": 2, "name": None, "queue": None, "readers": 1, "grouped": False,
+                    "publish": None, "mode": "thread", "ring": transport.RingOptions(),
+                    "server": transport.ServerOptions(addresses=("127.0.0.1",)), "settings": Settings(), "drain_s": 0.0,
+                },
+            ),
+            "Trainer": (
+                Trainer,
+                lambda: {
+                    "schemas": [SCHEMA], "queue": MemoryQueue(), "rank": 0, "consumer": None, "ack": "on_consumed",
+                    "max_policy_age": None, "consumed": None, "progress": None, "wire": {"tcp"},
+                    "client": transport.ClientOptions(), "settings": Settings(),
+                },
+            ),
+            "SQLiteQueue": (
+                queue.SQLiteQueue,
+                lambda: {"path": folder / "q.db", **shared, **limits, "keep_finished": 10},
+            ),
+            "RingQueue": (queue.RingQueue, lambda: {"rings": [ring], **limits}),
+            "FoundRings": (queue.FoundRings, lambda: {"places": OnThisHost("misuse-"), "store": None, **limits}),
+            "MemoryQueue": (MemoryQueue, lambda: {**limits, "clock": time.monotonic}),
+            "SQLiteStore": (store.SQLiteStore, lambda: {"path": folder / "s.db", **shared}),
+            "Archive": (Archive, lambda: {"path": folder / "archive"}),
+            "Rules": (Rules, lambda: {name: getattr(Rules(), name) for name in Rules.__struct_fields__}),
+            "ExitCodes": (ExitCodes, lambda: {"success": 0, "failure": 1, "no_restart": 93}),
+            "Rendezvous": (
+                Rendezvous,
+                lambda: {
+                    "store": kept, "run": "run", "rules": Rules(), "archive": None, "address": "", "where": "",
+                    "member": "m",
+                },
+            ),
+            "CooldownClient": (
+                CooldownClient,
+                lambda: {
+                    "store": kept, "run": "run", "name": "a", "save": lambda *_: None, "scratch": folder,
+                    "keep_steps": 2,
+                    "skip_upload": False, "patience_s": 1.0, "progress": lambda *_: None,
+                },
+            ),
+            "CooldownHost": (
+                CooldownHost,
+                lambda: {
+                    "store": kept, "run": "run", "destination": str(folder), "cooldown_s": 1.0, "seed": 1,
+                    "clock": time.monotonic, "wall": time.time,
+                },
+            ),
+            "Ledger": (Ledger, lambda: {"store": kept, "run": "run"}),
+            "LocalTransport": (
+                LocalTransport,
+                lambda: {"schema": SCHEMA, "slots": 2, "slot_bytes": None, "readers": 1, "queue": None},
+            ),
+            "Trace": (trace.Trace, lambda: {"path": folder / "trace", "process_name": "x"}),
+        }  # fmt: skip
+        thing = type("Constructors", (), {name: staticmethod(kind) for name, (kind, _) in made.items()})
+        yield Scene(thing, {name: arguments for name, (_, arguments) in made.items()}, intact, close="")
+
+
+@contextlib.contextmanager
+def functions() -> Iterator[Scene]:
+    """Functions of the modules."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        destination = Folder(folder)
+        (folder / "trace").write_text("")
+        record = EpochRecord(run="run", epoch=1, destination=str(folder), cooldown_s=1.0, seed=1)
+
+        async def slept() -> None:
+            await asyncio.sleep(0)
+
+        made: dict[str, tuple[Any, Any]] = {
+            "finished": (queue.finished, lambda: {"states": [queue.DeliveryState.DONE]}),
+            "open_queue": (queue.open_queue, lambda: {"url": f"sqlite://{folder}/q.db"}),
+            "open_store": (store.open_store, lambda: {"url": f"sqlite://{folder}/s.db"}),
+            "open_destination": (cooldown.open_destination, lambda: {"url": str(folder)}),
+            "check_permissions": (cooldown.check_permissions, lambda: {"destination": destination}),
+            "recorded_outcomes": (cooldown.recorded_outcomes, lambda: {"destination": destination, "run": "run"}),
+            "restore": (
+                cooldown.restore,
+                lambda: {
+                    "record": record, "destination": destination, "into": folder / "into", "stop": None,
+                    "progress": lambda *_: None,
+                },
+            ),
+            "a_ticket": (testing.a_ticket, lambda: {"schema": SCHEMA, "**fields": {"slot": 0}}),
+            "run": (testing.run, lambda: {"coroutine": slept(), "timeout_s": 5.0}),
+            "merge": (trace.merge, lambda: {"paths": [folder / "trace"], "target": folder / "merged"}),
+            "load": (config.load, lambda: {"environment": {}, "folder": folder}),
+            "configuration": (config.configuration, nothing),
+        }  # fmt: skip
+        thing = type("Functions", (), {name: staticmethod(function) for name, (function, _) in made.items()})
+        yield Scene(thing, {name: arguments for name, (_, arguments) in made.items()}, close="")
+
+
+# --- the two sides of a job -------------------------------------------------------------------------------
+@contextlib.contextmanager
+def a_rollout() -> Iterator[Scene]:
+    with contextlib.closing(MemoryQueue()) as tickets:
+        rollout = Rollout(
+            SCHEMA, slots=64, queue=tickets, mode="thread", drain_s=0.0,
+            server=transport.ServerOptions(addresses=("127.0.0.1",)), ring=transport.RingOptions(overflow="error"),
+        )  # fmt: skip
+        more: Arguments = {"metadata": {"a": 1}, "policy_version": 1, "deadline_s": None, "timeout_s": 0.0}
+        calls: Calls = {
+            "write_to_buffer": lambda: {"trajectory": values(), **more},
+            "write_many_to_buffer": lambda: {"trajectories": [values()], **more},
+            "flush_ucxx": lambda: {"timeout_s": 5.0},
+            "reconcile": nothing, "ring_statistics": nothing,
+            "close": lambda: {"drain_s": 0.0}, "cleanup_ucxx": lambda: {"drain_s": 0.0},
+        }  # fmt: skip
+        with contextlib.closing(rollout):
+            yield Scene(rollout, calls)
+
+
+@contextlib.contextmanager
+def a_trainer() -> Iterator[Scene]:
+    with served() as (ring, _, room, intact), contextlib.closing(MemoryQueue()) as tickets:
+        trainer = Trainer(schemas=[SCHEMA], queue=tickets, wire={"tcp"})
+
+        def claimed() -> Any:
+            tickets.publish([transport.packer.rollout.queued(ring.write(values()))])
+            trainer.cancel_prefetch()
+            return trainer.claim_tickets(1, 5.0)
+
+        def collected() -> FetchedBatch:
+            trainer.start_prefetch(claimed())
+            batch = trainer.collect_prefetch(10.0)
+            assert batch is not None
+            return batch
+
+        def started() -> Arguments:
+            trainer.start_prefetch(claimed())
+            return {"timeout": 10.0}
+
+        calls: Calls = {
+            "claim_tickets": lambda: (claimed(), {"n": 1, "timeout_s": 0.0, "policy_version": 1})[1],
+            "consume": lambda: {"batch": collected()},
+            "abandon": lambda: {"batch": collected(), "reason": "because"},
+            "start_prefetch": lambda: {"items": claimed()},
+            "defer_prefetch": lambda: {"items": claimed()},
+            "wait_prefetch": started,
+            "collect_prefetch": started,
+            "cancel_prefetch": nothing,
+            "get_policy_input": lambda: {"item": collected().items[0].ticket, "*arguments": (), "**named": {}},
+            "payload_to_policy_input": lambda: {"payload": collected().items[0].payload, "*_": (), "**__": {}},
+            "ucxx_statistics": nothing, "consumed_record": nothing, "close": nothing, "cleanup_ucxx_packer": nothing,
+        }  # fmt: skip
+        with contextlib.closing(trainer):
+            yield Scene(trainer, calls, intact, room=room)
+
+
+@contextlib.contextmanager
+def local_transport() -> Iterator[Scene]:
+    with LocalTransport(SCHEMA, slots=64) as local:
+        calls: Calls = {"write": lambda: {"arrays": values(), "metadata": {"a": 1}}, "close": nothing}
+        yield Scene(local, calls)
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def a_ledger() -> Iterator[Scene]:
+    ledger = Ledger(MemoryStore(), "run")
+    record = EpochRecord(run="run", epoch=1, destination="/tmp", cooldown_s=1.0, seed=1)
+    report = Report(run="run", epoch=1, client="a", kind=ReportKind.FAILED, detail="x")
+    calls: Calls = {
+        "epochs": nothing,
+        "look": lambda: {"epoch": 1},
+        "watch": lambda: {"epoch": 1, "version": 0, "timeout_s": 0.0},
+        "write": lambda: {"record": record, "expected": ledger.look(1)[1]},
+        "report": lambda: {"report": report},
+        "reports": lambda: {"epoch": 1},
+        "wait_for_report": lambda: {"epoch": 1, "version": -1, "timeout_s": 0.0},
+    }  # fmt: skip
+    yield Scene(ledger, calls, close="")
+
+
+@contextlib.contextmanager
+def an_archive() -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory() as text:
+        closing = Closing(reason=Reason.SUCCESS, round=1, incarnation="i", by="x")
+        calls: Calls = {"read": nothing, "write": lambda: {"closing": closing}}
+        yield Scene(Archive(Path(text) / "archive"), calls, close="")
+
+
+@contextlib.contextmanager
+def a_destination() -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory() as text, contextlib.closing(Folder(Path(text))) as folder:
+        folder.put("a/b", b"12")
+        calls: Calls = {
+            "names": lambda: {"path": "a"}, "size": lambda: {"path": "a/b"}, "pieces": lambda: {"path": "a/b"},
+            "writer": lambda: {"path": "a/c", "size": 3}, "put": lambda: {"path": "a/d", "data": b"x"},
+            "delete": lambda: {"path": "a/d"}, "read": lambda: {"path": "a/b", "most": 10}, "close": nothing,
+        }  # fmt: skip
+
+        def intact() -> None:
+            assert Folder(Path(text)).read("a/b", 10) == b"12"
+
+        yield Scene(folder, calls, intact)
+
+
+@contextlib.contextmanager
+def a_trace() -> Iterator[Scene]:
+    with tempfile.TemporaryDirectory() as text, contextlib.closing(trace.Trace(Path(text) / "t", "x")) as made:
+        calls: Calls = {
+            "span": lambda: {"name": "a", "key": "b", "begun": 1.0, "**about": {"more": 1}},
+            "instant": lambda: {"name": "a", "key": "b", "**about": {"more": 1}},
+            "close": nothing,
+        }
+        yield Scene(made, calls)
+
+
+@contextlib.contextmanager
+def a_rendezvous() -> Iterator[Scene]:
+    with asyncio.Runner() as runner:
+        kept = MemoryStore()
+
+        def wait(awaitable: Awaitable[Any]) -> Any:
+            async def waiting() -> Any:
+                async with asyncio.timeout(30):
+                    return await awaitable
+
+            return runner.run(waiting())
+
+        async def enter() -> Rendezvous:
+            return await Rendezvous(
+                kept, "run", Rules(poll_s=0.05, last_call_s=0.0, host_poll_least_s=0.05)
+            ).__aenter__()
+
+        member = runner.run(enter())
+        calls: Calls = {
+            "join": nothing, "roster": nothing,
+            "close": lambda: {"reason": Reason.SUCCESS, "message": "because"}, "aclose": nothing,
+        }  # fmt: skip
+        try:
+            yield Scene(member, calls, wait=wait, close="aclose")
+        finally:
+            runner.run(member.aclose())
+
+
+SCENES: dict[str, Make] = {
+    "SharedRingBuffer": a_ring, "SharedRingBuffer, the class": ring_class, "UCXXServer": a_server,
+    "BlockingClient": blocking_client, "UCXXClient": a_client, "Rollout": a_rollout, "Trainer": a_trainer,
+    "transport.queue.SQLiteQueue": sqlite_queue, "transport.queue.RingQueue": ring_queue,
+    "transport.queue.FoundRings": found_rings, "transport.testing.MemoryQueue": memory_queue,
+    "transport.testing.LocalTransport": local_transport,
+    "transport.store.SQLiteStore": sqlite_store, "transport.cooldown.Ledger": a_ledger,
+    "transport.cooldown.Destination": a_destination, "transport.rendezvous.Archive": an_archive,
+    "transport.rendezvous.Rendezvous": a_rendezvous, "transport.client.trace.Trace": a_trace,
+    "Schema": schemas, "Ticket": tickets, "Settings": settings, "transport.rendezvous.Rules": rules,
+    "transport.rendezvous.ExitCodes": exit_codes, "constructors": constructors, "functions": functions,
+}  # fmt: skip
+
+ENDS = {"close", "end", "aclose", "cleanup_ucxx", "cleanup_ucxx_packer"}
+"""Calls that end what they are made on."""
