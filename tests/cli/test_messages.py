@@ -16,6 +16,7 @@ import pytest
 from transport import SharedRingBuffer, config
 from transport.bench.reads import session
 from transport.cli import output, run
+from transport.doctor import finding
 from transport.errors import ConfigurationError, LinkError, RingBusyError, SharedMemoryError
 from transport.storage.urls import parse_url
 
@@ -213,3 +214,24 @@ def test_a_ring_is_reclaimed_by_the_name_that_it_was_given(capsys: pytest.Captur
     with SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-named"):
         assert run(["reclaim", "hands-named", "--dry-run"]) == 0
     assert "/transport-hands-named" in capsys.readouterr().out
+
+
+# --- Ctrl-C -------------------------------------------------------------------------------------------
+def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transport.ring.sizing.sized", interrupted)
+    assert run(["size", "--slot-bytes", "1M"]) == 130
+    assert capsys.readouterr().err == "transport size: interrupted\n"
+
+
+def test_a_failed_group_of_checks_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = finding.fail("ucx transports", "no such device", "unset UCX_TLS")
+    monkeypatch.setattr("transport.doctor.library.checks", lambda **_: iter([broken]))
+    assert run(["doctor", "--json", "-"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [each["name"] for each in checks if each["status"] == "fail"] == ["ucx transports"]
+    assert not [each for each in checks if each["name"].startswith(("listener", "transfer"))]
