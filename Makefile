@@ -25,7 +25,7 @@ WAITING := $(PYTHON) tests/support/waiting.py
 .PHONY: help install demo test pytest adapters gpu gpu-wheels native-test faults soak model lint bench bench-full docs site clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # --- set-up -----------------------------------------------------------------------------------------------------------
 # Built without isolation, by the packages of .venv: make wheel-test then links what is compiled here.

@@ -324,7 +324,7 @@ PLANTS = {
         queues=("rings",),
     ),
     "outcome-forgotten": Plant(
-        "nobody knows what a connection that broke had finished",
+        "what a connection had finished when it broke is not known",
         "lost",
         {
             "transport.client.taking": _answers_are_lost,

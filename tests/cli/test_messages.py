@@ -16,6 +16,7 @@ import pytest
 from transport import SharedRingBuffer, config
 from transport.bench.reads import session
 from transport.cli import output, run
+from transport.doctor import finding
 from transport.errors import ConfigurationError, LinkError, RingBusyError, SharedMemoryError
 from transport.storage.urls import parse_url
 
@@ -173,3 +174,64 @@ def test_a_transport_that_this_host_lacks_is_said_once_with_the_variable() -> No
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if "UCX  " not in line]
     assert line.endswith("No such device; this host has no transport of UCX_TLS=bogus: unset or change it")
+
+
+# --- what belongs to somebody else --------------------------------------------------------------------
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["queue", "rings:hands-foreign"], 1, "Permission denied; run as its user"),
+        (["read", "{folder}/ticket"], 1, "{folder}/ticket: Permission denied"),
+    ],
+)
+def test_what_another_user_may_not_read_is_no_empty_answer(
+    arguments: list[str], status: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "ticket").write_text("text")
+    (tmp_path / "ticket").chmod(0o600)
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    reading, writing = os.pipe()
+    with SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-foreign"):
+        run(["queue", "rings:hands-foreign"])  # imports what the command needs
+        child = os.fork()
+        if not child:
+            sys.stderr = os.fdopen(writing, "w", buffering=1)
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            os._exit(run([each.format(folder=tmp_path) for each in arguments]))
+        os.close(writing)
+        with os.fdopen(reading) as said:
+            text = said.read()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    assert says.format(folder=tmp_path) in text
+
+
+def test_a_ring_is_reclaimed_by_the_name_that_it_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with SharedRingBuffer.create(slots=2, slot_bytes=100, name="hands-named"):
+        assert run(["reclaim", "hands-named", "--dry-run"]) == 0
+    assert "/transport-hands-named" in capsys.readouterr().out
+
+
+# --- Ctrl-C -------------------------------------------------------------------------------------------
+def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("transport.ring.sizing.sized", interrupted)
+    assert run(["size", "--slot-bytes", "1M"]) == 130
+    assert capsys.readouterr().err == "transport size: interrupted\n"
+
+
+def test_a_failed_group_of_checks_is_said_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = finding.fail("ucx transports", "no such device", "unset UCX_TLS")
+    monkeypatch.setattr("transport.doctor.library.checks", lambda **_: iter([broken]))
+    assert run(["doctor", "--json", "-"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    assert [each["name"] for each in checks if each["status"] == "fail"] == ["ucx transports"]
+    assert not [each for each in checks if each["name"].startswith(("listener", "transfer"))]

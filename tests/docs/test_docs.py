@@ -172,6 +172,10 @@ def problem_with(word: str, page: Path) -> str | None:
     ):
         places = (ROOT, page.parent, ROOT / "transport", ROOT / "native", ROOT / "tests")
         return None if any((place / path[1]).exists() for place in places) else "no such file"
+    room = re.fullmatch(r"([a-z]+)(?:/\w+)+", word)
+    if room and (ROOT / "transport" / room[1]).is_dir():  # as the pages on the code name a file
+        exists = (ROOT / "transport" / word).is_dir() or (ROOT / "transport" / f"{word}.py").exists()
+        return None if exists else "no such file in transport/"
     if re.fullmatch(r"transport(\.\w+)+", word):
         return None if module_has(word) else "no such module, nor a name in one"
     if command := re.fullmatch(r"make (\S+).*", word):

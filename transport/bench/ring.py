@@ -23,6 +23,7 @@ from transport.bench.units import show_size
 from transport.devices.arrays import require_cupy
 from transport.devices.libraries import CUPY
 from transport.devices.streams import Mark, address_of, copy_to_device, copy_to_host, pinned_memory
+from transport.ring.attachment import remove_dead
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.interruption import segment_prefix
 from transport.runtime.progress import Progress
@@ -30,6 +31,7 @@ from transport.schema import Schema
 from transport.ticket import Ticket
 
 _NAME = "ring_bench"
+_SEGMENTS = "test-bench-"
 _SIZES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 _DEVICE_SIZES = (64 << 10, 1 << 20, 16 << 20, 256 << 20)
 _MOST_BYTES = 256 << 20
@@ -68,7 +70,10 @@ def measure_device(progress: Progress, sizes: Sequence[int] = _DEVICE_SIZES) -> 
 
 def native_rows(program: Path) -> list[Row]:
     """Cycles per second, and copies, as the program prints them."""
-    rows: list[Row] = [json.loads(line) for line in run_group([str(program)], {}, _TIMEOUT_S).splitlines()]
+    try:
+        rows: list[Row] = [json.loads(line) for line in run_group([str(program)], {}, _TIMEOUT_S).splitlines()]
+    finally:
+        remove_dead(_SEGMENTS)  # of a program that was killed
     for row in rows:
         if "memcpy_gb_per_s" in row:
             row["copy_to_memcpy"] = round(row["copy_gb_per_s"] / row["memcpy_gb_per_s"], 2)

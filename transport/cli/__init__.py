@@ -20,6 +20,8 @@ __all__ = ["main", "run"]
 # with a copy of click since 0.2x.
 _ArgumentError = cast(type[typer.BadParameter], typer.BadParameter.__bases__[0])
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="transport",
     help="Moves reinforcement-learning payloads from rollout memory to trainer memory over UCX.",
@@ -71,8 +73,10 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         return _failed(1, command, f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (KeyboardInterrupt, typer.Abort):
-        return _failed(130, command, "interrupted")
-    return status if isinstance(status, int) else 0
+        return _failed(_INTERRUPTED, command, "interrupted")
+    if type(status) is int and status == _INTERRUPTED:  # typer makes this of a KeyboardInterrupt, without a word
+        return _failed(_INTERRUPTED, command, "interrupted")
+    return int(status) if isinstance(status, int) else 0
 
 
 def _is_group(arguments: Sequence[str]) -> bool:

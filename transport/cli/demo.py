@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from transport.cli.epochs import default_store
-from transport.cli.output import JsonTarget, emit
+from transport.cli.output import JsonTarget, Said, emit
 from transport.errors import TransportError, UsageError
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def demo(
     except InterruptedBySignal as interruption:
         how = "interrupted" if interruption.number == signal.SIGINT else f"stopped by {interruption}"
         print(f"transport demo: {how}; nothing is left behind", file=sys.stderr)
-        return 128 + interruption.number
+        return Said(128 + interruption.number)
     finally:
         if exporter is not None:
             exporter.close()

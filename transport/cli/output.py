@@ -55,6 +55,10 @@ def few(names: Sequence[str], between: str = ", ") -> str:
     return between.join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
+class Said(int):
+    """An exit status whose reason the command has printed itself."""
+
+
 def emit(result: Any, text: str, json_target: str | None) -> None:
     """Print ``text``, and write ``result`` where --json says; with ``-`` the JSON takes the place of the text.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -61,13 +62,23 @@ def queue(
                 raise UsageError(f"{path} does not exist: give the path of the queue that rollouts and trainers use")
     with slow("asking the queue"), open_queue(url) as opened:
         requeued = opened.requeue(limit) if requeue else 0
-        if isinstance(opened, FoundRings) and isinstance(opened.places, OnThisHost) and not opened.places.segments():
-            raise RingNotFoundError(
-                f"no ring of this host has a name that begins with {opened.places.prefix}; "
-                "`transport top --once` lists the rings"
-            )
+        if isinstance(opened, FoundRings) and isinstance(opened.places, OnThisHost):
+            _check_readable(opened.places.segments(), opened.places.prefix)
         report = Report(requeued=requeued, depth=opened.depth(rank), failures=opened.failures(limit))
     emit(report, _text(report, requeue), json_target)
+
+
+def _check_readable(segments: list[str], prefix: str) -> None:
+    """Raise unless there is a ring, and each can be read: an empty answer would be wrong."""
+    from transport.ring.attachment import attach
+
+    if not segments:
+        raise RingNotFoundError(
+            f"no ring of this host has a name that begins with {prefix}; `transport top --once` lists the rings"
+        )
+    for segment in segments:
+        with contextlib.suppress(RingNotFoundError):  # gone meanwhile
+            attach(segment, "observer").close()
 
 
 def _text(report: Report, requeue: bool) -> str:

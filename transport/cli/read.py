@@ -83,6 +83,8 @@ def _ticket(source: str) -> Ticket:
     try:
         content: str | bytes = Path(source).read_bytes()
         what = f"the file {source}"
+    except PermissionError:
+        raise
     except (OSError, ValueError):  # no file, or a text that cannot be the name of one
         content = source
         what = f"TICKET {source[:40]!r} is not a file, and its text"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from transport.cli.output import JsonTarget, emit
+from transport.cli.output import JsonTarget, count, emit
 from transport.errors import UsageError
 
 EXAMPLE = "Example: transport size --schema episode.json --rate 50 --batch 256 --stall 30 --rings 8"
@@ -56,7 +56,7 @@ def size(
     text = (
         f"slots      {result.slots} of {result.slot_bytes} bytes: {result.explanation}\n"
         f"ring       {result.ring_bytes / 2**20:.1f} MiB of /dev/shm\n"
-        f"host       {rings} rings, {result.host_bytes / 2**20:.0f} MiB with a fifth in reserve: "
+        f"host       {count(rings, 'ring')}, {result.host_bytes / 2**20:.0f} MiB with a fifth in reserve: "
         f"--shm-size={(result.host_bytes + (1 << 20) - 1) >> 20}m\n"
         f"traffic    {result.bytes_per_s / 1e6:.1f} MB/s leave the host\n"
         f"check      transport doctor --ring {result.host_bytes}"

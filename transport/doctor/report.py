@@ -14,6 +14,8 @@ from transport.errors import MissingDependencyError
 from transport.runtime.progress import Progress, silent
 from transport.wires import settings_for, user_settings
 
+_LIBRARY, _TRANSFERS = 1, 6  # places of these groups
+
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The command's JSON."""
@@ -59,9 +61,14 @@ def examine(
         wires = loopback.wires(rdma=rdma and "verbs" in plugins)
         before, total = total, total + 1 + len(wires)  # a listener, and a transfer by each
         groups.append(loopback.checks(configuration, wires, lambda done: progress(before + done, total, 0)))
+    bad = False
     for done, group in enumerate(groups):
         progress(done, total, 0)
-        yield from group
+        if done == _TRANSFERS and bad:  # what stops UCX stops every transfer, and was said
+            break
+        for check in group:
+            bad |= done == _LIBRARY and check.status == "fail"
+            yield check
     progress(total, total, 0)
 
 

@@ -78,11 +78,16 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def named(names: Sequence[str]) -> list[str]:
-    """Segments as the system names them. Raises RingNotFoundError for one that is not on this host."""
-    found = [f"/{name.lstrip('/')}" for name in names]
-    for name in found:
-        if not (_SHARED_MEMORY / name.lstrip("/")).exists():
-            raise RingNotFoundError(f"no ring segment {name} on this host; `transport top --once` lists the segments")
+    """Segments as the system names them. Raises RingNotFoundError for one that is not on this host.
+
+    A ring may be named as it was when it was created, without "transport-".
+    """
+    found = []
+    for name in (each.lstrip("/") for each in names):
+        segment = next((each for each in (name, f"transport-{name}") if (_SHARED_MEMORY / each).exists()), None)
+        if segment is None:
+            raise RingNotFoundError(f"no ring segment /{name} on this host; `transport top --once` lists the segments")
+        found.append(f"/{segment}")
     return found
 
 

@@ -106,6 +106,7 @@ _REMEDIES: dict[int, str] = {
         "; take fewer or smaller slots, remove dead rings with `transport reclaim`, or make /dev/shm larger"
     ),
     _ring.FAULT_EXISTS: "; stop it, or give another name",
+    _ring.FAULT_DENIED: "; run as its user, or give another name",
 }
 
 
