@@ -5,8 +5,8 @@ A test belongs to a framework if it is in tests/adapters/ (in a folder `NAME` or
 skipped for want of a framework belongs to none. `make adapters` runs them with --frameworks: an unexpected skip fails,
 and so does a framework of which no test ran.
 
-With several workers the tests of a file run in one of them, one after the other. So do those of all files that start Ray:
-Ray gives its own start 30 s, which several clusters at once on two cores exceed.
+With several workers the tests of a file run in one of them, one after the other, and so do those of all files that
+start Ray: Ray gives its own start 30 s, which several clusters at once on two cores exceed.
 """
 
 from __future__ import annotations
