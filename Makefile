@@ -121,7 +121,7 @@ pytest: $(VENV)/installed | redis
 
 # The real frameworks: torch, CuPy, Ray, verl, cosmos-rl and TransferQueue in an environment of their own (2.6 GB), of the
 # versions in constraints-adapters.txt. Nothing is skipped in silence: tests/support/frameworks.py has what may be, and why.
-ADAPTERS_OPTIONS ?= -n $(PYTEST_WORKERS) --dist loadgroup
+ADAPTERS_OPTIONS ?= -n $(PYTEST_WORKERS) --dist loadfile
 adapters: build/adapters/installed | redis ## every test that needs a framework, with all of them installed in build/adapters
 	@build/adapters/bin/python -m pytest --frameworks $(ADAPTERS_OPTIONS)
 

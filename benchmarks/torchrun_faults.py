@@ -1,6 +1,6 @@
 """What an operator of torchrun sees when something fails: the backend `transport` beside torch's own `c10d`.
 
-    build/adapters-env/bin/python benchmarks/torchrun_faults.py [--only NAME,…] [--backends c10d,c10d-own,redis,sqlite]
+    build/adapters/bin/python benchmarks/torchrun_faults.py [--only NAME,…] [--backends c10d,c10d-own,redis,sqlite]
 
 Prints two Markdown tables: seconds and exit codes, and what the operator sees. Each case starts real agents with one
 gloo worker each, which all-reduce and check the sum, and then does what the row says. The seconds run from there to the

@@ -20,7 +20,6 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
 from transport.ticket import Ticket
 
-pytestmark = pytest.mark.xdist_group("ray")
 SCHEMA = Schema.of(tokens=("int32", UpTo(64)))
 
 

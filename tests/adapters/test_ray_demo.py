@@ -35,7 +35,6 @@ from transport.demo.ray_record import nodes_of, records
 # Ray leaves sockets and files of its own to the garbage collector.
 pytestmark = [
     pytest.mark.adapters("ray"),
-    pytest.mark.xdist_group("ray"),
     pytest.mark.slow,
     pytest.mark.ucx,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -26,7 +26,6 @@ from transport.adapters import ray as adapter
 # Ray leaves sockets and files of its own to the garbage collector.
 pytestmark = [
     pytest.mark.adapters("ray"),
-    pytest.mark.xdist_group("ray"),
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -108,3 +107,25 @@ def test_a_directory_that_ended_is_an_unavailable_store() -> None:
     ray.kill(handle)
     with pytest.raises(StoreUnavailableError, match="directory actor 'ended' is gone"):
         store.get("a")
+
+
+def test_a_process_that_has_left_the_cluster_has_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = adapter.start_directory("left")
+    store = adapter.RayStore("left")
+
+    def no_cluster(*_: Any, **__: Any) -> None:
+        raise ray.exceptions.RaySystemError("Ray has not been started yet")  # as `ray.get` does after `ray.shutdown`
+
+    monkeypatch.setattr(ray, "get", no_cluster)
+    with pytest.raises(StoreUnavailableError, match=r"directory actor 'left' cannot be asked: .*not been started"):
+        store.get("a")
+    with pytest.raises(StoreUnavailableError, match="directory 'right' did not start"):
+        adapter.start_directory("right")
+    monkeypatch.undo()
+    ray.kill(handle)
+
+
+@pytest.mark.parametrize("make", [adapter.start_directory, adapter.RayStore, adapter.open_rings])
+def test_a_name_that_is_no_text_is_refused(make: Any) -> None:
+    with pytest.raises(UsageError, match="got an int: give the run's name, a text"):
+        make(7)

@@ -5,8 +5,8 @@ A test belongs to a framework if it is in tests/adapters/ (in a folder `NAME` or
 skipped for want of a framework belongs to none. `make adapters` runs them with --frameworks: an unexpected skip fails,
 and so does a framework of which no test ran.
 
-The tests of a file run in one process, one after the other. So do all files that start Ray (`xdist_group("ray")`): Ray
-gives its own start 30 s, which several clusters at once on two cores exceed.
+With several workers the tests of a file run in one of them, one after the other, and so do those of all files that
+start Ray: Ray gives its own start 30 s, which several clusters at once on two cores exceed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ import pytest
 INSTALLED = ("torch", "cupy", "ray", "cosmos_rl", "verl", "transferqueue")  # each has to have run a test
 NOT_INSTALLED = re.compile(
     r"\b(torch|cupy|ray|cosmos-rl|verl|transferqueue)\b.* (is not installed|could not)", re.IGNORECASE
+)
+
+STARTS_RAY = (
+    "tests/adapters/test_ray",
+    "tests/adapters/verl/test_manager.py",
+    "tests/adapters/transferqueue/test_run.py",
 )
 
 # What is skipped in the environment of `make adapters` too: a pattern of the reason, and why it is not run.
@@ -70,9 +76,19 @@ class Frameworks:
         if self._all:
             config.hook.pytest_deselected(items=others)
             items[:] = chosen
-            for item in chosen:
-                if item.get_closest_marker("xdist_group") is None:
-                    item.add_marker(pytest.mark.xdist_group(item.path.as_posix()))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        if not self._all or config.getvalue("dist") != "loadfile":
+            return None
+        from xdist.scheduler import LoadFileScheduling
+
+        class OneRay(LoadFileScheduling):
+            def _split_scope(self, nodeid: str) -> str:
+                file = super()._split_scope(nodeid)
+                return "ray" if file.startswith(STARTS_RAY) else file
+
+        return OneRay(config, log)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:

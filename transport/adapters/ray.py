@@ -20,6 +20,7 @@ from typing import Any, Final
 from transport.errors import ClosedError, MissingDependencyError, StoreUnavailableError, UsageError
 from transport.queue.found import FoundRings
 from transport.queue.places import InDirectory
+from transport.runtime.arguments import expect
 from transport.runtime.installing import install
 from transport.store.base import RECHECK_S, Change, Entry, Store, check_changes, check_key, check_lease, check_prefix
 from transport.store.directory import Directory
@@ -27,7 +28,7 @@ from transport.store.memory import MemoryStore
 
 try:
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ImportError as error:
     raise MissingDependencyError(f"the directory in a Ray actor needs Ray ({error}): {install('ray')}") from error
@@ -101,7 +102,9 @@ def start_directory(name: str, *, namespace: str = NAMESPACE, detached: bool = F
 
     Raises:
         UsageError: Ray is not initialised, or a directory of this name runs.
+        StoreUnavailableError: Ray cannot start the actor.
     """
+    expect(name, str, "start_directory()", "the run's name, a text")
     _check_initialised()
     node = ray.get_runtime_context().get_node_id()
     actor = ray.remote(num_cpus=0, max_restarts=0)(Records)  # a restarted one would have forgotten its records
@@ -115,6 +118,8 @@ def start_directory(name: str, *, namespace: str = NAMESPACE, detached: bool = F
         ray.get(handle.get_many.remote([]))
     except ValueError as error:
         raise UsageError(f"directory {name!r}: {error}; give each run a name of its own") from None
+    except RayError as error:
+        raise StoreUnavailableError(f"directory {name!r} did not start: {error}") from None
     return handle
 
 
@@ -122,6 +127,7 @@ class RayStore(Store):
     """The records of a directory actor. Thread-safe; for any process that takes part in the cluster."""
 
     def __init__(self, name: str, *, namespace: str = NAMESPACE) -> None:
+        expect(name, str, "RayStore()", "the run's name, a text")
         _check_initialised()
         self._name = name
         try:
@@ -147,10 +153,9 @@ class RayStore(Store):
             raise StoreUnavailableError(
                 f"directory actor {self._name!r} did not answer for {_PATIENCE_S:g} s"
             ) from None
-        except RayActorError as error:
-            raise StoreUnavailableError(
-                f"directory actor {self._name!r} is gone, with its node or its last handle: {error}"
-            ) from None
+        except RayError as error:
+            how = "is gone, with its node or its last handle" if isinstance(error, RayActorError) else "cannot be asked"
+            raise StoreUnavailableError(f"directory actor {self._name!r} {how}: {error}") from None
 
     def get(self, key: str) -> Entry | None:
         """See `Store.get`."""

@@ -203,6 +203,20 @@ def test_what_a_loader_cannot_do_is_refused(
         TicketLoader(dataset(), **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"batch_size": 0}, "batch_size=0; give a whole number of at least 1"),
+        ({"batch_size": "4"}, "batch_size got a str: give a whole number"),
+        ({"fill_s": float("nan")}, "fill_s is not a number"),
+        ({"idle_s": "soon"}, "idle_s got a str: give seconds, or None"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused(options: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        TicketDataset("sqlite:/tmp/never-opened", **options)
+
+
 def test_a_queue_object_cannot_go_to_a_spawned_worker(dataset: Callable[..., TicketDataset]) -> None:
     with pytest.raises(UsageError, match="give its URL, not a SQLiteQueue"):
         next(iter(TicketLoader(dataset(), num_workers=1, multiprocessing_context="spawn")))

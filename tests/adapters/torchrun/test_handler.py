@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sqlite3
 import subprocess
@@ -102,6 +103,25 @@ def test_the_run_of_a_redis_url_is_the_rdzv_id_and_a_closed_one_says_so(redis: S
     assert "ended in round 1: success" in agents.output("z")
     assert "give another --rdzv-id" in agents.output("z")
     assert "Traceback" not in agents.output("z")
+
+
+@needs_redis
+def test_the_command_to_paste_runs(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "ADAPTERS.md"
+    block = page.read_text(encoding="utf-8").split("\n## torchrun\n")[1].split("```console\n$ ")[1].split("```")[0]
+    with redis_server() as server:
+        here = {"store.example:6379": f"127.0.0.1:{server.port}", "$SLURM_JOB_ID": "job", "per-node=8": "per-node=1"}
+        for there, own in here.items():
+            assert there in block
+            block = block.replace(there, own)
+        program, *arguments, script = shlex.split(block.replace("\\\n", " "))
+        assert (program, script) == ("torchrun", "train.py")
+        with torchrun_agents(tmp_path, *arguments, "--rdzv-conf=last_call_s=3") as agents:
+            agents.start("a")
+            agents.start("b")
+            agents.wait_round("ab")
+            agents.stop()
+            assert [agents.code(node) for node in "ab"] == [0, 0]
 
 
 @pytest.mark.parametrize(("given", "code"), [(7, 1), (93, 93)])

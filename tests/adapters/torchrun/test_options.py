@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -26,6 +27,7 @@ from transport.errors import ConfigurationError, MissingDependencyError
 from transport.rendezvous.records import Closing, Reason
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
+ROOT = Path(__file__).resolve().parents[3]
 REDIS = "redis://127.0.0.1:6379/0"
 
 
@@ -136,6 +138,19 @@ def test_a_wrong_position_is_named(source: str, message: str) -> None:
         where_of(source, {}, "host7")
 
 
+# --- the page -------------------------------------------------------------------------------------------
+def test_every_row_of_the_pages_table_has_its_test() -> None:
+    page = (ROOT / "docs" / "ADAPTERS.md").read_text(encoding="utf-8").split("### Beside c10d")[1].split("\n### ")[0]
+    measured, tested, _ = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    titles = [row.split(" | ")[0] for row in measured.splitlines()[2:]]
+    assert [row.split(" | ")[0] for row in tested.splitlines()[2:]] == titles
+    handler = Path(__file__).with_name("test_handler.py").read_text(encoding="utf-8")
+    for row in tested.splitlines()[2:]:
+        names = re.findall(r"`(\w+)`", row)
+        assert names
+        assert all(f"def {name}(" in handler for name in names), row
+
+
 # --- torch, the end ---------------------------------------------------------------------------------------
 def test_a_torch_that_does_not_fit_is_named_with_those_that_do() -> None:
     old = {
@@ -147,7 +162,7 @@ def test_a_torch_that_does_not_fit_is_named_with_those_that_do() -> None:
 
 
 def test_the_entry_point_leads_to_a_function_that_imports_nothing() -> None:
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["entry-points"]["torchrun.handlers"] == {BACKEND: "transport.adapters.torchrun:get_handler"}
     code = "import sys, transport.adapters.torchrun as t; t.get_handler(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

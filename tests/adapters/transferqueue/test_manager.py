@@ -28,7 +28,7 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from transfer_queue.metadata import BatchMeta, extract_field_schema
 
-from transport.adapters.transferqueue import Loader, PayloadTransportStorageManager, options_of, provide
+from transport.adapters.transferqueue import BACKEND, Loader, PayloadTransportStorageManager, options_of, provide
 from transport.adapters.transferqueue.manager import _rings
 from transport.adapters.transferqueue.packing import Place, Unpacked, pack
 
@@ -357,6 +357,14 @@ def test_a_killed_putters_values_stay_readable_and_a_dead_hosts_are_said_to_be_l
 def test_a_wrong_option_is_an_error_that_names_it(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         options_of(OmegaConf.create(config))
+
+
+def test_the_configuration_to_paste_is_accepted() -> None:
+    page = Path(__file__).resolve().parents[3] / "docs" / "ADAPTERS.md"
+    block = page.read_text(encoding="utf-8").split("\n## TransferQueue\n")[1].split("```yaml\n")[1].split("```")[0]
+    backend = OmegaConf.create(block).backend
+    assert backend.storage_backend == BACKEND
+    assert options_of(backend[BACKEND]).ring_bytes == 1 << 28
 
 
 def test_the_provider_puts_into_the_configuration_what_makes_other_processes_import_it() -> None:

@@ -12,12 +12,7 @@ import pytest
 
 pytest.importorskip("transfer_queue", reason="TransferQueue is not installed: pip install TransferQueue")
 
-pytestmark = [
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.slow,
-    pytest.mark.ucx,
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.ucx, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORT = ROOT / "tests" / "support"

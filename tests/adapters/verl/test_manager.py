@@ -24,11 +24,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, CheckpointEngineWorker
 
-pytestmark = [
-    pytest.mark.ucx,
-    pytest.mark.xdist_group("ray"),
-    pytest.mark.filterwarnings("ignore"),
-]  # of what verl imports
+pytestmark = [pytest.mark.ucx, pytest.mark.filterwarnings("ignore")]  # of what verl imports
 
 YAML = """
 backend: payload_transport

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,24 @@ import verl_adapter  # noqa: F401  # first: what verl imports warns
 from transport.adapters.verl.options import ring_arguments
 from transport.errors import ConfigurationError
 from transport.weights.options import EngineOptions
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "ADAPTERS.md"
+
+
+def test_the_configuration_to_paste_is_accepted(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml", reason="verl is not installed, and PyYAML with it")
+    block = PAGE.read_text(encoding="utf-8").split("\n## verl\n")[1].split("```yaml\n")[1].split("```")[0]
+    rollout = yaml.safe_load(block)["actor_rollout_ref"]["rollout"]
+    engine = rollout["checkpoint_engine"]
+    assert importlib.util.find_spec(rollout["checkpoint_manager_class"].rpartition(".")[0])
+    assert engine["backend"] == importlib.import_module(engine["custom_backend_module"]).BACKEND
+    given = engine["engine_kwargs"][engine["backend"]]
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"of the run, thirty-two bytes long")
+    secret.chmod(0o600)
+    arguments = ring_arguments({**given, "secret_file": str(secret)})
+    assert arguments["delta"] is True
+    assert arguments["options"].wires == {"mapped", "tcp"}
 
 
 def options_of(**engine_kwargs: Any) -> EngineOptions:

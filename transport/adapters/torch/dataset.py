@@ -36,6 +36,7 @@ from transport.packer.stream import BatchStream
 from transport.queue.base import TicketQueue
 from transport.queue.open import open_queue
 from transport.ring.batch_shape import BatchLayout, Shape
+from transport.runtime.arguments import at_least, seconds
 from transport.ticket import Metadata
 from transport.wire import ucx
 
@@ -88,11 +89,11 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
         idle_s: float | None = None,
         **options: Any,
     ) -> None:
-        if batch_size < 1:
-            raise UsageError(f"batch_size={batch_size}: give 1 or more payloads")
+        seconds(fill_s, "fill_s")
+        seconds(idle_s, "idle_s", none=True)
         self.policy_version: int | None = None  # that is trained now, with max_policy_age; see `TicketLoader`
         self._queue = queue
-        self._batch_size = batch_size
+        self._batch_size = at_least(1, batch_size, "batch_size")
         self._shape = Shape(layout=layout, **(shape or {}))
         if self._shape.out is not None:
             raise UsageError("out= would be overwritten by the next batch; leave it out of the shape")
