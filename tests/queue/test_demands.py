@@ -51,3 +51,23 @@ def test_a_trainer_with_four_full_rings_gets_full_batches(
         eventually(lambda: all(map(free, rings)), "every slot is free")
     # Less are the first answer of each ring, its last one, and what follows when a demand finds it empty.
     assert sizes[whole] >= RINGS * each // whole - 2 * RINGS, sizes
+
+
+def test_an_answer_of_two_batches_is_taken_as_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    prefix = f"demands-{secrets.token_hex(4)}-"
+    with SharedRingBuffer.create(prefix=prefix, slots=40, slot_bytes=4096) as ring, UCXXServer(ring, mode="thread"):
+        ring.write_many([{"number": np.full(3, number)} for number in range(40)])
+        with open_queue(f"rings:{prefix}") as queue:
+            assert isinstance(queue, FoundRings)
+            numbers: list[int] = []
+            sizes = Counter[int]()
+            while sum(sizes.values()) * BATCH < 40:
+                brought = queue.take(BATCH, LONG_S)
+                assert brought is not None
+                sizes[len(brought.batch)] += 1
+                numbers += [int(payload.arrays()["number"][2]) for payload in brought.batch]
+                assert queue.consume(brought).all()
+            assert sizes == {BATCH: 5}
+            assert numbers == list(range(40))
+        eventually(lambda: free(ring), "every slot is free")
