@@ -95,3 +95,20 @@ def test_an_answer_of_two_batches_is_taken_as_two(monkeypatch: pytest.MonkeyPatc
             assert sizes == {BATCH: 5}
             assert numbers == list(range(40))
         eventually(lambda: free(ring), "every slot is free")
+
+
+def test_what_is_left_of_a_batch_that_was_claimed_in_part_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    prefix = f"demands-{secrets.token_hex(4)}-"
+    with SharedRingBuffer.create(prefix=prefix, slots=4, slot_bytes=4096) as ring, UCXXServer(ring, mode="thread"):
+        ring.write_many([{"number": np.full(3, number)} for number in range(4)])
+        with opened(f"rings:{prefix}") as queue:
+            assert queue.take(4) is None  # it asks for four, and does not wait
+            eventually(lambda: ring.native.depth(0)["claimed"] == 4, "all have come")
+            claims = queue.claim(1, LONG_S, consumer="test")
+            brought = queue.take(4, LONG_S)
+            assert brought is not None
+            assert [int(payload.arrays()["number"][0]) for payload in brought.batch] == [1, 2, 3]
+            assert queue.consume(brought).all()
+            assert queue.ack_many(claims) == claims
+        eventually(lambda: free(ring), "every slot is free")
