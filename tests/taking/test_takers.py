@@ -33,6 +33,18 @@ def test_a_few_places_are_each_asked_for_a_whole_batch() -> None:
     assert takers.step(0.0) == []
 
 
+def test_the_only_place_is_asked_for_two_batches_where_one_answer_has_room_for_them() -> None:
+    takers = opened(24, 8, "a")
+    takers.largest = 20
+    assert asked(takers) == {"a": (16, True)}
+    takers.answered("a", 16, full=True)
+    takers.used("a", 8)
+    assert asked(takers) == {"a": (16, True)}
+    takers.largest = 10
+    takers.answered("a", 0, full=False)
+    assert asked(takers) == {"a": (10, True)}
+
+
 def test_a_place_is_asked_when_there_is_room_for_a_whole_batch_and_not_for_what_is_missing() -> None:
     takers = opened(24, 8, "a")
     for came in (8, 8, 3):
@@ -168,7 +180,7 @@ PLACES = ["a", "b", "c", "d", "e"]
 )
 def test_what_is_in_hand_and_asked_for_is_bounded(most: int, places: int, events: list[tuple[int, str, int]]) -> None:
     known = PLACES[:places]
-    takers = Takers(3 * most, most)
+    takers = Takers(3 * most, most, largest=256)
     takers.found(known)
     asked: dict[str, int] = {}
     hand: dict[str, int] = {}

@@ -23,9 +23,10 @@ from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads, DeviceReceive
 from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
+from transport.client.pool import port_of
 from transport.client.reading import Reading
 from transport.client.status_socket import StatusSocket
-from transport.client.taking import MOST_BYTES, Taking, port_of
+from transport.client.taking import MOST_BYTES, Taking
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.errors import ClosedError, UsageError

@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,11 +34,11 @@ from transport.errors import (
     VersionMismatchError,
 )
 from transport.ring.parts import field_names, part_of
-from transport.runtime.arguments import expect
 from transport.runtime.explaining import explained
 from transport.schema import Schema
 from transport.settings import Settings
 from transport.taking.batch import JOINED, TAKEN, Rows, TakenBatch, Verdicts, apart, parsed
+from transport.taking.finishing import Finishing
 from transport.taking.outcomes import Outcomes, Served
 from transport.wire import frames
 from transport.wire.frames import Ended, Kind, Record
@@ -53,33 +53,9 @@ _MOST_RANGES = 2048  # of one demand's payloads: a listener has up to 4096 reads
 _LONGEST_WAIT_S = 3600.0
 _LONGEST_DELAY_S = 1e6  # 32 bits of milliseconds
 
-_Said = tuple[asyncio.Future[Any], int]  # the answer to a FINISH message, and the claim's position in it
 
-
-class _Asked(NamedTuple):
-    """Claims of one FINISH message: positions among the rows, and in the message; and its answer."""
-
-    positions: Sequence[int]
-    indexes: Sequence[int]
-    answer: asyncio.Future[Any]
-
-
-def _selected(positions: Sequence[int]) -> slice | list[int]:
-    """The positions as numpy indexes best."""
-    return slice(positions.start, positions.stop) if isinstance(positions, range) else list(positions)
-
-
-def port_of(address: str) -> PortKey:
-    """(host, port) of "host:port". Raises UsageError."""
-    expect(address, str, "the address", "text, host:port")
-    host, colon, number = address.rpartition(":")
-    if not colon or not host or not number.isdecimal() or not 0 < int(number) < 1 << 16:
-        raise UsageError(f"{address!r} is not host:port")
-    return host, int(number)
-
-
-class TakeLink:
-    """A connection that holds claims.
+class TakeLink(Finishing):
+    """A connection that holds claims. `finish` consumes some.
 
     Args:
         link: of the version that knows TAKE; owned by this object from here on.
@@ -106,6 +82,7 @@ class TakeLink:
                 f"{link.port[0]}:{link.port[1]} speaks wire version {link.native.version}, and taking needs "
                 f"{frames.TAKING_VERSION}: upgrade the rollout's side, or read by tickets from a queue"
             )
+        super().__init__()
         self.link = link
         self.ring = link.ring
         self._end = end
@@ -113,9 +90,6 @@ class TakeLink:
         self._buffers = buffers
         self._schemas = schemas
         self._outcomes = outcomes
-        self._unanswered = 0  # claims in FINISH messages; as many as `MOST_UNANSWERED` stand in the ring
-        self._answered = asyncio.Event()
-        self._left: dict[bytes, _Said] = {}  # of claims whose `finish` was cancelled after it was sent
         self._closed = False
         self._process = os.getpid()
         self.checksum_failures = 0
@@ -345,61 +319,6 @@ class TakeLink:
             self._settle(Kind.GIVE_BACK, rows, math.ceil(min(max(delay_s, 0.0), _LONGEST_DELAY_S) * 1000))
 
     # --- the end of claims --------------------------------------------------------------------------
-    async def finish(self, rows: Rows, *, arrived: bool = False) -> Verdicts:
-        """Consume claims; which were accepted. Where it is cancelled, asking again has the same answer.
-
-        ``arrived``: the ring counts them as arrived until `used` says more, and as lost if the connection ends before.
-        """
-        rows = np.ascontiguousarray(rows, TAKEN)
-        fresh: Sequence[int] = range(len(rows))
-        asked: list[_Asked] = []
-        if self._left:
-            said = [self._left.pop(row.tobytes(), None) for row in rows]
-            fresh = [at for at, each in enumerate(said) if each is None]
-            asked = [_Asked((at,), (each[1],), each[0]) for at, each in enumerate(said) if each is not None]
-        try:
-            await self._finish(rows, fresh, asked, arrived)
-            return await self._verdicts(rows, asked)
-        except BaseException:
-            for positions, indexes, future in asked:
-                for at, index in zip(positions, indexes, strict=True):
-                    self._left[rows[at].tobytes()] = future, index
-            raise
-
-    async def _finish(self, rows: Rows, fresh: Sequence[int], asked: list[_Asked], arrived: bool) -> None:
-        """Send what has not been sent, as there is room for it; nothing once the connection is gone."""
-        for begin in range(0, len(fresh), frames.MAX_RECORDS):
-            chunk = fresh[begin : begin + frames.MAX_RECORDS]
-            while self._unanswered + len(chunk) > frames.MOST_UNANSWERED and not self.lost:
-                self._answered.clear()
-                await self._answered.wait()
-            if self.lost:
-                return
-            [future] = self._settle(Kind.FINISH, rows[_selected(chunk)], 0, arrived)
-            self._unanswered += len(chunk)
-            future.add_done_callback(partial(self._now_answered, len(chunk)))
-            asked.append(_Asked(chunk, range(len(chunk)), future))
-
-    def _now_answered(self, count: int, future: asyncio.Future[Any]) -> None:
-        self._unanswered -= count
-        self._answered.set()
-        if not future.cancelled():
-            future.exception()  # `finish` may have been cancelled
-
-    async def _verdicts(self, rows: Rows, asked: list[_Asked]) -> Verdicts:
-        accepted = np.zeros(len(rows), np.bool_)
-        unsaid: list[int] = []
-        outcomes = {future: await self._codes(future) for future in dict.fromkeys(each.answer for each in asked)}
-        for positions, indexes, future in asked:
-            codes = outcomes[future]
-            if codes is None:
-                unsaid += positions
-            else:
-                accepted[_selected(positions)] = np.equal(codes, 0)[_selected(indexes)]
-        if unsaid and self._outcomes is not None:
-            accepted[unsaid] = np.equal(await self._outcomes.of(self.link, rows[unsaid], self.served), 0)
-        return accepted
-
     async def _codes(self, future: asyncio.Future[Any]) -> list[int] | None:
         """The answer to FINISH or GIVE_BACK; None: there is none, and the connection has ended."""
         with contextlib.suppress(TransportError):
@@ -442,6 +361,8 @@ class TakeLink:
         except TransportError:
             self.abort()
             return False
+    async def _said_elsewhere(self, rows: Rows) -> Sequence[int] | None:
+        return None if self._outcomes is None else await self._outcomes.of(self.link, rows, self.served)
 
     async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts:
         """Give claims up; which were still held."""

@@ -141,8 +141,9 @@ class Demands:
 
     def _size(self) -> None:
         """No more payloads in a demand than fit its bytes: as many large ones as small ones are not held ready."""
-        most = max(1, min(self._most, self._most_bytes // max(1, self._largest)))
-        self._takers.ahead, self._takers.most = self._batches * most, most
+        fit = max(1, min(engine().MOST_TAKEN, self._most_bytes // max(1, self._largest)))
+        most = min(self._most, fit)
+        self._takers.ahead, self._takers.most, self._takers.largest = self._batches * most, most, fit
 
     def used(self, brought: Brought, count: int) -> None:
         """The trainer works on so many of what was brought: others may come in their place."""
@@ -298,7 +299,8 @@ class Demands:
             if self._links.get(name) is link:
                 self._takers.answered(name, len(batch), full=self._full(ask.n, batch))
                 if len(batch):
-                    self._arrived(Brought(self, name, link, batch))
+                    for part in batch.split(self._most):
+                        self._arrived(Brought(self, name, link, part))
         finally:
             self._numbers.pop(ask.demand, None)
             self._unwanted.discard(ask.demand)

@@ -177,9 +177,12 @@ class FoundElsewhere:
                 self._changed.wait(wait_s)
             while of.came:
                 brought, at = of.came.popleft()
-                if not brought.link.lost and at == 0:
-                    of.unsaid[id(brought)] = brought
-                    return brought
+                if brought.link.lost:
+                    continue  # they are anybody's by now
+                if at:  # the others were claimed one by one
+                    brought = brought._replace(batch=brought.batch.part(at, len(brought.batch)))
+                of.unsaid[id(brought)] = brought
+                return brought
         return None
 
     def finish_batch(self, brought: Brought, payloads: TakenPayloads | None = None) -> Future[Verdicts]:

@@ -171,6 +171,22 @@ class TakenBatch:
     def __iter__(self) -> Iterator[TakenPayload]:
         return (TakenPayload(self, at) for at in range(len(self)))
 
+    def part(self, begin: int, end: int) -> TakenBatch:
+        """Some of the payloads as a batch of their own, in the same memory."""
+        chosen = slice(begin, end)
+        read = {at - begin: own for at, own in self._read.items() if begin <= at < end}
+        return TakenBatch(
+            self.link, self.rows[chosen], self._buffer, self._notes[chosen], self._offsets[chosen], read, self.schemas
+        )
+
+    def split(self, most: int) -> Iterator[TakenBatch]:
+        """The same payloads as batches of at most so many, in the same memory."""
+        if len(self) <= most:
+            yield self
+            return
+        for begin in range(0, len(self), most):
+            yield self.part(begin, begin + most)
+
     def note(self, at: int) -> memoryview:
         """The encoded ticket of the payload at this position."""
         begin = int(self._notes[at])

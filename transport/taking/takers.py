@@ -6,9 +6,9 @@
 
 Every place that is known and reachable is asked: what comes first is taken. A demand costs the same whatever it brings,
 so a place is not asked for the few payloads that happen to be missing: where there is no room for a whole batch, its
-demand waits for the room. A few places are asked for whole batches. With many, a demand that waits is for its share of
-a batch, so that one can wait everywhere; a place that answers with its whole share has more ready, and is asked for
-whole batches, with demands that do not wait, until one is answered with less.
+demand waits for the room. A few places are asked for whole batches, a single one for two at once. With many, a demand
+that waits is for its share of a batch, so that one can wait everywhere; a place that answers with its whole share has
+more ready, and is asked for whole batches, with demands that do not wait, until one is answered with less.
 
 What lies unused and what was asked for is at most ``ahead``, and one payload for each place beyond it, so that no
 trainer hoards; once as much lies unused, demands that wait are taken back. What the trainer works on does not count: it
@@ -28,6 +28,7 @@ _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _NEVER: Final = float("inf")
 _LATE_S: Final = 1.0  # an answer that was due at once
+_BATCHES_OF_ONE: Final = 2  # that the only place is asked for at once: half as many demands
 _WAITING_SHARE: Final = 3  # of ``ahead`` the part that demands may wait for where there are many places: 1/3
 
 
@@ -105,12 +106,14 @@ class Takers:
 
     Args:
         ahead: payloads that lie unused or were asked for, all places together; may be changed.
-        most: payloads in one demand; may be changed.
+        most: payloads in a batch; may be changed.
+        largest: payloads that a demand can bring; may be changed.
     """
 
-    def __init__(self, ahead: int, most: int = 256) -> None:
+    def __init__(self, ahead: int, most: int = 256, largest: int = 0) -> None:
         self.ahead = ahead
         self.most = most
+        self.largest = largest
         self._places: dict[str, _Place] = {}
         self._numbers = itertools.count(1)
 
@@ -207,11 +210,12 @@ class Takers:
 
     def _sizes(self) -> tuple[int, int]:
         """A whole batch, and what a demand that waits is for."""
-        places = sum(place.known for place in self._places.values())
-        whole = max(1, min(self.most, self.ahead - self.ahead // _WAITING_SHARE))
-        if places * whole <= self.ahead:
+        places = max(1, sum(place.known for place in self._places.values()))
+        most = max(1, min(self.most, self.ahead - self.ahead // _WAITING_SHARE))
+        if places * most <= self.ahead:
+            whole = max(most, min(_BATCHES_OF_ONE * most, self.ahead, self.largest)) if places == 1 else most
             return whole, whole
-        return whole, max(1, self.ahead // _WAITING_SHARE // places)
+        return most, max(1, self.ahead // _WAITING_SHARE // places)
 
     def _askable(self, now: float) -> Iterator[tuple[str, _Place]]:
         for name, place in self._places.items():

@@ -1,0 +1,111 @@
+"""Claims of one connection that are consumed: FINISH messages and their answers, whatever is cancelled meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transport.taking.batch import TAKEN, Rows, Verdicts
+from transport.wire import frames
+from transport.wire.frames import Kind
+
+_Said = tuple[asyncio.Future[Any], int]  # the answer to a FINISH message, and the claim's position in it
+
+
+class _Asked(NamedTuple):
+    """Claims of one FINISH message: positions among the rows, and in the message; and its answer."""
+
+    positions: Sequence[int]
+    indexes: Sequence[int]
+    answer: asyncio.Future[Any]
+
+
+def _selected(positions: Sequence[int]) -> slice | list[int]:
+    """The positions as numpy indexes best."""
+    return slice(positions.start, positions.stop) if isinstance(positions, range) else list(positions)
+
+
+class Finishing(ABC):
+    """What a connection that holds claims does with those that are consumed. It belongs to one loop."""
+
+    def __init__(self) -> None:
+        self._unanswered = 0  # claims in FINISH messages; as many as `MOST_UNANSWERED` stand in the ring
+        self._answered = asyncio.Event()
+        self._left: dict[bytes, _Said] = {}  # of claims whose `finish` was cancelled after it was sent
+
+    @property
+    @abstractmethod
+    def lost(self) -> bool:
+        """Whether the connection is gone, and with it every claim."""
+
+    @abstractmethod
+    def _settle(self, kind: Kind, rows: Rows, delay_ms: int, arrived: bool = False) -> list[asyncio.Future[Any]]:
+        """Send the end of these claims; the answers of the messages."""
+
+    @abstractmethod
+    async def _codes(self, future: asyncio.Future[Any]) -> list[int] | None:
+        """An answer; None: there is none, and the connection has ended."""
+
+    @abstractmethod
+    async def _said_elsewhere(self, rows: Rows) -> Sequence[int] | None:
+        """What became of claims whose answer was lost; None: it is not known anywhere."""
+
+    async def finish(self, rows: Rows, *, arrived: bool = False) -> Verdicts:
+        """Consume claims; which were accepted. Where it is cancelled, asking again has the same answer.
+
+        ``arrived``: the ring counts them as arrived until `used` says more, and as lost if the connection ends before.
+        """
+        rows = np.ascontiguousarray(rows, TAKEN)
+        fresh: Sequence[int] = range(len(rows))
+        asked: list[_Asked] = []
+        if self._left:
+            said = [self._left.pop(row.tobytes(), None) for row in rows]
+            fresh = [at for at, each in enumerate(said) if each is None]
+            asked = [_Asked((at,), (each[1],), each[0]) for at, each in enumerate(said) if each is not None]
+        try:
+            await self._finish(rows, fresh, asked, arrived)
+            return await self._verdicts(rows, asked)
+        except BaseException:
+            for positions, indexes, future in asked:
+                for at, index in zip(positions, indexes, strict=True):
+                    self._left[rows[at].tobytes()] = future, index
+            raise
+
+    async def _finish(self, rows: Rows, fresh: Sequence[int], asked: list[_Asked], arrived: bool) -> None:
+        """Send what has not been sent, as there is room for it; nothing once the connection is gone."""
+        for begin in range(0, len(fresh), frames.MAX_RECORDS):
+            chunk = fresh[begin : begin + frames.MAX_RECORDS]
+            while self._unanswered + len(chunk) > frames.MOST_UNANSWERED and not self.lost:
+                self._answered.clear()
+                await self._answered.wait()
+            if self.lost:
+                return
+            [future] = self._settle(Kind.FINISH, rows[_selected(chunk)], 0, arrived)
+            self._unanswered += len(chunk)
+            future.add_done_callback(partial(self._now_answered, len(chunk)))
+            asked.append(_Asked(chunk, range(len(chunk)), future))
+
+    def _now_answered(self, count: int, future: asyncio.Future[Any]) -> None:
+        self._unanswered -= count
+        self._answered.set()
+        if not future.cancelled():
+            future.exception()  # `finish` may have been cancelled
+
+    async def _verdicts(self, rows: Rows, asked: list[_Asked]) -> Verdicts:
+        accepted = np.zeros(len(rows), np.bool_)
+        unsaid: list[int] = []
+        outcomes = {future: await self._codes(future) for future in dict.fromkeys(each.answer for each in asked)}
+        for positions, indexes, future in asked:
+            codes = outcomes[future]
+            if codes is None:
+                unsaid += positions
+            else:
+                accepted[_selected(positions)] = np.equal(codes, 0)[_selected(indexes)]
+        if unsaid and (said := await self._said_elsewhere(rows[unsaid])) is not None:
+            accepted[unsaid] = np.equal(said, 0)
+        return accepted
