@@ -312,7 +312,7 @@ class Supervisor:
         return writer_was_there
 
     def remove_segment(self) -> bool:
-        """Remove the ring's name, if nobody else is left. Unread payloads only when they are given up."""
+        """Remove the ring's name, if no other owner is left. Unread payloads only when they are given up."""
         return self._ring.native.unlink_if_last(gives_up_to=self._gives_up_to)
 
     def _listener_pids(self) -> set[int]:

@@ -28,7 +28,7 @@ from transport.queue.base import (
     too_old,
 )
 
-_RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes nobody
+_RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes no thread
 
 Found = TypeVar("Found")
 
