@@ -174,7 +174,7 @@ class Ring:
         """Remove the segment's name if no other owner (or none but readers) is alive and no other process keeps it.
 
         ``gives_up_to``: unread payloads go with it only if `sequence` is not beyond this; 0: none does. The default
-        gives all of them up. It is checked while nobody can join.
+        gives all of them up. It is checked while no process can join.
         """
     @staticmethod
     def unlink_if_dead(name: str, *, gives_up_to: int = ...) -> bool:
@@ -279,7 +279,7 @@ class Ring:
     def trained(self, rank: int, deliveries: int) -> None:
         """So many of those that had arrived here are done."""
     def give_back(self, claim: ClaimId, delay_s: float = 0.0) -> bool:
-        """To be claimed again by anybody, after the delay. False: it was not held, or had been consumed."""
+        """To be claimed again, by any owner, after the delay. False: it was not held, or had been consumed."""
     def end(self, claim: ClaimId, how: str, reason: str, consumer: str = "") -> bool:
         """The delivery ends "discarded", "dead", "aged" or "lost", and is logged. False as `finish`."""
     def holds(self, claim: ClaimId) -> bool: ...

@@ -108,14 +108,14 @@ def _outcomes_are(accepted: bool) -> Change:
 
 
 def _dead_connections_hold(module: ModuleType) -> None:
-    """What came through a connection that is dead by now is consumed without asking anybody."""
+    """What came through a connection that is dead by now is consumed without asking a listener."""
     elsewhere: Any = module.FoundElsewhere
     original = elsewhere._settle
 
-    def settle(self: Any, groups: Any, delay_s: Any) -> Any:
-        dead = [brought.link.lost for brought, _ in groups]
-        verdicts = original(self, groups, delay_s)
-        return [each | gone for each, gone in zip(verdicts, dead, strict=True)]
+    def settle(self: Any, groups: Any, ask: Any) -> None:
+        dead = [(brought, at) for brought, at in groups if brought.link.lost]
+        original(self, groups, ask)
+        self._said.update(((id(brought), position), True) for brought, at in dead for position in at)
 
     elsewhere._settle = settle
 
@@ -324,7 +324,7 @@ PLANTS = {
         queues=("rings",),
     ),
     "outcome-forgotten": Plant(
-        "what a connection had finished when it broke is not known",
+        "the ring does not know what a connection that broke had finished",
         "lost",
         {
             "transport.client.taking": _answers_are_lost,

@@ -19,7 +19,8 @@ from queue_conformance import LEASE_S, QueueConformance, ids, in_thread, ticket,
 from queue_model import QueueMachine
 
 from transport.errors import InternalError, QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError
-from transport.queue import DeliveryState, QueueDepth, QueuedTicket, SQLiteQueue, sqlite
+from transport.queue import DeliveryState, QueueDepth, QueuedTicket, SQLiteQueue
+from transport.queue.statements import sqlite as sql
 from transport.storage import sqlite_file
 
 
@@ -204,14 +205,14 @@ def test_any_other_failure_is_a_queue_error(path: Path) -> None:
 
 def test_every_frequent_query_goes_through_an_index(path: Path) -> None:
     queries = [
-        (sqlite._ANYTHING_DUE, {"rank": 0, "now": 0.0}),
-        (sqlite._NEXT_DUE, (0,)),
-        (sqlite._OLDEST_READY, (0, 0.0, 1)),
-        (sqlite._ENDED, (0.0,)),
-        (sqlite._CLAIM, (0.0, "a", 0, "[1]")),
-        (sqlite._MOVE, ("done", "", 0.0, "[[1, 0, 1]]", "claimed")),
-        (sqlite._CLOSE, ("[1]",)),
-        (sqlite._DELIVER, (0, 1)),
+        (sql.ANYTHING_DUE, {"rank": 0, "now": 0.0}),
+        (sql.NEXT_DUE, (0,)),
+        (sql.OLDEST_READY, (0, 0.0, 1)),
+        (sql.ENDED, (0.0,)),
+        (sql.CLAIM, (0.0, "a", 0, "[1]")),
+        (sql.MOVE, ("done", "", 0.0, "[[1, 0, 1]]", "claimed")),
+        (sql.CLOSE, ("[1]",)),
+        (sql.DELIVER, (0, 1)),
     ]
     SQLiteQueue(path).close()
     with contextlib.closing(sqlite3.connect(path)) as connection:

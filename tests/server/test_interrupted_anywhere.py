@@ -12,7 +12,7 @@ from interrupted_lines import interrupted
 
 from transport import SharedRingBuffer, UCXXServer
 from transport.client.blocking import BlockingClient
-from transport.server.server import _Thread
+from transport.server.running import OneThread
 
 # A coroutine that was made and not begun, and what an interrupted start of anything leaves to the collector.
 pytestmark = [
@@ -90,13 +90,13 @@ def test_an_interrupted_start_of_a_blocking_client_leaves_no_thread() -> None:
 
 @pytest.mark.ucx
 def test_a_start_that_cannot_write_its_ports_serves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = _Thread.start
+    begin = OneThread.start
 
-    def start(run: _Thread, wanted: tuple[int, ...]) -> Any:
+    def start(run: OneThread, wanted: tuple[int, ...]) -> Any:
         begin(run, wanted)
         return ("none",)  # refused, as they are where another process was stopped while it wrote ports
 
-    monkeypatch.setattr(_Thread, "start", start)
+    monkeypatch.setattr(OneThread, "start", start)
     with SharedRingBuffer.create(slots=2, slot_bytes=100) as ring:
         server = UCXXServer(ring, mode="thread")
         with pytest.raises(TypeError):

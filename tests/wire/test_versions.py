@@ -107,7 +107,7 @@ with SharedRingBuffer.create(slots=8, slot_bytes=64) as ring, UCXXServer(ring, m
     for number in range(4):
         ring.write_raw(bytes([number]))
     print(server.ports[0], flush=True)
-    while sys.stdin.readline() != "end\n":
+    while sys.stdin.readline().strip() != "end":
         print(*sorted(f"{name}={count}" for name, count in ring.native.depth(0).items() if count), flush=True)
 """
 

@@ -420,7 +420,7 @@ class UCXXClient(Reading, NeedsLoop):
             await self._links.close()
 
     def end(self) -> None:
-        """Close at once, without a word to anybody: what is not acknowledged yet is not. Idempotent."""
+        """Close at once, without telling a listener: what is not acknowledged yet is not. Idempotent."""
         self._closed = self._deliveries.closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._buffers.clear)

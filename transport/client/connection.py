@@ -2,7 +2,7 @@
 
 Every receive is posted before the request is sent, each payload straight into its destination, and checked against its
 checksum before the future is set. After any failure or cancellation its user aborts the link, which
-ends UCX's use of the buffers before anyone reuses them.
+ends UCX's use of the buffers before they are used again.
 """
 
 from __future__ import annotations

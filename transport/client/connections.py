@@ -1,4 +1,4 @@
-"""All connections of a client, and what nobody asks for: warming up, acknowledging, ageing, the end.
+"""All connections of a client, and what is done without being asked: warming up, acknowledging, ageing, the end.
 
 Ledger and pool say what is due; this file does it. It belongs to the client's loop.
 """
@@ -197,7 +197,7 @@ class Links(Lending):
                 turn.exception()  # who was cancelled meanwhile does not look at it
 
     def end(self) -> None:
-        """Stop UCX and everything here, without waiting for anybody. Idempotent."""
+        """Stop UCX and everything here, without waiting for a listener. Idempotent."""
         self._tender.cancel()
         self._admit_no_more()
         for task in [*self._flushes.values(), *self._partings]:

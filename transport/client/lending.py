@@ -194,7 +194,7 @@ class Lending:
         self._get_worker()
 
     async def warm(self, port: PortKey, ring: str, most: int) -> int:
-        """Open connections to a port before anybody needs them, up to ``most``; how many it has then.
+        """Open connections to a port before they are needed, up to ``most``; how many it has then.
 
         The first one alone: a port that does not answer takes one place from readers, not all. Raises what connecting
         raises; the port is not blamed for it, since its listener may not have been started yet.
@@ -323,7 +323,7 @@ class Lending:
         """Replace the worker after a peer over shared memory has died, or nothing came in time.
 
         All of them write into one queue of this worker. One that is killed while it writes leaves a gap there that UCX
-        waits at for ever: nothing would arrive over shared memory any more, from anybody.
+        waits at for ever: nothing would arrive over shared memory any more, from any peer.
         """
         if worker is self._worker:
             self._worker = None

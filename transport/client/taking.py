@@ -60,7 +60,7 @@ class TakeLink(Finishing):
     Args:
         link: of the version that knows TAKE; owned by this object from here on.
         end: ends it.
-        outcomes: asks what became of a FINISH whose answer was lost; None: nobody does.
+        outcomes: asks what became of a FINISH whose answer was lost; None: it is not asked.
         buffers: where memory for answers comes from.
 
     Attributes:
@@ -493,7 +493,7 @@ class Taking:
             self._links[port] = task.result()
 
     def close(self) -> None:
-        """End every connection: what was taken and not consumed is anybody's."""
+        """End every connection: what was taken and not consumed can be claimed by others."""
         self._closed = True
         for opening in list(self._opening.values()):
             opening.cancel()

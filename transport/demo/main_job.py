@@ -147,7 +147,7 @@ def _merge_traces(directory: Path, target: Path) -> str:
     try:
         merge(sorted(directory.glob("*.trace")), target)
     except OSError as error:
-        with contextlib.suppress(OSError):  # part of a document helps nobody
+        with contextlib.suppress(OSError):  # a part of a document is of no use
             if target.is_file():
                 target.unlink()
         return f"--trace {target} was not written: {error.strerror or error}"

@@ -33,7 +33,7 @@ class Rollout(UCXXRolloutMixin):
     """A rollout worker that is set up as it is made; `UCXXRolloutMixin` has its methods.
 
     Args:
-        drain_s: at the end of its ``with``, wait this long for payloads that nobody has consumed yet: they are lost
+        drain_s: at the end of its ``with``, wait this long for payloads that are not consumed yet: they are lost
             with the ring. Not where an exception ends it. `close` waits only as long as it is told to.
 
     The other arguments, and the errors, are those of `UCXXRolloutMixin.setup_ucxx`.

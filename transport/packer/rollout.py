@@ -62,7 +62,7 @@ class UCXXRolloutMixin(WithBlock):
     _ucxx_server: UCXXServer | None = None
     _ucxx_queue: TicketQueue | None = None
     _ucxx_publisher: Publisher | None = None
-    _ucxx_unsure = False  # a write was interrupted: its payload may be in the ring without anybody who publishes it
+    _ucxx_unsure = False  # a write was interrupted: its payload may be in the ring and not published
     _ucxx_announcement: Announcement | None = None
     _ucxx_readers = 1
     _ucxx_grouped = False

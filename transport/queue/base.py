@@ -265,7 +265,7 @@ class TicketQueue(abc.ABC):
         """A packer offers its client, and says of what schemas its payloads are."""
 
     def disconnect(self, client: UCXXClient) -> None:  # noqa: B027
-        """This client is closed from now on; what was claimed through it is anybody's."""
+        """This client is closed from now on; what was claimed through it can be claimed again."""
 
     def brought(self, claim: Claim) -> Came | None:
         """The payload, where it came with the claim; None: it is to be read by its ticket."""

@@ -185,7 +185,7 @@ class Demands:
         self._turn()
 
     def close(self) -> None:
-        """End every connection and with it every claim: the payloads are anybody's. Idempotent."""
+        """End every connection and with it every claim: others can claim the payloads. Idempotent."""
         self._closed = True
         if self._due is not None:
             self._due.cancel()

@@ -209,7 +209,7 @@ class FoundElsewhere:
             while of.came and len(claims) < n:
                 brought, begin = of.came.popleft()
                 if brought.link.lost:
-                    continue  # they are anybody's by now
+                    continue  # others may have claimed them by now
                 end = min(len(brought.batch), begin + n - len(claims))
                 if end < len(brought.batch):
                     of.came.appendleft((brought, end))
@@ -368,7 +368,7 @@ class FoundElsewhere:
         return sums
 
     def close(self) -> None:
-        """What is claimed is anybody's. Idempotent."""
+        """What is claimed can be claimed by others. Idempotent."""
         with self._starting:
             self._closed = True
         with self._changed:

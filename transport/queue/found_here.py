@@ -205,7 +205,7 @@ class FoundHere:
             return views
 
     def close(self) -> None:
-        """Leave every ring that was found; what is claimed of it is anybody's. Idempotent."""
+        """Leave every ring that was found; what is claimed of it can be claimed by others. Idempotent."""
         with self._lock:
             self.queue.close()
             for name in list(self._attached):

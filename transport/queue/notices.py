@@ -23,7 +23,7 @@ from transport.store.base import ABSENT, Store
 
 _SLOTS: Final = 4
 _MOST_BYTES: Final = 64 << 10
-_LOOK_S: Final = 0.02  # for a topic that nobody has announced on
+_LOOK_S: Final = 0.02  # for a topic without a notice
 _SLICE_S: Final = 0.5
 _PREFIX: Final = "notices/"
 _TOPIC: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")

@@ -35,7 +35,7 @@ _STORE_EVERY_S: Final = 0.5
 
 
 def default_prefix() -> str:
-    """With this the names of rings begin that are handed out where nobody chose a queue.
+    """With this the names of rings begin that are handed out where no queue was chosen.
 
     Two runs on one host must not get each other's payloads. The setting ``run`` names a run; without it, SLURM's job
     does, which all processes of a run share.

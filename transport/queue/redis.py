@@ -40,21 +40,8 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
-from transport.queue.redis_scripts import (
-    ANNOUNCE,
-    CLAIM,
-    DEPTH,
-    FAILURES,
-    KEYS,
-    KNOWN,
-    LATEST,
-    MOVE,
-    NEXT_DUE,
-    PUBLISH,
-    RENEW,
-    REQUEUE,
-    UNFINISHED,
-)
+from transport.queue.statements.redis_looks import ANNOUNCE, DEPTH, FAILURES, KNOWN, LATEST, UNFINISHED
+from transport.queue.statements.redis_moves import CLAIM, KEYS, MOVE, NEXT_DUE, PUBLISH, RENEW, REQUEUE
 from transport.runtime.arguments import at_least, expect
 from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for

@@ -30,6 +30,7 @@ from transport.queue.base import (
     TicketQueue,
     too_old,
 )
+from transport.queue.statements import sqlite as sql
 from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for
 from transport.storage.shared_file import SharedFile
@@ -43,75 +44,6 @@ RECHECK_S = 1.0  # a wake-up may be lost with the process that sends it, and the
 _MOST_ROWS = 64  # of one INSERT, with four parameters each
 _PURGE_EVERY = 1000  # tickets published
 _IDS_PER_QUERY = 500  # below the number of parameters that any SQLite takes
-
-# `open` counts a ticket's unfinished deliveries; at 0 its bytes go, unless one is dead; the row remains as a memory.
-# Tokens are (seq, attempts): seq is never used twice, and attempts grow with every claim, which fences older claims.
-_SCHEMA = """
-CREATE TABLE tickets (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, data BLOB, policy_version INTEGER,
-    open INTEGER NOT NULL);
-CREATE INDEX tickets_finished ON tickets (seq) WHERE open = 0;
-CREATE TABLE deliveries (
-    seq INTEGER NOT NULL REFERENCES tickets ON DELETE CASCADE, rank INTEGER NOT NULL,
-    state TEXT NOT NULL DEFAULT 'ready', attempts INTEGER NOT NULL DEFAULT 0,
-    not_before REAL NOT NULL DEFAULT 0, lease_ends REAL, consumer TEXT NOT NULL DEFAULT '',
-    reason TEXT NOT NULL DEFAULT '', PRIMARY KEY (seq, rank)) WITHOUT ROWID;
-CREATE INDEX deliveries_ready ON deliveries (rank, seq, not_before) WHERE state = 'ready';
-CREATE INDEX deliveries_leased ON deliveries (lease_ends) WHERE lease_ends IS NOT NULL;
-CREATE INDEX deliveries_failed ON deliveries (seq) WHERE state IN ('discarded', 'dead', 'lost');
-CREATE TABLE counts (rank INTEGER, name TEXT, amount INTEGER NOT NULL, PRIMARY KEY (rank, name)) WITHOUT ROWID;
-CREATE TABLE notices (topic TEXT PRIMARY KEY, version INTEGER NOT NULL, payload BLOB NOT NULL) WITHOUT ROWID;
-"""
-
-# After a reboot all claimants have ended, and times of the old boot are invalid.
-_ON_REBOOT = """
-UPDATE deliveries SET lease_ends = 0 WHERE lease_ends IS NOT NULL;
-UPDATE deliveries SET not_before = 0 WHERE state = 'ready' AND not_before > 0;
-"""
-
-# One statement moves any number of deliveries: each statement costs more than a row, and lets other threads in between.
-# Deliveries are passed as JSON, [[seq, rank, attempts], …].
-_PUBLISH = "INSERT INTO tickets (id, data, policy_version, open) VALUES {} ON CONFLICT (id) DO NOTHING"
-_LAST_SEQ = "SELECT COALESCE(MAX(seq), 0) FROM tickets"
-_DELIVER = "INSERT INTO deliveries (seq, rank) SELECT seq, ? FROM tickets WHERE seq > ?"
-_ENDED = "SELECT seq, rank, attempts, state FROM deliveries WHERE lease_ends <= ?"
-_END_LEASE = """
-UPDATE deliveries SET lease_ends = NULL, reason = 'the lease of ' || consumer || ' ended', state = ?
-WHERE seq = ? AND rank = ?"""
-_ANYTHING_DUE = """
-SELECT EXISTS (SELECT 1 FROM deliveries WHERE rank = :rank AND state = 'ready' AND not_before <= :now)
-    OR EXISTS (SELECT 1 FROM deliveries WHERE lease_ends <= :now)"""
-_NEXT_DUE = "SELECT MIN(not_before) FROM deliveries WHERE rank = ? AND state = 'ready'"
-_OLDEST_READY = """
-SELECT seq, id, data, attempts, policy_version FROM deliveries JOIN tickets USING (seq)
-WHERE rank = ? AND state = 'ready' AND not_before <= ? ORDER BY seq LIMIT ?"""
-_UNFINISHED = "SELECT data FROM tickets WHERE open > 0 AND data IS NOT NULL ORDER BY seq DESC LIMIT ?"
-_CLAIM = """
-UPDATE deliveries SET state = 'claimed', attempts = attempts + 1, lease_ends = ?, consumer = ?
-WHERE rank = ? AND seq IN (SELECT value FROM json_each(?))"""
-_HELD = """
-FROM (SELECT json_extract(value, '$[0]') AS seq, json_extract(value, '$[1]') AS rank,
-             json_extract(value, '$[2]') AS attempts FROM json_each(?)) AS held
-WHERE deliveries.seq = held.seq AND deliveries.rank = held.rank AND deliveries.attempts = held.attempts"""
-_MOVE = f"""
-UPDATE deliveries SET state = ?, reason = ?, not_before = ?, lease_ends = NULL {_HELD} AND state = ?
-RETURNING seq, rank, attempts"""
-_ARRIVE = f"UPDATE deliveries SET state = 'arrived' {_HELD} AND state = 'claimed' RETURNING seq, rank, attempts"
-_RENEW = f"UPDATE deliveries SET lease_ends = ? {_HELD} AND lease_ends IS NOT NULL RETURNING seq, rank, attempts"
-_CLOSE = """
-UPDATE tickets SET open = open - ended.amount, data = CASE WHEN open = ended.amount AND NOT EXISTS (
-    SELECT 1 FROM deliveries WHERE deliveries.seq = tickets.seq AND state = 'dead') THEN NULL ELSE data END
-FROM (SELECT value AS seq, COUNT(*) AS amount FROM json_each(?) GROUP BY value) AS ended
-WHERE tickets.seq = ended.seq"""
-_DEAD = """
-SELECT seq, rank FROM deliveries JOIN tickets USING (seq)
-WHERE state = 'dead' AND data IS NOT NULL ORDER BY seq, rank LIMIT ?"""
-_REQUEUE = "UPDATE deliveries SET state = 'ready', not_before = 0 WHERE seq = ? AND rank = ?"
-_DISCARD_AGED = "UPDATE deliveries SET state = 'discarded', consumer = ?, reason = ? WHERE seq = ? AND rank = ?"
-_COUNT = "INSERT INTO counts VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET amount = amount + excluded.amount"
-_PURGE = """
-DELETE FROM tickets WHERE open = 0
-    AND seq <= (SELECT seq FROM tickets WHERE open = 0 ORDER BY seq DESC LIMIT 1 OFFSET ?)"""
 
 
 @explained_calls
@@ -155,10 +87,10 @@ class SQLiteQueue(SharedFile, TicketQueue):
         }
         self._open(
             path,
-            schema=_SCHEMA,
+            schema=sql.SCHEMA,
             application_id=APPLICATION_ID,
             version=SCHEMA_VERSION,
-            on_reboot=_ON_REBOOT,
+            on_reboot=sql.ON_REBOOT,
             words=_WORDS,
             synchronous=synchronous,
             max_bytes=max_bytes,
@@ -185,13 +117,13 @@ class SQLiteQueue(SharedFile, TicketQueue):
         batch, readers, policy_version = arguments.published(tickets, readers, policy_version)
         new = 0
         with self._database.transaction() as connection:
-            ((last,),) = connection.execute(_LAST_SEQ)
+            ((last,),) = connection.execute(sql.LAST_SEQ)
             for part in _parts(batch):
                 rows = ",".join(["(?, ?, ?, ?)"] * len(part))
                 words = [word for ticket in part for word in (*ticket, policy_version, readers)]
-                new += connection.execute(_PUBLISH.format(rows), words).rowcount
+                new += connection.execute(sql.PUBLISH.format(rows), words).rowcount
             for rank in range(readers if new else 0):
-                connection.execute(_DELIVER, (rank, last))
+                connection.execute(sql.DELIVER, (rank, last))
             self._count(connection, {(rank, "ready"): new for rank in range(readers)})
             self._purge_sometimes(connection, new)
         self._bell.ring()
@@ -201,7 +133,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         self._published_since_purge += published
         if self._published_since_purge >= min(_PURGE_EVERY, self._keep_finished):
             self._published_since_purge = 0
-            connection.execute(_PURGE, (self._keep_finished,))
+            connection.execute(sql.PURGE, (self._keep_finished,))
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
         """State per rank of each ticket that the queue knows; ids it does not know are absent (publish them again)."""
@@ -223,7 +155,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         """See `TicketQueue.unfinished`."""
         n = arguments.number(n, "n of unfinished()")
         with self._database.reading() as connection:
-            return [data for (data,) in connection.execute(_UNFINISHED, (n,))]
+            return [data for (data,) in connection.execute(sql.UNFINISHED, (n,))]
 
     # --- claiming ------------------------------------------------------------------------------
     def claim(
@@ -234,7 +166,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
         def recheck_s() -> float:
             with self._database.reading() as connection:
-                (due_at,) = connection.execute(_NEXT_DUE, (rank,)).fetchone()
+                (due_at,) = connection.execute(sql.NEXT_DUE, (rank,)).fetchone()
             return RECHECK_S if due_at is None else min(RECHECK_S, due_at - self._clock())
 
         return (
@@ -247,24 +179,23 @@ class SQLiteQueue(SharedFile, TicketQueue):
     def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
         # Read before taking the write lock: many waiters wake for one ticket, and all but one find nothing.
         with self._database.reading() as connection:
-            (due,) = connection.execute(_ANYTHING_DUE, {"rank": rank, "now": self._clock()}).fetchone()
+            (due,) = connection.execute(sql.ANYTHING_DUE, {"rank": rank, "now": self._clock()}).fetchone()
         if not due:
             return []
         with self._database.transaction() as connection:
             now = self._end_leases(connection)
             rows: list[tuple[int, str, bytes, int, int | None]] = []
             while len(rows) < n:
-                found = connection.execute(_OLDEST_READY, (rank, now, n - len(rows))).fetchall()
+                found = connection.execute(sql.OLDEST_READY, (rank, now, n - len(rows))).fetchall()
                 if not found:
                     break
                 aged = [row for row in found if None not in (row[4], oldest_version) and row[4] < oldest_version]
                 kept = [row for row in found if row not in aged] if aged else found
-                connection.execute(_CLAIM, (now + self.lease_s, consumer, rank, _json([row[0] for row in kept])))
+                connection.execute(sql.CLAIM, (now + self.lease_s, consumer, rank, _json([row[0] for row in kept])))
                 if aged:
-                    connection.executemany(
-                        _DISCARD_AGED, [(consumer, too_old(row[4], oldest_version or 0), row[0], rank) for row in aged]
-                    )
-                    connection.execute(_CLOSE, (_json([row[0] for row in aged]),))
+                    reasons = [(consumer, too_old(row[4], oldest_version or 0), row[0], rank) for row in aged]
+                    connection.executemany(sql.DISCARD_AGED, reasons)
+                    connection.execute(sql.CLOSE, (_json([row[0] for row in aged]),))
                     self._count(connection, {(rank, "aged"): len(aged), (rank, "discarded"): len(aged)})
                 self._count(connection, {(rank, "ready"): -len(found), (rank, "claimed"): len(kept)})
                 rows += kept
@@ -278,7 +209,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
         claims = arguments.held(claims, "renew")
         with self._database.transaction() as connection:
             until = self._end_leases(connection) + self.lease_s
-            return _owned(claims, connection.execute(_RENEW, (until, _keys(claims))))
+            return _owned(claims, connection.execute(sql.RENEW, (until, _keys(claims))))
 
     # --- finishing -----------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
@@ -288,7 +219,7 @@ class SQLiteQueue(SharedFile, TicketQueue):
             return self._move(claims, "claimed", "done")
         with self._database.transaction() as connection:
             self._end_leases(connection)
-            arrived = _owned(claims, connection.execute(_ARRIVE, (_keys(claims),)))
+            arrived = _owned(claims, connection.execute(sql.ARRIVE, (_keys(claims),)))
             self._count_moved(connection, arrived, "claimed", "arrived")
         return arrived
 
@@ -317,9 +248,9 @@ class SQLiteQueue(SharedFile, TicketQueue):
         """Bring claims from state ``held`` to ``to`` and end their leases; returns those that were the caller's."""
         with self._database.transaction() as connection:
             not_before = self._end_leases(connection) + delay_s
-            moved = _owned(claims, connection.execute(_MOVE, (to, reason, not_before, _keys(claims), held)))
+            moved = _owned(claims, connection.execute(sql.MOVE, (to, reason, not_before, _keys(claims), held)))
             if to != "ready" and moved:
-                connection.execute(_CLOSE, (_json([_key(claim)[0] for claim in moved]),))
+                connection.execute(sql.CLOSE, (_json([_key(claim)[0] for claim in moved]),))
             self._count_moved(connection, moved, held, to, count_as)
         return moved
 
@@ -335,23 +266,23 @@ class SQLiteQueue(SharedFile, TicketQueue):
 
     @staticmethod
     def _count(connection: sqlite3.Connection, counts: Mapping[tuple[int, str], int]) -> None:
-        connection.executemany(_COUNT, [(rank, name, amount) for (rank, name), amount in counts.items() if amount])
+        connection.executemany(sql.COUNT, [(rank, name, amount) for (rank, name), amount in counts.items() if amount])
 
     def _end_leases(self, connection: sqlite3.Connection) -> float:
         """Inside every transaction: end the claims whose lease is over. Returns the time used."""
         now = self._clock()
-        ended = connection.execute(_ENDED, (now,)).fetchall()
+        ended = connection.execute(sql.ENDED, (now,)).fetchall()
         if ended:
             counts: Counter[tuple[int, str]] = Counter()
             closed: list[int] = []
             for seq, rank, attempts, state in ended:
                 to = "lost" if state == "arrived" else "dead" if attempts >= self._max_deliveries else "ready"
-                connection.execute(_END_LEASE, (to, seq, rank))
+                connection.execute(sql.END_LEASE, (to, seq, rank))
                 counts.update({(rank, "expired"): 1, (rank, to): 1})
                 counts[rank, state] -= 1
                 if to != "ready":
                     closed.append(seq)
-            connection.execute(_CLOSE, (_json(closed),))
+            connection.execute(sql.CLOSE, (_json(closed),))
             self._count(connection, counts)
         return now
 
@@ -386,8 +317,8 @@ class SQLiteQueue(SharedFile, TicketQueue):
         limit = arguments.number(limit, "limit of requeue()")
         with self._database.transaction() as connection:
             self._end_leases(connection)
-            dead = connection.execute(_DEAD, (limit,)).fetchall()
-            connection.executemany(_REQUEUE, dead)
+            dead = connection.execute(sql.DEAD, (limit,)).fetchall()
+            connection.executemany(sql.REQUEUE, dead)
             connection.executemany("UPDATE tickets SET open = open + 1 WHERE seq = ?", [(seq,) for seq, _ in dead])
             ranks = Counter(rank for _, rank in dead)
             self._count(connection, {(rank, "ready"): amount for rank, amount in ranks.items()})

@@ -88,7 +88,7 @@ class BlockingRendezvous:
         return found
 
     def done(self) -> None:
-        """Report that this member's work is done. If its round is over already, give up the seat: nobody waits."""
+        """Report that this member's work is done. If its round is over already, give up the seat: no member waits."""
         self._call(lambda: self._session.say(Status.DONE))
         if not self.in_round:
             self._session.surrender()

@@ -13,7 +13,7 @@ has an old snapshot therefore changes nothing.
               a member with a rank is gone or asks for a restart  open the next round; after most_rounds close: failure
               the roster is missing                               the same
               fewer than `most` have a rank, a spare waits,
-              `grow` is set, and nobody is done                   open the next round; after most_rounds nothing
+              `grow` is set, and no member is done                open the next round; after most_rounds nothing
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _full(snapshot: Snapshot, rules: Rules) -> Act | None:
 
 def _settled(snapshot: Snapshot, rules: Rules) -> Act | None:
     if rules.settle_s is None or snapshot.round.number == 1 or snapshot.open_s < rules.settle_s:
-        return None  # of the first round nobody knows who will come
+        return None  # of the first round it is not known who will come
     seats = _current(snapshot)
     missing = (snapshot.returning | snapshot.waiting) - {seat.member for seat in seats}
     return _complete(snapshot, seats) if len(seats) >= snapshot.round.least and not missing else None

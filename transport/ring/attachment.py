@@ -169,7 +169,7 @@ def leave(native: _ring.Ring, *, only_empty: bool, give_up_unread: bool = False)
     segment checks again after its own number is free: the last one finds no other.
     """
     _, _, ready, reading = native.state_counts()
-    removes = not only_empty or ready + reading == 0  # a first look; the removal looks again, when nobody can join
+    removes = not only_empty or ready + reading == 0  # a first look; the removal looks again, when no process can join
     removed = removes and native.unlink_if_last(
         readers_may_stay=give_up_unread, gives_up_to=_GIVES_UP_NONE if only_empty else _GIVES_UP_ALL
     )
@@ -208,8 +208,8 @@ def found_here(name: str) -> None:
 def remove_if_dead(name: str, *, only_empty: bool = False) -> bool:
     """Remove a segment without living owners, unread payloads included. False: it has some, or is already gone.
 
-    ``only_empty``: keep a segment with unread payloads. It is checked while nobody can join, so no writer can fill the
-    ring between the check and the removal.
+    ``only_empty``: keep a segment with unread payloads. It is checked while no process can join, so no writer can fill
+    the ring between the check and the removal.
     """
     try:
         return _ring.Ring.unlink_if_dead(name, gives_up_to=_GIVES_UP_NONE if only_empty else _GIVES_UP_ALL)

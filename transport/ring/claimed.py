@@ -112,7 +112,7 @@ class ClaimedPayload:
         self._call(self._ring.native.unpin, self.native.slot, self.native.generation)
 
     def release(self, delay_s: float = 0.0) -> bool:
-        """Give the claim back: anybody may claim the payload, after the delay. False: it was not held any more."""
+        """Give the claim back: any reader may claim the payload, after the delay. False: it was not held any more."""
         return self._call(self._ring.native.give_back, self.id, delay_s)
 
     def discard(self, reason: str, *, consumer: str = "", how: str = "discarded") -> bool:

@@ -145,7 +145,7 @@ class RingReading(RingLife):
         """Up to ``n`` payloads that are unclaimed for this rank, the oldest first; waits for the first one.
 
         A claim is this attachment's until it is consumed, released or discarded, or the process ends; then, unless it
-        was consumed or discarded, anybody may claim the payload again, at once.
+        was consumed or discarded, any reader may claim the payload again, at once.
 
         Args:
             most_bytes: of all together, unless the first one alone has more.

@@ -38,18 +38,15 @@ from transport.server.process import (
     keep_stdout_for_the_answer,
     send,
 )
+from transport.server.served_port import SILENT, ServedPort
 from transport.server.supervisor_lock import holding, supervised
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _START_TIMEOUT_S = 30.0
-_BACKOFF_FIRST_S = 0.1
-_BACKOFF_MOST_S = 5.0
-_TRIES_ON_A_BUSY_PORT = 5
 _TRIES_OF_A_START = 3  # of a listener that ends, or does not report in time
 _TRIES_IF_KILLED = 10  # by SIGKILL from outside, which says nothing about the listener
-_SILENT = "no report"  # stands for an error's name when a listener did not report
 _PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of the previous writer
 
 
@@ -72,44 +69,6 @@ class SupervisorReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     ports: tuple[int, ...] = ()
     error: str = ""
     message: str = ""
-
-
-class ServedPort:
-    """One port and the listener process that serves it.
-
-    Args:
-        port: the port to listen on; 0: assigned.
-        any_port: the port was taken over from a dead writer's listener; the user did not ask for it.
-    """
-
-    def __init__(self, port: int, *, any_port: bool = False) -> None:
-        self.port = port
-        self.any_port = any_port
-        self.process: asyncio.subprocess.Process | None = None
-        self.starting: asyncio.Task[None] | None = None
-        self.failures = 0
-        self.not_before = 0.0
-        self.last_error = ListenerReport()
-        self.killed = False  # its listener, from outside and before it had reported
-
-    def __repr__(self) -> str:
-        return f"<ServedPort {self.port} {'own' if self.process else 'none or adopted'} failures {self.failures}>"
-
-    @property
-    def refused(self) -> bool:
-        """Whether the listener reported an error that another start would repeat."""
-        if self.any_port and self.last_error.error == BusyPortError.__name__:
-            return False
-        return self.last_error.error != _SILENT
-
-    def failed(self, now: float) -> None:
-        """Back off before the next start; give up a port that another program keeps."""
-        self.failures += 1
-        self.not_before = now + min(_BACKOFF_FIRST_S * 2 ** (self.failures - 1), _BACKOFF_MOST_S)
-        if self.last_error.error == BusyPortError.__name__ and self.failures >= _TRIES_ON_A_BUSY_PORT:
-            log.warning("port %d is in use by another program; using a port that the system assigns", self.port)
-            self.port = 0
-            self.not_before = now
 
 
 class Supervisor:
@@ -268,7 +227,7 @@ class Supervisor:
                 report = await self._exchange(served.process, config)
                 return report if report is not None else await self._last_words(served.process)
         except (TimeoutError, OSError, msgspec.MsgspecError) as error:
-            return ListenerReport(error=_SILENT, message=f"the listener did not report ({error!r})")
+            return ListenerReport(error=SILENT, message=f"the listener did not report ({error!r})")
 
     async def _exchange(self, process: asyncio.subprocess.Process, config: ListenerConfig) -> ListenerReport | None:
         if process.stdin is None or process.stdout is None:
@@ -281,7 +240,7 @@ class Supervisor:
 
     async def _last_words(self, process: asyncio.subprocess.Process) -> ListenerReport:
         """The report for a listener that ends without one."""
-        return ListenerReport(error=_SILENT, message=f"the listener ended with status {await process.wait()}")
+        return ListenerReport(error=SILENT, message=f"the listener ended with status {await process.wait()}")
 
     async def _watch(self, served: ServedPort, process: asyncio.subprocess.Process) -> None:
         status = await process.wait()
@@ -357,7 +316,7 @@ class Supervisor:
         return writer_was_there
 
     def remove_segment(self) -> bool:
-        """Remove the ring's name, if nobody else is left. Unread payloads only when they are given up."""
+        """Remove the ring's name, if no other owner is left. Unread payloads only when they are given up."""
         return self._ring.native.unlink_if_last(gives_up_to=self._gives_up_to)
 
     def _listener_pids(self) -> set[int]:

@@ -236,7 +236,7 @@ class TakenBatch:
 
     @explained
     async def give_back(self, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
-        """Give the claims up: anybody may take the payloads, after the delay. False: it had ended already."""
+        """Give the claims up: other trainers may take the payloads, after the delay. False: it had ended already."""
         return await self.link.give_back(self._chosen(which), delay_s)
 
     def _chosen(self, which: Sequence[int] | None) -> Rows:

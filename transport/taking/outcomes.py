@@ -72,7 +72,7 @@ class Outcomes:
     def __init__(self, links: Links, settings: Settings) -> None:
         self._links = links
         self._settings = settings
-        self.unknown = 0  # claims whose outcome nobody knew
+        self.unknown = 0  # claims whose outcome no port of the ring knew
 
     @property
     def patience_s(self) -> float:
@@ -84,7 +84,7 @@ class Outcomes:
         """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
 
         ``served``: where the ring is now. A listener may have got another port than the ring had, and a ring whose
-        writer and listeners were all killed is not served until somebody takes it over.
+        writer and listeners were all killed is not served until another writer takes it over.
 
         Every other one is to be dropped: refused, or unknown, because the ring is gone or out of reach.
         """

@@ -17,8 +17,8 @@ _COLUMNS = tuple("sequence" if name == "offset" else name for name in _ring.BATC
 class TakenPart:
     """The payloads of a `TakenBatch` for a batch in place; made in the thread of its connection, used in any.
 
-    What is neither consumed nor given back goes back with the object. A connection has no word for payloads that
-    nobody can use: they go back like others, and ``most_attempts`` of a later TAKE ends them.
+    What is neither consumed nor given back goes back with the object. So do payloads that cannot be used;
+    ``most_attempts`` of a later TAKE ends them.
     """
 
     def __init__(self, taken: TakenBatch, holder: Holder | None = None) -> None:

@@ -124,7 +124,7 @@ class Takers:
 
     @property
     def unused(self) -> int:
-        """Payloads that have come and that nobody works on."""
+        """Payloads that have come and are not used yet."""
         return sum(place.unused for place in self._places.values())
 
     @property

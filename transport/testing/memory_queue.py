@@ -29,7 +29,7 @@ from transport.queue.base import (
 )
 from transport.runtime.explaining import explained_calls
 
-_RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes nobody
+_RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes no thread
 
 Found = TypeVar("Found")
 

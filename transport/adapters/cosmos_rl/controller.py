@@ -93,7 +93,7 @@ class Discarding:
         self._client: BlockingClient | None = None
 
     def free(self, tickets: Sequence[str]) -> int:
-        """Free these payloads, which are not read any more; returns how many were still there.
+        """Free these payloads, which no trainer will read; returns how many were still there.
 
         Those of listeners that do not answer within 2 s remain until their writer needs the slot or ends.
         """

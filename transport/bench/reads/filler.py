@@ -62,7 +62,7 @@ def fill(job: Filling) -> None:
             while not ended.is_set():
                 try:
                     ring.write_many(payloads, metadata=numbers, timeout_s=_PAUSE_S)
-                except TransportError:  # full: nobody took any for a while
+                except TransportError:  # full: none was taken for a while
                     continue
                 number += at_once
                 break

@@ -43,7 +43,7 @@ FORWARD = tuple(Step)[: tuple(Step).index(Step.TRANSFER) + 1]
 CLOSING = tuple(Step)[len(FORWARD) :]
 
 _OF_TRAINERS = frozenset({Step.PREPARE, Step.INIT, Step.TRANSFER, Step.FINALIZE_TRAINERS})
-_OF_NOBODY = frozenset({Step.GROUP, Step.TOPOLOGY})  # the manager's own
+_OF_NO_MEMBER = frozenset({Step.GROUP, Step.TOPOLOGY})  # the manager's own
 _DROPS_ONE = frozenset({Step.ABORT, Step.RELEASE_KV, Step.PREPARE})  # a group without this replica can still be built
 _UNDOES = {
     Step.FINALIZE_TRAINERS: Step.PREPARE,
@@ -141,7 +141,7 @@ class UpdateMachine:
                 continue
             self._under_way = step
             members = self._members(step)
-            if not members and step not in _OF_NOBODY:
+            if not members and step not in _OF_NO_MEMBER:
                 continue
             self.begun[step] = frozenset(members)
             limit_s = self._limits.of(step)
@@ -160,7 +160,7 @@ class UpdateMachine:
         return self._forward
 
     def _members(self, step: Step) -> tuple[str, ...]:
-        if step in _OF_NOBODY:
+        if step in _OF_NO_MEMBER:
             return ()
         if step in FORWARD:
             return (self._trainers if step in _OF_TRAINERS else ()) + self.group

@@ -1,4 +1,4 @@
-"""What `RedisQueue` does on the server: one script for each operation, each one step of the server.
+"""How `RedisQueue` moves deliveries on the server: one script for each operation, each one step of the server.
 
 Names: ``seq`` is a ticket's number, never used twice, and its entry in the stream is ``seq-0``. A delivery is
 ``seq/rank``; it has a row once it was claimed or is to be remembered, and is READY before. All scripts but the notices'
@@ -11,7 +11,7 @@ from transport.storage.redis_connection import Script
 
 KEYS = ("tickets", "ids", "info", "rows", "leases", "back", "failed", "finished", "counts", "seq", "notices", "dead")
 
-_COMMON = """
+COMMON = """
 local tickets, ids, info, rows, leases, back = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6], KEYS[7]
 local failed, finished, counts, sequence, notices = KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local dead = KEYS[13]  -- tickets with a dead delivery, whose entries remain in the stream
@@ -164,16 +164,16 @@ if #ended > 0 then
     redis.call('PUBLISH', channel, '')
 end
 """
-_ONCE = """
+ONCE = """
 local before = remembered()
 if before then return before end
 """
-_PREPARED = _COMMON + _END_LEASES
+PREPARED = COMMON + _END_LEASES
 
 # readers, policy version, bound, then id and data of each ticket. -1: beyond the bound.
 PUBLISH = Script(
-    _PREPARED
-    + _ONCE
+    PREPARED
+    + ONCE
     + """
 local readers, version, bound = tonumber(ARGV[5]), ARGV[6], tonumber(ARGV[7])
 local new, seen = {}, {}
@@ -211,7 +211,7 @@ return remember(#new)
 # rank, how many, consumer, lease in ms, random part of the tokens, oldest version or "". Five words for each claim.
 # What is remembered are deliveries, not their bytes.
 CLAIM = Script(
-    _PREPARED
+    PREPARED
     + """
 local rank, wanted, consumer, lease, random = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], tonumber(ARGV[8]), ARGV[9]
 local oldest = tonumber(ARGV[10])
@@ -294,7 +294,7 @@ return answer
 
 # rank. How many ms until a delayed delivery may be claimed; -1: there is none.
 NEXT_DUE = Script(
-    _COMMON
+    COMMON
     + """
 local first = redis.call('ZRANGE', delayed_of(ARGV[5]), 0, 0, 'WITHSCORES')
 return first[2] and math.max(0, math.ceil(tonumber(first[2]) - now)) or -1
@@ -303,8 +303,8 @@ return first[2] and math.max(0, math.ceil(tonumber(first[2]) - now)) or -1
 
 # state before and after, reason, delay in ms, then token and rank of each claim. 1 for each that was the caller's.
 MOVE = Script(
-    _PREPARED
-    + _ONCE
+    PREPARED
+    + ONCE
     + """
 local held, to, reason, delay = ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
 local accepted, wake = {}, false
@@ -338,7 +338,7 @@ return remember(accepted)
 
 # lease in ms, then token and rank of each claim. 1 for each that is the caller's.
 RENEW = Script(
-    _PREPARED
+    PREPARED
     + """
 local accepted = {}
 for at = 6, #ARGV, 2 do
@@ -351,47 +351,9 @@ return accepted
 """
 )
 
-# ids. For each the states of its ranks in one word, "" where it is not known.
-KNOWN = Script(
-    _PREPARED
-    + """
-local answer = {}
-for at = 5, #ARGV do
-    local seq = redis.call('HGET', ids, ARGV[at])
-    local states = {}
-    if seq then
-        for rank = 0, ticket_of(seq).readers - 1 do
-            states[#states + 1] = row_of(seq .. '/' .. rank).state
-        end
-    end
-    answer[#answer + 1] = table.concat(states, ' ')
-end
-return answer
-"""
-)
-
-DEPTH = Script(_PREPARED + "return redis.call('HGETALL', counts)")
-
-# limit. Six words for each.
-FAILURES = Script(
-    _PREPARED
-    + """
-local answer = {}
-for _, delivery in ipairs(redis.call('ZREVRANGE', failed, 0, ARGV[5] - 1)) do
-    local seq, rank = parts(delivery)
-    local row = row_of(delivery)
-    local id = ticket_of(seq).id
-    for _, word in ipairs({id, rank, row.state, row.attempts, row.consumer, row.reason}) do
-        answer[#answer + 1] = word
-    end
-end
-return answer
-"""
-)
-
 # limit. How many dead deliveries may be claimed again. They stand in `back`, and in the group as given out.
 REQUEUE = Script(
-    _PREPARED
+    PREPARED
     + """
 local again = 0
 for _, delivery in ipairs(redis.call('ZRANGE', failed, 0, -1)) do
@@ -417,36 +379,3 @@ if again > 0 then redis.call('PUBLISH', channel, '') end
 return again
 """
 )
-
-# limit
-UNFINISHED = Script(
-    _COMMON
-    + """
-local answer, upto, wanted = {}, '+', tonumber(ARGV[5])
-while #answer < wanted do
-    local entries = redis.call('XREVRANGE', tickets, upto, '-', 'COUNT', wanted)
-    for _, entry in ipairs(entries) do
-        local finished = redis.call('SISMEMBER', dead, string.match(entry[1], '%d+')) == 1
-        if not finished and #answer < wanted then answer[#answer + 1] = entry[2][2] end
-        upto = '(' .. entry[1]
-    end
-    if #entries < wanted then break end
-end
-return answer
-"""
-)
-
-# topic, version, payload
-ANNOUNCE = Script(
-    _COMMON
-    + _ONCE
-    + """
-local before = redis.call('HGET', notices, 'version/' .. ARGV[5])
-if before and tonumber(before) >= tonumber(ARGV[6]) then return 0 end
-redis.call('HSET', notices, 'version/' .. ARGV[5], ARGV[6], 'payload/' .. ARGV[5], ARGV[7])
-redis.call('PUBLISH', channel, '')
-return remember(1)
-"""
-)
-
-LATEST = Script(_COMMON + "return redis.call('HMGET', notices, 'version/' .. ARGV[5], 'payload/' .. ARGV[5])")
