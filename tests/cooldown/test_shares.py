@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,10 +27,11 @@ from transport.cooldown.epochs.shares import (
 from transport.errors import CheckpointDamagedError
 
 DIGEST = "0" * 64
+Epoch = tuple[EpochRecord, dict[str, Saved]]
 
 
 @st.composite
-def epochs(draw: st.DrawFn) -> tuple[EpochRecord, dict[str, Saved]]:
+def epochs(draw: st.DrawFn) -> Epoch:
     """Members on hosts, with files of any sizes; some names are common to several members."""
     count = draw(st.integers(1, 12))
     hosts = {f"m{number}": f"h{draw(st.integers(0, 3))}" for number in range(count)}
@@ -60,9 +62,7 @@ def all_shares(record: EpochRecord, saved: dict[str, Saved]) -> list[Share]:
 
 
 @given(epochs(), st.randoms())
-def test_every_file_is_in_one_share_of_its_host(
-    epoch: tuple[EpochRecord, dict[str, Saved]], order: random.Random
-) -> None:
+def test_every_file_is_in_one_share_of_its_host(epoch: Epoch, order: random.Random) -> None:
     record, saved = epoch
     for host in set(record.hosts.values()):
         members = [each for each in saved.values() if each.host == host]
@@ -79,7 +79,7 @@ def test_every_file_is_in_one_share_of_its_host(
 
 
 @given(epochs())
-def test_every_member_of_a_host_has_its_turn(epoch: tuple[EpochRecord, dict[str, Saved]]) -> None:
+def test_every_member_of_a_host_has_its_turn(epoch: Epoch) -> None:
     record, _ = epoch
     for host in set(record.hosts.values()):
         elected = record.elected_of(host)
@@ -90,9 +90,7 @@ def test_every_member_of_a_host_has_its_turn(epoch: tuple[EpochRecord, dict[str,
 
 
 @given(epochs(), st.data())
-def test_a_set_is_complete_with_every_share_and_not_without_one(
-    epoch: tuple[EpochRecord, dict[str, Saved]], data: st.DataObject
-) -> None:
+def test_a_set_is_complete_with_every_share_and_not_without_one(epoch: Epoch, data: st.DataObject) -> None:
     record, saved = epoch
     shares = all_shares(record, saved)
     found = complete(record, data.draw(st.permutations(shares)))
@@ -100,9 +98,7 @@ def test_a_set_is_complete_with_every_share_and_not_without_one(
     assert sorted(found, key=lambda share: (share.host, share.number)) == found
     lost = data.draw(st.sampled_from(shares))
     assert complete(record, [share for share in shares if share is not lost]) is None
-    refused = EpochRecord(
-        **{**{name: getattr(record, name) for name in record.__struct_fields__}, "refused": {lost.upload: "x"}}
-    )
+    refused = msgspec.structs.replace(record, refused={lost.upload: "wrong_size"})
     assert complete(refused, shares) is None
     again = Share(host=lost.host, number=lost.number, client=lost.client, attempt="f" * 16, files=lost.files)
     second = complete(refused, [*shares, again])
@@ -111,7 +107,7 @@ def test_a_set_is_complete_with_every_share_and_not_without_one(
 
 
 @given(epochs())
-def test_the_manifest_names_every_file_once_and_where_it_is(epoch: tuple[EpochRecord, dict[str, Saved]]) -> None:
+def test_the_manifest_names_every_file_once_and_where_it_is(epoch: Epoch) -> None:
     record, saved = epoch
     names = {name for each in saved.values() for name, _ in each.files}
     shares = all_shares(record, saved)
