@@ -21,6 +21,7 @@ from transport.cooldown import client as client_module
 from transport.cooldown.destinations.base import Destination, check_permissions
 from transport.cooldown.destinations.hub import Hub
 from transport.cooldown.epochs.records import upload_folder
+from transport.cooldown.pruning import carry_out, plan
 from transport.errors import DestinationError, UsageError
 from transport.store.sqlite import SQLiteStore
 
@@ -184,6 +185,26 @@ async def test_a_sharded_checkpoint_is_published_in_one_revision(server: Child, 
         with open_destination(URL) as hub:
             files = restore(record, hub, tmp_path / "restored").files
     assert branches(server)["run-epoch-000000000007"] == sorted([*files, "README.md"])
+
+
+def test_pruning_ends_the_revisions_of_old_checkpoints(server: Child, hub: Destination, tmp_path: Path) -> None:
+    async def cooldowns(cooling: Run) -> dict[int, EpochRecord]:
+        host = CooldownHost(cooling.store, "run", URL, cooldown_s=60, seed=1, clock=cooling.clock)
+        for epoch in (1, 2):
+            await host.open(epoch)
+            client = cooling.client("a", save=save)
+            await asyncio.gather(host.cooldown(epoch, epoch, ["a"]), client.cooldown(epoch))
+        return cooling.ledger.epochs()
+
+    with SQLiteStore(tmp_path / "store.sqlite3") as store:
+        records = asyncio.run(cooldowns(Run(tmp_path, store)))
+    assert sum(name.startswith("run-epoch") for name in branches(server)) == 2
+    carry_out(plan(records, hub, "run", 1), hub, "run")
+    left = [name for name in branches(server) if name != "main"]
+    assert (
+        sorted(name.removeprefix("upload/run/").rpartition("epoch-")[2][:12] for name in left) == ["000000000002"] * 2
+    )
+    assert restore(records[2], hub, tmp_path / "restored").manifest.step == 2
 
 
 LOADS = """

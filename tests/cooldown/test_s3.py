@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from cooldown_runs import Run, passing
 from helpers import Child, asynchronous, until
@@ -19,7 +20,8 @@ from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, Proof, 
 from transport.cooldown import client as client_module
 from transport.cooldown.destinations import s3 as module
 from transport.cooldown.destinations.s3 import S3
-from transport.cooldown.epochs.records import Refusal, Report, ReportKind
+from transport.cooldown.epochs.records import Phase, Refusal, Report, ReportKind
+from transport.cooldown.pruning import carry_out, plan
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
 from transport.store.sqlite import SQLiteStore
@@ -210,6 +212,7 @@ with open_destination("s3://checkpoints/below") as place:
 
 
 def test_what_a_killed_uploader_left_is_found_and_removed(server: Child, place: S3, model: Path) -> None:
+    (model / "small").unlink()  # nothing of the upload is an object
     with Child(UPLOADER, model) as child:
         assert child.line() == "half"
         child.kill()
@@ -217,5 +220,8 @@ def test_what_a_killed_uploader_left_is_found_and_removed(server: Child, place: 
     assert [name for name, _ in left] == [f"run/epoch-000000000007/a/{ATTEMPT}/files/large"]
     assert left[0][1] > 0  # moto began all of them years ago
     assert place.leftovers("other") == []
-    place.remove_leftover(left[0][0])
+    ended = msgspec.structs.replace(RECORD, phase=Phase.ENDED, outcome=Outcome.TIMED_OUT)
+    found = plan({7: ended}, place, "run", 1)
+    assert [(each.what, each.path) for each in found.surplus] == [("unfinished", left[0][0])]
+    carry_out(found, place, "run")
     assert place.leftovers("run") == []

@@ -280,6 +280,25 @@ async def test_a_complete_set_that_was_not_verified_in_time_stays(
 
 
 @asynchronous
+async def test_the_limit_ends_an_upload_in_the_middle_and_leaves_nothing(job: ShardedRun) -> None:
+    half, go_on = threading.Event(), threading.Event()
+
+    def progress(done: int, files: int, size: int) -> None:
+        half.set()
+        go_on.wait(PATIENCE_S)
+
+    host = job.host()
+    await host.open(7)
+    leading = asyncio.create_task(host.cooldown(7, 1, HOSTS))
+    members = asyncio.gather(*(job.member(name, progress=progress).cooldown(7) for name in HOSTS))
+    await until(half.is_set)
+    assert (await passing(job, leading)).outcome is Outcome.TIMED_OUT
+    go_on.set()
+    assert {each.part for each in await members} == {Part.CANCELLED, Part.NOT_ELECTED}
+    assert (job.uploads(), job.manifests()) == (set(), [])
+
+
+@asynchronous
 async def test_a_new_coordinator_verifies_the_set_that_it_finds(job: ShardedRun) -> None:
     first = job.host()
     await first.open(7)

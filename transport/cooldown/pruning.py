@@ -65,7 +65,13 @@ def plan(
             kept.append((f"{run}/{name}", "no record says that this epoch has ended"))
             continue
         _plan_epoch(record, destination, epoch in old, unverified, surplus, kept)
-        surplus += [Surplus(epoch, "unfinished", path) for path, _ in destination.leftovers(f"{run}/{name}")]
+    for path, _ in destination.leftovers(run):  # also of epochs in which nothing else is
+        found = _EPOCH.fullmatch(path.removeprefix(f"{run}/").partition("/")[0])
+        record = records.get(int(found[1])) if found else None
+        if record is None or record.phase is not Phase.ENDED:
+            kept.append((path, "unfinished, and no record says that its epoch has ended"))
+        else:
+            surplus.append(Surplus(record.epoch, "unfinished", path))
     return Plan(surplus, kept)
 
 
