@@ -227,7 +227,8 @@ class FoundHarness:
         eventually(self._nothing_is_held, "what was held is anybody's")
 
     def _nothing_is_held(self) -> bool:
-        return not any(self.ring.native.depth(rank)["claimed"] for rank in range(3))
+        depths = [self.ring.native.depth(rank) for rank in range(3)]
+        return not any(depth["claimed"] or depth["arrived"] for depth in depths)
 
     def close(self) -> None:
         for queue in self.queues:
