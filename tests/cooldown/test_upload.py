@@ -7,12 +7,14 @@ import os
 import secrets
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from transport.cooldown.destinations.base import Writer
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.records import (
@@ -186,7 +188,10 @@ def test_a_report_cannot_name_a_place_elsewhere(destination: Folder, attempt: st
 
 # --- cancelled -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("at", ["before", "within a file", "between files", "before the manifest"])
-def test_an_upload_that_was_called_off_says_so_and_leaves_nothing(model: Path, destination: Folder, at: str) -> None:
+def test_an_upload_that_was_called_off_says_so_and_leaves_nothing(
+    model: Path, destination: Folder, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.cooldown.upload.FILES_AT_ONCE", 1)  # so that the moment is known
     stop = Stop()
     reached = []
 
@@ -205,6 +210,26 @@ def test_an_upload_that_was_called_off_says_so_and_leaves_nothing(model: Path, d
     with pytest.raises(UploadCancelledError, match="cancelled"):
         upload(model, destination, RECORD, "a", ATTEMPT, stop=stop, progress=progress)
     assert reached or at == "before"
+    assert left(destination) == []
+
+
+def test_files_that_are_copied_at_the_same_time_end_with_the_first_that_fails(
+    tmp_path: Path, destination: Folder
+) -> None:
+    for number in range(6):
+        (tmp_path / "many" / str(number)).parent.mkdir(exist_ok=True)
+        (tmp_path / "many" / str(number)).write_bytes(bytes(9 << 20))
+    together = threading.Barrier(4)
+
+    class Failing(Folder):
+        def writer(self, path: str, size: int) -> Writer:
+            together.wait(10)  # four at once, not less
+            if path.endswith("/2"):
+                raise DestinationError("this one")
+            return super().writer(path, size)
+
+    with pytest.raises(DestinationError, match="this one"):
+        upload(tmp_path / "many", Failing(destination.root), RECORD, "a", ATTEMPT)
     assert left(destination) == []
 
 
