@@ -174,6 +174,15 @@ class BlockingClient:
         """See `TakenBatch.give_back`."""
         return self._thread.run(batch.give_back(which, delay_s))
 
+    @property
+    def acknowledges(self) -> AckMode:
+        """See `UCXXClient.acknowledges`."""
+        return self._client.acknowledges
+
+    def schema_of(self, ticket: Ticket) -> Schema | None:
+        """See `UCXXClient.schema_of`."""
+        return self._client.schema_of(ticket)
+
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """See `UCXXClient.ack`."""
         return self._thread.run(_call(self._client.ack, ticket, rank))

@@ -304,6 +304,15 @@ class UCXXClient(Reading, NeedsLoop):
             raise ClosedError("this client is closed")
         return self._taking
 
+    @property
+    def acknowledges(self) -> AckMode:
+        """When payloads are acknowledged: as `ack` said."""
+        return self._deliveries.mode
+
+    def schema_of(self, ticket: Ticket) -> Schema | None:
+        """Of the payload, by its ticket or as this client was given it; None: neither."""
+        return self._deliveries.schema_of(ticket)
+
     def allows(self, wire: Wire) -> bool:
         """Whether the policy lets this wire carry payloads."""
         return self._allows(wire)
