@@ -318,6 +318,7 @@ class Ring:
     def set_ports(self, ports: tuple[int, ...]) -> None: ...
     def set_own_port(self, port: int) -> None: ...
     addresses: str  # advertised addresses, comma separated, at most 1000 bytes
+    consumers: str  # names with how many ranks each has, "name:ranks,…", at most 400 bytes
 
     # --- waiting -----------------------------------------------------------------------------------
     def freed_event(self) -> int:

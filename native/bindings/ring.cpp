@@ -162,6 +162,13 @@ nb::str addresses(const Ring& ring) {
   return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
 
+nb::str consumers(const Ring& ring) {
+  const std::string bytes = ring.consumers();
+  return nb::steal<nb::str>(PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+}
+
+void set_consumers(Ring& ring, const std::string& consumers) { ring.set_consumers(consumers); }
+
 void set_addresses(Ring& ring, const std::string& addresses) { ring.set_addresses(addresses); }
 
 nb::tuple state_counts(const Ring& ring) {
@@ -304,6 +311,7 @@ void bind_ring(nb::module_& module) {
       .def("set_ports", &Ring::set_ports, "ports"_a)
       .def("set_own_port", &Ring::set_own_port, "port"_a)
       .def_prop_rw("addresses", addresses, set_addresses)
+      .def_prop_rw("consumers", consumers, set_consumers)
 
       .def("freed_event", [](const Ring& ring) { return seen(ring.freed()); })
       .def(

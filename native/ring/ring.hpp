@@ -206,6 +206,8 @@ class Ring {
   void set_own_port(std::uint32_t port);
   std::string addresses() const;
   void set_addresses(std::string_view addresses);
+  std::string consumers() const;
+  void set_consumers(std::string_view consumers);
 
   // --- waiting: with futex.hpp, on a word that the mapping keeps alive -----------------------------
   EventWord& freed() const;

@@ -168,6 +168,16 @@ void Ring::set_addresses(std::string_view addresses) {
   write_board(header().addresses, addresses);
 }
 
+std::string Ring::consumers() const {
+  require_open();
+  return header().consumers.read();
+}
+
+void Ring::set_consumers(std::string_view consumers) {
+  require_open();
+  write_board(header().consumers, consumers);
+}
+
 // --- keeping and removing ------------------------------------------------------------------------
 
 bool Ring::keep() {

@@ -35,6 +35,7 @@ inline constexpr std::uint32_t kLayoutVersion = 4;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::size_t kAddressCapacity = 1000;
+inline constexpr std::size_t kConsumersCapacity = 400;
 inline constexpr std::size_t kHeaderBytes = 4096;
 inline constexpr std::uint64_t kMaxSlots = std::uint64_t{1} << 24;
 inline constexpr std::int64_t kNoVersion = INT64_MIN;  // of a policy: published without one, or any will do
@@ -64,6 +65,7 @@ struct Header {
   std::atomic<std::uint64_t> failures;              // entries ever begun in the log
   alignas(64) Board<4 * kMaxPorts> ports;
   alignas(64) Board<kAddressCapacity> addresses;
+  alignas(64) Board<kConsumersCapacity> consumers;  // their names and ranks, by the creator; a build before had zeros here
 };
 static_assert(sizeof(Header) <= kHeaderBytes, "the header fits its page");
 static_assert(std::is_standard_layout_v<Header>, "offsets mean the same in every process");

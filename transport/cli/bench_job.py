@@ -8,12 +8,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from transport.cli.output import JsonTarget, about, causes, emit
-from transport.errors import MissingDependencyError
+from transport.errors import MissingDependencyError, UsageError
 from transport.runtime.installing import install
 
 EXAMPLE = "Example: transport bench job --queue rings,sqlite --wire mapped --peers all --plot job.png"
@@ -39,6 +39,10 @@ def job(
             help="Alternatives: all, or some of zmq, redis, redis-stream, ray, transferqueue. Default: none.",
         ),
     ] = None,
+    payload: Annotated[
+        str,
+        typer.Option(help='What payloads are: "bytes", or "trajectory": text, messages, tokens, log-probs, an image.'),
+    ] = "bytes",
     batch: Annotated[int, typer.Option(min=1, max=4096, help="Payloads in one claim.")] = 32,
     write_batch: Annotated[
         int | None, typer.Option(min=1, max=4096, help="Payloads in one write call. Default: --batch.")
@@ -70,6 +74,10 @@ def job(
     from transport.runtime.progress import bar_with_time_left
 
     plan.check_names("--wire", wire, plan.WIRES)
+    if payload not in ("bytes", "trajectory"):
+        raise UsageError(f"--payload {payload}: choose bytes or trajectory")
+    if payload == "trajectory":
+        return _trajectories(wire, peers, batch, seconds, repetitions, json_target)
     others = chosen(peers, JOB_PEERS) if peers is not None else []
     queues = plan.check_queues(queue)
     wires = plan.check_wires(wire, queues)
@@ -90,6 +98,30 @@ def job(
         for row in outcome.rows
         if row.peer == OURS and row.lost + row.duplicated
     ]
+    if failed:
+        print(f"transport bench job: {'; '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _trajectories(
+    wire: str, peers: str | None, batch: int, seconds: float, repetitions: int, json_target: str | None
+) -> int:
+    """Put, get of two fields and the whole job, in one process with each wire."""
+    from transport.bench.job import plan
+    from transport.bench.job.trajectory_rows import PEERS, TrajectoryReport, run, table
+    from transport.bench.machine import machine, settings_of
+    from transport.bench.registry import JOB_PEERS, chosen
+    from transport.runtime.progress import bar_with_time_left
+
+    others = [] if peers is None else chosen(",".join(PEERS) if peers == "all" else peers, JOB_PEERS)
+    plan.check_names("--wire", wire, plan.WIRES)
+    wires: Any = plan.check_wires(wire, plan.check_queues("rings"))
+    where = machine()
+    with _stopped_as_by_ctrl_c(), bar_with_time_left("bench job") as progress:
+        rows, skipped, failed = run(wires, others, seconds, batch, repetitions, progress)
+    settings = {each: settings_of(each) for each in wires}
+    report = TrajectoryReport(machine=where, settings=settings, rows=rows, skipped=skipped, failed=failed)
+    emit(report, "\n".join([about(report), "", table(report)]), json_target)
     if failed:
         print(f"transport bench job: {'; '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0

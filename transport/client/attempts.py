@@ -29,6 +29,7 @@ from transport.errors import (
     PayloadLostError,
     ReadTimeoutError,
     TransportError,
+    VersionMismatchError,
     WireNotAllowedError,
 )
 from transport.ring.parts import PayloadPart, Range
@@ -105,6 +106,14 @@ class RemoteReads:
             ticket, port, deadline, spent, lambda port: self._fetch(port, want, deadline), failure
         )
 
+    def wants_of(self, ticket: Ticket, rank: int, part: PayloadPart, buffer: Any) -> list[Want]:
+        """A want for each field of a part, at its place in ``buffer``."""
+        memory = memoryview(buffer)
+        verify = 0 if self._verify_checksums else None
+        # A part without bytes asks for none: the answer says whether the payload is there.
+        ranges = part.ranges or (Range(0, 0, 0),)
+        return [Want(ticket, rank, memory[at : at + size], verify, begin) for begin, at, size in ranges]
+
     async def read_part(
         self, ticket: Ticket, rank: int, part: PayloadPart, buffer: Any, deadline: Deadline
     ) -> tuple[Wire, PortKey] | None:
@@ -113,11 +122,7 @@ class RemoteReads:
         Raises what `UCXXClient.read` documents.
         """
         self._check_wires(ticket)
-        memory = memoryview(buffer)
-        verify = 0 if self._verify_checksums else None
-        # A part without bytes asks for none: the answer says whether the payload is there.
-        ranges = part.ranges or (Range(0, 0, 0),)
-        wants = [Want(ticket, rank, memory[at : at + size], verify, begin) for begin, at, size in ranges]
+        wants = self.wants_of(ticket, rank, part, buffer)
         most = self._settings.records_per_message // 2  # so that acknowledgements fit into the message
 
         async def fetch(port: PortKey) -> Wire | None:
@@ -358,19 +363,22 @@ class RemoteReads:
 
     # --- many small ones ------------------------------------------------------------------------------
     async def read_batch(
-        self, wants: list[Want], deadline: Deadline
+        self, wants: list[Want], deadline: Deadline, size: int = BATCH_BYTES
     ) -> tuple[Wire, PortKey, list[TransportError | None] | None]:
-        """Read small payloads of one ring with one message, in one attempt: wire, port, and the failure of each.
+        """Read small payloads, or ranges, of one ring with one message, in one attempt: wire, port, failure of each.
 
-        None instead of a list: all succeeded.
+        None instead of a list: all succeeded. ``size``: bytes of all together, at most.
 
-        Raises a LinkError when the message itself failed.
+        Raises a LinkError when the message itself failed; VersionMismatchError for ranges of an older listener.
         """
         ring = wants[0].ticket.ring
         port = self._links.next_port(ring, self._links.ports(wants[0].ticket))
         try:
             link = await self._checkout(port, ring, deadline)
-            failures = await self._outcomes(self._send(link, wants, BATCH_BYTES, time.monotonic(), deadline))
+            if wants[0].offset is not None and link.native.version < RANGES_VERSION:
+                self._links.checkin(link)
+                raise VersionMismatchError(f"{port[0]}:{port[1]} sends whole payloads only")
+            failures = await self._outcomes(self._send(link, wants, size, time.monotonic(), deadline))
         except TransportError as error:
             self._links.failed(ring, port, error)
             raise
@@ -397,6 +405,20 @@ def _raise_if_given_up(link: Link, error: BaseException) -> None:
         raise GivenUpError(
             f"{link.port[0]}:{link.port[1]}: connection closed because another peer failed; retrying"
         ) from error
+
+
+def grouped_parts(tickets: list[Ticket], fields: int, settings: Settings) -> list[list[tuple[int, Ticket]]]:
+    """Groups of (index, ticket) of one ring whose parts of so many fields fit one message. Keeps a ring's order."""
+    most = max(1, settings.records_per_message // 2 // fields)
+    groups: list[list[tuple[int, Ticket]]] = []
+    opened: dict[str, list[tuple[int, Ticket]]] = {}
+    for indexed in enumerate(tickets):
+        group = opened.get(indexed[1].ring)
+        if group is None or len(group) >= most:
+            group = opened[indexed[1].ring] = []
+            groups.append(group)
+        group.append(indexed)
+    return groups
 
 
 def grouped(tickets: list[Ticket], settings: Settings) -> list[list[tuple[int, Ticket]]]:

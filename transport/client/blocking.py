@@ -125,7 +125,7 @@ class BlockingClient:
         wait_s: float = 0.0,
         schema: Schema | None = None,
         most_bytes: int = MOST_BYTES,
-        rank: int = 0,
+        rank: int | str = 0,
         oldest_version: int | None = None,
         max_deliveries: int = MAX_DELIVERIES,
         **shape: Unpack[ShapeArguments],
@@ -154,7 +154,7 @@ class BlockingClient:
         *,
         most_bytes: int = MOST_BYTES,
         wait_s: float = 0.0,
-        rank: int = 0,
+        rank: int | str = 0,
         oldest_version: int | None = None,
         most_attempts: int = 0,
         fields: Sequence[str] | None = None,
@@ -182,6 +182,15 @@ class BlockingClient:
     def give_back(self, batch: TakenBatch, which: Sequence[int] | None = None, delay_s: float = 0.0) -> Verdicts:
         """See `TakenBatch.give_back`."""
         return self._thread.run(batch.give_back(which, delay_s))
+
+    @property
+    def acknowledges(self) -> AckMode:
+        """See `UCXXClient.acknowledges`."""
+        return self._client.acknowledges
+
+    def schema_of(self, ticket: Ticket) -> Schema | None:
+        """See `UCXXClient.schema_of`."""
+        return self._client.schema_of(ticket)
 
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
         """See `UCXXClient.ack`."""

@@ -209,7 +209,7 @@ class UCXXClient(Reading, NeedsLoop):
         *,
         most_bytes: int = MOST_BYTES,
         wait_s: float = 0.0,
-        rank: int = 0,
+        rank: int | str = 0,
         oldest_version: int | None = None,
         most_attempts: int = 0,
         fields: Sequence[str] | None = None,
@@ -255,7 +255,7 @@ class UCXXClient(Reading, NeedsLoop):
         wait_s: float = 0.0,
         schema: Schema | None = None,
         most_bytes: int = MOST_BYTES,
-        rank: int = 0,
+        rank: int | str = 0,
         oldest_version: int | None = None,
         max_deliveries: int = MAX_DELIVERIES,
         **shape: Unpack[ShapeArguments],
@@ -310,6 +310,15 @@ class UCXXClient(Reading, NeedsLoop):
         if self._closed:
             raise ClosedError("this client is closed")
         return self._taking
+
+    @property
+    def acknowledges(self) -> AckMode:
+        """When payloads are acknowledged: as `ack` said."""
+        return self._deliveries.mode
+
+    def schema_of(self, ticket: Ticket) -> Schema | None:
+        """Of the payload, by its ticket or as this client was given it; None: neither."""
+        return self._deliveries.schema_of(ticket)
 
     @explained
     def allows(self, wire: Wire) -> bool:

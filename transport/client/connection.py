@@ -99,6 +99,7 @@ class Link:
         self.given_up = False  # for what happened to another link
         self.inline_limit = welcome.inline_limit  # of the listener: payloads of up to this many bytes are joined
         self.ring = welcome.ring
+        self.consumers = welcome.consumers  # as the ring's segment has them
         self.ports = welcome.ports
         self.wire: Wire = endpoint.wire()
 

@@ -42,6 +42,7 @@ class Deliveries:
         trace: gets the acknowledgements.
 
     Attributes:
+        mode: when a payload is acknowledged.
         closed: set by the client; from then on no acknowledgement is sent over a wire.
         reads: payloads made.
         bytes_by_wire: of these payloads.
@@ -59,7 +60,7 @@ class Deliveries:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._schemas = {schema.fingerprint: schema for schema in schemas}
-        self._ack: AckMode = ack
+        self.mode: AckMode = ack
         self._links = links
         self._mapped = rings
         self._buffers = buffers
@@ -68,7 +69,8 @@ class Deliveries:
         self.reads = 0
         self.bytes_by_wire: dict[str, int] = {}
 
-    def _schema(self, ticket: Ticket) -> Schema | None:
+    def schema_of(self, ticket: Ticket) -> Schema | None:
+        """Of the payload, by its ticket or as the client was given it; None: neither."""
         return ticket.schema or self._schemas.get(ticket.schema_fingerprint)
 
     def _count(self, wire: Wire, size: int) -> None:
@@ -78,7 +80,7 @@ class Deliveries:
     # --- same host ----------------------------------------------------------------------------------
     def part(self, ticket: Ticket, fields: tuple[str, ...]) -> PayloadPart:
         """What of the payload these fields are. SchemaError: one is unknown, or this client has no schema for it."""
-        return part_of(ticket, self._schema(ticket), fields)
+        return part_of(ticket, self.schema_of(ticket), fields)
 
     def mapped(
         self,
@@ -93,7 +95,7 @@ class Deliveries:
 
         Raises what `SharedRingBuffer.read_raw` raises.
         """
-        schema = self._schema(ticket)
+        schema = self.schema_of(ticket)
         view = None
         if out is None:
             view = self._mapped.read(ring, ticket, rank, consume=False)
@@ -118,14 +120,14 @@ class Deliveries:
         """The payload whose copy out of the slot is queued."""
         self._count("mapped", ticket.size)
         acknowledge = partial(ring.acknowledge, ticket, rank)
-        return DevicePayload(ticket, rank, "mapped", target, self._schema(ticket), acknowledge)
+        return DevicePayload(ticket, rank, "mapped", target, self.schema_of(ticket), acknowledge)
 
     # --- over a wire --------------------------------------------------------------------------------
     def received(self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any) -> ReceivedPayload:
         """The payload that came through port ``via`` into ``data``: a buffer, the caller's `out`, or a `Target`."""
         self._count(wire, ticket.size)
         make = DevicePayload if type(data) is Target else ReceivedPayload
-        return make(ticket, rank, wire, data, self._schema(ticket), lambda: self.acknowledge(ticket, rank, via))
+        return make(ticket, rank, wire, data, self.schema_of(ticket), lambda: self.acknowledge(ticket, rank, via))
 
     def received_part(
         self, ticket: Ticket, rank: int, wire: Wire, via: PortKey, data: Any, part: PayloadPart, *, alone: bool
@@ -142,7 +144,7 @@ class Deliveries:
         """A payload that was taken together with its claim: whoever holds the claim acknowledges by its end."""
         self._count(wire, ticket.size)
         make = DevicePayload if type(data) is Target else ReceivedPayload
-        return make(ticket, rank, wire, data, self._schema(ticket), lambda: True)
+        return make(ticket, rank, wire, data, self.schema_of(ticket), lambda: True)
 
     # --- acknowledgements ---------------------------------------------------------------------------
     def hand_over(self, payload: ReceivedPayload) -> ReceivedPayload:
@@ -151,7 +153,7 @@ class Deliveries:
         With ack="on_arrival" it is acknowledged here: one that was fetched ahead and never returned is not consumed.
         Raises ClosedError when the client is closed.
         """
-        if self._ack == "on_arrival":
+        if self.mode == "on_arrival":
             if self.closed:
                 raise ClosedError(f"payload {payload.ticket.name} arrived after its client was closed")
             payload._handed_over()

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
-from transport.client.attempts import RemoteReads, grouped
+from transport.client.attempts import RemoteReads, grouped, grouped_parts
 from transport.client.connection import Want
 from transport.client.connections import CONCURRENCY, Links
 from transport.client.deliveries import Deliveries
@@ -197,7 +197,7 @@ class Reading:
         concurrency = at_least(1, concurrency, "concurrency")  # with none, no task would read the payloads
         listed = several(tickets, object, "read_many()", "several tickets, in a list")
         asked = [Ticket.of(ticket) for ticket in listed]
-        work = grouped(asked, self._settings) if wanted is None else [[indexed] for indexed in enumerate(asked)]
+        work = grouped(asked, self._settings) if wanted is None else grouped_parts(asked, len(wanted), self._settings)
         # a slow caller holds the runners up, so that nothing is fetched, and acknowledged, far ahead of it
         finished: asyncio.Queue[list[ReadOutcome] | Exception] = asyncio.Queue(concurrency)
         expected = sum(len(group) for group in work)
@@ -233,7 +233,10 @@ class Reading:
         together = len(group) > 1 and not self._maps(group[0][1])
         if together:
             try:
-                outcomes, left = await self._read_batch(group, rank, deadline)
+                if fields is None:
+                    outcomes, left = await self._read_batch(group, rank, deadline)
+                else:
+                    outcomes, left = await self._read_parts(group, rank, fields, deadline)
             except TransportError as error:
                 log.debug("batch of %d: %s; reading them one by one", len(group), error)
         for index, ticket in left:
@@ -310,6 +313,41 @@ class Reading:
             found_at = await self._remote.read(self._remote.want(ticket, rank, buffer), deadline, spent=False)
         data = buffer if to_device is None else to_device(memoryview(buffer))
         return self._deliveries.received_part(ticket, rank, *found_at, data, part, alone=alone)
+
+    async def _read_parts(
+        self, group: list[tuple[int, Ticket]], rank: int, fields: tuple[str, ...], deadline: Deadline
+    ) -> tuple[list[ReadOutcome], list[tuple[int, Ticket]]]:
+        """Parts of payloads of one ring by one message: (outcomes, tickets to be read singly)."""
+        outcomes: list[ReadOutcome] = []
+        asked: list[tuple[int, Ticket, PayloadPart, Any, list[Want]]] = []
+        for index, ticket in group:
+            try:
+                self._check(ticket, rank)
+                part = self._deliveries.part(ticket, fields)
+                buffer = self._buffers.take(part.layout.total)
+                asked.append((index, ticket, part, buffer, self._remote.wants_of(ticket, rank, part, buffer)))
+            except TransportError as error:
+                outcomes.append(ReadOutcome(index, ticket, None, _bare(error)))
+        if not asked:
+            return outcomes, []
+        wants = [want for *_, each in asked for want in each]
+        size = sum(part.nbytes for _, _, part, _, _ in asked)
+        wire, port, failures = await self._remote.read_batch(wants, deadline, size)
+        said = iter([None] * len(wants) if failures is None else failures)
+        left: list[tuple[int, Ticket]] = []
+        for index, ticket, part, buffer, own in asked:
+            failed = [failure for failure in [next(said) for _ in own] if failure is not None]
+            if not failed:
+                data = self._device_reads.from_host(memoryview(buffer)) if self._device_reads.always else buffer
+                payload = self._deliveries.received_part(ticket, rank, wire, port, data, part, alone=True)
+                outcomes.append(ReadOutcome(index, ticket, payload, None))
+            elif all(failure.retryable for failure in failed):
+                left.append((index, ticket))
+            else:
+                final = next(failure for failure in failed if not failure.retryable)
+                self._counts["stale"] += isinstance(final, StaleSlotError)
+                outcomes.append(ReadOutcome(index, ticket, None, _bare(final)))
+        return outcomes, left
 
     async def _read_batch(
         self, group: list[tuple[int, Ticket]], rank: int, deadline: Deadline

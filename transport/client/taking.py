@@ -33,6 +33,7 @@ from transport.errors import (
     UsageError,
     VersionMismatchError,
 )
+from transport.ring.consumers import consumers_of, rank_of
 from transport.ring.parts import field_names, part_of
 from transport.runtime.explaining import explained
 from transport.schema import Schema
@@ -111,7 +112,7 @@ class TakeLink(Finishing):
         *,
         most_bytes: int = MOST_BYTES,
         wait_s: float = 0.0,
-        rank: int = 0,
+        rank: int | str = 0,
         oldest_version: int | None = None,
         most_attempts: int = 0,
         verify: bool = True,
@@ -124,6 +125,7 @@ class TakeLink(Finishing):
 
         Args:
             most_bytes: of all payloads together; a single larger one comes alone.
+            rank: whose; or the name of a consumer of one rank.
             oldest_version: payloads of an older policy are discarded instead.
             most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
             joined_most: larger payloads do not come with the answer, but one by one; None: all come with it.
@@ -142,6 +144,7 @@ class TakeLink(Finishing):
             raise UsageError(f"n={n}; a demand is for 1 to {native.MOST_TAKEN} payloads")
         if not 0 <= most_bytes <= native.MOST_TAKEN_BYTES:
             raise UsageError(f"most_bytes={most_bytes}; give 0 to {native.MOST_TAKEN_BYTES}")
+        rank = rank_of(consumers_of(self.link.consumers), rank) if isinstance(rank, str) else rank
         if not 0 <= rank < _ring.MAX_READERS:
             raise UsageError(f"rank={rank}; ranks are 0 to {_ring.MAX_READERS - 1}")
         if not 0 <= most_attempts <= frames.MOST_ATTEMPTS:

@@ -67,7 +67,7 @@ class SharedRingBuffer(RingReading):
         self,
         values: Mapping[str, Any],
         *,
-        readers: int = 1,
+        readers: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         policy_version: int | None = None,
         deadline_s: float | None = None,
@@ -80,7 +80,7 @@ class SharedRingBuffer(RingReading):
             values: numpy, torch, CuPy, DLPack, buffers or scalars, by tensor name; text, bytes and nested values where
                 the schema has them, anything where the ring has none (docs/PAYLOADS.md). What is in device memory is
                 copied on the stream that is current in this thread, after what made it.
-            readers: how many ranks (1 to 16) read the payload once each.
+            readers: how many ranks (1 to 16) read the payload once each; None: the named consumers, or one.
             metadata: small values of the caller's own that travel in the ticket.
             policy_version: of the policy that made it, for claims with an ``oldest_version``.
             deadline_s: seconds from now after which the payload may be discarded unread, by the clock of this host.
@@ -116,7 +116,7 @@ class SharedRingBuffer(RingReading):
         self,
         payloads: Iterable[Mapping[str, Any]],
         *,
-        readers: int = 1,
+        readers: int | None = None,
         metadata: Mapping[str, Any] | Iterable[Mapping[str, Any] | None] | None = None,
         policy_version: int | None = None,
         deadline_s: float | None = None,
@@ -140,7 +140,7 @@ class SharedRingBuffer(RingReading):
         """
         batch = list(payloads)
         each = metadata_of(metadata, len(batch))
-        terms = terms_of(readers, deadline_s, policy_version)
+        terms = terms_of(self.readers_of(readers), deadline_s, policy_version)
         give_up = None if timeout_s is None else time.monotonic() + timeout_s
 
         def left_s() -> float | None:
@@ -187,7 +187,7 @@ class SharedRingBuffer(RingReading):
         self,
         data: Any,
         *,
-        readers: int = 1,
+        readers: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         deadline_s: float | None = None,
         timeout_s: float | None = None,
@@ -206,7 +206,7 @@ class SharedRingBuffer(RingReading):
         self,
         lengths: Mapping[str, int] | Schema | None = None,
         *,
-        readers: int = 1,
+        readers: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         deadline_s: float | None = None,
         timeout_s: float | None = None,
@@ -240,13 +240,13 @@ class SharedRingBuffer(RingReading):
         schema: Schema,
         lengths: tuple[int, ...] | None,
         named_lengths: Mapping[str, int] | None,
-        readers: int,
+        readers: int | None,
         metadata: Mapping[str, Any] | None,
         deadline_s: float | None,
         timeout_s: float | None,
     ) -> WriteLease:
         # Whatever can be refused is refused before there is a slot that the refusal would keep.
-        readers = whole(readers, "readers")
+        readers = self.readers_of(None if readers is None else whole(readers, "readers"))
         if not 1 <= readers <= MAX_READERS:
             raise UsageError(f"readers={readers}; a payload is written for 1 to {MAX_READERS} ranks")
         try:

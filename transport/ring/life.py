@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NoReturn, ParamSpec, Self, TypeVar
 
 from transport import _ring
@@ -10,6 +10,7 @@ from transport.devices.streams import RegisteredPages
 from transport.errors import LayoutError, PayloadTooLargeError, SchemaError, UsageError
 from transport.ring import attachment
 from transport.ring.attachment import Attachment
+from transport.ring.consumers import Consumers, consumers_of, consumers_text, rank_of
 from transport.ring.overflow import Overflow, Overflowing
 from transport.ring.states import named
 from transport.runtime.arguments import expect, whole
@@ -34,6 +35,9 @@ class RingLife(Attachment):
         self._secret = native.secret
         self._pages = RegisteredPages(read_only=not writable)
         self._refusals = Seldom()
+        self._named_ranks = 0
+        if writable:
+            self._named_ranks = sum(map(len, consumers_of(native.consumers).values()))
         self.arrived: set[tuple[str, int, int]] = set()  # of a queue over this ring: see transport/queue/rings.py
 
     def __reduce__(self) -> NoReturn:
@@ -63,6 +67,7 @@ class RingLife(Attachment):
         name: str | None = None,
         prefix: str = "",
         overflow: Overflow = "block",
+        consumers: Sequence[str] | Mapping[str, int] | None = None,
     ) -> Self:
         """Make the ring, or take over the one of a dead writer when ``name`` exists.
 
@@ -73,6 +78,8 @@ class RingLife(Attachment):
             name: only for a ring that a restarted writer shall find again; default random.
             prefix: prefix of the random name, by which a parent process finds the segments of a killed writer.
             overflow: when every slot is in use, "block" waits, "error" raises, "overwrite" takes the oldest unread.
+            consumers: names of stages that each see every payload once, or names with how many ranks each has; at most
+                16 together. Every payload is written for all of them; `rank_of` and ``claim(rank="name")`` know them.
 
         Raises:
             RingBusyError: a living process keeps a ring of this name.
@@ -100,6 +107,7 @@ class RingLife(Attachment):
             )
         if slots < 1 or slot_bytes < 1:
             raise UsageError(f"slots={slots} and slot_bytes={slot_bytes} must both be at least 1")
+        names = consumers_text(consumers)
         fingerprint = bytes.fromhex(schema.fingerprint) if schema is not None else bytes(16)
         chosen = attachment.random_name(prefix) if name is None else name
         native: _ring.Ring | None = None
@@ -107,10 +115,13 @@ class RingLife(Attachment):
             native = attachment.create(chosen, slots, slot_bytes, fingerprint)
             ring = cls(native, schema, overflow)
             ring._made_here = True
+            ring._name_consumers(names)
             if name is None:  # a named ring may be meant for a successor
                 ring._forget_with(ring._pages.release, only_empty=False)
             return ring
         except LayoutError as error:
+            if native is not None:  # it was attached to, and has other consumers
+                raise
             raise LayoutError(
                 f"{error}, expected {slots} slots of {slot_bytes} bytes and fingerprint {fingerprint.hex()}. The "
                 "last process that serves the old ring removes it when its payloads are consumed. Give another name, "
@@ -153,6 +164,42 @@ class RingLife(Attachment):
         except BaseException:  # an interrupt, too: the caller has no object yet through which to detach
             attachment.give_up(native)
             raise
+
+    def _name_consumers(self, names: str) -> None:
+        """Of a new ring; one that was taken over keeps those that its payloads were written for."""
+        before = self.native.consumers
+        if before != names:
+            if before or self.native.state_counts()[0] != self.slot_count:
+                self.close(keep_unread=True)
+                raise LayoutError(
+                    f"ring {self.name} was made for the consumers {before or 'without names'}, not for "
+                    f"{names or 'none with names'}; give the same ones, or another name"
+                )
+            self.native.consumers = names
+        self._named_ranks = sum(map(len, self.consumers.values()))
+
+    @property
+    def consumers(self) -> Consumers:
+        """Ranks by the name of the stage, as the ring was made; empty: ranks have no names."""
+        return consumers_of(self._call(lambda: self.native.consumers))
+
+    def rank_of(self, consumer: str | int, rank: int | None = None) -> int:
+        """The rank of this consumer's own ``rank``, for reads and acknowledgements; an int stays what it is.
+
+        RankError: the ring has no consumer of this name, it has fewer ranks, or several and none was given.
+        """
+        return consumer if isinstance(consumer, int) else rank_of(self.consumers, consumer, rank)
+
+    def readers_of(self, readers: int | None) -> int:
+        """For how many ranks a payload is written: None: for all named consumers, or one. UsageError: for others."""
+        if readers is None:
+            return self._named_ranks or 1
+        if self._named_ranks and readers != self._named_ranks:
+            raise UsageError(
+                f"readers={readers!r:.40}; this ring's payloads are for its {self._named_ranks} named ranks: leave "
+                "readers out"
+            )
+        return readers
 
     def close(self, *, keep_unread: bool = False) -> None:
         """Give up every hold and detach. Idempotent.

@@ -135,7 +135,7 @@ class RingReading(RingLife):
         n: int = 1,
         timeout_s: float = 0.0,
         *,
-        rank: int = 0,
+        rank: int | str = 0,
         most_bytes: int | None = None,
         oldest_version: int | None = None,
         max_deliveries: int = 0,
@@ -148,12 +148,14 @@ class RingReading(RingLife):
         was consumed or discarded, any reader may claim the payload again, at once.
 
         Args:
+            rank: whose; or the name of a consumer of one rank, see `create` and `rank_of`.
             most_bytes: of all together, unless the first one alone has more.
             oldest_version: what was written under an older policy version is discarded, and counted as aged.
             max_deliveries: what was claimed that often in vain is dead; 0: no limit.
             consumer: names the claimer in reports of failures.
             most_held_s: end others' claims that were not renewed for so long; their holders are refused. 0: never.
         """
+        rank = self.rank_of(rank)
         if n < 1:
             raise UsageError(f"n={n}; a claim is of at least one payload")
         if not 0 <= rank < MAX_READERS:
@@ -192,7 +194,7 @@ class RingReading(RingLife):
         most_memory: int | None = None,
         verify: bool | None = None,
         fields: Sequence[str] | None = None,
-        rank: int = 0,
+        rank: int | str = 0,
         most_bytes: int | None = None,
         oldest_version: int | None = None,
         max_deliveries: int = MAX_DELIVERIES,
@@ -238,7 +240,7 @@ class RingReading(RingLife):
             most_memory=most_memory,
             verify=verify,
             fields=fields,
-            rank=rank,
+            rank=self.rank_of(rank),
             most_bytes=most_bytes,
             oldest_version=oldest_version,
             max_deliveries=max_deliveries,

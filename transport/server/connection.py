@@ -192,6 +192,7 @@ class Connection:
             inline_limit=self._listener.settings.inline_limit,
             code=code,
             reason=reason,
+            consumers=self._ring.native.consumers if code == 0 else "",
         )
         await self._endpoint.send_stream(frames.encode_handshake(welcome))
 

@@ -167,6 +167,7 @@ class Welcome(msgspec.Struct, frozen=True):
     features: tuple[str, ...] = ()
     code: int = 0
     reason: str = ""
+    consumers: Annotated[str, msgspec.Meta(max_length=400)] = ""
 
 
 _HANDSHAKE: dict[type[msgspec.Struct], Kind] = {

@@ -1,0 +1,262 @@
+"""Payloads of several stages: one mapping, each part from where it lies, one acknowledgement for all of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import asynchronous
+
+from transport import BlockingClient, Schema, SharedRingBuffer, StaleSlotError, Ticket, UCXXClient, UCXXServer, UpTo
+from transport.errors import PayloadDamagedError, RankError, RingFullError, SchemaError, UsageError
+from transport.joined.parents import MAX_PARENTS, PARENTS, Parent, with_parents, write_group
+from transport.joined.payloads import MAX_DEPTH, MAX_PARTS, join, read_joined
+
+pytestmark = pytest.mark.ucx
+
+ROLLOUT = Schema.of(prompt=("text", UpTo(64)), tokens=("int32", UpTo(64)))
+REFERENCE = Schema.of(ref_logprobs=("float32", UpTo(64)), parents=PARENTS)
+REWARD = Schema.of(reward="float32", parents=PARENTS)
+ADVANTAGE = Schema.of(advantage=("float32", UpTo(64)), parents=PARENTS)
+SCHEMAS = [ROLLOUT, REFERENCE, REWARD, ADVANTAGE]
+
+
+class Rings:
+    """A served ring for each stage."""
+
+    def __init__(self) -> None:
+        self.all = [SharedRingBuffer.create(schema, slots=4) for schema in SCHEMAS]
+        self.rollout, self.reference, self.reward, self.advantage = self.all
+        self._servers = [UCXXServer(ring, mode="thread") for ring in self.all]
+
+    def free(self) -> list[int]:
+        return [ring.statistics().free for ring in self.all]
+
+    def chain(self) -> tuple[Ticket, Ticket, Ticket, Ticket]:
+        """A rollout, what two stages add to it, and what a third one makes of these."""
+        rolled = self.rollout.write({"prompt": "p", "tokens": [1, 2, 3]})
+        referenced = self.reference.write(with_parents({"ref_logprobs": [0.5] * 3}, [rolled]))
+        rewarded = self.reward.write(with_parents({"reward": 2.0}, [rolled]))
+        valued = self.advantage.write(with_parents({"advantage": [1.0, 2.0, 3.0]}, [referenced, rewarded]))
+        return rolled, referenced, rewarded, valued
+
+    def __enter__(self) -> Rings:
+        for server in self._servers:
+            server.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in self._servers:
+            server.__exit__(None, None, None)
+        for ring in self.all:
+            ring.close()
+
+
+@pytest.fixture
+def rings() -> Iterator[Rings]:
+    with Rings() as made:
+        yield made
+
+
+@pytest.fixture(params=["mapped", "tcp"])
+def client(request: pytest.FixtureRequest) -> Iterator[BlockingClient]:
+    with BlockingClient(schemas=SCHEMAS, wire={request.param}, ack="manual") as made:
+        yield made
+
+
+def test_a_reader_sees_one_payload_of_four_parts_and_acknowledges_all(rings: Rings, client: BlockingClient) -> None:
+    *_, valued = rings.chain()
+    payload = read_joined(client, valued.to_text())
+    assert set(payload) == {"prompt", "tokens", "ref_logprobs", "reward", "advantage"}
+    assert payload["prompt"] == "p"
+    assert payload["tokens"].tolist() == [1, 2, 3]
+    assert payload["reward"] == 2
+    assert len(payload.parts) == 4
+    assert "parents" not in payload
+    assert rings.free() == [3, 3, 3, 3]
+    assert payload.ack()
+    assert not payload.ack()
+    payload.release()
+    del payload
+    client.close()
+    assert all(wait_free(ring) for ring in rings.all)
+
+
+def wait_free(ring: SharedRingBuffer) -> bool:
+    """Take every slot, which waits for those that are being freed."""
+    taken = [ring._take(20.0) for _ in range(4)]
+    return all(ring.native.abort(*each) for each in taken)
+
+
+@asynchronous
+async def test_join_is_the_same_with_an_event_loop() -> None:
+    with Rings() as rings:
+        *_, valued = rings.chain()
+        async with UCXXClient(schemas=SCHEMAS, ack="manual") as client:
+            with await join(client, valued) as payload:
+                assert payload["ref_logprobs"].tolist() == [0.5] * 3
+            assert rings.free() == [4, 4, 4, 4]
+
+
+def test_a_payload_without_parents_is_one_part(rings: Rings, client: BlockingClient) -> None:
+    with read_joined(client, rings.rollout.write({"prompt": "x", "tokens": []})) as payload:
+        assert dict(payload)["prompt"] == "x"
+
+
+def test_some_fields_are_read_from_the_parts_that_have_them(rings: Rings, client: BlockingClient) -> None:
+    *_, valued = rings.chain()
+    payload = read_joined(client, valued, fields=("tokens", "reward"))
+    assert set(payload) == {"tokens", "reward"}
+    payload.ack()
+    payload.release()
+    client.close()
+    assert all(wait_free(ring) for ring in rings.all)  # also of the parts whose fields were not asked for
+
+
+def test_fields_that_no_part_has_are_named(rings: Rings, client: BlockingClient) -> None:
+    *_, valued = rings.chain()
+    with pytest.raises(SchemaError, match="no part of it has nothing, rewards"):
+        read_joined(client, valued, fields=("tokens", "rewards", "nothing"))
+    with read_joined(client, valued) as payload:  # nothing was acknowledged
+        assert len(payload.parts) == 4
+
+
+def test_a_part_that_is_gone_is_named_and_nothing_is_acknowledged(rings: Rings, client: BlockingClient) -> None:
+    rolled, *_, valued = rings.chain()
+    rings.rollout.discard(rolled)
+    with pytest.raises(StaleSlotError, match=f"payload {valued.name} cannot be read: its part {rolled.name}: "):
+        read_joined(client, valued)
+    assert rings.free() == [4, 3, 3, 3]
+    rings.advantage.discard(valued)
+    with pytest.raises(StaleSlotError) as caught:
+        read_joined(client, valued)
+    assert "its part" not in str(caught.value)
+
+
+def test_a_client_that_acknowledges_on_arrival_is_refused(rings: Rings) -> None:
+    *_, valued = rings.chain()
+    with BlockingClient(schemas=SCHEMAS) as client, pytest.raises(UsageError, match='need a client with ack="manual"'):
+        read_joined(client, valued)
+    assert rings.free() == [3, 3, 3, 3]
+
+
+def test_a_field_in_two_parts_is_an_error(rings: Rings, client: BlockingClient) -> None:
+    rolled, _, rewarded, _ = rings.chain()
+    again = rings.reward.write(with_parents({"reward": 3.0}, [rolled, rewarded]))
+    with pytest.raises(SchemaError, match=r"the field 'reward' is in two of its parts"):
+        read_joined(client, again)
+
+
+def test_an_exception_in_the_block_acknowledges_nothing(rings: Rings, client: BlockingClient) -> None:
+    *_, valued = rings.chain()
+    with pytest.raises(ZeroDivisionError), read_joined(client, valued) as payload:
+        raise ZeroDivisionError(payload["reward"])
+    with read_joined(client, valued) as payload:
+        assert payload["reward"] == 2
+
+
+# --- groups -----------------------------------------------------------------------------------------------
+def test_a_group_shares_what_it_has_in_common_once(client: BlockingClient) -> None:
+    samples = Schema.of(completion=("text", UpTo(64)), parents=PARENTS)
+    with (
+        SharedRingBuffer.create(ROLLOUT, slots=2) as common,
+        SharedRingBuffer.create(samples, slots=8) as ring,
+        UCXXServer(common, mode="thread"),
+        UCXXServer(ring, mode="thread"),
+    ):
+        client._client._deliveries._schemas[samples.fingerprint] = samples
+        texts = [f"answer {at}" for at in range(5)]
+        tickets = write_group(
+            common, {"prompt": "shared", "tokens": [1]}, [{"completion": text} for text in texts], samples_ring=ring
+        )
+        assert common.statistics().free == 1
+        for at, ticket in enumerate(tickets):
+            with read_joined(client, ticket) as payload:
+                assert (payload["prompt"], payload["completion"]) == ("shared", texts[at])
+        client.close()
+        assert common.reserve({"prompt": 0, "tokens": 0}, timeout_s=20).abort() is None
+        assert [common._take(20.0) for _ in range(2)]  # with the last sample the common payload was free
+
+
+def test_a_group_that_does_not_fit_leaves_nothing() -> None:
+    samples = Schema.of(completion=("text", UpTo(64)), parents=PARENTS)
+    with (
+        SharedRingBuffer.create(ROLLOUT, slots=2) as common,
+        SharedRingBuffer.create(samples, slots=2, overflow="error") as ring,
+    ):
+        shared: dict[str, Any] = {"prompt": "", "tokens": []}
+        with pytest.raises(RingFullError):
+            write_group(common, shared, [{"completion": "x"}] * 3, samples_ring=ring)
+        with pytest.raises(SchemaError, match="completion"):
+            write_group(common, shared, [{"completion": 3}], samples_ring=ring)
+        for wrong in ([], [{"completion": "x"}] * 17):
+            with pytest.raises(UsageError, match="1 to 16 readers"):
+                write_group(common, shared, wrong, samples_ring=ring)
+        assert (common.statistics().free, ring.statistics().free) == (2, 2)
+
+
+# --- what parents may be ------------------------------------------------------------------------------------
+def test_parents_are_bounded_and_checked(rings: Rings) -> None:
+    rolled = rings.rollout.write({"prompt": "", "tokens": []})
+    others = [
+        Ticket.from_json(rolled.to_json().replace('"slot":0', f'"slot":{at}')) for at in range(1, MAX_PARENTS + 1)
+    ]
+    assert len(with_parents({}, others)["parents"]) == MAX_PARENTS
+    for wrong in ([], [rolled, *others], "ticket", rolled, None):
+        with pytest.raises(UsageError, match="1 to 8 tickets"):
+            with_parents({}, wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="named twice"):
+        with_parents({}, [rolled, Parent(rolled)])
+    with pytest.raises(UsageError, match="give its Ticket"):
+        with_parents({}, ["text"])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="names a payload's parents"):
+        with_parents({"parents": 1}, [rolled])
+    with pytest.raises(RankError):
+        with_parents({}, [Parent(rolled, 1)])
+    assert rings.reward.write(with_parents({"reward": 1}, others))  # the largest fits
+
+
+@pytest.mark.parametrize(
+    "found",
+    [None, [], "text", [1], [[b"x", 0]], [[b"x"]], [["text", 0]], [[b"TK\x01", True]], {"a": 1}, [[b"", 0]] * 9],
+)
+def test_parents_that_are_none_are_damage(found: Any, rings: Rings, client: BlockingClient) -> None:
+    ticket = rings.reward.write({"reward": 1.0, "parents": found})
+    with pytest.raises(PayloadDamagedError, match="its field 'parents'"):
+        read_joined(client, ticket)
+
+
+def test_ranks_of_parents_outside_of_theirs_are_refused(rings: Rings, client: BlockingClient) -> None:
+    rolled = rings.rollout.write({"prompt": "", "tokens": []})
+    for first, error in ((16, PayloadDamagedError), (-1, PayloadDamagedError), (3, RankError)):
+        ticket = rings.reward.write({"reward": 1.0, "parents": [[rolled.encode(), first]]})
+        with pytest.raises(error):
+            read_joined(client, ticket)
+        rings.reward.discard(ticket)
+
+
+def test_generations_and_parts_are_bounded() -> None:
+    open_rings = {"slots": 40, "slot_bytes": 1 << 16}
+    with SharedRingBuffer.create(**open_rings) as ring, BlockingClient(ack="manual") as client:
+        ticket = ring.write({"f": 0})
+        for depth in range(1, MAX_DEPTH + 1):
+            ticket = ring.write(with_parents({f"f{depth}": depth}, [ticket]))
+        assert len(read_joined(client, ticket).parts) == MAX_DEPTH + 1
+        with pytest.raises(PayloadDamagedError, match="4 deep"):
+            read_joined(client, ring.write(with_parents({"last": 1}, [ticket])))
+        leaves = [ring.write({f"leaf{at}": at}) for at in range(MAX_PARTS)]
+        halves = [ring.write(with_parents({f"half{at}": 1}, leaves[at * 8 : at * 8 + 8])) for at in range(2)]
+        with pytest.raises(PayloadDamagedError, match="more than 16 parts"):
+            read_joined(client, ring.write(with_parents({"top": 1}, halves)))
+
+
+def test_the_example_of_three_stages_in_five_processes_runs() -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "stages.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stderr
+    numbers = [int(line.split()[4]) for line in done.stdout.splitlines() if "trained on" in line]
+    assert sum(numbers) == 24

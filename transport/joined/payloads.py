@@ -1,0 +1,238 @@
+"""Reading joined payloads: each part from where it lies, all of them one mapping with one acknowledgement.
+
+    payload = read_joined(client, ticket)      # a BlockingClient with ack="manual"; `join` with an UCXXClient
+    payload["tokens"], payload["ref_logprobs"] # of the rollout, and of the reference model
+    payload.ack()                              # every part
+
+Parts are acknowledged before the payload that names them: who dies in between leaves a payload that cannot be read
+again, and no part that is never freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+from transport.client.blocking import BlockingClient
+from transport.client.client import UCXXClient
+from transport.client.payload import ReceivedPayload
+from transport.errors import PayloadDamagedError, SchemaError, TransportError, UsageError
+from transport.joined.parents import FIELD, Parent, check_rank, parents_of
+from transport.ring.parts import field_names
+from transport.ticket import Ticket
+
+MAX_DEPTH: Final = 4
+"""Generations of parents above a payload."""
+
+MAX_PARTS: Final = 16
+"""Of one payload, itself included."""
+
+
+class _Part(NamedTuple):
+    """One payload of those that are joined; ``payload``: None where none of its fields was asked for."""
+
+    ticket: Ticket
+    rank: int
+    payload: ReceivedPayload | None
+
+
+class JoinedPayload(Mapping[str, Any]):
+    """Fields of a payload and of all its parents, by name.
+
+    Attributes:
+        ticket: of the payload that was asked for.
+        parts: the payloads that were read, the one that was asked for first.
+    """
+
+    def __init__(self, client: UCXXClient | BlockingClient, parts: Sequence[_Part]) -> None:
+        self._client = client
+        self._all = list(parts)
+        self.ticket = parts[0].ticket
+        self.parts = [part.payload for part in parts if part.payload is not None]
+        self._owners: dict[str, ReceivedPayload] = {}
+        for payload in self.parts:
+            for name in (each.name for each in payload.layout().placements):
+                if name == FIELD:
+                    continue
+                if name in self._owners:
+                    raise SchemaError(
+                        f"payload {self.ticket.name}: the field {name!r} is in two of its parts, "
+                        f"{self._owners[name].ticket.name} and {payload.ticket.name}"
+                    )
+                self._owners[name] = payload
+
+    def __repr__(self) -> str:
+        return f"<JoinedPayload {self.ticket.name} of {len(self._all)} parts>"
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Of the payload that was asked for."""
+        return self.ticket.metadata
+
+    def __getitem__(self, name: str) -> Any:
+        return self._owners[name][name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def ack(self) -> bool:
+        """Acknowledge every part, the payload itself last. False: it was acknowledged before."""
+        accepted = False
+        for ticket, rank, payload in reversed(self._all):
+            accepted = self._client.ack(ticket, rank) if payload is None else payload.ack()
+        return accepted
+
+    def release(self) -> None:
+        """Drop the references to the memory of all parts. Idempotent."""
+        for payload in self.parts:
+            payload.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.ack()
+            self.release()
+            return
+        for payload in self.parts:
+            payload.__exit__(kind, error, trace)
+
+
+class _Joining:
+    """Decides what is read next; no I/O."""
+
+    def __init__(
+        self, client: UCXXClient | BlockingClient, ticket: Ticket, rank: int, fields: Sequence[str] | None
+    ) -> None:
+        if client.acknowledges == "on_arrival":
+            raise UsageError(
+                'joined payloads need a client with ack="manual": with "on_arrival" a part would be consumed before '
+                "the others have come"
+            )
+        self._client = client
+        self._wanted = None if fields is None else set(field_names(fields))
+        self._found: set[str] = set()
+        self._ticket = ticket
+        self._seen = {ticket.identity}
+        self._left: list[tuple[Parent, int, int]] = [(Parent(ticket, 0), rank, 0)]  # part, rank of it, depth
+        self.parts: list[_Part] = []
+
+    def next(self) -> tuple[Ticket, int, tuple[str, ...] | None] | None:
+        """(ticket, rank, fields) to read, after all parts that are only acknowledged; None: that was all."""
+        while self._left:
+            part, rank, _ = self._left[0]
+            fields = self._fields(part.ticket)
+            if fields is None or fields:
+                return part.ticket, rank, fields
+            self.came(None)
+        if self._wanted is not None and (missing := self._wanted - self._found):
+            raise SchemaError(f"payload {self._ticket.name}: no part of it has {', '.join(sorted(missing))}")
+        return None
+
+    def _fields(self, ticket: Ticket) -> tuple[str, ...] | None:
+        if self._wanted is None:
+            return None
+        schema = ticket.schema or self._client.schema_of(ticket)
+        if schema is None:
+            raise SchemaError(f"payload {ticket.name}: this client does not know its schema; pass it: schemas=[…]")
+        here = {name for name in schema.names if name in self._wanted}
+        self._found |= here
+        return tuple(name for name in schema.names if name in here or name == FIELD)
+
+    def came(self, payload: ReceivedPayload | None) -> None:
+        """The first of those that are left is here."""
+        part, rank, depth = self._left.pop(0)
+        self.parts.append(_Part(part.ticket, rank, payload))
+        layout = () if payload is None else payload.layout().placements
+        if payload is None or not any(each.name == FIELD for each in layout):
+            return
+        for parent in parents_of(payload[FIELD], part.ticket):
+            if parent.ticket.identity in self._seen:
+                continue  # two stages have added to the same payload
+            if depth >= MAX_DEPTH or len(self._seen) >= MAX_PARTS:
+                raise PayloadDamagedError(
+                    f"payload {self._ticket.name} has more than {MAX_PARTS} parts, or parents of parents more than "
+                    f"{MAX_DEPTH} deep"
+                )
+            self._seen.add(parent.ticket.identity)
+            rank_of_parent = check_rank(parent, rank, part.ticket)
+            self._left.append((parent, rank_of_parent, depth + 1))
+
+    def failed(self, ticket: Ticket, error: TransportError) -> TransportError:
+        """The error for a part that cannot be read; what was read before is released, and stays unacknowledged."""
+        self.drop()
+        if ticket is self._ticket:
+            return error
+        return type(error)(f"payload {self._ticket.name} cannot be read: its part {ticket.name}: {error}")
+
+    def drop(self) -> None:
+        """Release what was read."""
+        for part in self.parts:
+            if part.payload is not None:
+                part.payload.release()
+
+
+def read_joined(
+    client: BlockingClient,
+    ticket: Ticket | str | bytes,
+    *,
+    rank: int = 0,
+    fields: Sequence[str] | None = None,
+    timeout: float | None = None,
+) -> JoinedPayload:
+    """Fetch a payload and all of its parents. One without parents is a joined payload of one part.
+
+    Args:
+        client: with ``ack="manual"``, which knows the schemas of all parts.
+        fields: names of those that are wanted, of whichever parts; parts without any are not read, but acknowledged.
+        timeout: seconds for each part.
+
+    Raises:
+        UsageError: the client acknowledges on arrival.
+        SchemaError: two parts have a field of the same name, or none has one of ``fields``.
+        StaleSlotError, and what `BlockingClient.read` raises: of a part, which the message names; nothing is
+            acknowledged.
+        PayloadDamagedError: parents that are none, or more of them than a payload may have.
+    """
+    joining = _Joining(client, Ticket.of(ticket), rank, fields)
+    try:
+        while (step := joining.next()) is not None:
+            try:
+                payload = client.read(step[0], rank=step[1], timeout=timeout, fields=step[2])
+            except TransportError as error:
+                raise joining.failed(step[0], error) from error
+            joining.came(payload)
+        return JoinedPayload(client, joining.parts)
+    except BaseException:
+        joining.drop()
+        raise
+
+
+async def join(
+    client: UCXXClient,
+    ticket: Ticket | str | bytes,
+    *,
+    rank: int = 0,
+    fields: Sequence[str] | None = None,
+    timeout: float | None = None,
+) -> JoinedPayload:
+    """`read_joined` for an `UCXXClient`."""
+    joining = _Joining(client, Ticket.of(ticket), rank, fields)
+    try:
+        while (step := joining.next()) is not None:
+            try:
+                payload = await client.read(step[0], rank=step[1], timeout=timeout, fields=step[2])
+            except TransportError as error:
+                raise joining.failed(step[0], error) from error
+            joining.came(payload)
+        return JoinedPayload(client, joining.parts)
+    except BaseException:
+        joining.drop()
+        raise
