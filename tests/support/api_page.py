@@ -155,9 +155,14 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Checkpoints",
         "An epoch's end and its checkpoint; [COOLDOWN.md](../COOLDOWN.md) explains it",
         (
-            "transport.cooldown: CooldownClient CooldownHost Ledger Destination open_destination check_permissions "
-            "restore Restored recorded_outcomes EpochRecord Outcome Phase Part Proof ShardedClient Taken",
+            "transport.cooldown: CooldownClient ShardedClient CooldownHost open_destination check_permissions restore "
+            "Restored recorded_outcomes Outcome Part Taken",
         ),
+    ),
+    "cooldown_records": (
+        "Checkpoints: records and destinations",
+        "What cooldowns write down, and where files go; [CHECKPOINTS.md](../CHECKPOINTS.md) explains it",
+        ("transport.cooldown: Ledger EpochRecord Phase Proof Destination",),
     ),
     "adapters": (
         "Adapters",
