@@ -128,7 +128,8 @@ class ShardReceiving:
             await self._feed.tell(Start(self._version), self._feed.children)
             for name, upstream in self._upstreams.items():
                 self._begin(self._follow(name, upstream))
-            await self._over
+            if self._upstreams:
+                await self._over
             if len(self._held) != (0 if self._own is not None else len(self._role.incoming)):
                 raise InternalError(f"{len(self._held)} of {len(self._role.incoming)} parts are held")
             with contextlib.suppress(ChildrenLostError):
@@ -138,6 +139,8 @@ class ShardReceiving:
             return held
         except BaseException:
             await ended(*self._tasks)
+            if self._over.done() and not self._over.cancelled():
+                self._over.exception()  # retrieved, so that asyncio does not log it
             for each in self._held:
                 each.release()
             raise
