@@ -33,6 +33,7 @@ from transport.weights.versions.copies import Copies, Held, attach
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+_READS = 4  # buckets at once from few parents: they cover the time of an answer
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
@@ -97,9 +98,9 @@ class ShardReceiving:
             each.part: PartLanding(each, layout, role.bucket_bytes) for each in role.incoming if each.mapped is None
         }
         self._mapped = {each.part: each for each in role.incoming if each.mapped is not None}
-        # Buckets that are read at once share the link, and each arrives later: one from every parent is enough.
+        # Buckets that are read at once share the link, and each arrives later: of many parents, one from each.
         parents = {source.parent for each in role.incoming for source in each.sources}
-        self._room = asyncio.Semaphore(min(scratch.count, max(2, len(parents))))
+        self._room = asyncio.Semaphore(min(scratch.count, max(_READS, len(parents))))
         self._version = -1
         self._held: list[Held] = []
         self._tasks: set[asyncio.Task[None]] = set()
