@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import shard_members
 from helpers import asynchronous, noise
 from verl_adapter import verl
 from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
@@ -23,6 +24,7 @@ from transport.errors import (
     WeightsChecksumError,
 )
 from transport.weights.ring_engine import RingEngine
+from transport.weights.sharded.engine import ShardEngine
 from transport.weights.versions.copies import Held
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
@@ -327,3 +329,33 @@ def test_pinned_memory_is_looked_through_again_only_when_a_copy_without_a_mark_h
     assert not any(cupy.fake.queues.values()), "a copy into pinned memory is queued, and nobody waits for it"
     cupy.fake.marks_left = 100
     assert weights_checksum({"x": array}) == weights_checksum({"x": values})
+
+
+@asynchronous
+async def test_shards_go_out_of_device_memory_and_into_it(cupy: Any) -> None:
+    source = shard_members.Shards(0, 1)
+    worker = shard_members.Serving(0, 1)
+    sender = ShardEngine("t", source.layout, bucket_bytes=4096, address="127.0.0.1")
+    receiver = ShardEngine("r", worker.layout, bucket_bytes=4096, address="127.0.0.1", device="cupy")
+    try:
+        for version in (1, 2):
+            host = dict(source.weights(version))
+            weights = {name: value if name == "down" else cupy.on_device(value) for name, value in host.items()}
+            metadata = [await each.prepare() for each in (sender, receiver)]
+            actor, rollout = ShardEngine.build_topology(1, 1, metadata)
+            await asyncio.gather(
+                sender.init_process_group(roles=actor["roles"][0]),
+                receiver.init_process_group(roles=rollout["roles"][0]),
+            )
+            _, held = await asyncio.gather(sender.send_weights(weights, version), receiver.receive(version))
+            assert held.checksum == shard_members.checksum_of(worker.layout, version)
+            arrays = dict(receiver.arrays(held))
+            held.settle()
+            found = {name: cupy.asnumpy(array) for name, array in arrays.items()}
+            assert weights_checksum(found) == held.checksum, "in the order in which a worker's tensors are hashed"
+            del arrays
+            for each in (sender, receiver):
+                await each.finalize()
+    finally:
+        await sender.close()
+        await receiver.close()

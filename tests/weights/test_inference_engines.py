@@ -101,6 +101,16 @@ def test_vllms_pair_of_engines_updates_every_worker(vllm: Any, meeting: Meeting)
             assert together(*(trainer.send_weights for trainer in trainers)) == [None] * TRAINERS
             assert all(serves(model, version) for model in models)
         assert calls == ["start", "finish"] * 2
+
+        def refused(info: dict[str, Any]) -> None:
+            raise ConnectionError("the server is gone")
+
+        client.update_weights = refused
+        errors = together(*(trainer.send_weights for trainer in trainers))
+        assert isinstance(errors[0], ConnectionError)
+        assert isinstance(errors[1], WeightsError)
+        assert "vLLM: ConnectionError: the server is gone" in str(errors[1])
+        assert all(serves(model, 2) for model in models)
     finally:
         for each in (*trainers, *workers):
             each.shutdown()

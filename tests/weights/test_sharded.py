@@ -13,12 +13,20 @@ from helpers import asynchronous
 from shard_members import MODEL, Serving, Shards, checksum_of, local, served, version_of
 
 from transport.bench.weights.member_process import Trainer
-from transport.errors import SchemaError, UsageError, WeightsError
+from transport.errors import (
+    AuthenticationError,
+    ChildrenLostError,
+    SchemaError,
+    UsageError,
+    WeightsChecksumError,
+    WeightsError,
+)
 from transport.schema import DTYPES
 from transport.weights.manager import WeightUpdate
 from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import State
 from transport.weights.sharded.engine import ShardEngine
+from transport.weights.sharded.parts import PartLanding
 from transport.weights.sharded.replica import ShardedReplica, ShardRank
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
@@ -300,3 +308,65 @@ async def test_calls_in_a_wrong_order_and_arguments_that_make_no_sense_are_refus
     await engine.close()
     with pytest.raises(SchemaError, match="not the description of a member with shards"):
         ShardEngine.build_topology(1, 1, [{}, {}])
+
+
+@asynchronous
+async def test_a_rank_that_wants_nothing_has_every_version_at_once() -> None:
+    layout = Layout.of([shards.whole(MODEL["norm"])])
+    nothing = Layout.of([shards.whole(MODEL["empty"])])
+    sender = ShardEngine("t", layout, address="127.0.0.1")
+    receivers = [ShardEngine("r0", layout, address="127.0.0.1"), ShardEngine("r1", nothing, address="127.0.0.1")]
+    try:
+        await connected([sender], receivers)
+        proof, *held = await asyncio.gather(
+            sender.send_weights(local(layout, version_of(1)), 1), *(each.receive(1) for each in receivers)
+        )
+        assert {each.proof for each in held} == {proof}
+        assert held[1].arrays()["empty"].shape == (0, 3)
+    finally:
+        for each in (sender, *receivers):
+            await each.close()
+
+
+@asynchronous
+async def test_ranks_with_another_secret_get_nothing() -> None:
+    layout = Layout.of([shards.whole(MODEL["norm"])])
+    secrets = (b"x" * 16, b"y" * 16)
+    engines = [
+        ShardEngine(
+            name,
+            layout,
+            address="127.0.0.1",
+            options=EngineOptions(secret=secret, wires=frozenset({"tcp"}), host=name),
+        )
+        for name, secret in zip(("t", "r"), secrets, strict=True)
+    ]
+    try:
+        await connected(engines[:1], engines[1:])
+        results = await asyncio.gather(
+            engines[0].send_weights(local(layout, version_of(1)), 1), engines[1].receive(1), return_exceptions=True
+        )
+        assert isinstance(results[1], AuthenticationError)
+        assert isinstance(results[0], ChildrenLostError)
+        assert engines[1].held is None
+    finally:
+        for each in engines:
+            await each.close()
+
+
+@asynchronous
+async def test_a_bucket_that_changes_on_its_way_to_its_place_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with job(2, ["a"]) as made:
+        await made.manager.update(1)
+        proven = PartLanding.place
+
+        def place(landing: PartLanding, bucket: Any, data: Any, expected: int) -> None:
+            data[bucket[0].at] ^= 1
+            proven(landing, bucket, data, expected)
+
+        monkeypatch.setattr(PartLanding, "place", place)
+        with pytest.raises(WeightsChecksumError, match="checksum mismatch of a bucket in its place"):
+            await made.manager.update(2)
+        monkeypatch.undo()
+        made.serves(1)
+        assert made.manager.admitted == {"server 0": 1}

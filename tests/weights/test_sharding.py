@@ -12,13 +12,14 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from transport.errors import SchemaError, UsageError
+from transport.errors import ProtocolError, SchemaError, UsageError
 from transport.schema import DTYPES, TensorSpec
 from transport.weights.sharding import shards
 from transport.weights.sharding.boxes import Box, BoxIndex, left_over
 from transport.weights.sharding.buckets import buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout, LocalTensor, Piece
 from transport.weights.sharding.plan import ShardPlan, make_plan
+from transport.weights.sharding.roles import Role, ShardDescription, pack, roles, unpack
 
 RANDOM_SHARDINGS = 500
 
@@ -360,3 +361,83 @@ def test_a_search_finds_what_overlaps_and_what_is_left_over_is_the_rest(pairs: l
     assert not index.disjoint or grid.max(initial=0) <= 1
     inside = grid[at : at + 3, 1:5]
     assert sum(box.volume for box in left_over(asked, boxes)) == int((inside == 0).sum())
+
+
+def described(rank: int, layout: Layout, host: str, **further: Any) -> ShardDescription:
+    return ShardDescription(
+        name=f"{host} {rank}",
+        host=host,
+        address="127.0.0.1",
+        port=1,
+        token="t",
+        layout=pack(layout),
+        bucket_bytes=further.pop("bucket_bytes", 4096),
+        **further,
+    )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_relay_stands_before_its_children_so_that_no_two_wait_for_each_other(shape: Any, in_place: bool) -> None:
+    rng = random.Random(0)
+    hosts = [rng.choice("abcde") for _ in range(24)]
+    senders = [described(rank, Layout.of(shards.whole(spec) for spec in LLAMA), "t", shape=shape) for rank in range(2)]
+    receivers = [described(at, engine(at % 4, 4), host, in_place=in_place) for at, host in enumerate(hosts)]
+    sent, received = roles(senders, receivers, 7)
+    first = {host: hosts.index(host) for host in hosts}
+    order = {each.name: (first[each.host], at) for at, each in enumerate(receivers)}
+    for receiver, role in zip(receivers, received, strict=True):
+        assert {peer.name for peer in role.peers} == {
+            name
+            for each in role.incoming
+            for name in [*(source.parent for source in each.sources), *([each.mapped[0]] if each.mapped else [])]
+        }
+        for each in role.incoming:
+            for child in (*each.wired, *each.local):
+                assert order[receiver.name] < order[child]
+            assert not (in_place and each.local)
+            for child in each.local:
+                assert child.startswith(receiver.host)
+    for part in {each.part for role in received for each in role.incoming}:
+        over_wires = [
+            (receiver.host, each.sources[0].parent)
+            for receiver, role in zip(receivers, received, strict=True)
+            for each in role.incoming
+            if each.part == part and each.mapped is None
+        ]
+        from_elsewhere = [host for host, parent in over_wires if not parent.startswith(host)]
+        assert len(from_elsewhere) == len(set(from_elsewhere)), "a part comes to a host once"
+    assert {child for role in sent for child in role.children} <= order.keys()
+
+
+def test_a_part_of_few_bytes_goes_by_few_hops_where_a_large_one_goes_by_a_chain() -> None:
+    norm, up = LLAMA[7], LLAMA[5]
+
+    def depth(spec: TensorSpec) -> int:
+        layout = Layout.of([shards.whole(spec)])
+        _, received = roles(
+            [described(0, layout, "t", shape="chain", bucket_bytes=256)],
+            [described(at, layout, f"h{at}", bucket_bytes=256) for at in range(16)],
+            7,
+        )
+        parents = {f"h{at} {at}": role.incoming[0].sources[0].parent for at, role in enumerate(received)}
+
+        def of(name: str) -> int:
+            return 1 + of(parents[name]) if name in parents else 0
+
+        return max(map(of, parents))
+
+    assert depth(up) == 16
+    assert depth(norm) == 3
+
+
+def test_a_role_survives_its_packing_and_garbage_is_refused() -> None:
+    layout = Layout.of([shards.whole(LLAMA[0])])
+    sent, received = roles([described(0, layout, "t")], [described(0, layout, "a")], 7)
+    for role in (*sent, *received):
+        assert unpack(pack(role), Role) == role
+    for garbage in ("", "?", pack(["x", 2]), pack(sent[0])[:-8], "AAAA"):
+        with pytest.raises(ProtocolError, match="not a Role"):
+            unpack(garbage, Role)
+    with pytest.raises(UsageError, match="with different names"):
+        roles([described(0, layout, "a")], [described(0, layout, "a")], 7)

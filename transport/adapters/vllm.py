@@ -8,6 +8,7 @@ from its signatures and tested with a model of them.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -20,6 +21,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from transport.errors import StoreError, WeightsError
 from transport.weights.sharded.meeting import Meeting, Member, described
 
 BACKEND = "payload_transport"
@@ -95,28 +97,34 @@ class ShardTrainer(TrainerWeightTransferEngine[Any, ShardTrainerInit]):  # type:
         return made
 
     def send_weights(self) -> None:
-        """One update. Raises what failed here, else what vLLM's call raised."""
+        """One update. Raises what vLLM's calls raised, else what failed here."""
         self._version += 1
         called: list[BaseException] = []
-        thread = threading.Thread(target=self._call, args=(called,), name="vLLM's update_weights")
+        thread = threading.Thread(target=self._call, args=(called,), name="vLLM's weight update")
         if self.is_sender:
-            self.client.start_weight_update()
             thread.start()
         try:
             self._meeting.update(self._member, self._version)
-        finally:
+        except WeightsError as error:
             if self.is_sender:
                 thread.join()
-        if called:
-            raise called[0]
+            if called:
+                raise called[0] from error
+            raise
         if self.is_sender:
+            thread.join()
+            if called:
+                raise called[0]
             self.client.finish_weight_update()
 
     def _call(self, called: list[BaseException]) -> None:
         try:
+            self.client.start_weight_update()
             self.client.update_weights({"version": self._version})
         except BaseException as error:
             called.append(error)
+            with contextlib.suppress(StoreError):  # the trainer's ranks wait for workers that may never come
+                self._meeting.fail(self._version, f"vLLM: {type(error).__name__}: {error}")
 
     def shutdown(self) -> None:
         self._member.close()

@@ -48,8 +48,17 @@ IN_FLIGHT = 8
 _READ_TIMEOUT_S = 120.0  # of one bucket, retries included
 _LEAST_BUCKET = 4096
 _OPTIONS = EngineOptions()
-# A bucket has one port, and the whole group waits for it: retry soon, or fail soon.
-_SETTINGS = Settings(port_quarantine_s=0.2, port_quarantine_most_s=1.0, backoff_first_s=0.1, backoff_most_s=0.5)
+# A bucket has one port, and the whole group waits for it: retry soon. A parent that ended is noticed by its feed, so a
+# slow answer is no sign of that: several buckets share a link, and a host may be busy.
+_SETTINGS = Settings(
+    port_quarantine_s=0.2,
+    port_quarantine_most_s=1.0,
+    backoff_first_s=0.1,
+    backoff_most_s=0.5,
+    read_timeout_s=50.0,
+    connect_timeout_s=20.0,
+    handshake_timeout_s=20.0,
+)
 
 
 class ShardEngine(WeightEngine):

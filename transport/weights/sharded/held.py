@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from transport.devices.libraries import Library
-from transport.schema import DTYPES
+from transport.schema import DTYPES, Placement
 from transport.weights.plan.steps import Proof
 from transport.weights.sharding.layouts import Layout
 from transport.weights.versions.copies import Held
@@ -42,9 +42,13 @@ class ShardHeld:
         return {each.name: found[each.name] if each.nbytes else _empty(each) for each in self.layout.tensors}
 
     def on_device(self, library: Library, device: int, group_bytes: int) -> Iterator[tuple[str, Any]]:
-        """The tensors by name, in new memory of a device (see `Held.on_device`), in the order of the parts."""
-        for part in self._parts:
-            yield from part.on_device(library, device, group_bytes)
+        """The tensors by name, in new memory of a device (see `Held.on_device`), all of which are there at once."""
+        found = {name: value for part in self._parts for name, value in part.on_device(library, device, group_bytes)}
+        for each in self.layout.tensors:
+            if not each.nbytes:
+                memory = library.empty(0, device, library.stream(device))
+                found[each.name] = library.view(memory, Placement(each.name, DTYPES[each.dtype], each.shape, 0, 0))
+            yield each.name, found[each.name]
 
     def hash(self) -> None:
         """Compute `checksum`, once, when the version is complete. Blocks."""

@@ -205,14 +205,21 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 try:
                     self._together(store, member, version)
                 except BaseException as error:
-                    text = f"{member.name}: {type(error).__name__}: {error}"[:2000]
                     with contextlib.suppress(StoreError):  # then the others wait until their time is over
-                        store.put(self._name(version, "failed"), text.encode(), lease_s=2 * self.timeout_s)
+                        self._tell(store, version, f"{member.name}: {type(error).__name__}: {error}")
                     if member.engine.held is not before:
                         member.back(error)
                     raise
             finally:
                 member.run(member.engine.finalize())
+
+    def fail(self, version: int, reason: str) -> None:
+        """End a version for all ranks, because something else than a rank has failed."""
+        with open_store(self.store) as store:
+            self._tell(store, version, reason)
+
+    def _tell(self, store: Store, version: int, reason: str) -> None:
+        store.put(self._name(version, "failed"), reason[:2000].encode(), lease_s=2 * self.timeout_s)
 
     def _together(self, store: Store, member: Member, version: int) -> None:
         if member.sends and member.rank == 0:

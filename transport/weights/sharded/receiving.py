@@ -33,28 +33,30 @@ from transport.weights.versions.copies import Copies, Held, attach
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+_READS = 4  # buckets at once from few parents: they cover the time of an answer
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
 
 class Scratch:
-    """Memory for buckets that are being read, kept from one update to the next. Belongs to one loop."""
+    """Memory for buckets that are being read, kept from one update to the next.
+
+    Attributes:
+        count: the most buckets that are read at once.
+    """
 
     def __init__(self, count: int) -> None:
+        self.count = count
         self._free: list[Bytes] = []
-        self._room = asyncio.Semaphore(count)
-        self.bytes = 0
 
-    async def take(self, size: int) -> Bytes:
-        """Wait for a buffer of at least so many bytes."""
-        await self._room.acquire()
+    def take(self, size: int) -> Bytes:
+        """A buffer of at least so many bytes."""
         found = self._free.pop() if self._free else np.empty(0, np.uint8)
-        if len(found) < size:
-            self.bytes += size - len(found)
-            found = np.empty(size, np.uint8)
-        return found
+        return found if len(found) >= size else np.empty(size, np.uint8)
 
     def give(self, buffer: Bytes) -> None:
         """Give a buffer back."""
-        self._free.append(buffer)
-        self._room.release()
+        if len(buffer):
+            self._free.append(buffer)
 
 
 class ShardReceiving:
@@ -96,6 +98,9 @@ class ShardReceiving:
             each.part: PartLanding(each, layout, role.bucket_bytes) for each in role.incoming if each.mapped is None
         }
         self._mapped = {each.part: each for each in role.incoming if each.mapped is not None}
+        # Buckets that are read at once share the link, and each arrives later: of many parents, one from each.
+        parents = {source.parent for each in role.incoming for source in each.sources}
+        self._room = asyncio.Semaphore(min(scratch.count, max(_READS, len(parents))))
         self._version = -1
         self._held: list[Held] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -128,7 +133,8 @@ class ShardReceiving:
             await self._feed.tell(Start(self._version), self._feed.children)
             for name, upstream in self._upstreams.items():
                 self._begin(self._follow(name, upstream))
-            await self._over
+            if self._upstreams:
+                await self._over
             if len(self._held) != (0 if self._own is not None else len(self._role.incoming)):
                 raise InternalError(f"{len(self._held)} of {len(self._role.incoming)} parts are held")
             with contextlib.suppress(ChildrenLostError):
@@ -138,6 +144,8 @@ class ShardReceiving:
             return held
         except BaseException:
             await ended(*self._tasks)
+            if self._over.done() and not self._over.cancelled():
+                self._over.exception()  # retrieved, so that asyncio does not log it
             for each in self._held:
                 each.release()
             raise
@@ -213,7 +221,24 @@ class ShardReceiving:
         if self._client is None:
             raise InternalError("a replica that receives over a wire has no client")
         straight = landing.place_of(bucket)
-        scratch = await self._scratch.take(ticket.size if straight is None else 0)
+        async with self._room:
+            await self._read(landing, frame, bucket, ticket, checksum, straight)
+        landing.placed()
+        self._buckets, self._bytes = self._buckets + 1, self._bytes + ticket.size
+        self._progress(self._buckets, 0, self._bytes)
+        self._finish(landing)
+
+    async def _read(
+        self,
+        landing: PartLanding,
+        frame: Slices,
+        bucket: list[Chunk],
+        ticket: Ticket,
+        checksum: int,
+        straight: Bytes | None,
+    ) -> None:
+        assert self._client is not None
+        scratch = self._scratch.take(ticket.size) if straight is None else _NOTHING
         try:
             data = scratch[: ticket.size] if straight is None else straight
             if straight is not None:
@@ -231,10 +256,6 @@ class ShardReceiving:
             await relay(self._sender, landing.incoming.wired, frame, data, checksum)
         finally:
             self._scratch.give(scratch)
-        landing.placed()
-        self._buckets, self._bytes = self._buckets + 1, self._bytes + ticket.size
-        self._progress(self._buckets, 0, self._bytes)
-        self._finish(landing)
 
     def _finish(self, landing: PartLanding) -> None:
         if landing.complete and (landing.incoming.first or landing.expected is not None):

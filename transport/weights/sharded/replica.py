@@ -102,10 +102,12 @@ class ShardRank(Replica):
 
     async def finalize(self) -> None:
         """Leave the group; what landed and was not loaded is dropped."""
-        if self._landed is not None and self._served is not self._landed:
-            await self.restore()
-        self._landed = None
-        await super().finalize()
+        try:
+            if self._landed is not None and self._served is not self._landed:
+                await self.restore()
+        finally:
+            self._landed = None
+            await super().finalize()
 
     async def receive_weights(self, version: int) -> Proof:
         """`land` and `load_landed`, for an engine of one rank."""

@@ -26,7 +26,7 @@ from transport.weights.transfer.messages import Frame, Slices, Start
 from transport.weights.transfer.threads import in_thread
 from transport.weights.versions.tensors import DeviceBytes, OnDevice, bytes_of, pack, tensor_of
 
-_AHEAD = 2  # buckets of a receiver that it has not read
+_AHEAD = 4  # buckets of a receiver that it has not read: what is under way covers the time of an answer
 
 _ZEROS = bytes(64)
 

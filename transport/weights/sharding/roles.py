@@ -26,6 +26,7 @@ from transport.weights.sharding.plan import ShardPlan, Slice, make_plan
 T = TypeVar("T")
 
 _KEPT_PLANS = 2
+_WIDE = 4  # fan-out for parts of few bytes
 _plans: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], ShardPlan] = OrderedDict()
 _layouts: OrderedDict[int, Layout] = OrderedDict()  # by the checksum of their text
 _KEPT_LAYOUTS = 1024
@@ -183,7 +184,7 @@ def roles(
     parents: list[dict[str, ShardDescription]] = [{} for _ in receivers]
     for number, part in enumerate(plan.parts):
         among = sorted(part.receivers, key=place.__getitem__)
-        hops = _hops([receivers[each] for each in among], senders[0])
+        hops = _hops([receivers[each] for each in among], senders[0], part.nbytes, bucket_bytes)
         firsts = tuple(receivers[each].name for each, hop in zip(among, hops, strict=True) if hop.parent < 0)
         wired: list[list[str]] = [[] for _ in among]
         local: list[list[str]] = [[] for _ in among]
@@ -239,12 +240,16 @@ def _order(receivers: Sequence[ShardDescription]) -> dict[int, int]:
     return {each: at for at, each in enumerate(ordered)}
 
 
-def _hops(receivers: Sequence[ShardDescription], sender: ShardDescription) -> list[Hop]:
+def _hops(receivers: Sequence[ShardDescription], sender: ShardDescription, nbytes: int, bucket_bytes: int) -> list[Hop]:
+    """The parent of each receiver of a part of so many bytes."""
+    shape, fanout = sender.shape, sender.fanout
+    if shape == "chain" and nbytes < len({each.host for each in receivers}) * bucket_bytes:
+        shape, fanout = "tree", _WIDE  # few bytes: the time is that of the hops
     described = [
         Description(name=each.name, host=each.host, address=each.address, port=each.port, token=each.token)
         for each in receivers
     ]
-    hops = topology.hops(described, sender.shape, sender.fanout)
+    hops = topology.hops(described, shape, fanout)
     if any(each.in_place for each in receivers):
         hops = [Hop(parent=hop.parent, mapped=False) for hop in hops]
     return hops
