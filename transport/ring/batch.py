@@ -24,7 +24,7 @@ from transport.errors import BatchTooLargeError, UsageError
 from transport.ring.batch_shape import BatchLayout, Shape, fields_of
 from transport.ring.landing import HostLanding, Landing, Wanted, landing_for, room_of
 from transport.ring.states import named
-from transport.schema import Layout, Schema, TensorSpec
+from transport.schema import DTYPES, Layout, Schema, TensorSpec
 from transport.ticket import Ticket
 from transport.values.decoding import Fields, field_value
 
@@ -200,15 +200,17 @@ class Batch(Sequence[Mapping[str, Any]]):
     def place(self, lengths: dict[str, npt.NDArray[np.int64]]) -> None:
         """Find memory for the tensors of payloads with these lengths. Called once, before `fetch`."""
         self._whole_lengths = lengths
-        self.lengths = {spec.name: lengths[spec.name] for spec in self.schema.ragged}
-        lengths = self.lengths
+        if self.schema is not self._whole:
+            lengths = {spec.name: lengths[spec.name] for spec in self.schema.ragged}
+        self.lengths = lengths
         if self.layout == "list":
             return
-        tensors = [spec for spec in self.schema.tensors if not spec.kind]
-        others = [spec.name for spec in self.schema.tensors if spec.kind]
+        kinds = self.schema.kinds
+        tensors = [spec for spec in self.schema.tensors if spec.name not in kinds] if kinds else self.schema.tensors
+        others = list(kinds)
         if self.layout == "packed":
             self._ends = {spec.name: _cumulated(spec.name, lengths[spec.name]) for spec in tensors if spec.ragged}
-        wanted = [Wanted(spec.name, spec.storage, self._shape_of(spec)) for spec in tensors]
+        wanted = [Wanted(spec.name, DTYPES[spec.dtype], self._shape_of(spec)) for spec in tensors]
         if not self._landing.plain:
             wanted += [Wanted("", each.dtype, each.shape) for each in self._ends.values()]
         taken = self._landing.take(wanted)
@@ -253,13 +255,13 @@ class Batch(Sequence[Mapping[str, Any]]):
         for part in self._parts:
             targets: list[tuple[Any, int, int, bool, bytes] | None] = []
             for spec in self._whole.tensors:
-                if spec.name not in self._arrays and spec.name not in self._bytes:
-                    targets.append(None)
-                    continue
-                if spec.kind:
+                if spec.name in self._bytes:
                     targets.append((self._bytes[spec.name], 1, int(self._spans[spec.name][begin]), True, b"\0"))
                     continue
-                array = self._arrays[spec.name]
+                array = self._arrays.get(spec.name)
+                if array is None:  # a field that was not asked for
+                    targets.append(None)
+                    continue
                 row_bytes = math.prod(array.shape[1:]) * array.itemsize
                 packed = spec.ragged and self.layout == "packed"
                 start = int(self._ends[spec.name][begin]) if packed else begin

@@ -101,17 +101,17 @@ def describe(
         )
     arrays: list[Field] = []
     lengths = []
+    kinds = schema.kinds
     for spec in schema.tensors:
-        array = _fitted(spec, mapping[spec.name], casting)
+        value = mapping[spec.name]
+        array = _other(spec, value) if kinds and spec.name in kinds else _fitted(spec, value, casting)
         arrays.append(array)
         if spec.ragged:
             lengths.append(array.shape[0])
     return arrays, tuple(lengths)
 
 
-def _fitted(spec: TensorSpec, value: object, casting: Casting) -> Field:
-    if spec.dtype in KINDS:
-        return _other(spec, value)
+def _fitted(spec: TensorSpec, value: object, casting: Casting) -> Array:
     dtype = DTYPES[spec.dtype]
     array: Array
     if type(value) in _PYTHON_KINDS and casting != "unsafe":

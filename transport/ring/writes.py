@@ -88,7 +88,9 @@ class Batch:
             schema, middle = self._schema, None
             fields, lengths = describe(schema, values, casting=self._casting)
         layout = schema.layout(lengths)
-        layout, arrays = flat(layout, fields)
+        arrays: Sequence[Any] = fields
+        if schema.kinds:
+            layout, arrays = flat(layout, fields)
         if any(isinstance(array, DeviceTensor) for array in arrays):
             return False
         placed: list[tuple[int, Any]] = []
