@@ -242,6 +242,12 @@ model-full: ## the same with the largest configurations besides
 pictures: $(VENV)/installed ## docs/top.svg, docs/doctor.svg and docs/trace.png, of real runs
 	@$(BIN)/python benchmarks/pictures.py
 
+.PHONY: simulation
+simulation: $(VENV)/installed ## simulated hosts and trainers with the real decisions, SEEDS=100 seeds, and every planted fault
+	@$(BIN)/python benchmarks/simulation --seeds $(or $(SEEDS),100) --jobs 2
+	@for fault in fencing forgotten-acks quarantine-for-ever never-lost lost-at-once renewal unbounded-pool early-confirmation; do \
+		$(BIN)/python benchmarks/simulation --plant $$fault --seeds 40 | tail -1 || exit 1; done
+
 .PHONY: misuse
 misuse: $(VENV)/installed ## every public call misused in every way: wrong arguments, ends, forks, cancelled, interrupted at every line
 	@MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP tests/misuse --timeout 1200

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 from hypothesis import settings
@@ -48,7 +50,7 @@ def test_age_counts_from_the_last_use() -> None:
     pool.checkin("old", 0.0)
     pool.checkin("young", 50.0)
     assert pool.next_expiry() == _POOL_ENDPOINT_MAX_AGE_S
-    assert pool.expired(_POOL_ENDPOINT_MAX_AGE_S) == []
+    assert pool.expired(_POOL_ENDPOINT_MAX_AGE_S - 0.001) == []
     assert pool.expired(_POOL_ENDPOINT_MAX_AGE_S + 1) == ["old"]
     assert pool.checkout(HERE, 60.0 + _POOL_ENDPOINT_MAX_AGE_S) is None  # too old, though not yet taken out
     assert pool.expired(60.0 + _POOL_ENDPOINT_MAX_AGE_S) == ["young"]
@@ -200,3 +202,16 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_wakes_at_the_next_expiry_finds_something(seed: int) -> None:
+    """At any moment, whatever a float rounds; else the upkeep would turn without a pause until the clock goes on."""
+    rng = random.Random(seed)
+    for _ in range(200):
+        pool = EndpointPool[str]()
+        opened(pool, "one")
+        pool.checkin("one", rng.uniform(0.0, 1e6))
+        at = pool.next_expiry()
+        assert at is not None
+        assert pool.expired(at) == ["one"]

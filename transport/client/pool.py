@@ -127,7 +127,7 @@ class EndpointPool(Generic[C]):
         if not of_port:
             return None
         connection = next(reversed(of_port))
-        if now - self._idle[connection][1] > self._max_age_s:
+        if now >= self._idle[connection][1] + self._max_age_s:
             return None
         del self._idle[connection], of_port[connection]
         self._in_use[connection] = port
@@ -169,10 +169,10 @@ class EndpointPool(Generic[C]):
 
     # --- letting go ----------------------------------------------------------------------------
     def expired(self, now: float) -> list[C]:
-        """Take out the idle connections whose last use is longer ago than the maximal age."""
+        """Take out the idle connections whose last use is as long ago as the maximal age, or longer."""
         expired = []
         for connection, (_, last_use) in self._idle.items():
-            if now - last_use <= self._max_age_s:
+            if now < last_use + self._max_age_s:  # as `next_expiry` reckons: else who wakes then finds nothing
                 break
             expired.append(connection)
         for connection in expired:
@@ -180,7 +180,7 @@ class EndpointPool(Generic[C]):
         return expired
 
     def next_expiry(self) -> float | None:
-        """Time after which ``expired`` has something to return; None while nothing is idle."""
+        """Time from which on ``expired`` has something to return; None while nothing is idle."""
         for _, last_use in self._idle.values():
             return last_use + self._max_age_s
         return None

@@ -1,0 +1,113 @@
+"""Faults planted into the decisions, each of which the simulation must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transport.client.acknowledgements import AckLedger
+from transport.client.attempts import RemoteReads
+from transport.client.pool import EndpointPool
+from transport.client.routes import PortQuarantine, Routes
+from transport.store.directory import Directory, Whereabouts
+from transport.testing import MemoryQueue
+
+
+class Plant(NamedTuple):
+    """One fault: what it breaks, and how."""
+
+    what: str
+    plant: Callable[[], None]
+
+
+def _set(kind: type, name: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(kind, name, value)
+
+
+def _unfenced() -> None:
+    original = MemoryQueue.ack_many
+
+    def ack_many(self: Any, claims: Any, **named: Any) -> Any:
+        original(self, claims, **named)
+        return list(claims)
+
+    MemoryQueue.ack_many = ack_many  # type: ignore[method-assign]
+
+
+def _forgotten() -> None:
+    def lost(self: Any, connection: Any, now: float) -> int:
+        for _, carried in self._sent.pop(connection, ()):
+            for entry in carried:
+                self._entries.pop(entry.ack[:4], None)
+        return 0
+
+    AckLedger.lost = lost  # type: ignore[method-assign]
+
+
+def _never_healed() -> None:
+    original = PortQuarantine.failed
+
+    def failed(self: Any, port: Any, now: float) -> None:
+        original(self, port, now)
+        self._entries[port].until = float("inf")
+
+    def order(self: Any, ports: Any, now: float, start: int = 0) -> Any:
+        return [port for port in ports if not self.is_quarantined(port, now)] or [("10.255.255.255", 1)]
+
+    PortQuarantine.failed = failed  # type: ignore[method-assign]
+    PortQuarantine.order = order  # type: ignore[method-assign]
+    PortQuarantine.succeeded = lambda *_: None  # type: ignore[method-assign]
+
+
+def _never_lost() -> None:
+    def found(self: Any, ticket: Any, serving: Any, now: float) -> Any:
+        return None if serving is None else serving.moved(ticket)
+
+    Whereabouts.found = found  # type: ignore[method-assign]
+    Routes.all_wrong = lambda *_: False  # type: ignore[method-assign]
+
+
+def _lost_at_once() -> None:
+    original = Whereabouts.__init__
+    Whereabouts.__init__ = lambda self, grace_s: original(self, 0.0)  # type: ignore[method-assign]
+    Directory.renew = lambda *_: True  # type: ignore[method-assign]
+
+
+def _no_lease() -> None:
+    MemoryQueue.renew = lambda self, claims: list(claims)  # type: ignore[method-assign]
+    _unfenced()
+
+
+def _unbounded() -> None:
+    def checkin(self: Any, connection: Any, now: float) -> list[Any]:
+        port = self._in_use.pop(connection)
+        self._idle[connection] = (port, now)
+        self._idle_of.setdefault(port, {})[connection] = None
+        return []
+
+    EndpointPool.checkin = checkin  # type: ignore[method-assign]
+    EndpointPool.checkout = lambda *_: None  # type: ignore[method-assign]
+    EndpointPool.may_open = lambda *_: True  # type: ignore[method-assign]
+
+
+def _confirmed_too_early() -> None:
+    original = RemoteReads._send
+
+    def send(self: Any, link: Any, *arguments: Any) -> Any:
+        request = original(self, link, *arguments)
+        self._links.ledger.answered(link, request.number)
+        return request
+
+    RemoteReads._send = send  # type: ignore[method-assign]
+
+
+PLANTS = {
+    "fencing": Plant("an acknowledgement is accepted whoever has the claim by then", _unfenced),
+    "forgotten-acks": Plant("acknowledgements of a connection that broke are forgotten", _forgotten),
+    "quarantine-for-ever": Plant("a port that failed once is never used again", _never_healed),
+    "never-lost": Plant("payloads of a dead host are never reported as lost", _never_lost),
+    "lost-at-once": Plant("a ring that the directory does not have is lost without grace", _lost_at_once),
+    "renewal": Plant("claims are not renewed, and not fenced", _no_lease),
+    "unbounded-pool": Plant("the pool opens a connection for each read and keeps it", _unbounded),
+    "early-confirmation": Plant("a request confirms acknowledgements, not its answer", _confirmed_too_early),
+}

@@ -1,0 +1,123 @@
+"""Simulated trainers: each has a real client, directory and record; only what they are connected to is simulated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, Final
+
+from accounts import Violation
+
+from transport import UCXXClient
+from transport.errors import QueueUnavailableError, TransportError
+from transport.packer.consumed_record import ConsumedRecord
+from transport.queue.base import Claim
+from transport.store.directory import Directory
+from transport.ticket import Ticket
+
+BATCH: Final = 8
+_LOOK_S: Final = 0.5
+_READ_S: Final = 60.0
+
+
+class Trainer:
+    """One process that claims, reads, trains and acknowledges, until it is killed."""
+
+    def __init__(self, world: Any, number: int) -> None:
+        self.world = world
+        self.number = number
+        self.born = 0
+        self.client: UCXXClient | None = None
+        self.tasks: list[asyncio.Task[None]] = []
+        self.held: dict[str, Claim] = {}
+        self.last_trained = 0.0
+        self.stopped_until = 0.0  # as by SIGSTOP
+
+    def start(self) -> None:
+        """A new process."""
+        self.born += 1
+        self.name = f"trainer {self.number}.{self.born}"
+        self.record = ConsumedRecord(self.world.settings)
+        self.client = UCXXClient(
+            wire={"tcp"}, ack="manual", directory=Directory(self.world.store), settings=self.world.settings
+        )
+        assert self.client._finder is not None
+        self.client._finder._clock = lambda: self.world.loop.jump.now  # its default was bound before time was virtual
+        self.held = {}
+        loop = asyncio.get_running_loop()
+        self.tasks = [loop.create_task(self._work()), loop.create_task(self._renew())]
+        self.last_trained = self.world.now
+
+    def kill(self) -> None:
+        """SIGKILL: nothing is said to anybody; the kernel closes the connections."""
+        for task in self.tasks:
+            task.cancel()
+        self.tasks = []
+        if self.client is not None:
+            self.client.end()
+        self.client = None
+
+    async def _queue(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """A call to the queue, which may be away, and whose answer may be lost."""
+        while True:
+            await asyncio.sleep(self.world.rng.uniform(0.0005, 0.005))
+            if self.world.now < self.stopped_until:
+                await asyncio.sleep(self.stopped_until - self.world.now)
+            if self.world.now >= self.world.queue_away_until:
+                return getattr(self.world.queue, name)(*arguments, **named)
+            await asyncio.sleep(1.0)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self.world.queue.lease_s / 3)
+            if self.held:
+                kept = {claim.token for claim in await self._queue("renew", list(self.held.values()))}
+                self.held = {key: claim for key, claim in self.held.items() if claim.token in kept}
+
+    async def _work(self) -> None:
+        world = self.world
+        while True:
+            try:
+                claims = await self._queue("claim", BATCH, consumer=self.name)
+            except QueueUnavailableError:
+                claims = []
+            if not claims:
+                await asyncio.sleep(_LOOK_S)
+                continue
+            self.held.update({claim.token: claim for claim in claims})
+            tickets = {Ticket.decode(claim.data).name: claim for claim in claims}
+            assert self.client is not None
+            outcomes = []
+            async with contextlib.aclosing(
+                self.client.read_many([claim.data for claim in claims], timeout=_READ_S)
+            ) as coming:
+                outcomes.extend([outcome async for outcome in coming])
+            await asyncio.sleep(world.rng.expovariate(1.0 / world.step_s))
+            for outcome in outcomes:
+                await self._settle(tickets[outcome.ticket.name], outcome)
+            world.check_client(self)
+
+    async def _settle(self, claim: Claim, outcome: Any) -> None:
+        world, ticket = self.world, outcome.ticket
+        assert self.client is not None
+        try:
+            if outcome.payload is None:
+                if outcome.error.unreadable:
+                    if await self._queue("discard", claim, type(outcome.error).__name__):
+                        world.given_up(ticket, outcome.error)
+                else:
+                    world.accounts.note(f"retried {ticket.name}")
+                    await self._queue("retry", claim, world.settings.backoff_most_s, "not reached")
+                return
+            if not await self._queue("ack_many", [claim]):
+                world.accounts.note(f"refused {ticket.name}")  # the lease had ended: somebody else has it
+                return
+            world.accounts.train(ticket.name)
+            world.trained_by[ticket.name] = self, self.born
+            self.record.accept(*ticket.identity, 0)
+            self.last_trained = world.now
+            self.client.ack(ticket)
+        except TransportError as error:
+            raise Violation(f"{self.name}: settling {ticket.name}: {error!r}") from error
+        finally:
+            self.held.pop(claim.token, None)

@@ -1,0 +1,382 @@
+"""One simulated run: hosts, trainers, a store, a queue, faults by seed; and what must hold at every step of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import hosts
+import msgspec
+from accounts import Accounts, Violation
+from clock import virtual_time
+from hosts import Host, SimLink, SimWorker
+from trainers import Trainer
+
+from transport.client import client as client_module
+from transport.client import lending
+from transport.errors import PayloadLostError, StoreUnavailableError, TransportError
+from transport.packer.rollout import queued
+from transport.queue.base import finished
+from transport.settings import DEFAULTS, Settings
+from transport.store.directory import LEASE_S, Directory, Serving
+from transport.store.memory import MemoryStore
+from transport.testing import MemoryQueue
+from transport.ticket import Ticket
+
+LOST_AFTER_S: Final = LEASE_S + LEASE_S * 2 / 3 - LEASE_S / 3  # a host that is cut off for so long counts as dead
+_SETTLE_S: Final = 1800.0  # after the last fault everything that can be trained on is, within this time
+_STARVED_S: Final = 900.0
+
+
+class Plan(NamedTuple):
+    """The size of a simulation, and how often each fault comes, in the mean, over all hosts or trainers."""
+
+    hosts: int = 3
+    trainers: int = 2
+    slots: int = 8
+    minutes: float = 4.0
+    writes_per_s: float = 0.25  # of each host
+    step_s: float = 1.0  # of a trainer, for a batch
+    faults_per_minute: float = 4.0
+    lost_after_s: float = LOST_AFTER_S
+    max_deliveries: int = 1000
+
+
+class Result(NamedTuple):
+    """Of one simulation that found nothing."""
+
+    digest: str
+    counts: Counter[str]
+    virtual_s: float
+    most_links: int
+    most_ledger: int
+    opened: int
+
+
+class _Store(MemoryStore):
+    """The run's store, which may be away."""
+
+    away_until = 0.0
+    world: Any = None
+
+    def get_many(self, keys: Any) -> Any:
+        self._look()
+        return super().get_many(keys)
+
+    def put_many(self, changes: Any) -> Any:
+        self._look()
+        return super().put_many(changes)
+
+    def renew(self, leases: Any, lease_s: float) -> Any:
+        self._look()
+        return super().renew(leases, lease_s)
+
+    def _look(self) -> None:
+        if self.world.now < self.away_until:
+            raise StoreUnavailableError("the store is away")
+
+
+class World:
+    """Everything of one simulation. ``run`` is the whole of it."""
+
+    def __init__(self, seed: int, plan: Plan, settings: Settings = DEFAULTS) -> None:
+        self.plan = plan
+        self.rng = random.Random(f"world {seed}")
+        self.seed = seed
+        self.settings = settings
+        self.step_s = plan.step_s
+        self.accounts = Accounts()
+        self.queue_away_until = 0.0
+        self.over = False
+        self.cuts: dict[int, tuple[float, float]] = {}  # by host: the last cut that counts as its death
+        self.most_ledger = self.opened = 0
+        self.failures: list[BaseException] = []
+        self.trained_by: dict[str, tuple[Trainer, int]] = {}
+
+    @property
+    def now(self) -> float:
+        now = self.loop.jump.now
+        self.accounts.now = now
+        return now
+
+    def delay(self, host: Host | None) -> float:
+        """One way, to or from a host."""
+        return self.rng.uniform(0.0002, 0.002) * (host.slow if host is not None else 1.0)
+
+    def run(self) -> Result:
+        """Raises Violation."""
+        with (
+            virtual_time(self.seed) as self.loop,
+            mock.patch.object(lending, "Link", SimLink),
+            mock.patch.object(lending, "Worker", SimWorker),
+            mock.patch.object(client_module, "StatusSocket", lambda *_: mock.Mock()),
+        ):
+            SimLink.world, SimLink.count = self, 0
+            return self.loop.run_until_complete(self._run())
+
+    async def _run(self) -> Result:
+        plan = self.plan
+        self.store = _Store(clock=lambda: self.loop.jump.now)
+        self.store.world = self
+        self.queue = MemoryQueue(clock=lambda: self.loop.jump.now, max_deliveries=plan.max_deliveries)
+        self.hosts = [Host(self, number, plan.slots) for number in range(plan.hosts)]
+        self.hosts_at = {host.address: host for host in self.hosts}
+        self.trainers = [Trainer(self, number) for number in range(plan.trainers)]
+        self.writing = True
+        tasks = [self._task(self._write(host)) for host in self.hosts]
+        tasks += [self._task(self._serve(host)) for host in self.hosts]
+        for trainer in self.trainers:
+            trainer.start()
+        tasks.append(self._task(self._faults()))
+        watched = self._task(self._watch())
+        try:
+            await self._until_settled()
+        finally:
+            self.over = True
+            for task in [*tasks, watched]:
+                task.cancel()
+            for trainer in self.trainers:
+                trainer.kill()
+            await asyncio.sleep(0)
+            await asyncio.gather(*tasks, watched, return_exceptions=True)
+        most = max(host.most_links for host in self.hosts)
+        return Result(self.accounts.digest, self.accounts.counts, self.now, most, self.most_ledger, self.opened)
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return self.loop.create_task(work)
+
+    # --- hosts ----------------------------------------------------------------------------------------------
+    async def _write(self, host: Host) -> None:
+        """A rollout: writes, publishes, and frees what the queue has finished, as `reconcile` does."""
+        reconciled = self.now
+        while self.writing:
+            await asyncio.sleep(self.rng.expovariate(self.plan.writes_per_s))
+            if not host.alive:
+                continue
+            ticket = host.write() if self.writing else None
+            if ticket is not None:
+                host.unpublished.append(ticket)
+            if not host.cut and self.now >= self.queue_away_until and host.unpublished:
+                self.queue.publish([queued(each) for each in host.unpublished])
+                host.unpublished.clear()
+            if self.now - reconciled > 60.0 and not host.cut:
+                reconciled = self.now
+                self._reconcile(host)
+
+    def _reconcile(self, host: Host) -> None:
+        if self.now < self.queue_away_until or not host.alive:
+            return
+        held = [slot.ticket for slot in host.slots if slot.ticket is not None]
+        known = self.queue.known([queued(ticket).id for ticket in held])
+        for ticket in held:
+            states = known.get(queued(ticket).id)
+            if states is not None and finished(states):
+                self._check_acknowledged(ticket)
+                host.consume(ticket.slot, ticket.generation)
+        missing = [ticket for ticket in held if queued(ticket).id not in known and ticket not in host.unpublished]
+        if missing:
+            self.queue.publish([queued(ticket) for ticket in missing])
+
+    def _check_acknowledged(self, ticket: Ticket) -> None:
+        """A slot that only the reconciliation frees: who trained on it is dead, or still has to say so."""
+        trainer, born = self.trained_by.get(ticket.name, (None, 0))
+        if trainer is None or trainer.client is None or trainer.born != born:
+            return
+        if not trainer.client._links.ledger.contains(ticket.identity, 0):
+            raise Violation(f"{trainer.name} lives, and its acknowledgement of payload {ticket.name} is lost")
+
+    async def _serve(self, host: Host) -> None:
+        """What `Announcement` does, on this host's way to the store."""
+        directory = Directory(self.store)
+        version: int | None = None
+        published = ""
+        while True:
+            await asyncio.sleep(self.rng.uniform(0.001, 0.01))
+            if host.alive and not host.cut:
+                try:
+                    if published != host.ring:
+                        epoch = directory.next_epoch()
+                        published = host.ring
+                        version = None
+                    if version is None or not directory.renew(host.ring, version):
+                        version = directory.publish(
+                            Serving(
+                                ring=host.ring, host=f"host-{host.number}", addresses=(host.address,),
+                                ports=host.ports, epoch=epoch,
+                            )
+                        )  # fmt: skip
+                except StoreUnavailableError:
+                    published = published if version is not None else ""
+            await asyncio.sleep(LEASE_S / 3)
+
+    # --- faults ---------------------------------------------------------------------------------------------
+    async def _faults(self) -> None:
+        if not self.plan.faults_per_minute:
+            return
+        kinds: list[tuple[Callable[[], Awaitable[None]], float]] = [
+            (self._die, 0.5), (self._reborn, 1.0), (self._restart, 3.0), (self._cut, 3.0), (self._slow, 2.0),
+            (self._kill, 2.0), (self._stop, 1.0), (self._away, 1.0), (self._away_queue, 0.7),
+        ]  # fmt: skip
+        end = self.now + self.plan.minutes * 60.0
+        while True:
+            await asyncio.sleep(self.rng.expovariate(self.plan.faults_per_minute / 60.0))
+            if self.now > end:
+                return
+            [(fault, _)] = self.rng.choices(kinds, [weight for _, weight in kinds])
+            self._task(self._noted(fault))
+
+    async def _noted(self, fault: Callable[[], Awaitable[None]]) -> None:
+        self.accounts.note(f"fault{fault.__name__}")
+        try:
+            await fault()
+        except Exception as error:
+            self.failures.append(error)
+
+    def _host(self) -> Host:
+        return self.rng.choice(self.hosts)
+
+    async def _die(self) -> None:
+        host = self._host()
+        if host.alive and sum(each.alive for each in self.hosts) > 1:
+            host.die()
+
+    async def _reborn(self) -> None:
+        host = self._host()
+        if host.alive:
+            host.die()
+            await asyncio.sleep(self.rng.uniform(0.1, 90.0))
+            host.come_back()
+
+    async def _restart(self) -> None:
+        """Of one listener, or of all of them."""
+        host = self._host()
+        ports = self.rng.sample(host.ports, self.rng.randint(1, 2))
+        for port in ports:
+            host.down.add(port)
+            host.break_links(port)
+        await asyncio.sleep(self.rng.uniform(0.1, 20.0))
+        host.down.difference_update(ports)
+
+    async def _cut(self) -> None:
+        host = self._host()
+        seconds = self.rng.uniform(0.05, 30.0) if self.rng.random() < 0.9 else self.rng.uniform(30.0, 300.0)
+        host.cut_until = max(host.cut_until, self.now + seconds)
+        if host.cut_until - self.now >= self.plan.lost_after_s or host.number in self.cuts:
+            self.cuts[host.number] = (self.now, host.cut_until)
+
+    async def _slow(self) -> None:
+        host = self._host()
+        host.slow = self.rng.choice([20.0, 500.0, 5000.0])
+        await asyncio.sleep(self.rng.uniform(1.0, 60.0))
+        host.slow = 1.0
+
+    async def _kill(self) -> None:
+        trainer = self.rng.choice(self.trainers)
+        if trainer.client is not None:
+            trainer.kill()
+            await asyncio.sleep(self.rng.uniform(0.1, 30.0))
+            if not self.over:
+                trainer.start()
+
+    async def _stop(self) -> None:
+        """For longer than its claims last, sometimes; its connections stand."""
+        trainer = self.rng.choice(self.trainers)
+        trainer.stopped_until = self.now + self.rng.uniform(1.0, 150.0)
+
+    async def _away(self) -> None:
+        self.store.away_until = max(self.store.away_until, self.now + self.rng.uniform(0.1, 15.0))
+
+    async def _away_queue(self) -> None:
+        self.queue_away_until = max(self.queue_away_until, self.now + self.rng.uniform(0.1, 15.0))
+
+    # --- what must hold --------------------------------------------------------------------------------------
+    def given_up(self, ticket: Ticket, error: TransportError) -> None:
+        """A trainer reports a payload as unreadable: only what went with its host may be."""
+        name = ticket.name
+        entry = self.accounts.waiting.get(name)
+        if isinstance(error, PayloadLostError) and entry is not None:
+            host = self.hosts[entry[0]]
+            if entry[0] in self.cuts or not host.alive:  # the directory cannot know that it lives
+                self.accounts.note(f"abandoned {name}")
+                self.accounts.waiting.pop(name)
+                self.accounts.gone.add(name)
+                self.accounts.trained.add(name)  # its slot may be freed: the queue is done with it
+                return
+        self.accounts.given_up(name, repr(error))
+
+    def check_client(self, trainer: Trainer) -> None:
+        """Bounds of memory and connections, and the invariants that the parts state themselves."""
+        client = trainer.client
+        if client is None:
+            return
+        links = client._links
+        self.most_ledger = max(self.most_ledger, links.ledger.pending_count + links.ledger.sent_count)
+        if self.rng.random() > 0.05:
+            return
+        try:
+            links._pool.validate()
+            links.ledger.validate()
+        except AssertionError as error:
+            raise Violation(f"{trainer.name}: {error}") from error
+        if len(client._links.quarantine._entries) > 4 * len(self.hosts) + 64:
+            raise Violation(f"{trainer.name}: the quarantine remembers {len(links.quarantine._entries)} ports")
+
+    async def _watch(self) -> None:
+        """Nobody starves, and every connection is bounded."""
+        while True:
+            await asyncio.sleep(10.0)
+            if self.plan.hosts > 200 and self.rng.random() > 0.1:
+                continue
+            for host in self.hosts:
+                if len(host.links) > 2 * self.settings.connections_per_listener:
+                    raise Violation(f"host {host.number} has {len(host.links)} connections")
+
+    async def _until_settled(self) -> None:
+        end = self.now + self.plan.minutes * 60.0
+        while self.now < end:
+            await self._step(5.0)
+        self.writing = False
+        settle = self.now + _SETTLE_S
+        while self._left_over() or any(slot.ticket for host in self.hosts if host.alive for slot in host.slots):
+            if self.now > settle:
+                raise Violation(self._left())
+            await self._step(5.0)
+            for host in self.hosts:
+                if not host.cut and host.alive:
+                    if host.unpublished and self.now >= self.queue_away_until:
+                        self.queue.publish([queued(each) for each in host.unpublished])
+                        host.unpublished.clear()
+                    if self.now > end + 120.0 and int(self.now) % 60 < 5:
+                        self._reconcile(host)
+
+    def _left_over(self) -> bool:
+        """What nobody has trained on, or what the queue has not been told about: that it was lost."""
+        return bool(self.accounts.waiting) or self.queue.depth(0).unfinished > 0
+
+    def _left(self) -> str:
+        left = list(self.accounts.waiting.items())[:3]
+        held = sum(slot.ticket is not None for host in self.hosts if host.alive for slot in host.slots)
+        return (
+            f"starved: {len(self.accounts.waiting)} payloads were not trained on within {_SETTLE_S:.0f} s after the "
+            f"last fault, such as {left}; {held} slots are in use; the queue has {self.queue.depth(0)}"
+        )
+
+    async def _step(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        for trainer in self.trainers:
+            for task in trainer.tasks:
+                if task.done() and not task.cancelled() and task.exception() is not None:
+                    raise task.exception()  # type: ignore[misc]
+        if self.failures:
+            raise self.failures[0]
+        if self.now - max(trainer.last_trained for trainer in self.trainers) > _STARVED_S:
+            oldest = min((at for _, at in self.accounts.waiting.values()), default=self.now)
+            if self.now - oldest > _STARVED_S and any(host.alive and not host.cut for host in self.hosts):
+                raise Violation(f"starved: nobody trains since {_STARVED_S:.0f} s. {self._left()}")
+
+
+__all__ = ["Plan", "Result", "World", "hosts", "msgspec"]
