@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, UCXXServer, UpTo
+from transport import BlockingClient, Rollout, Schema, SharedRingBuffer, Ticket, Trainer, UCXXServer, UpTo
 from transport.errors import PayloadDamagedError, PayloadTooLargeError, SchemaError
+from transport.packer.options import ServerOptions
+from transport.queue import SQLiteQueue
 from transport.testing import LocalTransport
 
 SCHEMA = Schema.of(
@@ -221,6 +224,27 @@ def test_damaged_bytes_are_an_error_of_their_field_alone() -> None:
             assert payload["x"] == 3
             assert payload.ack()
             payload.release()
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_a_rollout_and_a_trainer_pass_them_on(wire: Any, tmp_path: Path) -> None:
+    with (
+        SQLiteQueue(tmp_path / "tickets.sqlite3") as queue,
+        Rollout(SCHEMA, slots=8, queue=queue, server=ServerOptions(addresses=("127.0.0.1",))) as rollout,
+        Trainer(schemas=[SCHEMA], queue=queue, wire={wire}) as trainer,
+    ):
+        rollout.write_to_buffer(sample(1))
+        rollout.write_many_to_buffer([sample(2), sample(3)])
+        trainer.start_prefetch(trainer.claim_tickets(3, timeout_s=20.0))
+        batch = trainer.collect_prefetch()
+        assert batch is not None
+        payloads = trainer.consume(batch)
+        for number, payload in enumerate(payloads, 1):
+            check(trainer.payload_to_policy_input(payload), number)
+            payload.release()
+        assert len(payloads) == 3
+        del batch, payloads, payload
 
 
 # --- batches -----------------------------------------------------------------------------------------
