@@ -356,7 +356,8 @@ class QueueConformance(QueueWaits):
             assert queue.finish(claims) == []
         other = harness.open()
         assert other.claim(1, consumer="b") == []
-        assert other.depth() == QueueDepth(lost=2, expired=2 if self.has_leases else 0)
+        lost = QueueDepth(lost=2, expired=2 if self.has_leases else 0)
+        eventually(lambda: other.depth() == lost, f"{lost}, when a listener has seen its connection end")
         found = other.failures()
         assert {each.state for each in found} == {LOST}
         assert len(found) == (2 if self.names_the_lost else 1)

@@ -93,7 +93,10 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     found = {}
     for name, text in inspect.get_annotations(inspect.unwrap(function)).items():
         with contextlib.suppress(Exception):
-            found[name] = eval(text, vars(sys.modules[function.__module__])) if isinstance(text, str) else text
+            if isinstance(text, str):
+                alone = types.SimpleNamespace(__annotations__={name: text})
+                text = typing.get_type_hints(alone, vars(sys.modules[function.__module__]), include_extras=True)[name]
+            found[name] = text
     return found
 
 
