@@ -95,6 +95,7 @@ class World:
         self.cuts: dict[int, tuple[float, float]] = {}  # by host: the last cut that counts as its death
         self.most_ledger = self.opened = 0
         self.failures: list[BaseException] = []
+        self.renewed: dict[int, float] = {}  # by host: when the store last had word of it
         self.trained_by: dict[str, tuple[Trainer, int]] = {}
 
     @property
@@ -209,6 +210,7 @@ class World:
                                 ports=host.ports, epoch=epoch,
                             )
                         )  # fmt: skip
+                    self.renewed[host.number] = self.now
                 except StoreUnavailableError:
                     published = published if version is not None else ""
             await asyncio.sleep(LEASE_S / 3)
@@ -300,7 +302,10 @@ class World:
         entry = self.accounts.waiting.get(name)
         if isinstance(error, PayloadLostError) and entry is not None:
             host = self.hosts[entry[0]]
-            if entry[0] in self.cuts or not host.alive:  # the directory cannot know that it lives
+            silent_s = self.now - self.renewed.get(host.number, 0.0)  # cuts and an absent store add up
+            if (
+                entry[0] in self.cuts or not host.alive or silent_s >= self.plan.lost_after_s
+            ):  # the directory cannot know that it lives
                 self.accounts.note(f"abandoned {name}")
                 self.accounts.waiting.pop(name)
                 self.accounts.gone.add(name)
