@@ -146,6 +146,23 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "transport.weights: RingEngine EngineOptions EngineStatistics weights_checksum",
         ),
     ),
+    "weights_sharded": (
+        "Weights: shards",
+        "Layouts of trainers and receivers, and the ends that move slices; [SHARDED_WEIGHTS.md](../SHARDED_WEIGHTS.md) "
+        "explains them",
+        (
+            "transport.weights.sharding.layouts: Layout",
+            "transport.weights.sharding.shards: whole box rows chunk columns even fused gate_up qkv stacked experts",
+            "transport.weights.sharded.engine: ShardEngine",
+            "transport.weights.sharded.replica: ShardedReplica ShardRank",
+            "transport.weights.sharded.meeting: RankShards Meeting of_dtensors",
+        ),
+    ),
+    "joined": (
+        "Payloads of several stages",
+        "A stage's new fields and its parents, read as one payload; [PAYLOADS.md](../PAYLOADS.md) explains it",
+        ("transport.joined: PARENTS Parent with_parents write_group read_joined join JoinedPayload",),
+    ),
     "rendezvous": (
         "Members and spares",
         "Membership of a run; [MEMBERSHIP.md](../MEMBERSHIP.md) explains it",
@@ -177,6 +194,9 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "transport.adapters.verl_manager: Manager",
             "transport.adapters.torchrun.handler: TransportRendezvousHandler",
             "transport.adapters.transferqueue: PayloadTransportStorageManager",
+            "transport.adapters.vllm: ShardTrainerInit register",
+            "transport.adapters.sglang: address load",
+            "transport.adapters.nemo_rl: ShardedTransport",
         ),
     ),
     "testing": (
