@@ -124,7 +124,9 @@ class Reading:
             return await self._read_here(ticket, out, rank, deadline, spent, fields=fields)
         ticket = self._finder.current(ticket)
         try:
-            return await self._read_here(ticket, out, rank, deadline, spent, last=False, fields=fields)
+            payload = await self._read_here(ticket, out, rank, deadline, spent, last=False, fields=fields)
+            self._finder.reached(ticket)
+            return payload
         except MAY_HAVE_MOVED as error:
             moved = None
             try:
@@ -367,6 +369,8 @@ class Reading:
         if not wants:
             return outcomes, []
         wire, port, failures = await self._remote.read_batch(wants, deadline)
+        if self._finder is not None:
+            self._finder.reached(wants[0].ticket)
         if failures is None:
             if not self._device_reads.always:
                 received = self._deliveries.received

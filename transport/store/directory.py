@@ -213,6 +213,11 @@ class Whereabouts:
         serving = self._known.get(ticket.ring)
         return ticket if serving is None else serving.moved(ticket)
 
+    def reached(self, ring: str) -> None:
+        """A read of the ring succeeded: a later absence begins anew."""
+        if self._absent_since:
+            self._absent_since.pop(ring, None)
+
     def found(self, ticket: Ticket, serving: Serving | None, now: float) -> Ticket | None:
         """After a failed read: the ticket to read instead; None if the failure is to be raised.
 
@@ -263,6 +268,10 @@ class Finder:
             return self._whereabouts.current(ticket)
         except TicketError:
             return ticket
+
+    def reached(self, ticket: Ticket) -> None:
+        """The ticket's ring was read from."""
+        self._whereabouts.reached(ticket.ring)
 
     async def after(self, ticket: Ticket, error: TransportError) -> Ticket | None:
         """The ticket to read instead after ``error``; None: raise it. PayloadLostError as in `Whereabouts.found`."""
