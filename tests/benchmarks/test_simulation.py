@@ -41,4 +41,4 @@ def test_some_seeds_find_nothing() -> None:
     "name", ["forgotten-acks", "quarantine-for-ever", "never-lost", "lost-at-once", "unbounded-pool"]
 )
 def test_a_planted_fault_is_found(name: str) -> None:
-    assert f"planted {name}: found" in simulation("--plant", name, "--seeds", "12")
+    assert f"planted {name}: found" in simulation("--plant", name, "--seeds", "48")

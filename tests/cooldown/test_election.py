@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transport.cooldown.epochs.election import ALGORITHM, _mix, checkpointers, elect
 from transport.errors import UsageError
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "COOLDOWN.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "CHECKPOINTS.md"
 
 
 def clients(count: int) -> tuple[str, ...]:

@@ -46,7 +46,8 @@ LEFT_OUT = {
 
 # New calls that have no scene yet.
 NOT_YET = {
-    ("Schema", "only"), ("Ticket", "fields"), ("transport.queue.FoundRings", "unfinished"),
+    ("Schema", "only"), ("Ticket", "fields"), ("BlockingClient", "schema_of"), ("UCXXClient", "schema_of"),
+    ("transport.queue.FoundRings", "unfinished"),
     ("transport.queue.RingQueue", "claim_or_wake"), ("transport.rendezvous.close_run", "close_run"),
     *(("transport.rendezvous.Keys", name) for name in ("Keys", "of_round", "slots", "seat", "place", "roster")),
     *(("transport.cooldown.Destination", name) for name in (

@@ -293,7 +293,7 @@ def test_another_kind_of_failure_is_a_store_error(server: RedisServer) -> None:
         ("sqlite://host/file", "names a host instead of a file"),
         ("sqlite:///", "names no file"),
         ("etcd://host", "unknown URL scheme 'etcd'"),
-        ("", "unknown URL scheme ''"),
+        ("", "has no scheme"),
     ],
 )
 def test_text_that_names_no_place_is_refused(text: str, message: str) -> None:

@@ -119,19 +119,19 @@ def hello(oldest: int, newest: int) -> Hello:
 
 
 def test_the_version_and_those_before_it_are_spoken() -> None:
-    assert (frames.OLDEST_VERSION, frames.VERSION) == (1, 3)
+    assert (frames.OLDEST_VERSION, frames.VERSION) == (1, 4)
 
 
 @pytest.mark.parametrize(
-    ("oldest", "newest", "agreed"), [(1, 1, 1), (0, 1, 1), (1, 2, 2), (2, 2, 2), (2, 3, 3), (1, 9, 3), (-5, 2**63, 3)]
+    ("oldest", "newest", "agreed"), [(1, 1, 1), (0, 1, 1), (1, 2, 2), (2, 2, 2), (2, 3, 3), (1, 9, 4), (-5, 2**63, 4)]
 )
 def test_the_newest_common_version_is_agreed(oldest: int, newest: int, agreed: int) -> None:
     assert frames.agree_version(hello(oldest, newest)) == agreed
 
 
-@pytest.mark.parametrize(("oldest", "newest"), [(4, 5), (0, 0), (1, 0), (5, 2)])
+@pytest.mark.parametrize(("oldest", "newest"), [(5, 6), (0, 0), (1, 0), (5, 2)])
 def test_without_a_common_version_both_ranges_are_named(oldest: int, newest: int) -> None:
-    with pytest.raises(VersionMismatchError, match=rf"{oldest} to {newest}.*1 to 3"):
+    with pytest.raises(VersionMismatchError, match=rf"{oldest} to {newest}.*1 to 4"):
         frames.agree_version(hello(oldest, newest))
 
 

@@ -364,6 +364,7 @@ class TakeLink(Finishing):
         except TransportError:
             self.abort()
             return False
+
     async def _said_elsewhere(self, rows: Rows) -> Sequence[int] | None:
         return None if self._outcomes is None else await self._outcomes.of(self.link, rows, self.served)
 

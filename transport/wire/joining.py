@@ -38,9 +38,7 @@ def maps_memory(settings: Mapping[str, str]) -> bool:
 
 def of_this_host(address: str) -> bool:
     """Whether an IPv4 address is one of this host's. A name is not looked up, which would block: see `address_of`."""
-    try:
-        socket.inet_pton(socket.AF_INET, address)
-    except OSError:
+    if not _is_address(address):
         return False
     with socket.socket() as probe:
         try:
@@ -50,12 +48,22 @@ def of_this_host(address: str) -> bool:
     return True
 
 
+def _is_address(text: str) -> bool:
+    try:
+        socket.inet_pton(socket.AF_INET, text)
+    except OSError:
+        return False
+    return True
+
+
 async def address_of(host: str) -> str:
-    """The IPv4 address of a host, looked up in a thread.
+    """The IPv4 address of a host; a name is looked up in a thread.
 
     Raises:
         UnreachableError: the name does not resolve.
     """
+    if _is_address(host):
+        return host
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)

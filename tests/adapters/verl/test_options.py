@@ -14,12 +14,12 @@ from transport.adapters.verl.options import ring_arguments
 from transport.errors import ConfigurationError
 from transport.weights.options import EngineOptions
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "ADAPTERS.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "VERL.md"
 
 
 def test_the_configuration_to_paste_is_accepted(tmp_path: Path) -> None:
     yaml = pytest.importorskip("yaml", reason="verl is not installed, and PyYAML with it")
-    block = PAGE.read_text(encoding="utf-8").split("\n## verl\n")[1].split("```yaml\n")[1].split("```")[0]
+    block = PAGE.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     rollout = yaml.safe_load(block)["actor_rollout_ref"]["rollout"]
     engine = rollout["checkpoint_engine"]
     assert importlib.util.find_spec(rollout["checkpoint_manager_class"].rpartition(".")[0])
