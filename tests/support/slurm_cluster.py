@@ -59,9 +59,11 @@ def why_not() -> str:
             return f"{program} is missing (apt-get install slurm-wlm munge)"
     if reason := why_no_namespaces():
         return reason
-    groups = Path("/proc/cgroups").read_text().splitlines()
-    if not any(line.startswith("cpu\t") and line.split()[1] != "0" for line in groups):
-        return "slurmd needs the first version of cgroups, which this kernel has not mounted"
+    tried = _NODE.partition("mount --bind")[0] + _NODE.partition("random/boot_id &&")[2].partition("exec")[0] + "true"
+    within = ["unshare", "--mount", "--uts", "--ipc", "--propagation", "private", "sh", "-c", tried, "sh", "probe"]
+    probe = subprocess.run(within, capture_output=True, text=True)
+    if probe.returncode:
+        return f"a node cannot be made here: {probe.stderr.strip()}"
     return ""
 
 
