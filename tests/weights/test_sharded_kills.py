@@ -181,7 +181,8 @@ async def test_in_place_an_engine_that_may_hold_a_mixture_takes_no_traffic(who: 
             else:
                 assert admission.state is (State.EXCLUDED if replica.lost else State.PENDING)
         if killed in group.trainers:
-            assert group.manager.admitted == {}, "both engines had begun to change"
+            # An engine into which nothing had landed yet still serves what it had.
+            assert set(group.manager.admitted.values()) <= {1}
         else:
             await group.manager.update(3)
             alive = next(replica.name for replica in group.replicas if not replica.lost)

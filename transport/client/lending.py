@@ -168,10 +168,10 @@ class Lending:
         """
         if self._wires is not None and "shm" not in self._wires:
             return self._get_worker()
-        if of_this_host(address):
-            route = self.routes.find(ring)
-            if route is not None and (route.segment is None or shares_memory(route.segment)):
-                return self._get_worker()
+        route = self.routes.find(ring)
+        known = route is not None and (route.segment is None or shares_memory(route.segment))
+        if known and of_this_host(address):
+            return self._get_worker()
         if self._worker_apart is None:
             try:
                 self._worker_apart = Worker(settings_for(self._allowed(), shared_memory=False))

@@ -62,12 +62,13 @@ class Arrivals:
 
     async def tell(self, used: Mapping[str, Arrived]) -> None:
         """Tell their rings that they were used; where this is interrupted and repeated, they are told once."""
-        counts: Counter[tuple[TakeLink, int]] = Counter()
+        untold: dict[tuple[TakeLink, int], list[str]] = {}
         for token, (claim, link) in used.items():
             if token not in self._told:
-                self._told.add(token)
-                counts[link, claim.rank] += 1
-        for (link, rank), count in counts.items():
+                untold.setdefault((link, claim.rank), []).append(token)
+        for (link, rank), tokens in untold.items():
+            self._told.update(tokens)
+            count = len(tokens)
             for each in (link, *self._links(link.ring)):
                 if await each.used(rank, count):
                     break

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from transport.errors import BusyError, TransportError, WrongRingError
+from transport.errors import BusyError, InternalError, TransportError, WrongRingError
 from transport.runtime.logs import Seldom
 from transport.taking.batch import Rows, TakenBatch
 from transport.taking.outcomes import Served
@@ -252,6 +252,10 @@ class Demands:
                 more = f" ({before} more failures since the last report)" if before else ""
                 log.warning("cannot take payloads from %s, and tries again: %s%s", name, error, more)
             self._takers.lost(name, time.monotonic())
+        except Exception as error:  # whatever it is, the place is tried again
+            self._tries[name] = tries + 1
+            self._note(name, error)
+            self._takers.lost(name, time.monotonic())
         else:
             self.faults.pop(name, None)
             link.served = partial(self._served, name)
@@ -260,6 +264,12 @@ class Demands:
             if self._told is not None:
                 self._task(self._told(link))
         self._turn()
+
+    def _note(self, name: str, error: Exception) -> None:
+        """An error that is none of this package's."""
+        self.faults[name] = InternalError(f"{name}: {type(error).__name__}: {error}")
+        if self._seldom.due() is not None:
+            log.error("taking payloads from %s failed, and is tried again", name, exc_info=error)
 
     def _served(self, name: str) -> Served:
         place = self._places.get(name)
@@ -295,6 +305,9 @@ class Demands:
                 if not isinstance(error, BusyError):
                     log.warning("a demand failed, and is made again: %s", error)
                 self._takers.refused(name, time.monotonic())
+        except Exception as error:  # with the connection end claims that may have come
+            self._note(name, error)
+            self._lose(name, link)
         else:
             if self._links.get(name) is link:
                 self._takers.answered(name, len(batch), full=self._full(ask.n, batch))

@@ -10,6 +10,7 @@ On one host nothing is configured: writers name their rings so that trainers fin
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -89,6 +90,7 @@ class FoundRings(TicketQueue):
         self._elsewhere = FoundElsewhere(self._here.served, max_deliveries, self._here.queue.bell.ring)
         self._look_at = 0.0
         self._closed = threading.Event()
+        self._turns = itertools.count()  # of rings here and elsewhere, which are asked first in turn
 
     def __repr__(self) -> str:
         return f"<FoundRings {self.places!r}, {self._here!r}, {self._elsewhere!r}>"
@@ -130,8 +132,13 @@ class FoundRings(TicketQueue):
             slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
             claims: list[Claim] = []
             rung = self._here.queue.bell.rung if here and elsewhere else None
-            if elsewhere:
-                claims = self._elsewhere.claim(n, 0.0 if here else slice_s, rank, consumer, oldest_version)
+            if here and elsewhere and next(self._turns) % 2:
+                claims = self._here.queue.claim_or_wake(
+                    n, 0.0, rung, rank=rank, consumer=consumer, oldest_version=oldest_version
+                )
+            if elsewhere and len(claims) < n:
+                wait_s = 0.0 if here else slice_s
+                claims += self._elsewhere.claim(n - len(claims), wait_s, rank, consumer, oldest_version)
             if here and len(claims) < n:
                 wait_s = 0.0 if claims else slice_s
                 claims += self._here.queue.claim_or_wake(
@@ -205,15 +212,16 @@ class FoundRings(TicketQueue):
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
         """See `TicketQueue.ack_many`. The slot is free with it, also of what has only arrived."""
         here, elsewhere = self._apart(claims, "ack")
-        accepted = self._here.queue.ack_many(here, trained=trained) if here else []
         if not elsewhere:
-            return accepted
-        return _in_order(claims, [*accepted, *self._elsewhere.ack_many(elsewhere, trained=trained)])
+            return self._here.queue.ack_many(here, trained=trained) if here else []
+        # Elsewhere first: interrupted there, the repeated call gets the same answers.
+        accepted = self._elsewhere.ack_many(elsewhere, trained=trained)
+        return _in_order(claims, [*accepted, *(self._here.queue.ack_many(here, trained=trained) if here else [])])
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.finish`."""
         here, elsewhere = self._apart(claims, "finish")
-        return _in_order(claims, [*self._here.queue.finish(here), *self._elsewhere.finish(elsewhere)])
+        return _in_order(claims, [*self._elsewhere.finish(elsewhere), *self._here.queue.finish(here)])
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """See `TicketQueue.retry`."""

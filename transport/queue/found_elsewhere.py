@@ -187,8 +187,9 @@ class FoundElsewhere:
 
     def finish_batch(self, brought: Brought, payloads: TakenPayloads | None = None) -> Future[Verdicts]:
         """Consume all of a batch, or what was kept of it; which were accepted, once the listener has said so."""
-        for of in self._ranks.values():
-            of.unsaid.pop(id(brought), None)  # its end says that it was used
+        for of in list(self._ranks.values()):
+            if of.unsaid.pop(id(brought), None) is not None:
+                self._use(brought, len(brought.batch))  # before its end: older ones may still be in hand
         thread = self._thread
         if thread is None or thread.closed:
             ended: Future[Verdicts] = Future()
@@ -219,9 +220,25 @@ class FoundElsewhere:
                     version = claim.policy_version
                     old = None not in (version, oldest_version) and version < oldest_version  # type: ignore[operator]
                     (aged if old else claims).append(claim)
-        for claim in aged:  # asked for when an older policy would do
-            self._fail(claim, too_old(claim.policy_version or 0, oldest_version or 0), Ended.AGED)
+        try:
+            while aged:  # asked for when an older policy would do
+                claim = aged[0]
+                self._fail(claim, too_old(claim.policy_version or 0, oldest_version or 0), Ended.AGED)
+                del aged[0]
+        except BaseException:  # an interrupt: no caller has these claims
+            self._forget([*claims, *aged])
+            raise
         return claims
+
+    def _forget(self, claims: Sequence[Claim]) -> None:
+        """Give up claims without waiting for the answer."""
+        with self._changed:
+            for claim in claims:
+                if (held := self._held.pop(claim.token, None)) is not None:
+                    self._count(_ring_of(claim), claim.rank, claimed=-1)
+                    rows = held.brought.batch.rows[held.at : held.at + 1]
+                    if self._thread is not None:
+                        self._thread.soon(held.brought.demands.let_go, held.brought, rows)
 
     def _use(self, brought: Brought, count: int) -> None:
         if self._thread is not None:

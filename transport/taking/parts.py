@@ -92,7 +92,11 @@ class TakenPart:
         asked, self._held = self._held, np.zeros(len(self), np.bool_)
         accepted = np.zeros(len(self), np.bool_)
         if asked.any():
-            accepted[asked] = await self._link.finish(self._rows[asked])
+            try:
+                accepted[asked] = await self._link.finish(self._rows[asked])
+            except BaseException:  # cancelled, say: asked again, the connection has the same answer
+                self._held |= asked
+                raise
         return accepted.tobytes()
 
     def renew(self) -> int:

@@ -51,7 +51,7 @@ def of_this_host(address: str) -> bool:
 def _is_address(text: str) -> bool:
     try:
         socket.inet_pton(socket.AF_INET, text)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a zero in the text
         return False
     return True
 
@@ -67,7 +67,7 @@ async def address_of(host: str) -> str:
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a text that is no name
         raise UnreachableError(f"{host} does not resolve to an IPv4 address: {error}") from error
     return str(found[0][4][0])
 
