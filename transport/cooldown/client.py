@@ -180,7 +180,10 @@ class CooldownClient(Follower):
 
     def _save_and_upload(self, record: EpochRecord, attempt: str, stop: Stop) -> str:
         folder = self._scratch / f"epoch-{record.epoch:012d}"
-        if not (folder / "saved").exists():
+        # A folder of another run, or of one with the same name and a new store, has another model.
+        whose = f"{record.run}\n{record.epoch}\n{record.step}\n{record.seed}\n{record.opened_at!r}\n"
+        marker = folder / "saved"
+        if not marker.exists() or marker.read_text("utf-8", "replace") != whose:
             shutil.rmtree(folder, ignore_errors=True)
             model = folder / "model"
             model.mkdir(parents=True)
@@ -188,7 +191,7 @@ class CooldownClient(Follower):
                 self._save(model, record.step)
             except Exception as error:
                 raise RunError(f"save() of step {record.step} failed: {type(error).__name__}: {error}") from error
-            (folder / "saved").touch()
+            marker.write_text(whose, "utf-8")
         stop.check()
         with open_destination(record.destination) as destination:
             done = upload(folder / "model", destination, record, self.name, attempt, stop=stop, progress=self._progress)

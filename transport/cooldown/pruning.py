@@ -52,7 +52,13 @@ def plan(
     if keep < 1:
         raise UsageError(f"keep={keep}: give 1 or more; the newest checkpoint is never removed")
     checkpointed = sorted(epoch for epoch, record in records.items() if record.outcome is Outcome.CHECKPOINTED)
-    old = set(checkpointed[:-keep])
+    old: set[int] = set()
+    whole = 0
+    for epoch in reversed(checkpointed):  # one that cannot be restored is not among those that are kept
+        if whole == keep:
+            old.add(epoch)
+        else:
+            whole += _restorable(records[epoch], destination)
     surplus: list[Surplus] = []
     kept: list[tuple[str, str]] = []
     for name in destination.names(run):
@@ -98,6 +104,8 @@ def _plan_epoch(
             kept += [(_path(record, upload), f"the checkpoint's manifest is damaged: {error}") for upload in uploads]
             return
     elif not unverified:
+        if record.hosts:  # shares have no manifest of their own until all of them are there
+            needed |= {upload for upload in uploads if upload not in record.refused}
         for upload in uploads:
             data = destination.read(f"{_path(record, upload)}/{manifests.NAME}", manifests.MOST_BYTES)
             if data is not None:
@@ -119,6 +127,13 @@ def carry_out(plan: Plan, destination: Destination, run: str, progress: Progress
             destination.unpublish(published_name(run, each.epoch))
         remove(destination, each.path)
     progress(len(plan.surplus), len(plan.surplus), 0)
+
+
+def _restorable(record: EpochRecord, destination: Destination) -> bool:
+    try:
+        return bool(checkpoint_manifest(record, destination).files)
+    except CheckpointDamagedError:
+        return False
 
 
 def _uploads(record: EpochRecord, destination: Destination) -> list[str]:

@@ -121,6 +121,16 @@ class Folder(Destination):
     def _translated(self, operation: str, path: str) -> Iterator[None]:
         within(path, root=operation == "list")
         try:
+            at = self.root / path
+            # A link itself may be removed or replaced; what it leads to is not of this destination.
+            if (
+                not (at.parent if operation in ("delete", "create") else at)
+                .resolve()
+                .is_relative_to(self.root.resolve())
+            ):
+                raise DestinationError(
+                    f"{self.url}: cannot {operation} {path}: a symbolic link leads out of the folder; remove it"
+                )
             yield
         except OSError as error:
             where = f"{self.url}: cannot {operation} {path or 'the folder'}"
