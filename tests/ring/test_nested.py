@@ -236,7 +236,10 @@ def test_a_rollout_and_a_trainer_pass_them_on(wire: Any, tmp_path: Path) -> None
     ):
         rollout.write_to_buffer(sample(1))
         rollout.write_many_to_buffer([sample(2), sample(3)])
-        trainer.start_prefetch(trainer.claim_tickets(3, timeout_s=20.0))
+        tickets: list[Any] = []
+        while len(tickets) < 3:  # they are published in the background, and come as they do
+            tickets += trainer.claim_tickets(3 - len(tickets), timeout_s=20.0)
+        trainer.start_prefetch(tickets)
         batch = trainer.collect_prefetch()
         assert batch is not None
         payloads = trainer.consume(batch)

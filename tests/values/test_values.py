@@ -7,10 +7,12 @@ import enum
 import math
 import socket
 import string
+import struct
 from typing import Any
 
 import hypothesis.strategies as st
 import ml_dtypes
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -20,7 +22,7 @@ from transport import _ring
 from transport.errors import PayloadDamagedError, SchemaError
 from transport.ring.packing import flat, pack_into
 from transport.schema import DTYPES, Schema, UpTo
-from transport.values.decoding import text_of, value_of
+from transport.values.decoding import field_value, text_of, value_of
 from transport.values.encoding import pieces_of, text_bytes
 from transport.values.forms import HEAD, MAGIC, MAX_DEPTH, MAX_VALUES
 
@@ -405,3 +407,13 @@ def within(array: np.ndarray, memory: np.ndarray) -> bool:
 def test_text_that_is_not_utf8_is_damaged() -> None:
     with pytest.raises(PayloadDamagedError, match=r"^prompt: these 2 bytes are not UTF-8 text"):
         text_of(np.frombuffer(b"\xc3\x28", np.uint8), "prompt")
+
+
+def test_many_names_for_the_same_bytes_are_refused_before_they_are_copied() -> None:
+    """A field of 500 kB that asks for 6 GB."""
+    shared = 200 * 1024
+    tree = msgspec.msgpack.encode([msgspec.msgpack.Ext(4, msgspec.msgpack.encode([0, shared]))] * 30_000)
+    field = struct.pack("<4sI", b"val1", len(tree)) + tree
+    field += bytes(-len(field) % 64) + bytes(shared)
+    with pytest.raises(PayloadDamagedError, match="in 2"):
+        field_value("value", np.frombuffer(field, np.uint8), "v")

@@ -25,6 +25,7 @@ from transport import _ring
 from transport.client.connection import Link, Want, refusal
 from transport.devices.buffers import BufferPool
 from transport.errors import (
+    ChecksumError,
     ClosedError,
     ConnectionLostError,
     ProtocolError,
@@ -299,7 +300,10 @@ class TakeLink(Finishing):
                 self.abort()  # UCX writes into memory that goes back to its pool
                 raise
             errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
-            failed += [begin + at for at, error in enumerate(errors) if error is not None]
+            for at, error in enumerate(errors):
+                if error is not None and not isinstance(error, ChecksumError):
+                    raise error  # a limit, say: the payload is not at fault, and its claim is given back
+                failed += [begin + at] * (error is not None)
         return failed
 
     def _abandon(self, number: int, future: asyncio.Future[Any], buffer: Any) -> None:

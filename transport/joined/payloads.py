@@ -121,6 +121,7 @@ class _Joining:
         self._found: set[str] = set()
         self._ticket = ticket
         self._seen = {ticket.identity}
+        self._acknowledged = {(ticket.identity, rank)}
         self._left: list[tuple[Parent, int, int]] = [(Parent(ticket, 0), rank, 0)]  # part, rank of it, depth
         self.parts: list[_Part] = []
 
@@ -154,16 +155,20 @@ class _Joining:
         if payload is None or not any(each.name == FIELD for each in layout):
             return
         for parent in parents_of(payload[FIELD], part.ticket):
-            if parent.ticket.identity in self._seen:
+            its_rank = check_rank(parent, rank, part.ticket)
+            if (parent.ticket.identity, its_rank) in self._acknowledged:
                 continue  # two stages have added to the same payload
+            self._acknowledged.add((parent.ticket.identity, its_rank))
+            if parent.ticket.identity in self._seen:  # read already; samples of a group have a rank of it each
+                self.parts.append(_Part(parent.ticket, its_rank, None))
+                continue
             if depth >= MAX_DEPTH or len(self._seen) >= MAX_PARTS:
                 raise PayloadDamagedError(
                     f"payload {self._ticket.name} has more than {MAX_PARTS} parts, or parents of parents more than "
                     f"{MAX_DEPTH} deep"
                 )
             self._seen.add(parent.ticket.identity)
-            rank_of_parent = check_rank(parent, rank, part.ticket)
-            self._left.append((parent, rank_of_parent, depth + 1))
+            self._left.append((parent, its_rank, depth + 1))
 
     def failed(self, ticket: Ticket, error: TransportError) -> TransportError:
         """The error for a part that cannot be read; what was read before is released, and stays unacknowledged."""
@@ -207,7 +212,9 @@ def read_joined(
             try:
                 payload = client.read(step[0], rank=step[1], timeout=timeout, fields=step[2])
             except TransportError as error:
-                raise joining.failed(step[0], error) from error
+                if (failure := joining.failed(step[0], error)) is error:
+                    raise
+                raise failure from error
             joining.came(payload)
         return JoinedPayload(client, joining.parts)
     except BaseException:
@@ -230,7 +237,9 @@ async def join(
             try:
                 payload = await client.read(step[0], rank=step[1], timeout=timeout, fields=step[2])
             except TransportError as error:
-                raise joining.failed(step[0], error) from error
+                if (failure := joining.failed(step[0], error)) is error:
+                    raise
+                raise failure from error
             joining.came(payload)
         return JoinedPayload(client, joining.parts)
     except BaseException:

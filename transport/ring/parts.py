@@ -71,7 +71,10 @@ class PayloadPart(NamedTuple):
 
 def field_names(fields: Any) -> tuple[str, ...]:
     """Names of fields as the caller gave them. UsageError unless they are several names, at least one."""
-    if isinstance(fields, str) or not isinstance(fields, Sequence) or not fields:
+    names = (
+        isinstance(fields, Sequence) and not isinstance(fields, str) and all(isinstance(each, str) for each in fields)
+    )
+    if not names or not fields:
         raise UsageError(f"fields={fields!r:.80}; give the names of one or more fields, in a tuple")
     return tuple(fields)
 

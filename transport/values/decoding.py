@@ -77,6 +77,7 @@ class _Field:
         if wrong:
             raise _Wrong(wrong)
         self._begin = self._end = -(-end // ALIGNMENT) * ALIGNMENT
+        self._taken = 0
         found = self._decode(tree)
         if -(-self._end // ALIGNMENT) * ALIGNMENT != size:
             raise _Wrong(f"{size - self._end} bytes behind the last array belong to nothing")
@@ -93,6 +94,9 @@ class _Field:
         if end > len(self._memory):
             raise _Wrong(f"an array ends at {end}, behind their end")
         self._end = max(self._end, end)
+        self._taken += size
+        if self._taken > len(self._memory):  # they overlap: copies of them could need any amount of memory
+            raise _Wrong(f"arrays and texts of {self._taken} bytes in {len(self._memory)}")
         return self._memory[begin:end]
 
     def _tuple(self, *items: Any) -> tuple[Any, ...]:

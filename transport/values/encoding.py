@@ -222,7 +222,7 @@ class _Tree:
     def _image(self, value: Any) -> Any:
         try:
             pixels, palette_mode, palette = image_parts(value)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a broken file raises what its format's decoder likes, SyntaxError too
             raise _Stuck(f"this image cannot be sent: {error}") from error
         flat: list[Any] = []
         key: Any = None
@@ -237,7 +237,8 @@ class _Tree:
             raise
         self._above.pop()
         place = self._place(pixels)
-        return _Ext(Form.IMAGE, _encode([value.mode, *value.size, place, pixels.nbytes, palette_mode, palette, flat]))
+        body = [value.mode, *value.size, place, pixels.nbytes, palette_mode, palette, flat]
+        return self._extended(Form.IMAGE, body, value)
 
     def _place(self, array: Array) -> int:
         at = self.end
