@@ -40,8 +40,10 @@ PLACE = upload_folder("run", 7, "a", "0" * 16)
 
 @contextlib.contextmanager
 def serving(port: int = 0) -> Iterator[Child]:
+    constants = importlib.import_module("huggingface_hub.constants")
     with Child(SERVER, port) as server:
-        os.environ["HF_ENDPOINT"] = server.line()
+        # The second is read from the first when the package is imported, which another test may have done.
+        os.environ["HF_ENDPOINT"] = constants.ENDPOINT = server.line()
         yield server
 
 
@@ -49,6 +51,7 @@ def serving(port: int = 0) -> Iterator[Child]:
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Child]:
     for name, value in (("HF_ENDPOINT", ""), ("HF_TOKEN", "hf_testing"), ("HF_HOME", str(tmp_path / "home"))):
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its thread would stay
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", True)
