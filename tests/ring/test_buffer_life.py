@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -428,3 +431,22 @@ def test_the_last_loan_of_a_closed_writer_removes_no_ring_that_its_successor_fil
     gc.collect()
     with SharedRingBuffer.create(slots=2, slot_bytes=100, name=name) as again:
         assert again.tickets() == [ticket]
+
+
+def test_an_interrupt_while_the_segment_is_made_removes_it() -> None:
+    """A real signal: it arrives in the native call, and is handled when that has returned."""
+    before = set(_ring.segments())
+    handled = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for _ in range(30):
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            with contextlib.suppress(KeyboardInterrupt):
+                ring = SharedRingBuffer.create(slots=256, slot_bytes=1 << 20)  # takes longer than that
+                ring.close()
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(0.005)  # one that came late
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, handled)
+    gc.collect()
+    assert set(_ring.segments()) == before

@@ -6,6 +6,7 @@ Listeners and supervisors use nothing else of a ring. This file does not import 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -121,16 +122,19 @@ def create(name: str, slots: int, slot_bytes: int, fingerprint: bytes) -> _ring.
     """Make the segment, or take it over from a dead writer. Raises what `SharedRingBuffer.create` raises."""
     if not name.startswith(_BEGINNING):
         name = f"{_BEGINNING}{name}"
-    native: _ring.Ring | None = None
+    made: list[_ring.Ring] = []
     try:
-        native = _ring.Ring.create(name, slots, slot_bytes, fingerprint)
+        # Python handles a signal as soon as a call is over, before its result has a name: by then it has a place here.
+        made.extend(itertools.starmap(_ring.Ring.create, [(name, slots, slot_bytes, fingerprint)]))
+        [native] = made
         if native.taken_over:
             log.warning("took over ring %s from a dead writer, %d payloads unread", name, native.state_counts()[2])
         return native
     except _ring.RingFault as fault:
         raise named(fault) from None
-    except BaseException:  # an interrupt: nobody else has it yet
-        give_up(native)
+    except BaseException:  # an interrupt: no caller has it yet
+        for native in made:
+            give_up(native)
         raise
 
 
