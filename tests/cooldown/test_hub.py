@@ -42,8 +42,11 @@ PLACE = upload_folder("run", 7, "a", "0" * 16)
 def serving(port: int = 0) -> Iterator[Child]:
     constants = importlib.import_module("huggingface_hub.constants")
     with Child(SERVER, port) as server:
-        # The second is read from the first when the package is imported, which another test may have done.
-        os.environ["HF_ENDPOINT"] = constants.ENDPOINT = server.line()
+        # The others are made of the first when the package is imported, which another test may have done.
+        os.environ["HF_ENDPOINT"] = constants.ENDPOINT = endpoint = server.line()
+        downloads = importlib.import_module("huggingface_hub.file_download")
+        template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        constants.HUGGINGFACE_CO_URL_TEMPLATE = downloads.HUGGINGFACE_CO_URL_TEMPLATE = template
         yield server
 
 
@@ -51,7 +54,12 @@ def serving(port: int = 0) -> Iterator[Child]:
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Child]:
     for name, value in (("HF_ENDPOINT", ""), ("HF_TOKEN", "hf_testing"), ("HF_HOME", str(tmp_path / "home"))):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "")
+    for name in (
+        "constants.ENDPOINT",
+        "constants.HUGGINGFACE_CO_URL_TEMPLATE",
+        "file_download.HUGGINGFACE_CO_URL_TEMPLATE",
+    ):
+        monkeypatch.setattr(f"huggingface_hub.{name}", "")
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # its thread would stay
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_PROGRESS_BARS", True)
