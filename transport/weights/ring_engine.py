@@ -22,19 +22,17 @@ from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.settings import Settings
 from transport.ticket import host_identity
+from transport.weights.engine_holdings import EngineHoldings
 from transport.weights.options import EngineOptions
 from transport.weights.plan import topology
 from transport.weights.plan.engine import Metadata, WeightEngine, Weights
 from transport.weights.plan.steps import Proof
 from transport.weights.plan.topology import Description, Shape
-from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Failed
-from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.receiving import Landing, map_
 from transport.weights.transfer.sending import Base, Sending, drain
-from transport.weights.transfer.threads import in_thread
-from transport.weights.versions.copies import Copies, Held
+from transport.weights.versions.copies import Held
 from transport.wire.addresses import advertised
 
 BUCKET_BYTES = 256 << 20
@@ -73,7 +71,7 @@ class EngineStatistics(msgspec.Struct, frozen=True, kw_only=True):
     bytes_received: dict[str, int]
 
 
-class RingEngine(WeightEngine):
+class RingEngine(EngineHoldings[Held], WeightEngine):
     """One member's side of updates. Belongs to the loop of its first use; `close` releases everything.
 
     Args:
@@ -124,26 +122,12 @@ class RingEngine(WeightEngine):
         self._progress = progress
         self._device = None if device is None else parse_device(device)
         self._base = Base() if delta else None
-        self._sender = BucketSender(
-            bucket_bytes,
-            in_flight,
-            address=self._address,
-            wires=None if options.wires is None else options.wires - {"mapped"} or None,
-            secret=options.secret,
-            pace=None if options.rate is None else Pace(options.rate),
-            stall_s=options.stall_s,
-            prefix=options.prefix,
-        )
-        self._copies = Copies(options.prefix)
-        self._client: UCXXClient | None = None
-        self._feed: Feed | None = None
+        super().__init__(bucket_bytes, in_flight, self._address, options)
         self._upstream: Upstream | None = None
         self._link: Link | None = None
         self._mapped: tuple[str, ...] = ()
         self._from_base: Proof | None = None
         self._rank = 0
-        self._held: Held | None = None
-        self._previous: Held | None = None
 
     def __repr__(self) -> str:
         return f"<RingEngine {self.name} {self._held!r}>"
@@ -264,33 +248,15 @@ class RingEngine(WeightEngine):
     async def finalize(self) -> None:
         """Leave the group, and release the version before the current one. Valid in every state."""
         upstream, self._upstream = self._upstream, None
-        feed, self._feed = self._feed, None
-        previous, self._previous = self._previous, None
         self._link = None
-        try:
-            if upstream is not None:
-                upstream.close()
-            if feed is not None:
-                await feed.close()
-        finally:
-            self._sender.abandon()
-            if previous is not None:
-                await in_thread(previous.release)
-                await in_thread(self._copies.trim)
+        await self._leave([] if upstream is None else [upstream])
 
     async def close(self) -> None:
         """Release everything, the current version too. Idempotent."""
         try:
             await self.finalize()
         finally:
-            held, self._held = self._held, None
-            if held is not None:
-                await in_thread(held.release)
-            client, self._client = self._client, None
-            if client is not None:
-                await client.close()
-            await in_thread(self._sender.close)
-            await in_thread(self._copies.close)
+            await self._release()
 
     # --- weights ---------------------------------------------------------------------------------------------
     async def send_weights(self, weights: Weights, global_steps: int) -> Proof | None:

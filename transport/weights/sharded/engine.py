@@ -24,6 +24,7 @@ from transport.runtime.arguments import expect
 from transport.runtime.progress import Progress, silent
 from transport.settings import Settings
 from transport.ticket import host_identity
+from transport.weights.engine_holdings import EngineHoldings
 from transport.weights.options import EngineOptions
 from transport.weights.plan.engine import Metadata, WeightEngine, Weights
 from transport.weights.plan.steps import Proof
@@ -34,13 +35,10 @@ from transport.weights.sharded.receiving import Scratch, ShardReceiving, childre
 from transport.weights.sharded.sending import ShardSending
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Role, ShardDescription, describe, pack, roles, unpack
-from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
 from transport.weights.transfer.messages import Failed
-from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.sending import iterate
-from transport.weights.transfer.threads import ended, in_thread
-from transport.weights.versions.copies import Copies
+from transport.weights.transfer.threads import ended
 from transport.wire.addresses import advertised
 
 BUCKET_BYTES = 32 << 20
@@ -61,7 +59,7 @@ _SETTINGS = Settings(
 )
 
 
-class ShardEngine(WeightEngine):
+class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
     """One rank's side of updates. Belongs to the loop of its first use; `close` releases everything.
 
     Args:
@@ -111,26 +109,12 @@ class ShardEngine(WeightEngine):
         self._address = address or advertised()[0]
         self._progress = progress
         self._device = None if device is None else parse_device(device)
-        self._sender = BucketSender(
-            bucket_bytes,
-            in_flight,
-            address=self._address,
-            wires=None if options.wires is None else options.wires - {"mapped"} or None,
-            secret=options.secret,
-            pace=None if options.rate is None else Pace(options.rate),
-            stall_s=options.stall_s,
-            prefix=options.prefix,
-        )
-        self._copies = Copies(options.prefix)
+        super().__init__(bucket_bytes, in_flight, self._address, options)
         self._in_flight = in_flight
         self._scratch: Scratch | None = None
         self._packed = pack(layout)
-        self._client: UCXXClient | None = None
-        self._feed: Feed | None = None
         self._role: Role | None = None
         self._upstreams: dict[str, Upstream] = {}
-        self._held: ShardHeld | None = None
-        self._previous: ShardHeld | None = None
         self._spoilt = False
 
     def __repr__(self) -> str:
@@ -245,33 +229,15 @@ class ShardEngine(WeightEngine):
     async def finalize(self) -> None:
         """Leave the group, and release the version before the current one. Valid in every state."""
         upstreams, self._upstreams = self._upstreams, {}
-        feed, self._feed = self._feed, None
-        previous, self._previous = self._previous, None
         self._role = None
-        try:
-            for upstream in upstreams.values():
-                upstream.close()
-            if feed is not None:
-                await feed.close()
-        finally:
-            self._sender.abandon()
-            if previous is not None:
-                await in_thread(previous.release)
-                await in_thread(self._copies.trim)
+        await self._leave(upstreams.values())
 
     async def close(self) -> None:
         """Release everything, the current version too. Idempotent."""
         try:
             await self.finalize()
         finally:
-            held, self._held = self._held, None
-            if held is not None:
-                await in_thread(held.release)
-            client, self._client = self._client, None
-            if client is not None:
-                await client.close()
-            await in_thread(self._sender.close)
-            await in_thread(self._copies.close)
+            await self._release()
 
     # --- weights ---------------------------------------------------------------------------------------------
     async def send_weights(self, weights: Weights | Mapping[str, Any], global_steps: int) -> Proof | None:

@@ -223,6 +223,8 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _together(self, store: Store, member: Member, version: int) -> None:
         if member.sends and member.rank == 0:
+            # Of an attempt that is long over; no rank can have added to it before it has its role.
+            store.delete(self._name(version, "done"))
             everybody = [msgspec.json.decode(self._wait(store, version, key)) for key in self._keys(version, "here")]
             actor, rollout = ShardEngine.build_topology(self.senders, self.receivers, everybody)
             for key, role in zip(self._keys(version, "role"), [*actor["roles"], *rollout["roles"]], strict=True):

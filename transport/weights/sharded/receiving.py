@@ -158,7 +158,7 @@ class ShardReceiving:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
+        error = InternalError("a part's task was cancelled") if task.cancelled() else task.exception()
         if self._over.done():
             return
         if error is not None:

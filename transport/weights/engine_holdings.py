@@ -1,0 +1,72 @@
+"""What both engines hold beside their plans: connections, versions, memory; and how all of it is given back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+from transport.client.client import UCXXClient
+from transport.weights.options import EngineOptions
+from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.feed import Feed, Upstream
+from transport.weights.transfer.pace import Pace
+from transport.weights.transfer.threads import in_thread
+from transport.weights.versions.copies import Copies
+
+
+class _Version(Protocol):
+    def release(self) -> None: ...
+
+
+V = TypeVar("V", bound=_Version)
+
+
+class EngineHoldings(Generic[V]):
+    """Base of the engines. It belongs to one loop.
+
+    Each step of an end is taken whatever the others raise, and where a cancellation comes in between.
+    """
+
+    def __init__(self, bucket_bytes: int, in_flight: int, address: str, options: EngineOptions) -> None:
+        self._sender = BucketSender(
+            bucket_bytes,
+            in_flight,
+            address=address,
+            wires=None if options.wires is None else options.wires - {"mapped"} or None,
+            secret=options.secret,
+            pace=None if options.rate is None else Pace(options.rate),
+            stall_s=options.stall_s,
+            prefix=options.prefix,
+        )
+        self._copies = Copies(options.prefix)
+        self._client: UCXXClient | None = None
+        self._feed: Feed | None = None
+        self._held: V | None = None  # the current version
+        self._previous: V | None = None  # the one before, until `finalize`
+
+    async def _leave(self, upstreams: Iterable[Upstream]) -> None:
+        """Leave the group, and release the version before the current one."""
+        feed, self._feed = self._feed, None
+        previous, self._previous = self._previous, None
+        async with contextlib.AsyncExitStack() as stack:
+            if previous is not None:
+                stack.push_async_callback(in_thread, self._copies.trim)
+                stack.push_async_callback(in_thread, previous.release)
+            stack.callback(self._sender.abandon)
+            if feed is not None:
+                stack.push_async_callback(feed.close)
+            for upstream in upstreams:
+                stack.callback(upstream.close)
+
+    async def _release(self) -> None:
+        """Release everything that is left, the current version too."""
+        held, self._held = self._held, None
+        client, self._client = self._client, None
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(in_thread, self._copies.close)
+            stack.push_async_callback(in_thread, self._sender.close)
+            if client is not None:
+                stack.push_async_callback(client.close)
+            if held is not None:
+                stack.push_async_callback(in_thread, held.release)
