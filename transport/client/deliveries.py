@@ -141,7 +141,7 @@ class Deliveries:
         return ReceivedPayload(ticket, rank, wire, data, part.schema, acknowledge, layout=layout)
 
     def handed_in(self, ticket: Ticket, rank: int, wire: Wire, data: Any) -> ReceivedPayload:
-        """A payload that was taken together with its claim: whoever holds the claim acknowledges by its end."""
+        """A payload that was taken together with its claim: the holder of the claim acknowledges by ending it."""
         self._count(wire, ticket.size)
         make = DevicePayload if type(data) is Target else ReceivedPayload
         return make(ticket, rank, wire, data, self.schema_of(ticket), lambda: True)

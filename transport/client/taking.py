@@ -25,7 +25,7 @@ from transport import _ring
 from transport.client.connection import Link, Want, refusal
 from transport.devices.buffers import BufferPool
 from transport.errors import (
-    ChecksumError,
+    BusyError,
     ClosedError,
     ConnectionLostError,
     ProtocolError,
@@ -301,8 +301,8 @@ class TakeLink(Finishing):
                 raise
             errors = [None] * len(group) if outcome == 0 else self.link.outcomes(group, outcome)
             for at, error in enumerate(errors):
-                if error is not None and not isinstance(error, ChecksumError):
-                    raise error  # a limit, say: the payload is not at fault, and its claim is given back
+                if isinstance(error, BusyError):
+                    raise error  # a limit of the connection: the payload is not at fault, and its claim is given back
                 failed += [begin + at] * (error is not None)
         return failed
 

@@ -180,7 +180,7 @@ def pinned_memory(nbytes: int, device: int) -> np.ndarray:
 def pooled_pinned_memory(nbytes: int, device: int) -> np.ndarray:
     """As `pinned_memory`, from CuPy's pool, to which it goes back with its last view.
 
-    The pool does not know of copies: whoever queues one keeps a view until it is done.
+    The pool does not count copies: the code that queues one keeps a view until it is done.
     """
     cupy = require_cupy()
     with cupy.cuda.Device(device):

@@ -34,7 +34,7 @@ class Rollout(UCXXRolloutMixin):
 
     Args:
         drain_s: at the end of its ``with``, wait this long for payloads that are not consumed yet: they are lost
-            with the ring. Not where an exception ends it. `close` waits only as long as it is told to.
+            with the ring. Not where an exception ends it. `close` waits for its own ``drain_s``.
 
     The other arguments, and the errors, are those of `UCXXRolloutMixin.setup_ucxx`.
     """

@@ -55,7 +55,7 @@ class Arrivals:
             return {(claim.ticket_id, claim.rank) for claim, _ in self._arrived.values()}
 
     def end(self, claim: Claim) -> None:
-        """The trainer has used it, and its ring was told."""
+        """The trainer has used it, and its ring has counted it."""
         with self._lock:
             self._arrived.pop(claim.token, None)
             self._told.discard(claim.token)

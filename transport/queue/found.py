@@ -231,7 +231,7 @@ class FoundRings(TicketQueue):
         return self._here.queue.retry(claim, delay_s, reason)
 
     def discard(self, claim: Claim, reason: str) -> bool:
-        """See `TicketQueue.discard`. A ring elsewhere is told the reason, too."""
+        """See `TicketQueue.discard`. A ring elsewhere records the reason, too."""
         arguments.given_back(claim, 0.0, reason, "discard")
         if self._apart([claim], "discard")[1]:
             return self._elsewhere.discard(claim, reason)

@@ -314,7 +314,7 @@ class FoundElsewhere:
         return given_back
 
     def discard(self, claim: Claim, reason: str) -> bool:
-        """The delivery ends, and its ring is told why."""
+        """End the delivery; its ring records the reason."""
         return self._fail(claim, reason, Ended.DISCARDED)
 
     def _fail(self, claim: Claim, reason: str, how: Ended) -> bool:
