@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import os
 import secrets
 import shutil
 from functools import partial
@@ -68,8 +67,8 @@ class ShardedClient(Follower):
             may call collectives; the caller runs no other collectives on the same group meanwhile. Names are unique
             among the members, unless the files are the same.
         scratch: folder for local copies, the same path for all members of a host, and readable by them.
-        launch: the same text for all members of one launch of the job, and another one after a restart. By default
-            torchrun's run and its count of restarts.
+        launch: the same text for all members of one launch of the job, and another one after a restart, such as a
+            random text that rank 0 broadcasts.
         keep_steps: number of epochs whose local copies are kept after a cooldown.
         skip_upload: for tests: save, but report "skipped" instead of uploading.
         patience_s: as of `CooldownClient`.
@@ -85,7 +84,7 @@ class ShardedClient(Follower):
         *,
         save: Save,
         scratch: Path,
-        launch: str | None = None,
+        launch: str,
         keep_steps: int = 2,
         skip_upload: bool = False,
         patience_s: float = 300.0,
@@ -99,7 +98,13 @@ class ShardedClient(Follower):
         super().__init__(Ledger(store, run), name, patience_s)
         self._save = save
         self._scratch = scratch.absolute() / name
-        self._launch = launch or _launch_of_torchrun()
+        if not launch:
+            raise ConfigurationError(
+                "launch is missing: give the same text to all members of one launch of the job, and another one after "
+                "each restart, such as a random text that rank 0 broadcasts; torchrun's count of restarts is not one, "
+                "since it differs between its agents"
+            )
+        self._launch = launch
         self._keep_steps = keep_steps
         self._skip_upload = skip_upload
         self._takeover_s = takeover_s
@@ -381,13 +386,3 @@ def _check_same(copy: Path, first: Path, sha256: str, stop: Stop) -> None:
             digest.update(piece)
     if digest.hexdigest() != sha256:
         raise UsageError(f"two members saved different files under one name: {first} and {copy}; give each its own")
-
-
-def _launch_of_torchrun() -> str:
-    run, restarts = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if restarts is None:
-        raise ConfigurationError(
-            "launch is missing: give the same text to all members of one launch of the job, and another one after each "
-            "restart; under torchrun it is known"
-        )
-    return f"{run}:{restarts}"

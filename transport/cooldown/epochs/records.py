@@ -162,7 +162,7 @@ def decode(data: bytes, kind: type[R]) -> R:
     """Decode a stored record. Raises StoreUnsuitableError for anything else."""
     try:
         record = msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise StoreUnsuitableError(f"invalid {kind.__name__} in the store: {error}") from error
     if isinstance(record, EpochRecord) and record.layout not in (LAYOUT, SHARDED_LAYOUT):
         raise StoreUnsuitableError(

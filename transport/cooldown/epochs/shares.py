@@ -126,7 +126,7 @@ def set_name(shares: Iterable[Share]) -> str:
 
 
 def composed(record: EpochRecord, shares: Sequence[Share], saved: Mapping[str, Saved]) -> Manifest:
-    """The one manifest of a complete set; the same for the same shares, whoever makes it.
+    """The one manifest of a complete set; the same for the same shares, in whichever process it is made.
 
     Raises NameConflict: two different files have one name, or the shares have not exactly the files that were saved.
     """
