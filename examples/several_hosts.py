@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import socket
 import subprocess
 import sys
 
@@ -32,7 +31,7 @@ def play(number: int, port: int, episodes: int, drain_s: float, leave_s: float) 
     server = ServerOptions(ports=[port])
     # SIGTERM, which schedulers send some time before SIGKILL, only sets `stopped`
     with until_stopped() as stopped, Rollout(SCHEMA, slots=64, server=server, drain_s=drain_s) as rollout:
-        print(f"rollout {number} serves at port {port}", flush=True)
+        print(f"rollout {number} serves at port {rollout.ports[0]}", flush=True)
         for episode in range(episodes):
             length = int(rng.integers(1, 4097))
             payload = {"tokens": np.full(length, episode, np.int32), "log_probabilities": np.zeros(length, np.float32)}
@@ -80,23 +79,22 @@ def train(servers: str, rollouts: int, episodes: int) -> None:
 
 
 def here() -> None:
-    """Two rollouts and a trainer on this host, as three programs."""
-    ports = []
-    for _ in range(2):
-        with socket.socket() as any_free:
-            any_free.bind(("127.0.0.1", 0))
-            ports.append(any_free.getsockname()[1])
+    """Two rollouts and a trainer on this host, as three programs. Each rollout prints the free port it listens on."""
     program = [sys.executable, __file__]
     rollouts = [
-        subprocess.Popen([*program, "rollout", f"--number={number}", f"--port={port}", "--episodes=20"])
-        for number, port in enumerate(ports)
+        subprocess.Popen(
+            [*program, "rollout", f"--number={number}", "--port=0", "--episodes=20"], stdout=subprocess.PIPE, text=True
+        )
+        for number in range(2)
     ]
     try:
+        ports = [rollout.stdout.readline().split()[-1] for rollout in rollouts if rollout.stdout is not None]
         train(",".join(f"127.0.0.1:{port}" for port in ports), rollouts=2, episodes=20)
     finally:
         for rollout in rollouts:
             rollout.terminate()  # where it still plays
-        statuses = [rollout.wait(60) for rollout in rollouts]
+            rollout.communicate(timeout=60)
+        statuses = [rollout.returncode for rollout in rollouts]
     assert all(status in (0, -signal.SIGTERM) for status in statuses), statuses
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import os
+import random
 import shutil
 import signal
 import socket
@@ -32,15 +34,22 @@ def _die_with_parent() -> None:
     _libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test run that is aborted leaves no server
 
 
+def _port() -> int:
+    """A free port that no outgoing connection gets while the server is down: the kernel takes theirs from 32768 on."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(10_000, 32_768)))
+            port: int = probe.getsockname()[1]
+            return port
+
+
 class RedisServer:
     """A server whose every answered write is in its append-only file."""
 
     def __init__(self, directory: Path, *options: str) -> None:
         self.directory = directory
         self.options = options
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = _port()
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -66,6 +75,7 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=_die_with_parent,
+            start_new_session=True,
         )
         never = Retry(NoBackoff(), 0)  # the package's own pauses are long
         with redis.Redis(host="127.0.0.1", port=self.port, retry=never) as client:
@@ -80,9 +90,9 @@ class RedisServer:
                 return
 
     def kill(self) -> None:
-        """SIGKILL, as a crash."""
+        """SIGKILL, as a crash; the child that rewrites the append-only file goes, too."""
         if self.process is not None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
             self.process = None
 

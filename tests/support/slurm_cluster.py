@@ -92,6 +92,11 @@ class Cluster:
         )
         return state
 
+    def states(self) -> list[str]:
+        """The nodes' states; empty while the controller does not answer."""
+        done = subprocess.run(("sinfo", "-hNo", "%T"), env=self.environment, capture_output=True, text=True, timeout=60)
+        return done.stdout.split() if done.returncode == 0 else []
+
     def logs(self) -> str:
         return "\n".join(f"{log.name}:\n{log.read_text()[-1500:]}" for log in sorted(self._folder.glob("*.log")))
 
@@ -103,7 +108,7 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
     bridge = f"trb{number}"
     host = os.uname().nodename.split(".")[0]
     config = folder / "slurm.conf"
-    ports = {"port": 30_000 + number, "port_of_nodes": 40_000 + number}
+    ports = {"port": 12_000 + number, "port_of_nodes": 22_000 + number}  # below those of outgoing connections
     nodes = "".join(f"NodeName={name} NodeAddr={at} NodeHostname={name} CPUs=1\n" for name, at in NODES.items())
     text = _CONFIG.format(host=host, controller=CONTROLLER, folder=folder, names=",".join(NODES), **ports)
     config.write_text(text.replace("PartitionName", f"{nodes}PartitionName"))
@@ -135,8 +140,7 @@ def slurm_cluster(folder: Path) -> Iterator[Cluster]:
             words = [name, str(hosts), str(identity), str(config)]
             _daemon(stack, ["ip", "netns", "exec", space, *within, *words], cluster)
         try:
-            idle = "idle " * len(NODES)
-            eventually(lambda: cluster.run("sinfo", "-hNo", "%T").replace("\n", " ") == idle, "both nodes are idle")
+            eventually(lambda: cluster.states() == ["idle"] * len(NODES), "both nodes are idle")
         except AssertionError:
             raise AssertionError(cluster.logs()) from None
         yield cluster

@@ -359,6 +359,11 @@ class UCXXRolloutMixin(WithBlock):
         return self.ring.statistics()
 
     @property
+    def ports(self) -> tuple[int, ...]:
+        """The ports that this worker's listeners have, those chosen for a 0, too. Empty before setup, after cleanup."""
+        return () if self._ucxx_server is None else tuple(self._ucxx_server.ports)
+
+    @property
     def metrics_port(self) -> int | None:
         """Port of this worker's metrics; None: ``metrics_port`` is not configured."""
         return None if self._ucxx_exporter is None else self._ucxx_exporter.port
