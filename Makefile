@@ -151,11 +151,11 @@ adapters-environment: build/adapters/installed ## make that environment, and che
 # With GPU_PYTHON=… that interpreter and its packages are used, and nothing is fetched.
 ifdef GPU_PYTHON
 gpu: ## with a CUDA device: build, check and time everything in one go; a table last
-	@$(GPU_PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
+	@$(GPU_PYTHON) benchmarks/gpu $(GPU_OPTIONS)
 else
 gpu: $(VENV)/installed
 	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(WAITING) $(CUPY) 60 $(PIP_INSTALL) $(CUPY)
-	@$(BIN)/python benchmarks/gpu.py $(GPU_OPTIONS)
+	@$(BIN)/python benchmarks/gpu $(GPU_OPTIONS)
 endif
 
 # For a machine with a device and without a network: what its interpreter lacks, to be taken there with this folder.

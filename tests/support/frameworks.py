@@ -29,6 +29,8 @@ STARTS_RAY = (
     "tests/adapters/transferqueue/test_run.py",
 )
 
+_MARKED = re.compile(r"mark\.(adapters|gpu)\b")
+
 # What is skipped in the environment of `make adapters` too: a pattern of the reason, and why it is not run.
 ALLOWED = {
     r"no CUDA device": "the environment has no device; make gpu runs them where there is one",
@@ -62,9 +64,16 @@ class Frameworks:
 
     def __init__(self, config: pytest.Config) -> None:
         self._all = bool(config.getoption("--frameworks"))
+        self._again = bool(config.getoption("lf", False))  # only what failed before
         self._run: dict[str, int] = defaultdict(int)
         self._skipped: dict[tuple[str, str], list[str]] = defaultdict(list)
         self._wrong: list[str] = []
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """A file without such tests may import what only `make pytest` has."""
+        if not self._all or collection_path.suffix != ".py" or _of_file(collection_path):
+            return None
+        return True if not _MARKED.search(collection_path.read_text(encoding="utf-8")) else None
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         chosen, others = [], []
@@ -116,7 +125,7 @@ class Frameworks:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workerinput"):
             return  # the controller judges
-        if self._all:
+        if self._all and not self._again:
             self._wrong += [f"no test of {name} ran" for name in INSTALLED if not self._run[name]]
         if self._wrong and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED

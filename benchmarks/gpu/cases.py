@@ -1,108 +1,20 @@
-"""With a CUDA device: install and build what is missing, check, time; a short table last. `make gpu` runs it.
-
-    python benchmarks/gpu.py [--json PATH] [--skip-tests] [--sizes 1048576,16777216,268435456]
-
-Nothing is fetched: what this interpreter lacks comes out of build/wheels, where `make gpu-wheels` puts it.
-
-The checks are the tests marked ``gpu``. The rows: each size over each way, GB/s of the median; the floor of anything
-that copies is cudaMemcpyAsync from and to pinned memory, measured in the same run. Bytes are compared once per row.
-A payload's checksum is made while it is written (always) and compared on arrival over tcp and shm (staged).
-"""
+"""What is measured. Each method of `Bench` adds one row, or a few."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import importlib.util
-import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-WHEELS = ROOT / "build" / "wheels"
-BUILT = ROOT / "build" / "gpu"
-NEEDED = (
-    "numpy",
-    "msgspec",
-    "uvloop",
-    "ml_dtypes",
-    "typer",
-    "ucxx",
-    "libucx",
-    "pytest",
-    "pytest_timeout",
-    "hypothesis",
-)
-SIZES = (1 << 20, 16 << 20, 256 << 20)
-SLOTS = 3
+from sizes import LARGEST, SLOTS
+from writer import writer
+
 MANY = 64  # small tensors of one payload
 SMALL = 16 << 10
-WEIGHTS = 1 << 30
 
 
-# --- build and check ------------------------------------------------------------------------------------------------
-def lacking(inherited: dict[str, str], modules: tuple[str, ...]) -> list[str]:
-    """Of these modules, those that a Python with this environment cannot find."""
-    look = "import importlib.util as u, sys; print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
-    done = subprocess.run([sys.executable, "-P", "-c", look, *modules], env=inherited, capture_output=True, text=True)
-    return done.stdout.split()
-
-
-def environment() -> dict[str, str]:
-    """What a Python needs to import the package: nothing where it is installed, else wheels and a build beside it."""
-    inherited = {**os.environ, "PYTHONSAFEPATH": "1"}
-    modules = (*NEEDED, "transport")
-    if not lacking(inherited, modules):
-        return inherited
-    inherited["PYTHONPATH"] = os.pathsep.join([str(BUILT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    install = [sys.executable, "-P", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
-    install += ["--no-deps", "--upgrade", "--target", str(BUILT)]
-    wheels = sorted(map(str, WHEELS.glob("*.whl")))
-    if wheels and lacking(inherited, NEEDED):
-        print(f"installing {len(wheels)} wheels into {BUILT} …", flush=True)
-        subprocess.run([*install, *wheels], check=True, env=inherited)
-    if missing := lacking(inherited, NEEDED):
-        raise SystemExit(
-            f"missing: {', '.join(missing)}; put wheels of them into {WHEELS} (make gpu-wheels begins that)"
-        )
-    print(f"building into {BUILT} …", flush=True)
-    subprocess.run([*install, "--no-build-isolation", str(ROOT)], check=True, env=inherited)
-    return inherited
-
-
-def check(inherited: dict[str, str]) -> tuple[str, int]:
-    """Run the tests: the last line that they print, and their exit status."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        *map(str, sorted((ROOT / "tests").glob("test_gpu*.py"))),
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, env=inherited, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    last = ""
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        last = line.strip() or last
-    return last, process.wait()
-
-
-# --- what is measured -----------------------------------------------------------------------------------------------
 def repeats(size: int) -> int:
     """How often a row is timed."""
     return max(5, min(50, (1 << 30) // size))
@@ -135,9 +47,9 @@ class Bench:
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream.use()
         self.rows: list[dict[str, Any]] = []
-        self.expected = np.random.default_rng(0).integers(0, 256, max(SIZES), np.uint8)
+        self.expected = np.random.default_rng(0).integers(0, 256, LARGEST, np.uint8)
         self.source = cupy.asarray(self.expected)
-        self.out = cupy.zeros(max(SIZES), np.uint8)
+        self.out = cupy.zeros(LARGEST, np.uint8)
         self.stream.synchronize()
 
     def add(self, way: str, size: int, gb_per_s: float, **more: Any) -> None:
@@ -337,138 +249,3 @@ class Bench:
         with SharedRingBuffer.create(slots=1, slot_bytes=4096) as ring, UCXXServer(ring, log_level="ERROR") as server:
             lanes = run(look(server.ports[0]))
             return {"ucx": lanes, "listener_device_bytes": before - free()[0]}
-
-
-@contextmanager
-def writer(size: int, count: int) -> Iterator[Any]:
-    """A process that writes ``count`` payloads from device memory as fast as they are taken; the lines are tickets."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--write", f"{size},{count}"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    try:
-        yield process.stdout
-    finally:
-        process.communicate()
-
-
-def write(size: int, count: int) -> None:
-    """The writer's process."""
-    import cupy
-    import numpy as np
-
-    from transport import SharedRingBuffer, UCXXServer
-
-    source = cupy.asarray(np.random.default_rng(0).integers(0, 256, max(SIZES), np.uint8))[:size]
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=size) as ring, UCXXServer(ring, log_level="ERROR"):
-        for _ in range(count):
-            print(ring.write({"x": source}, timeout_s=60).to_text(), flush=True)
-        sys.stdin.read()  # until the reader has everything
-
-
-def versions() -> dict[str, str]:
-    """What ran."""
-    import cupy
-    import numpy as np
-
-    from transport.wire import library
-
-    runtime = cupy.cuda.runtime
-    found = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "device": runtime.getDeviceProperties(0)["name"].decode(),
-        "driver CUDA": str(runtime.driverGetVersion()),
-        "runtime CUDA": str(runtime.runtimeGetVersion()),
-        "CuPy": cupy.__version__,
-        "numpy": np.__version__,
-        "UCX": library.version(),
-        "Python": platform.python_version(),
-        "kernel": platform.release(),
-        "cores": str(os.cpu_count()),
-    }
-    smi = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    )
-    found["driver"] = smi.stdout.strip()
-    for name in ("torch", "ucxx"):
-        if importlib.util.find_spec(name):
-            found[name] = str(__import__(name).__version__)
-    return found
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Ways down, sizes across."""
-    sizes = sorted({row["size_bytes"] for row in rows})
-    lines = ["| GB/s | " + " | ".join(f"{size >> 20} MiB" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
-    for way in dict.fromkeys(row["way"] for row in rows):
-        found = {row["size_bytes"]: row["gb_per_s"] for row in rows if row["way"] == way}
-        lines.append(f"| {way} | " + " | ".join(f"{found[size]:.2f}" if size in found else "" for size in sizes) + " |")
-    return "\n".join(lines)
-
-
-def measure(sizes: list[int]) -> tuple[Bench, dict[str, Any]]:
-    """All rows."""
-    bench = Bench()
-    memory = bench.context_memory()
-    for size in sizes:
-        bench.plain(size)
-        for registered in (True, False):
-            bench.write(size, registered=registered)
-        bench.read(size, "mapped", "staged")
-        bench.read(size, "mapped", "staged", registered=False)
-        for wire in ("tcp", "shm"):
-            for receive in ("host", "staged", "direct"):
-                for verify in (True, False):
-                    bench.read(size, wire, receive, verify=verify)
-        for wire in ("mapped", "shm", "tcp"):
-            bench.stream_of_payloads(size, wire)
-        for memory in ("host", "pinned", "cupy"):
-            bench.batches(size, memory)
-    bench.write_many()
-    bench.weights(WEIGHTS)
-    return bench, memory
-
-
-def main() -> int:
-    """Build, check, time, print."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--json", metavar="PATH", help="write versions and rows here")
-    options.add_argument("--sizes", default=",".join(map(str, SIZES)))
-    options.add_argument("--skip-tests", action="store_true", help="time only")
-    options.add_argument("--write", help=argparse.SUPPRESS)
-    options.add_argument("--measure", help=argparse.SUPPRESS)
-    chosen = options.parse_args()
-    if chosen.write:
-        write(*map(int, chosen.write.split(",")))
-        return 0
-    if chosen.measure is not None:
-        bench, memory = measure([int(size) for size in chosen.sizes.split(",")])
-        print()
-        print(" · ".join(f"{name} {value}" for name, value in versions().items()))
-        print(f"a connection's transports: {', '.join(memory['ucx'])}")
-        print(f"device memory that a listener takes: {memory['listener_device_bytes'] / 1e6:.1f} MB")
-        print(chosen.measure)
-        print()
-        print(table(bench.rows))
-        if chosen.json:
-            found = {"versions": versions(), "memory": memory, "tests": chosen.measure, "rows": bench.rows}
-            Path(chosen.json).write_text(json.dumps(found, indent=2))
-        return 0
-    inherited = environment()
-    probe = "import cupy; cupy.cuda.runtime.getDeviceCount() or exit('no CUDA device')"
-    if (
-        probed := subprocess.run([sys.executable, "-P", "-c", probe], env=inherited, capture_output=True, text=True)
-    ).returncode:
-        print(f"nothing to do here: {(probed.stderr.strip() or 'no CUDA device').splitlines()[-1]}", file=sys.stderr)
-        return 2
-    outcome, failed = ("left out", 0) if chosen.skip_tests else check(inherited)
-    again = [sys.executable, __file__, "--sizes", chosen.sizes, "--measure", f"checks: {outcome}"]
-    done = subprocess.run([*again, *(["--json", chosen.json] if chosen.json else [])], env=inherited)
-    return failed or done.returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())
