@@ -32,7 +32,7 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
-from transport.queue.demands import Brought
+from transport.queue.demands import Brought, Place
 from transport.queue.found_elsewhere import FoundElsewhere
 from transport.queue.found_here import FoundHere
 from transport.queue.looks import depth_of, failures_of, known_of, unfinished_of
@@ -305,6 +305,12 @@ class FoundRings(TicketQueue):
         """See `TicketQueue.unfinished`, of the rings on this host."""
         self._check_open()
         return unfinished_of(self._here.seen(), n)
+
+    def not_counted(self) -> dict[str, Place]:
+        """The rings, by id, whose hosts alone know their depth and failures: they cannot be seen from here."""
+        self._check_open()
+        seen = {ring.ring_id for ring in self._here.seen()}
+        return {ring: place for ring, place in self.places.served(seen).items() if ring not in seen}
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
