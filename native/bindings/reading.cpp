@@ -77,7 +77,7 @@ class Records {
   std::size_t count_ = 0;
 };
 
-// Begins an operation that is to tell `token`; one that is refused before it has begun tells nobody.
+// Begins an operation that is to tell `token`; one that is refused before it has begun does not tell it.
 template <typename Begin>
 std::uint32_t begun(nb::handle token, Begin&& begin) {
   void* const owned = own(token);

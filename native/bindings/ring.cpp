@@ -36,8 +36,8 @@ nb::object payload(const Ring& ring, std::uint64_t slot) {
   return nb::steal(PyMemoryView_FromObject(area.ptr()));
 }
 
-// Memory of a slot that somebody writes or reads, for as long as anything looks into it. Closing the ring leaves the
-// slot to it. One that nobody ended gives the slot back when it goes: unpublished, or for another attempt.
+// Memory of a slot that is being written or read, for as long as anything looks into it. Closing the ring leaves the
+// slot to it. One that was not ended gives the slot back when it goes: unpublished, or for another attempt.
 class Loan {
  public:
   Loan(nb::handle_t<Ring> ring, std::uint64_t slot, std::uint64_t generation)

@@ -108,13 +108,13 @@ bool Ring::finish(const ClaimId& claim, bool keep_pin, bool arrived, int taker) 
   require_rank(claim.rank);
   const std::lock_guard hold(stripe(claim.slot));
   if (!resolve_lapsed(claim)) return false;
-  std::atomic<std::uint64_t>* const note = taker < 0 ? nullptr : note_finish(taker, claim);
+  std::atomic<std::uint64_t>* const note = taker < 0 ? nullptr : note_finish(taker, claim, Asking::finish);
   if (taker >= 0 && note == nullptr) {  // its consumer has asked already, and was told that it is refused
     row().count(Counter::late_finalises);
     give_back_held(claim, 0);
     return false;
   }
-  // With a note the pin goes when it is decided: until then nobody can take the slot anew.
+  // With a note the pin goes when it is decided: until then the slot cannot be taken anew.
   const bool one_swap = own_pins_[claim.slot] == 1 && !keep_pin && note == nullptr;
   const Change changed = change(control(claim.slot).word, [&](Word old) {
     return one_swap ? slot_word::mark_consumed(old, claim.generation, static_cast<unsigned>(me_), claim.rank)
@@ -147,6 +147,14 @@ bool Ring::renew(const ClaimId& claim) {
   if (hold_of(claim) != Hold::held) return false;
   claims(claim.slot).not_before_ns[claim.rank].store(monotonic_ns(), std::memory_order_release);
   return true;
+}
+
+bool Ring::note_used(int taker, unsigned rank, std::uint32_t number) {
+  require_owner();
+  require_rank(rank);
+  std::atomic<std::uint64_t>* const note = note_finish(taker, {0, number, rank, 0}, Asking::used);
+  if (note != nullptr) decide(*note, true);
+  return note != nullptr;
 }
 
 void Ring::trained(unsigned rank, std::uint64_t deliveries) {
@@ -225,23 +233,30 @@ bool Ring::give_back_held(const ClaimId& claim, std::uint64_t delay_ns, bool in_
   return true;
 }
 
-bool Ring::end(const ClaimId& claim, Ended how, std::string_view reason, std::string_view consumer) {
+bool Ring::end(const ClaimId& claim, Ended how, std::string_view reason, std::string_view consumer, int taker) {
   require_owner();
   require_slot(claim.slot);
   require_rank(claim.rank);
   const std::lock_guard hold(stripe(claim.slot));
   if (!resolve_lapsed(claim)) return false;
+  std::atomic<std::uint64_t>* const note = taker < 0 ? nullptr : note_finish(taker, claim, Asking::end);
+  if (taker >= 0 && note == nullptr) {  // as in `finish`
+    row().count(Counter::late_finalises);
+    give_back_held(claim, 0);
+    return false;
+  }
   const std::uint64_t sequence = control(claim.slot).sequence.load(std::memory_order_acquire);
-  if (!end_held(claim.slot, claim.generation, claim.rank, how, false)) return false;
+  if (!end_held(claim.slot, claim.generation, claim.rank, how, false, note)) return false;
   if (how == Ended::dead) tally(claim.rank, Tally::retried);  // given back for the last time
   log_failure(claim, sequence, how, reason, consumer);
   return true;
 }
 
 // The rank, or with `whole` the payload, will not be read any more. The pin of the claim goes.
-bool Ring::end_held(std::uint64_t slot, std::uint64_t generation, unsigned rank, Ended how, bool whole) {
+bool Ring::end_held(std::uint64_t slot, std::uint64_t generation, unsigned rank, Ended how, bool whole,
+                    std::atomic<std::uint64_t>* note) {
   std::uint32_t& mine = own_pins_[slot];
-  const bool one_swap = mine == 1 && !whole;
+  const bool one_swap = mine == 1 && !whole && note == nullptr;  // see `finish`
   const Change changed = change(control(slot).word, [&](Word old) {
     return one_swap ? slot_word::mark_consumed(old, generation, static_cast<unsigned>(me_), rank)
            : whole  ? slot_word::discard(old, generation)
@@ -257,6 +272,7 @@ bool Ring::end_held(std::uint64_t slot, std::uint64_t generation, unsigned rank,
         tally(other, how == Ended::dead ? Tally::dead : how == Ended::lost ? Tally::lost : Tally::discarded);
     if (how == Ended::aged) tally(rank, Tally::aged);
   }
+  if (note != nullptr) decide(*note, static_cast<bool>(changed));
   if (!changed || !one_swap) {
     drop_pin(slot, generation);
     return static_cast<bool>(changed);

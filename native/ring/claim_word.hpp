@@ -7,7 +7,7 @@
 //   ----------  -------------------  ------------------------  --------------------------------------------------
 //   claim       none                 me, attempts + 1          an owner whose pin stands in the slot's word
 //   hold        none                 me                        the same; to end the delivery, which is no attempt
-//   drop        holder               none                      who may clear the holder's pin, before clearing it
+//   drop        holder               none                      the process that clears the holder's pin, before it
 //   lapse       holder               none                      any owner, of a claim that is held for too long
 //   (publish)   anything             none, 0                   the writer, before the slot is READY
 //
@@ -41,7 +41,7 @@ struct ClaimWord {
   constexpr bool held() const { return holder() != 0; }
   constexpr bool held_by(unsigned owner) const { return holder() == owner + 1; }
 
-  // Who gave it back for the last time that can be counted still holds the last number; the next one has it, too.
+  // The holder that gave it back for the last time that can be counted has the last number; the next holder has it, too.
   constexpr ClaimWord claimed(unsigned me) const { return of(std::min(attempts() + 1, kMostAttempts), me + 1); }
   constexpr ClaimWord ended_by(unsigned me) const { return of(attempts(), me + 1); }
   constexpr ClaimWord dropped() const { return of(attempts(), 0); }

@@ -51,14 +51,14 @@ void Ring::close_taker(int index) {
 }
 
 // Under the slot's stripe, by the one thread that serves the connection. Null: it is revoked.
-std::atomic<std::uint64_t>* Ring::note_finish(int index, const ClaimId& claim) {
+std::atomic<std::uint64_t>* Ring::note_finish(int index, const ClaimId& claim, Asking asking) {
   TakerEntry& entry = taker(static_cast<unsigned>(index));
   const std::uint64_t number = entry.next.load(std::memory_order_relaxed);
   entry.next.store(number + 1, std::memory_order_relaxed);
   entry.used_ns.store(monotonic_ns(), std::memory_order_relaxed);
   std::atomic<std::uint64_t>& note = entry.notes[number % kFinishesKept];
-  const FinishNote undecided =
-      FinishNote::of(claim.slot, claim.generation, claim.rank, claim.attempts, Outcome::undecided);
+  const unsigned attempts = claim.attempts | static_cast<unsigned>(asking) << FinishNote::kAskingShift;
+  const FinishNote undecided = FinishNote::of(claim.slot, claim.generation, claim.rank, attempts, Outcome::undecided);
   note.store(undecided.bits, std::memory_order_seq_cst);  // SYNC V
   FAULT_POINT("outcome.noted");
   if (entry.revoked.load(std::memory_order_seq_cst) == 0) return &note;  // SYNC V
@@ -85,7 +85,7 @@ void Ring::decide_all(unsigned owner) {
     for (auto& note : entry.notes) {
       const FinishNote seen{note.load(std::memory_order_acquire)};
       if (seen.outcome() == Outcome::undecided && seen.slot() < segment_.identity.slot_count)
-        decide(note, consumed_under(seen, owner));
+        decide(note, seen.asking() == Asking::used || consumed_under(seen, owner));  // counting follows its note
     }
     entry.state.compare_exchange_strong(state, TakerEntry::in(state, TakerEntry::over), std::memory_order_acq_rel);
   }
@@ -103,7 +103,8 @@ bool Ring::consumed_under(FinishNote note, unsigned owner) const {
 
 Outcome Ring::outcome(std::uint64_t token, const ClaimId& claim) {
   require_open();
-  if (claim.slot >= segment_.identity.slot_count || claim.rank >= kMaxReaders) return Outcome::unknown;
+  if (claim.slot >= segment_.identity.slot_count || claim.rank >= kMaxReaders || claim.attempts >> 13 != 0)
+    return Outcome::unknown;
   const FinishNote asked = FinishNote::of(claim.slot, claim.generation, claim.rank, claim.attempts, Outcome::unknown);
   for (unsigned index = 0; index < kTakers; ++index) {
     TakerEntry& entry = taker(index);

@@ -1,5 +1,5 @@
 // What became of the claims that remote consumers finished: so that one whose connection broke between its FINISH and
-// the answer can still find out, from any port of the ring, also when the listener was killed.
+// the answer can still find out, from any port of the ring, also when the listener was killed. The same of END and USED.
 //
 // An entry belongs to one connection, which is named by its token, and has its last finishes, one word each. A client
 // leaves at most kFinishesKept of them unanswered, so what it may ask about has not been written over.
@@ -7,11 +7,11 @@
 //   entry    EMPTY ──▶ BUILDING ──▶ LIVE ──connection over, or owner dead──▶ OVER ──▶ BUILDING, for another connection
 //   finish   noted undecided ──▶ the rank's done bit, the pin stays ──▶ noted accepted or refused ──▶ the pin goes
 //
-// An owner that dies leaves undecided ones, and its pins. Who has proven it dead decides them before it clears a pin:
+// An owner that dies leaves undecided ones, and its pins. A reclaimer decides them before it clears a pin:
 // until then the generation stays, and the slot's word says whether the rank was consumed.
-// Who asks revokes the entry first: a FINISH that is still on its way is refused, so that the answer stays true.
+// A question revokes the entry first: a FINISH that is still on its way is refused, so that the answer stays true.
 // SYNC V: note then look at `revoked`, and revoke then look at the notes, all sequentially consistent. Either the
-// finisher sees that it is revoked, or who asks sees the note, and waits until it is decided.
+// finisher sees that it is revoked, or the asking process sees the note, and waits until it is decided.
 #pragma once
 
 #include <array>
@@ -25,30 +25,41 @@ namespace transport {
 
 enum class Outcome : std::uint8_t { unknown = 0, undecided = 1, accepted = 2, refused = 3 };
 
-//    63  62       40 39       16 15   12 11      0
-//   | outcome 2 | generation 22 | slot 24 | rank 4 | 0 | attempts 11 |
+// What was asked for. A question about one is never answered with another.
+enum class Asking : std::uint8_t { finish = 0, end = 1, used = 2 };
+
+//    63  62       41 40       17 16   13 12    11 10       0
+//   | outcome 2 | generation 21 | slot 24 | rank 4 | asking 2 | attempts 11 |
+//
+// A USED has its number in the place of the generation, slot 0 and no attempts. OUTCOME asks with the lower 13 bits as
+// attempts.
 struct FinishNote {
-  static constexpr std::uint64_t kGeneration = (std::uint64_t{1} << 22) - 1;
+  static constexpr std::uint64_t kGeneration = (std::uint64_t{1} << 21) - 1;
+  static constexpr unsigned kAskingShift = 11;
 
   std::uint64_t bits = 0;
 
-  // The generation's lower bits: a slot is not taken four million times while a connection has 256 finishes.
+  // The generation's lower bits: a slot is not taken two million times while a connection has 256 finishes.
   static constexpr FinishNote of(std::uint64_t slot, std::uint64_t generation, unsigned rank, unsigned attempts,
                                  Outcome outcome) {
-    return {std::uint64_t{static_cast<std::uint8_t>(outcome)} << 62 | (generation & kGeneration) << 40 | slot << 16 |
-            std::uint64_t{rank} << 12 | attempts};
+    return {std::uint64_t{static_cast<std::uint8_t>(outcome)} << 62 | (generation & kGeneration) << 41 | slot << 17 |
+            std::uint64_t{rank} << 13 | attempts};
   }
   constexpr Outcome outcome() const { return static_cast<Outcome>(bits >> 62); }
-  constexpr std::uint64_t generation() const { return bits >> 40 & kGeneration; }
-  constexpr std::uint64_t slot() const { return bits >> 16 & 0xFFFFFF; }
-  constexpr unsigned rank() const { return bits >> 12 & 0xF; }
-  constexpr unsigned attempts() const { return bits & 0xFFF; }
+  constexpr std::uint64_t generation() const { return bits >> 41 & kGeneration; }
+  constexpr std::uint64_t slot() const { return bits >> 17 & 0xFFFFFF; }
+  constexpr unsigned rank() const { return bits >> 13 & 0xF; }
+  constexpr Asking asking() const { return static_cast<Asking>(bits >> kAskingShift & 3); }
+  constexpr unsigned attempts() const { return bits & ((1u << kAskingShift) - 1); }
   constexpr FinishNote decided(bool accepted) const {
-    return of(slot(), generation(), rank(), attempts(), accepted ? Outcome::accepted : Outcome::refused);
+    constexpr std::uint64_t kRest = ~std::uint64_t{0} >> 2;
+    return {std::uint64_t{static_cast<std::uint8_t>(accepted ? Outcome::accepted : Outcome::refused)} << 62 |
+            (bits & kRest)};
   }
   constexpr bool same_claim(FinishNote other) const { return (bits ^ other.bits) << 2 == 0; }
 };
-static_assert(kMaxReaders <= 1u << 4 && ClaimWord::kMostAttempts < 1u << 12, "rank and attempts have room");
+static_assert(kMaxReaders <= 1u << 4 && ClaimWord::kMostAttempts < 1u << FinishNote::kAskingShift,
+              "rank and attempts have room");
 
 inline constexpr std::size_t kTakers = 128;        // connections of all listeners of a ring, together
 inline constexpr std::size_t kFinishesKept = 256;  // of each

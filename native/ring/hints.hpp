@@ -1,8 +1,8 @@
 // One bit per slot, and above it one bit per 64 of them that is set where any is. Only the slot words are the truth: a
-// bit may be set for a slot that is not what it promises (whoever takes it notices), and may be missing for one that
+// bit may be set for a slot that is not what it promises (its taker notices), and may be missing for one that
 // is, after a crash (offer it again).
 //
-// SYNC H, SYNC R: the words change before the bit is set, and who finds or takes the bit looks at the words afterwards;
+// SYNC H, SYNC R: the words change before the bit is set, and the taker of the bit reads the words afterwards;
 // both change the same leaf with read-modify-writes that acquire and release. A bit that is set again while it is taken
 // stays.
 // SYNC T: lowering the upper bit and then looking at the leaf again is sequentially consistent with filling the leaf and
@@ -85,7 +85,7 @@ class Hints {
   Bits* tops_ = nullptr;
 };
 
-// Where a free slot may be. Whoever takes one takes its bit. The lowest slot is handed out first: the memory used last
+// Where a free slot may be. The taker of a slot takes its bit. The lowest slot is handed out first: the memory used last
 // is the memory still in the caches.
 class FreeHints : public Hints {
  public:

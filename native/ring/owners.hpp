@@ -1,4 +1,4 @@
-// Who is alive: kernel locks on bytes far beyond the end of the segment's file.
+// Which owners are alive: kernel locks on bytes far beyond the end of the segment's file.
 //
 // They are open-file-description locks: the kernel drops them with the last descriptor and mapping of
 // the description, so whenever its process ends, in whatever way; pids and their namespaces play no part. Two

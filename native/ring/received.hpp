@@ -1,6 +1,6 @@
 // Payloads in a process's own memory, in few large pieces, such as the answer to a TAKE: for batches.
 //
-// Says nothing about claims: who received the payloads ends them. While a batch is gathered or verified, which takes
+// Says nothing about claims: the receiver of the payloads ends them. While a batch is gathered or verified, which takes
 // long and needs no lock of the caller's, every other use that changes it or depends on its order is refused.
 #pragma once
 

@@ -164,17 +164,20 @@ class Ring {
   void lose(unsigned rank, std::uint64_t deliveries, std::string_view consumer);
   // So many that are counted as lost were used after all: their consumer had only lost its connection.
   void found(unsigned rank, std::uint64_t deliveries);
-  // To be claimed again, by anybody, after the delay. False: it was not held.
+  // Any consumer may claim it again after the delay. False: it was not held.
   // `in_vain`: its holder ended or was silent for too long, which counts as a claim that expired.
   bool give_back(const ClaimId& claim, std::uint64_t delay_ns = 0, bool in_vain = false);
   // The delivery ends untrained and is logged. False: it was not held, or had been consumed; no pin stays.
-  bool end(const ClaimId& claim, Ended how, std::string_view reason, std::string_view consumer = {});
+  bool end(const ClaimId& claim, Ended how, std::string_view reason, std::string_view consumer = {}, int taker = -1);
   bool holds(const ClaimId& claim) const;
   // As if it had just been claimed. False: it is not held.
   bool renew(const ClaimId& claim);
   // --- consumers over the network (finishes.hpp) ---
   int open_taker(std::uint64_t token);  // -1: as many connections as have room take from this ring already
   void close_taker(int index);
+  // A USED of a connection, which has this number, is noted, and then counted by the caller. False: it was asked about,
+  // and is not counted any more.
+  bool note_used(int taker, unsigned rank, std::uint32_t number);
   // What became of a claim that the connection had finished when it broke. Nothing more is accepted of it afterwards.
   Outcome outcome(std::uint64_t token, const ClaimId& claim);
   // CLOCK_MONOTONIC when the earliest delay ends that the last look for this rank came upon; the largest number: none.
@@ -241,13 +244,14 @@ class Ring {
                    std::string_view consumer);
   enum class Try { claimed, gone, ended, too_large };
   Try try_claim(std::uint64_t slot, std::uint64_t generation, const Asked& asked, std::uint64_t room, Claimed& claimed);
-  bool end_held(std::uint64_t slot, std::uint64_t generation, unsigned rank, Ended how, bool whole);
+  bool end_held(std::uint64_t slot, std::uint64_t generation, unsigned rank, Ended how, bool whole,
+                std::atomic<std::uint64_t>* note = nullptr);
   enum class Hold { none, lapsed, held };
   Hold hold_of(const ClaimId& claim) const;
   bool resolve_lapsed(const ClaimId& claim);
   bool give_back_held(const ClaimId& claim, std::uint64_t delay_ns, bool in_vain = false);
   TakerEntry& taker(unsigned index) const;
-  std::atomic<std::uint64_t>* note_finish(int index, const ClaimId& claim);
+  std::atomic<std::uint64_t>* note_finish(int index, const ClaimId& claim, Asking asking);
   static void decide(std::atomic<std::uint64_t>& note, bool accepted);
   void decide_all(unsigned owner);
   bool consumed_under(FinishNote note, unsigned owner) const;

@@ -31,7 +31,7 @@
 namespace transport {
 
 inline constexpr std::uint64_t kMagic = 0x474E49522D505458;  // "XTP-RING"
-inline constexpr std::uint32_t kLayoutVersion = 4;
+inline constexpr std::uint32_t kLayoutVersion = 5;
 inline constexpr std::size_t kNoteCapacity = 2048;
 inline constexpr std::size_t kMaxPorts = 16;
 inline constexpr std::size_t kAddressCapacity = 1000;
@@ -178,8 +178,8 @@ struct Segment {
   static Segment attach(const std::string& name, bool writable_payload, std::shared_ptr<Mapping> same = nullptr);
   // False if its keeper or an owner is alive, or payloads are unread that are not given up (`may_go`).
   static bool unlink_if_dead(const std::string& name, std::uint64_t gives_up_to = kGivesUpAll);
-  // Whether the name may go: nothing is unread, or nobody has published or taken the ring over since its sequence was
-  // `gives_up_to`. The caller holds the locks of keeper and owners, so that this stays so until the name is gone.
+  // Whether the name may go: nothing is unread, or no process has published or taken the ring over since its sequence
+  // was `gives_up_to`. The caller holds the locks of keeper and owners, so that this stays so until the name is gone.
   static bool may_go(const Mapping& mapping, const Geometry& geometry, std::uint64_t slot_count,
                      std::uint64_t gives_up_to);
   static std::vector<std::string> list();

@@ -1,4 +1,4 @@
-// The slot word: who may do what with a slot, in 64 bits that change only by compare-and-swap.
+// The slot word: which process may do what with a slot, in 64 bits that change only by compare-and-swap.
 //
 //    63           34  33 32  31          16  15           0
 //   | generation 30 | state | done, a bit   | pins, a bit   |

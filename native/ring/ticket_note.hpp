@@ -79,7 +79,7 @@ inline void encode_note(std::string& out, const NoteFields& fields) {
   pack.raw(fields.metadata);
 }
 
-// Reads a note again, whoever wrote it: nothing of it is believed.
+// Reads a note of any writer again: nothing of it is believed.
 class MessagePackReader {
  public:
   explicit MessagePackReader(std::string_view data) : data_(data) {}

@@ -26,6 +26,12 @@ ClaimId claimed(Ring& ring) {
 
 ClaimId first_claim_of(const Lease& lease) { return {lease.slot, lease.generation, 0, 1}; }
 
+// As OUTCOME asks about what is no FINISH.
+ClaimId about(ClaimId claim, Asking asking) {
+  claim.attempts |= static_cast<unsigned>(asking) << FinishNote::kAskingShift;
+  return claim;
+}
+
 void use_anew(Ring& ring, const Lease& lease) {
   std::vector<Lease> taken;
   while (const auto next = ring.try_take()) taken.push_back(*next);
@@ -113,6 +119,67 @@ TEST(a_listener_killed_at_any_point_of_a_finish_leaves_one_answer_and_it_is_true
       check_survivors(*s.ring, {0, static_cast<unsigned>(other->owner())});
     }
   CHECK(undecided >= 3 && accepted > 0 && refused > 0);
+}
+
+TEST(a_listener_killed_at_any_point_of_an_end_leaves_one_answer_and_it_is_true) {
+  unsigned undecided = 0, accepted = 0, refused = 0;
+  for (const std::string_view point : fault::kPoints) {
+    Shared s("ended");
+    const Lease lease = published(*s.ring, 1);
+    const ClaimId claim = first_claim_of(lease), asked = about(claim, Asking::end);
+    CHECK(killed([&] {
+      const auto taker = Ring::attach(s.guard.name, Role::listener, false);
+      const int entry = taker->open_taker(kToken);
+      claimed(*taker);
+      fault::set(index_of(point), SIGKILL, 0);
+      taker->end(claim, Ended::discarded, "no use", "trainer", entry);
+      fault::set(index_of(point), 0, 0);
+      raise(SIGKILL);
+    }));
+    const Outcome before = s.ring->outcome(kToken, asked);
+    undecided += before == Outcome::undecided;
+    const auto other = Ring::attach(s.guard.name, Role::reader, false);
+    const Outcome after = other->outcome(kToken, asked);
+    CHECK(before == Outcome::undecided || before == after);
+    const bool ended = s.ring->info(lease.slot).state == State::free;
+    CHECK(after == (ended ? Outcome::accepted : Outcome::refused));
+    CHECK(s.ring->outcome(kToken, claim) == Outcome::refused);  // it was not finished
+    (ended ? accepted : refused) += 1;
+    if (!ended) CHECK(s.ring->consume(lease.slot, lease.generation, 0));
+    use_anew(*s.ring, lease);
+    CHECK(s.ring->outcome(kToken, asked) == after);
+    check_survivors(*s.ring, {0, static_cast<unsigned>(other->owner())});
+  }
+  CHECK(undecided >= 2 && accepted > 0 && refused > 0);
+}
+
+TEST(an_end_that_was_asked_about_is_refused_afterwards_and_the_payload_can_be_claimed) {
+  Shared s("late-end");
+  const auto taker = s.ring->attach_again(Role::listener);
+  const int entry = taker->open_taker(kToken);
+  published(*s.ring, 1);
+  const ClaimId claim = claimed(*taker);
+  CHECK(s.ring->outcome(kToken, about(claim, Asking::end)) == Outcome::refused);
+  CHECK(!taker->end(claim, Ended::dead, "too late", {}, entry));
+  CHECK(s.ring->failures().empty());
+  const ClaimId again = claimed(*taker);
+  CHECK(again.attempts == 2 && taker->end(again, Ended::dead, "without a note", {}));
+  CHECK(s.ring->failures().size() == 1);
+}
+
+TEST(payloads_that_were_used_are_noted_by_the_number_of_the_message) {
+  Shared s("used");
+  const auto taker = s.ring->attach_again(Role::listener);
+  const int entry = taker->open_taker(kToken);
+  const auto asked = [](std::uint32_t number, unsigned rank) { return about({0, number, rank, 0}, Asking::used); };
+  CHECK(taker->note_used(entry, 0, 1) && taker->note_used(entry, 3, 2));
+  CHECK(s.ring->outcome(kToken, asked(1, 0)) == Outcome::accepted);
+  CHECK(s.ring->outcome(kToken, asked(2, 3)) == Outcome::accepted);
+  CHECK(s.ring->outcome(kToken, asked(1, 3)) == Outcome::refused && s.ring->outcome(kToken, asked(3, 0)) == Outcome::refused);
+  CHECK(s.ring->outcome(kToken, {0, 1, 0, 0}) == Outcome::refused);
+  CHECK(!taker->note_used(entry, 0, 3));  // it was asked about
+  CHECK(s.ring->outcome(kToken, asked(3, 0)) == Outcome::refused);
+  CHECK(s.ring->outcome(kToken, {0, 1, 0, 1u << 13}) == Outcome::unknown);
 }
 
 TEST(a_reclaimer_killed_in_between_leaves_the_answer_to_the_next_one) {

@@ -1,5 +1,5 @@
 // Batches of payloads in a process's own memory: gathered as a plain loop would, by many threads at once, and refused to
-// everybody else meanwhile. Under the address sanitizer every piece lies in memory of exactly its size.
+// all other uses meanwhile. Under the address sanitizer every piece lies in memory of exactly its size.
 #include <atomic>
 #include <memory>
 #include <mutex>

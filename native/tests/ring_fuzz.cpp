@@ -40,7 +40,7 @@ std::uint64_t mix(std::uint64_t id, std::uint64_t i) {
   return (id + 1) * 0x9E3779B97F4A7C15u ^ i * 0xC2B2AE3D27D4EB4Fu;
 }
 
-// A finish through a connection that somebody asks about meanwhile.
+// A finish through a connection that another thread asks about meanwhile.
 struct Question {
   std::uint64_t token = 0;
   ClaimId claim{};

@@ -255,7 +255,7 @@ TEST(a_name_goes_with_unread_payloads_only_as_far_as_they_are_given_up) {
   auto successor = Ring::create(f.guard.name, f.ring->identity().slot_count, f.ring->identity().slot_capacity,
                                 f.ring->identity().fingerprint);
   CHECK(successor->taken_over() && successor->sequence() > seen);
-  CHECK(!successor->unlink_if_last(false, seen));  // given up by who saw the first writer dead, and nobody else
+  CHECK(!successor->unlink_if_last(false, seen));  // given up only by the process that saw the first writer dead
   CHECK(successor->discard(unread.slot, unread.generation));
   const Lease later = publish(*successor);
   successor->close();

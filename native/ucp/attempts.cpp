@@ -1,6 +1,7 @@
 // Attempts: each holds the pin of one payload from READ to the end, whichever way that comes.
 #include "ucp/serving.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "common/checksum.hpp"
@@ -31,7 +32,7 @@ Service::Service(Engine& engine, Ring& ring, const Limits& limits)
   };
 }
 
-// What nobody who was admitted has sent is dropped, so that strangers cannot fill this process's memory.
+// Messages that belong to no admitted connection are dropped, so that strangers cannot fill this process's memory.
 bool Service::keep(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message) {
   const auto found = of_base_.find(static_cast<std::uint32_t>(tag >> 32));
   return found != of_base_.end() && found->second->keep(tag & 0xffffffff, length, message);
@@ -128,7 +129,22 @@ void Service::sent(Attempt& attempt) {
   FAULT_POINT("serve.sent");
   const bool over = attempt.state == Attempt::State::acknowledged;
   attempt.state = Attempt::State::idle;
-  if (over) end(attempt);
+  if (over || covered(attempt)) end(attempt);
+}
+
+// Whether another attempt of its connection keeps the payload for the same rank: a claim, or the read of another part.
+// So a payload of many ranges counts once when they are through.
+bool Service::covered(const Attempt& attempt) {
+  if (attempt.hold != Attempt::Hold::pin) return false;
+  for (Attempt* each = of_slot_[attempt.slot]; each != nullptr; each = each->next_of_slot) {
+    if (each == &attempt || each->connection != attempt.connection || each->rank != attempt.rank ||
+        each->generation != attempt.generation || each->hold == Attempt::Hold::nothing ||
+        each->state == Attempt::State::acknowledged)
+      continue;
+    each->sent_by = std::max(each->sent_by, attempt.sent_by);
+    return true;
+  }
+  return false;
 }
 
 void Service::end(Attempt& attempt, bool in_vain) {

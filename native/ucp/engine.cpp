@@ -145,7 +145,7 @@ void Engine::close() {
   if (!foreign()) {
     close_postponed(INT64_MAX);
     shut_doors();
-    // ucxx receives what nobody has asked for before it destroys a worker, and would wait for ever for a payload whose
+    // ucxx receives what no receive stands for before it destroys a worker, and would wait for ever for a payload whose
     // sender is gone.
     ucp_tag_recv_info_t info;
     while (ucp_tag_probe_nb(worker_, 0, 0, 1, &info) != nullptr) {

@@ -70,7 +70,7 @@ struct Request {
   Request* next = nullptr;
 };
 
-// Who is told, about what.
+// The function that is told, about what.
 struct Waiter {
   Request::Done done;
   void* self;
@@ -100,7 +100,7 @@ struct Event {
 
 class Endpoint : public std::enable_shared_from_this<Endpoint> {
  public:
-  // Connecting is lazy: an address where nobody listens shows as a failure of the first request.
+  // Connecting is lazy: an address without a listener shows as a failure of the first request.
   static std::shared_ptr<Endpoint> connect(Engine& engine, const std::string& address, std::uint16_t port);
   static std::shared_ptr<Endpoint> accept(Engine& engine, ucp_conn_request_h request);
   ~Endpoint();
@@ -114,7 +114,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   ucs_status_t failure() const { return failure_; }
   std::size_t under_way() const { return under_way_; }
 
-  // On an endpoint that is not alive `done` comes at once. `receive` on a tag that nobody else uses on this worker.
+  // On an endpoint that is not alive `done` comes at once. `receive` on a tag of its own on this worker.
   Request* send(const void* data, std::size_t size, ucp_tag_t tag, Waiter waiter, std::shared_ptr<void> keep = {},
                 ucs_memory_type_t memory = UCS_MEMORY_TYPE_HOST);
   Request* send_pieces(const ucp_dt_iov_t* pieces, std::size_t count, ucp_tag_t tag, Waiter waiter,
@@ -138,7 +138,7 @@ class Endpoint : public std::enable_shared_from_this<Endpoint> {
   // (transport, device) of each lane, as UCX reports them.
   std::vector<std::pair<std::string, std::string>> transports() const;
 
-  // Sends an empty message that nobody receives, unless it would have to wait: true if it left, so that every lane stands.
+  // Sends an empty message that is not received, unless it would have to wait: true if it left, so that every lane stands.
   // Not while UCX may be replacing lanes (see `Endpoint.joined` in transport/wire/ucx.py).
   bool probe();
 
@@ -181,9 +181,9 @@ class Listener {
   Listener& operator=(const Listener&) = delete;
 
   std::uint16_t port() const { return port_; }
-  // Ends who has sent no valid connection request within `patience_ns` (sockets.hpp). True: some still have time.
+  // Ends peers without a valid connection request within `patience_ns` (sockets.hpp). True: some still have time.
   bool end_strangers(std::int64_t patience_ns);
-  // Takes nobody any more. The port itself goes with the engine: UCX holds on to connections that are being made when
+  // Admits no peer any more. The port itself goes with the engine: UCX holds on to connections that are being made when
   // a listener is destroyed, and would call it while it makes progress.
   void close();
 
@@ -192,7 +192,7 @@ class Listener {
   // What UCX knows of it; lives as long as the engine.
   struct Door {
     Engine& engine;
-    Listener* owner;  // null: nobody is taken any more
+    Listener* owner;  // null: no peer is admitted any more
     ucp_listener_h handle = nullptr;
     std::unique_ptr<Gate> gate = nullptr;
   };
@@ -238,7 +238,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Deferred work, now; not from inside of it.
   void settle();
 
-  // UCX keeps any number of messages that no receive stands for, whoever sent them. With this they are taken out of it
+  // UCX keeps any number of messages of any sender that no receive stands for. With this they are taken out of it
   // after each round of progress: who answers true keeps the message, to receive or to drop it; all others are dropped.
   std::function<bool(ucp_tag_t tag, std::size_t length, ucp_tag_message_h message)> sort_unexpected;
   void drop(ucp_tag_message_h message);
@@ -256,7 +256,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (memory) garbage_.push_back(std::move(memory));
   }
 
-  // Whether an answer is due; only then is it worth a spin. Counted up and down by who waits.
+  // Whether an answer is due; only then is it worth a spin. Counted up and down by those that wait.
   std::size_t expecting = 0;
   // One has just been asked for: the spin counts from here.
   void expect_soon();

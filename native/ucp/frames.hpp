@@ -109,7 +109,7 @@ inline constexpr std::uint32_t kArrived = 1;
 inline constexpr std::uint32_t kMostReason = 160, kMostConsumer = 56;  // as a ring's log of failures has room for
 inline constexpr std::uint32_t kWaysToEnd = 3;                         // discarded, dead, aged: see ring/failure_log.hpp
 
-// What both sides know of a connection and nobody else has: OUTCOME names one that broke, in `key`.
+// What only the two sides of a connection know: OUTCOME names one that broke, in `key`.
 constexpr std::uint64_t taker_token(std::uint32_t listener_base, std::uint32_t client_base) {
   return std::uint64_t{listener_base} << 32 | client_base;
 }

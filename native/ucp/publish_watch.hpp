@@ -3,7 +3,7 @@
 //   arm ──► a thread sleeps on the ring's event word ──► it has advanced, or it is time ──► the descriptor is readable
 //
 // There is no thread before the first `arm`, and it sleeps without a limit while nothing is armed. Publishing costs
-// a system call only while somebody sleeps on the word (futex.hpp), so only while a demand waits.
+// a system call only while a thread sleeps on the word (futex.hpp), so only while a demand waits.
 // In a forked child there is no such thread: what it shares is left to the end of the process.
 #pragma once
 

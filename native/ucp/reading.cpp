@@ -51,7 +51,7 @@ class Operation final : public Deferred, public std::enable_shared_from_this<Ope
     text_bytes_ += text.size();
   }
 
-  // Of claims that end. Nobody spins for the answer: whoever takes payloads goes on meanwhile.
+  // Of claims that end. No thread spins for the answer: a client that takes payloads goes on meanwhile.
   void tell_each() {
     each_ = true;
     if (std::exchange(expects_, false)) --engine_.expecting;

@@ -130,7 +130,7 @@ void Connection::run() {
     answer(message);
     ++due_;
     post();
-  } catch (const std::exception&) {  // the ring was closed under us, or there is no memory: serve nobody any more
+  } catch (const std::exception&) {  // the ring was closed under us, or there is no memory: the connection ends
     return end(End::internal, "the ring can no longer be served");
   }
   if (!over_ && has_work()) service_->engine().defer(*this);
@@ -308,7 +308,7 @@ long Connection::expire(double before) {
     }
     each = next;
   }
-  // Whoever is silent would be given the same payloads again and again.
+  // A silent client would be given the same payloads again and again.
   if (ended != 0) service_->untake_all(*this);
   return ended;
 }

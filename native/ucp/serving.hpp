@@ -8,7 +8,7 @@
 //
 // An attempt is one rank's read of one payload through one connection, and holds one pin until it is over. Whatever
 // ends a connection, UCX is out of the slots' memory before their pins go. ENDED is told once, by an event; `close` is
-// left to whoever hears of it, since it makes progress.
+// left to the receiver of the event, since it makes progress.
 //
 // A claim that was answered to a TAKE (taking.cpp) is an attempt, too: over, its payload may be claimed again.
 //
@@ -142,6 +142,7 @@ class Service {
   // Held up: by what its connection holds, whatever there is to claim.
   enum class Served { answered, nothing, held_up };
   Served serve(Demand& demand);
+  void open_taker(Connection& connection);
   void answer(const Demand& demand, Code code, const std::vector<Claimed>& claimed = {});
   std::size_t serve_waiting();
   void forget(const Connection& connection);
@@ -159,6 +160,7 @@ class Service {
   void acknowledge(const Record& record);
   std::uint64_t fate(const Record& record) const;
   void sent(Attempt& attempt);
+  bool covered(const Attempt& attempt);
   void end(Attempt& attempt, bool in_vain = false);  // gives its pin back; its claim's holder ended, or was silent
   void drop(Attempt& attempt);  // its pin is gone
   bool consumed_elsewhere(const Attempt& attempt) const;

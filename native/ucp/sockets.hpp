@@ -28,7 +28,7 @@ class Gate {
   // A valid request of this client has come.
   void admitted(const sockaddr_storage& client);
 
-  // End who has not been admitted, and has been seen `patience_ns` ago or has said more than a request can have. True
+  // End a peer that is not admitted, and was seen `patience_ns` ago or has said more than a request can have. True
   // while there are some to look at again. Nothing tells when a client connects: UCX's thread accepts at once, and a
   // descriptor that waits for the same has then nothing to tell any more. So this is called now and then.
   bool end_strangers(std::int64_t now_ns, std::int64_t patience_ns);

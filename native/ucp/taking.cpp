@@ -17,7 +17,7 @@ namespace transport::ucp {
 namespace {
 
 constexpr std::size_t kTakeRepliesKept = 8;
-// What a death leaves, a lost hint or a claim, is looked for now and then while somebody waits.
+// What a death leaves, a lost hint or a claim, is looked for now and then while a demand waits.
 constexpr std::uint64_t kLookAgain_ns = 250'000'000;
 constexpr std::uint64_t kMillisecond = 1'000'000;
 constexpr std::array<std::byte, kTakenAlignment> kZeros{};
@@ -36,7 +36,7 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
   if (draining || connection.waiting_ >= limits_.most_waiting || connection.attempts_ >= limits_.most_attempts)
     return answer(demand, Code::busy);
   const std::uint32_t before = seen(ring_.published());
-  if (waiting_.empty() && serve(demand) == Served::answered) return;  // else whoever waits has the first choice
+  if (waiting_.empty() && serve(demand) == Served::answered) return;  // else the demands that wait have the first choice
   if (record.generation == 0 && waiting_.empty()) return answer(demand, Code::accepted);
   waiting_.push_back(demand);
   ++connection.waiting_;
@@ -45,6 +45,12 @@ void Service::take(Connection& connection, std::uint32_t number, const Record& r
     arm(before);
   else
     look();
+}
+
+// Where what becomes of its claims is noted.
+void Service::open_taker(Connection& connection) {
+  if (connection.taker_ < 0)
+    connection.taker_ = ring_.open_taker(taker_token(connection.tag_base_, connection.client_base_));
 }
 
 Service::Served Service::serve(Demand& demand) {
@@ -60,7 +66,7 @@ Service::Served Service::serve(Demand& demand) {
   }
   claimed_.clear();
   claimed_.reserve(asked.most);
-  if (connection.taker_ < 0) connection.taker_ = ring_.open_taker(taker_token(connection.tag_base_, connection.client_base_));
+  open_taker(connection);
   try {
     if (ring_.claim(asked, claimed_) == 0) return Served::nothing;
     FAULT_POINT("demand.claimed");
@@ -176,7 +182,7 @@ void Service::look() {
       if (ring_.reclaim() > 0) serve_waiting();
     }
     if (!waiting_.empty()) arm(before);
-  } catch (const std::exception&) {  // the ring was closed under us, or there is no memory: serve nobody any more
+  } catch (const std::exception&) {  // the ring was closed under us, or there is no memory: no demand is served any more
     for (const Demand& each : waiting_) {
       each.connection->waiting_ = 0;
       each.connection->end(End::internal, "the ring cannot be served any more");
@@ -236,7 +242,7 @@ void Service::forget(const Connection& connection) {
   std::erase_if(waiting_, [&](const Demand& each) { return each.connection == &connection; });
 }
 
-// Whoever asked does not want it any more: the answer is an empty one, unless it is on its way.
+// The client does not want it any more: the answer is an empty one, unless it is on its way.
 void Service::untake(const Connection& connection, std::uint32_t number) {
   const auto found = std::find_if(waiting_.begin(), waiting_.end(), [&](const Demand& each) {
     return each.connection == &connection && each.number == number;
@@ -304,7 +310,7 @@ Code Service::end_untrained(Connection& connection, const Record& record, const 
   const std::string reason = one_line({text, reason_bytes(record)});
   const std::string consumer = one_line({text + reason_bytes(record), consumer_bytes(record)});
   const bool accepted = end_claim(*attempt, [&](const ClaimId& claim) {
-    return ring_.end(claim, ways[record.joined_most], reason, consumer);
+    return ring_.end(claim, ways[record.joined_most], reason, consumer, connection.taker_);
   });
   end_reads(connection, record);
   return accepted ? Code::accepted : Code::stale;
@@ -312,6 +318,8 @@ Code Service::end_untrained(Connection& connection, const Record& record, const 
 
 // What this connection does not know of was counted as lost when the one ended through which it had come.
 Code Service::used(Connection& connection, const Record& record) {
+  open_taker(connection);
+  if (connection.taker_ >= 0 && !ring_.note_used(connection.taker_, record.rank, record.generation)) return Code::stale;
   std::uint64_t& arrived = connection.arrived_[record.rank];
   const std::uint64_t ours = std::min(arrived, record.length);
   arrived -= ours;

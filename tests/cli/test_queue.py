@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from transport import SharedRingBuffer, UCXXServer
 from transport.cli import run
-from transport.queue import QueuedTicket, SQLiteQueue
+from transport.queue import QueuedTicket, SQLiteQueue, places
+from transport.store.directory import Announcement, Directory
+from transport.store.sqlite import SQLiteStore
 
 
 def test_depth_failures_and_reasons_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,3 +55,33 @@ def test_a_file_that_does_not_exist_is_not_made(tmp_path: Path, capsys: pytest.C
 def test_rings_keep_no_dead_deliveries(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["queue", "rings:nobody-has-this-name", "--requeue"]) == 2
     assert "keeps no dead deliveries" in capsys.readouterr().err
+
+
+@pytest.mark.ucx
+def test_rings_of_other_hosts_are_named_as_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"rings+sqlite://{tmp_path}/store.db"
+    with (
+        SQLiteStore(tmp_path / "store.db") as store,
+        SharedRingBuffer.create(slots=4, slot_bytes=64) as ring,
+        UCXXServer(ring, mode="thread", addresses=("127.0.0.1",)) as server,
+        Announcement(Directory(store), ring, server),
+    ):
+        ring.write_raw(b"unread")
+        assert run(["queue", url]) == 0
+        shown = capsys.readouterr().out
+        assert "ready 1" in shown
+        assert "not counted" not in shown
+        monkeypatch.setattr(places, "host_identity", lambda: "another host")
+        assert run(["queue", url]) == 0
+        shown = capsys.readouterr().out
+        assert "ready 0" in shown
+        assert f"not counted: 127.0.0.1:{server.ports[0]}" in shown
+        assert run(["queue", url, "--json", "-"]) == 0
+        assert json.loads(capsys.readouterr().out)["not_counted"] == [f"127.0.0.1:{server.ports[0]}"]
+
+
+def test_addresses_are_refused_because_a_ring_is_counted_by_its_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["queue", "rings://127.0.0.1:1"]) == 2
+    assert "run it on the host of the rings" in capsys.readouterr().err

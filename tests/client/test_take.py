@@ -316,15 +316,17 @@ async def test_cancelled_demands_lose_nothing_and_take_nothing(ring: SharedRingB
 @asynchronous
 async def test_a_client_that_closes_gives_back_what_it_holds_and_its_demands(ring: SharedRingBuffer) -> None:
     ring.write_raw(b"held")
-    with UCXXServer(ring, mode="thread"):
-        [address] = addresses(ring)
+    async with Stage(ring) as stage:
+        address, service = f"127.0.0.1:{stage.port}", stage.listener._service
+        assert service is not None
         async with tcp() as client:
             assert len(await client.take(address, 1)) == 1
             waiting = asyncio.create_task(client.take(address, 1, wait_s=LONG_S))
-            await asyncio.sleep(0.01)
+            await until(lambda: service.waiting == 1, "it waits")
         with pytest.raises((LinkError, ClosedError)):
             await waiting
         await until(lambda: depth(ring) == (1, 0), "it is anybody's")
+        await until(lambda: service.waiting == 0, "its demand is gone, too")
         with pytest.raises(ClosedError):
             await client.take(address, 1)
 

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers import asynchronous, eventually, settings_with
+from helpers import asynchronous, eventually, settings_with, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.taking import TakeLink
+from transport.queue.arrivals import Arrivals
+from transport.queue.base import Claim
 from transport.taking.batch import TakenBatch
 from transport.taking.outcomes import Outcomes
-from transport.wire.frames import Kind
+from transport.wire.frames import Ended, Kind
 
 pytestmark = pytest.mark.ucx
 
@@ -167,3 +169,85 @@ async def test_a_ring_that_is_gone_leaves_its_finishes_unknown(
             assert (await batch.consume()).tolist() == [False]
             assert client._taking.outcomes.unknown == 1
             assert any("no port of the ring knows" in message for message in caplog.messages)
+
+
+# --- ends that are not consumption --------------------------------------------------------------------
+@pytest.mark.parametrize("how", list(Ended), ids=lambda how: how.name.lower())
+@asynchronous
+async def test_an_end_that_was_done_before_its_listener_was_killed_is_told_by_another_port(
+    ring: SharedRingBuffer, how: Ended
+) -> None:
+    ring.write_raw(b"of no use")
+    with UCXXServer(ring, ports=(0, 0)):
+        first = addresses(ring)[0]
+        async with tcp() as client:
+            batch = await client.take(first, 1)
+            broken_between(
+                batch,
+                lambda: eventually(lambda: ring.statistics().free == SLOTS, "the ring has ended it"),
+                lambda: kill_listener(ring, first),
+            )
+            assert (await link_of(batch).end(batch.rows, how, "no use", "trainer 0")).tolist() == [True]
+            assert [reason for *_, reason, _, _ in ring.native.failures()] == ["no use"]
+            # Of the same claim another end was never done.
+            assert await client._taking.outcomes.of(link_of(batch).link, batch.rows) == [1]
+
+
+@asynchronous
+async def test_an_end_that_a_killed_listener_had_not_seen_is_refused_and_the_payload_comes_again(
+    ring: SharedRingBuffer,
+) -> None:
+    ring.write_raw(b"not ended")
+    with UCXXServer(ring, ports=(0, 0)):
+        first, second = addresses(ring)
+        [stopped] = [each.pid for each in ring.native.owners() if first.endswith(f":{each.port}")]
+        async with tcp(settings=settings_with(read_timeout_s=0.5)) as client:
+            batch = await client.take(first, 1)
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                ended = await link_of(batch).end(batch.rows, Ended.DISCARDED, "no use", "trainer 0")
+                assert ended.tolist() == [False]
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            again = await client.take(second, 1, wait_s=LONG_S)
+            assert again[0].attempts == 2
+            assert (await again.consume()).tolist() == [True]
+            assert ring.native.failures() == []
+
+
+@asynchronous
+async def test_what_is_given_back_while_its_connection_breaks_is_given_back(ring: SharedRingBuffer) -> None:
+    ring.write_raw(b"for another")
+    with UCXXServer(ring, ports=(0, 0)):
+        first, second = addresses(ring)
+        async with tcp() as client:
+            batch = await client.take(first, 1)
+            broken_between(batch, lambda: kill_listener(ring, first))
+            assert (await batch.give_back()).tolist() == [True]
+            assert (await batch.give_back()).tolist() == [False]
+            again = await client.take(second, 1, wait_s=LONG_S)
+            assert (again[0].attempts, (await again.consume()).tolist()) == (2, [True])
+
+
+@asynchronous
+async def test_payloads_that_were_used_are_counted_once_where_the_answer_to_it_is_lost(ring: SharedRingBuffer) -> None:
+    for number in range(6):
+        ring.write_raw(bytes([number]))
+    with UCXXServer(ring, ports=(0, 0)):
+        first, second = addresses(ring)
+        async with tcp() as client:
+            batch, other = await client.take(first, 5), await client.take(second, 1)
+            link = link_of(batch)
+            arrivals = Arrivals(lambda _: [link_of(other)])
+            assert (await link.finish(batch.rows, arrived=True)).all()
+            claims = [Claim(each.name, b"", 0, 1, each.name, None) for each in batch]
+            for claim in claims:
+                arrivals.add(claim, link)
+            broken_between(
+                batch, lambda: eventually(lambda: ring.native.depth(0)["done"] == 2, "the ring has counted them")
+            )
+            await arrivals.tell(arrivals.of(claims[:2]))
+            await until(lambda: ring.native.depth(0)["lost"] == 3, "the connection's other arrivals are lost")
+            assert ring.native.depth(0)["done"] == 2
+            await arrivals.tell(arrivals.of(claims[2:4]))  # the connection is gone: the other one says it
+            assert (ring.native.depth(0)["done"], ring.native.depth(0)["lost"]) == (4, 1)

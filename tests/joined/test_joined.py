@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from helpers import asynchronous
 
@@ -260,3 +262,88 @@ def test_the_example_of_three_stages_in_five_processes_runs() -> None:
     assert done.returncode == 0, done.stderr
     numbers = [int(line.split()[4]) for line in done.stdout.splitlines() if "trained on" in line]
     assert sum(numbers) == 24
+
+
+# --- the order of acknowledgements --------------------------------------------------------------------
+def acknowledged_before(payload: Any, names: dict[Any, str]) -> list[tuple[str, int]]:
+    return [(names[part.ticket.identity], part.rank) for part in payload.to_acknowledge]
+
+
+def test_a_parent_is_acknowledged_before_every_payload_that_names_it(rings: Rings, client: BlockingClient) -> None:
+    """Also where the payload that was asked for names it directly, before another parent that names it, too."""
+    rolled = rings.rollout.write({"prompt": "p", "tokens": [1]})
+    referenced = rings.reference.write(with_parents({"ref_logprobs": [0.5]}, [rolled]))
+    valued = rings.advantage.write(with_parents({"advantage": [1.0]}, [rolled, referenced]))
+    names = {rolled.identity: "rolled", referenced.identity: "referenced", valued.identity: "valued"}
+    payload = read_joined(client, valued)
+    assert acknowledged_before(payload, names) == [("rolled", 0), ("referenced", 0), ("valued", 0)]
+    payload.ack()
+    payload.release()
+
+
+_DIES = """
+import os, signal, sys
+from transport import BlockingClient, Schema
+from transport.client.payload import ReceivedPayload
+from transport.joined import read_joined
+import msgspec
+
+schemas = [Schema.from_json(each) for each in msgspec.json.decode(sys.argv[2], type=list[str])]
+client = BlockingClient(schemas=schemas, wire={"mapped"}, ack="manual")
+payload = read_joined(client, sys.argv[1])
+left = int(sys.argv[3])
+ack = ReceivedPayload.ack
+
+def counted(self):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return ack(self)
+
+ReceivedPayload.ack = counted
+payload.ack()
+"""
+
+
+@pytest.mark.parametrize("acknowledged", range(3))
+def test_a_reader_that_is_killed_between_acknowledgements_leaves_no_part_that_no_payload_names(
+    rings: Rings, acknowledged: int
+) -> None:
+    rolled = rings.rollout.write({"prompt": "p", "tokens": [1]})
+    referenced = rings.reference.write(with_parents({"ref_logprobs": [0.5]}, [rolled]))
+    valued = rings.advantage.write(with_parents({"advantage": [1.0]}, [rolled, referenced]))
+    told = msgspec.json.encode([each.to_json() for each in SCHEMAS]).decode()
+    killed = subprocess.run([sys.executable, "-c", _DIES, valued.to_text(), told, str(acknowledged)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    for ring in rings.all:
+        ring.reclaim()
+    there = [bool(ring.tickets()) for ring in (rings.rollout, rings.reference, rings.advantage)]
+    assert there == [number >= acknowledged for number in range(3)]
+    assert valued in rings.advantage.tickets()
+
+
+def test_ancestors_of_a_shared_parent_are_acknowledged_for_every_rank_that_leads_to_them() -> None:
+    """Two samples of a group have a rank each of what they share, and of what that names."""
+    sample = Schema.of(answer="int32", parents=PARENTS)
+    joined = Schema.of(pair="int32", parents=PARENTS)
+    common = Schema.of(question="int32", parents=PARENTS)
+    source = Schema.of(document="int32")
+    with (
+        SharedRingBuffer.create(source, slots=1) as sources,
+        SharedRingBuffer.create(common, slots=1) as commons,
+        SharedRingBuffer.create(sample, slots=2) as samples,
+        SharedRingBuffer.create(joined, slots=1) as pairs,
+        BlockingClient(schemas=[source, common, sample, joined], wire={"mapped"}, ack="manual") as reader,
+    ):
+        document = sources.write({"document": 1}, readers=2)
+        first, second = write_group(
+            commons, with_parents({"question": 2}, [document]), [{"answer": 3}, {"answer": 4}], samples_ring=samples
+        )
+        pair = pairs.write(with_parents({"pair": 5}, [first, second]))
+        with pytest.raises(SchemaError):  # of the samples' own fields, which are two of one name
+            read_joined(reader, pair)
+        payload = read_joined(reader, pair, fields=("pair", "question", "document"))
+        assert payload.ack()
+        payload.release()
+        assert [ring.statistics().free for ring in (sources, commons, samples, pairs)] == [1, 1, 2, 1]

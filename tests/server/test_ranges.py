@@ -41,7 +41,7 @@ async def test_ranges_within_the_payload_come_joined_with_their_checksums(ring: 
             expected = DATA[64 * units : 64 * units + size]
             assert (answer.code, answer.length, bytes(answer.joined or b"")) == (0, size, expected)
             assert answer.checksum == _ring.checksum(expected)
-        assert pins(ring, ticket) == len(wanted)
+        assert pins(ring, ticket) == 1  # those that are through count as one read
         await peer.ask(ack(ticket), Record(Kind.BYE))
         assert ring.statistics().free == SLOTS  # one acknowledgement for all of them
 

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def _register() -> None:
     try:
         importlib.import_module("transport.adapters.transferqueue")
-    except Exception as error:
+    except Exception as error:  # of any package it imports: TransferQueue's own import must succeed
         log.warning("TransferQueue's backend PayloadTransport is not available: %s", error)
 
 

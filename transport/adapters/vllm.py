@@ -121,7 +121,7 @@ class ShardTrainer(TrainerWeightTransferEngine[Any, ShardTrainerInit]):  # type:
         try:
             self.client.start_weight_update()
             self.client.update_weights({"version": self._version})
-        except BaseException as error:
+        except BaseException as error:  # raised by the thread that joins this one
             called.append(error)
             with contextlib.suppress(StoreError):  # the trainer's ranks wait for workers that may never come
                 self._meeting.fail(self._version, f"vLLM: {type(error).__name__}: {error}")

@@ -27,13 +27,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     requeued: int  # dead deliveries that --requeue made ready again
     depth: QueueDepth
     failures: list[Failure]  # the latest published first
+    not_counted: list[str] = []  # where rings of other hosts are served, whose depth and failures these are not
 
 
 def queue(
     url: Annotated[
         str,
         typer.Argument(
-            metavar="URL", help="sqlite:///path, redis://host:port/db?run=name, or rings:NAME for rings of this host."
+            metavar="URL",
+            help="sqlite:///path, redis://host:port/db?run=name, rings:NAME for rings of this host, or rings+URL "
+            "for those of this host that are in the directory of a store.",
         ),
     ],
     rank: Annotated[int | None, typer.Option(min=0, max=15, help="Count this rank only. Default: all ranks.")] = None,
@@ -64,7 +67,13 @@ def queue(
         requeued = opened.requeue(limit) if requeue else 0
         if isinstance(opened, FoundRings) and isinstance(opened.places, OnThisHost):
             _check_readable(opened.places.segments(), opened.places.prefix)
-        report = Report(requeued=requeued, depth=opened.depth(rank), failures=opened.failures(limit))
+        places = opened.not_counted() if isinstance(opened, FoundRings) else {}
+        report = Report(
+            requeued=requeued,
+            depth=opened.depth(rank),
+            failures=opened.failures(limit),
+            not_counted=sorted(f"{each.addresses[0]}:{each.ports[0]}" for each in places.values() if each.ports),
+        )
     emit(report, _text(report, requeue), json_target)
 
 
@@ -83,7 +92,13 @@ def _check_readable(segments: list[str], prefix: str) -> None:
 
 def _text(report: Report, requeue: bool) -> str:
     depth = report.depth
-    lines = [
+    lines = []
+    if report.not_counted:
+        lines.append(
+            f"only rings of this host are counted; of other hosts, not counted: {', '.join(report.not_counted)}. Run "
+            "`transport queue` on each of these hosts, too"
+        )
+    lines += [
         "  ".join(f"{name} {getattr(depth, name)}" for name in _SHOWN_STATES),
         "  ".join(f"{name} {getattr(depth, name)}" for name in _EVENTS),
     ]

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from transport.client.pool import PortKey
 
 MOST_BYTES = 8 << 20  # of payloads in one answer, unless the caller says otherwise
-_MOST_RANGES = 2048  # of one demand's payloads: a listener has up to 4096 reads of a connection under way
 _LONGEST_WAIT_S = 3600.0
 _LONGEST_DELAY_S = 1e6  # 32 bits of milliseconds
 
@@ -93,6 +92,7 @@ class TakeLink(Finishing):
         self._schemas = schemas
         self._outcomes = outcomes
         self._closed = False
+        self._used = 0  # the number of the last USED
         self._process = os.getpid()
         self.checksum_failures = 0
         self.served: Callable[[], Served] = Served
@@ -156,7 +156,6 @@ class TakeLink(Finishing):
         wanted = None if fields is None else field_names(fields)
         if wanted is not None and self.link.native.version >= frames.RANGES_VERSION:
             joined_most = 0
-            n = min(n, max(1, _MOST_RANGES // len(wanted)))
         buffer = self._buffers.take(native.room_for(n, most_bytes))
         future = self.link.worker.loop.create_future()
         number = self.link.native.take(
@@ -242,7 +241,7 @@ class TakeLink(Finishing):
     ) -> TakenBatch:
         """The same of some fields only: their ranges are read under the claims, and laid out as payloads of their own.
 
-        What an older listener joined to its answer is cut down here.
+        An older listener sends whole payloads, which are cut down here.
         """
         rows, notes, offsets = self._parsed(outcome, buffer)
         known = dict(self._schemas) if schema is None else {**self._schemas, schema.fingerprint: schema}
@@ -252,17 +251,25 @@ class TakeLink(Finishing):
             own = {at: memoryview(self._buffers.take(part.layout.total)) for at, part in enumerate(parts)}
             wants: list[Want] = []
             owners: list[int] = []
-            whole = memoryview(buffer)
+            whole: dict[int, memoryview] = {}  # payloads
+            answer = memoryview(buffer)
+            ranges = self.link.native.version >= frames.RANGES_VERSION
             for at, (ticket, part) in enumerate(zip(tickets, parts, strict=True)):
+                rank = int(rows["rank"][at])
                 if rows["flags"][at] & JOINED:
                     begin = int(offsets[at])
-                    own[at] = part.copied(whole[begin : begin + ticket.size])
-                    continue
-                for begin, place, size in part.ranges:
-                    check = 0 if verify else None
-                    wants.append(Want(ticket, int(rows["rank"][at]), own[at][place : place + size], check, begin))
+                    whole[at] = answer[begin : begin + ticket.size]
+                elif not ranges:
+                    whole[at] = memoryview(self._buffers.take(ticket.size))
+                    wants.append(Want(ticket, rank, whole[at], int(rows["checksum"][at]) if verify else None))
                     owners.append(at)
+                else:
+                    for begin, place, size in part.ranges:
+                        check = 0 if verify else None
+                        wants.append(Want(ticket, rank, own[at][place : place + size], check, begin))
+                        owners.append(at)
             failed = {owners[each] for each in await self._fetched(wants)} | set(outcome[2:])
+            own.update({at: parts[at].copied(data) for at, data in whole.items() if at not in failed})
         except ProtocolError:
             self.abort()
             raise
@@ -348,39 +355,65 @@ class TakeLink(Finishing):
         if not self.tells_why:
             return await self.finish(rows)
         reason, consumer = (text.encode("utf-8", "replace").decode() for text in (reason, consumer))
-        futures = []
-        for row in [] if self.lost else np.ascontiguousarray(rows, TAKEN):
+        rows = np.ascontiguousarray(rows, TAKEN)
+        futures: list[asyncio.Future[Any]] = []
+        for row in rows:
+            if not await self._room_for(1):
+                break
             futures.append(self.link.worker.loop.create_future())
             self.link.native.end(futures[-1], np.atleast_1d(row).view(np.uint8), how, reason, consumer)
-        self.link.worker.kick()
-        codes = [code for future in futures for code in await self._codes(future) or [1]]
-        return np.equal(np.asarray(codes + [1] * (len(rows) - len(codes)), np.int64), 0)
+            self._sent(futures[-1], 1)
+            self.link.worker.kick()
+        codes = [await self._codes(future) for future in futures]
+        unsaid = [at for at, each in enumerate(codes) if each is None]
+        ended = np.zeros(len(rows), np.bool_)
+        ended[: len(codes)] = [each is not None and each[0] == 0 for each in codes]
+        if unsaid:
+            ended[unsaid] = await self._done(rows[unsaid], frames.END_ASKED)
+        return ended
 
     async def used(self, rank: int, count: int) -> bool:
-        """Say that so many payloads that had arrived were used; False: it could not be said."""
-        if self.lost:
+        """Say that so many payloads that had arrived were used; False: it was not counted."""
+        if not await self._room_for(1):
             return False
         if not self.tells_why:
             return True  # it has counted them as consumed
+        self._used = (self._used + 1) % (1 << 21)
+        number = self._used
         try:
-            _, future = self.link.ask(Record(Kind.USED, rank=rank, length=count), [])
+            _, future = self.link.ask(Record(Kind.USED, generation=number, rank=rank, length=count), [])
+            self._sent(future, 1)
             return self.link.answer(await self._outcome(future, self._settings.read_timeout(0), "a count")).code == 0
         except TransportError:
             self.abort()
-            return False
+        asked = np.zeros(1, TAKEN)
+        asked["generation"], asked["rank"] = number, rank
+        return bool((await self._done(asked, frames.USED_ASKED))[0])
+
+    async def _done(self, rows: Rows, what: int) -> Verdicts:
+        """Whether the ring has done what was asked of it when the connection broke."""
+        asked = rows.copy()
+        asked["attempts"] |= what
+        said = await self._said_elsewhere(asked)
+        return np.zeros(len(rows), np.bool_) if said is None else np.equal(said, 0)
 
     async def _said_elsewhere(self, rows: Rows) -> Sequence[int] | None:
         return None if self._outcomes is None else await self._outcomes.of(self.link, rows, self.served)
 
     async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts:
-        """Give claims up; which were still held."""
+        """Give claims up; which were still held.
+
+        Those whose connection breaks meanwhile are back with its end, without the delay.
+        """
         if not 0 <= delay_s < 1e9:
             raise UsageError(f"delay_s={delay_s}: give seconds, 0 or more")
-        codes: list[int] = []
-        for future in [] if self.lost else self._settle(Kind.GIVE_BACK, rows, math.ceil(delay_s * 1000)):
-            codes += await self._codes(future) or ()
-        codes += [1] * (len(rows) - len(codes))
-        return np.equal(np.asarray(codes, np.int64), 0)
+        given_back = np.zeros(len(rows), np.bool_)
+        futures = [] if self.lost else self._settle(Kind.GIVE_BACK, rows, math.ceil(delay_s * 1000))
+        for each, future in enumerate(futures):
+            codes = await self._codes(future)
+            chunk = slice(each * frames.MAX_RECORDS, (each + 1) * frames.MAX_RECORDS)
+            given_back[chunk] = True if codes is None else np.equal(codes, 0)
+        return given_back
 
     def let_go(self, rows: Rows, delay_s: float = 0.0) -> None:
         """`give_back` without waiting for the answer. Any thread; nothing in a forked child."""

@@ -22,6 +22,8 @@ from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
 from transport.ticket import Ticket
 
+Identity = tuple[str, int, int]
+
 MAX_DEPTH: Final = 4
 """Generations of parents above a payload."""
 
@@ -43,11 +45,15 @@ class JoinedPayload(Mapping[str, Any]):
     Attributes:
         ticket: of the payload that was asked for.
         parts: the payloads that were read, the one that was asked for first.
+        to_acknowledge: ticket and rank of each part, in the order of their acknowledgement.
     """
 
-    def __init__(self, client: UCXXClient | BlockingClient, parts: Sequence[_Part]) -> None:
+    def __init__(
+        self, client: UCXXClient | BlockingClient, parts: Sequence[_Part], to_acknowledge: Sequence[_Part]
+    ) -> None:
         self._client = client
-        self._all = list(parts)
+        self._parts = len(parts)
+        self.to_acknowledge = list(to_acknowledge)
         self.ticket = parts[0].ticket
         self.parts = [part.payload for part in parts if part.payload is not None]
         self._owners: dict[str, ReceivedPayload] = {}
@@ -63,7 +69,7 @@ class JoinedPayload(Mapping[str, Any]):
                 self._owners[name] = payload
 
     def __repr__(self) -> str:
-        return f"<JoinedPayload {self.ticket.name} of {len(self._all)} parts>"
+        return f"<JoinedPayload {self.ticket.name} of {self._parts} parts>"
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -82,7 +88,7 @@ class JoinedPayload(Mapping[str, Any]):
     def ack(self) -> bool:
         """Acknowledge every part, the payload itself last. False: it was acknowledged before."""
         accepted = False
-        for ticket, rank, payload in reversed(self._all):
+        for ticket, rank, payload in self.to_acknowledge:
             accepted = self._client.ack(ticket, rank) if payload is None else payload.ack()
         return accepted
 
@@ -121,7 +127,8 @@ class _Joining:
         self._found: set[str] = set()
         self._ticket = ticket
         self._seen = {ticket.identity}
-        self._acknowledged = {(ticket.identity, rank)}
+        self._rank = rank
+        self._named: dict[Identity, list[Parent]] = {}  # by payloads that were read
         self._left: list[tuple[Parent, int, int]] = [(Parent(ticket, 0), rank, 0)]  # part, rank of it, depth
         self.parts: list[_Part] = []
 
@@ -154,14 +161,11 @@ class _Joining:
         layout = () if payload is None else payload.layout().placements
         if payload is None or not any(each.name == FIELD for each in layout):
             return
-        for parent in parents_of(payload[FIELD], part.ticket):
+        self._named[part.ticket.identity] = parents_of(payload[FIELD], part.ticket)
+        for parent in self._named[part.ticket.identity]:
             its_rank = check_rank(parent, rank, part.ticket)
-            if (parent.ticket.identity, its_rank) in self._acknowledged:
+            if parent.ticket.identity in self._seen:
                 continue  # two stages have added to the same payload
-            self._acknowledged.add((parent.ticket.identity, its_rank))
-            if parent.ticket.identity in self._seen:  # read already; samples of a group have a rank of it each
-                self.parts.append(_Part(parent.ticket, its_rank, None))
-                continue
             if depth >= MAX_DEPTH or len(self._seen) >= MAX_PARTS:
                 raise PayloadDamagedError(
                     f"payload {self._ticket.name} has more than {MAX_PARTS} parts, or parents of parents more than "
@@ -169,6 +173,24 @@ class _Joining:
                 )
             self._seen.add(parent.ticket.identity)
             self._left.append((parent, its_rank, depth + 1))
+
+    def to_acknowledge(self) -> list[_Part]:
+        """All parts, each after its own parents, once for each rank by which it is reached."""
+        read = {(part.ticket.identity, part.rank): part.payload for part in self.parts}
+        ordered: dict[tuple[Identity, int], _Part] = {}
+        begun: set[tuple[Identity, int]] = set()
+
+        def visit(ticket: Ticket, rank: int) -> None:
+            reached = ticket.identity, rank
+            if reached in begun:
+                return
+            begun.add(reached)
+            for parent in self._named.get(ticket.identity, ()):
+                visit(parent.ticket, check_rank(parent, rank, ticket))
+            ordered[reached] = _Part(ticket, rank, read.get(reached))
+
+        visit(self._ticket, self._rank)
+        return list(ordered.values())
 
     def failed(self, ticket: Ticket, error: TransportError) -> TransportError:
         """The error for a part that cannot be read; what was read before is released, and stays unacknowledged."""
@@ -216,7 +238,7 @@ def read_joined(
                     raise
                 raise failure from error
             joining.came(payload)
-        return JoinedPayload(client, joining.parts)
+        return JoinedPayload(client, joining.parts, joining.to_acknowledge())
     except BaseException:
         joining.drop()
         raise
@@ -241,7 +263,7 @@ async def join(
                     raise
                 raise failure from error
             joining.came(payload)
-        return JoinedPayload(client, joining.parts)
+        return JoinedPayload(client, joining.parts, joining.to_acknowledge())
     except BaseException:
         joining.drop()
         raise

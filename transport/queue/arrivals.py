@@ -9,6 +9,7 @@ lost its connection only still trains on what it has, and says so through its ne
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,7 @@ class Arrivals:
         self._lock = threading.Lock()
         self._arrived: dict[str, Arrived] = {}  # by token
         self._told: set[str] = set()  # of them, by a call that was interrupted
+        self._telling: set[asyncio.Task[None]] = set()  # belongs to the loop
         self._late: Counter[tuple[str, int]] = Counter()  # used, by ring and rank, when no connection could say so
 
     def __contains__(self, token: str) -> bool:
@@ -62,18 +64,22 @@ class Arrivals:
 
     async def tell(self, used: Mapping[str, Arrived]) -> None:
         """Tell their rings that they were used; where this is interrupted and repeated, they are told once."""
-        untold: dict[tuple[TakeLink, int], list[str]] = {}
+        untold: Counter[tuple[TakeLink, int]] = Counter()
         for token, (claim, link) in used.items():
             if token not in self._told:
-                untold.setdefault((link, claim.rank), []).append(token)
-        for (link, rank), tokens in untold.items():
-            self._told.update(tokens)
-            count = len(tokens)
-            for each in (link, *self._links(link.ring)):
-                if await each.used(rank, count):
-                    break
-            else:
-                self._late[link.ring, rank] += count
+                untold[link, claim.rank] += 1
+        self._told.update(used)
+        for (link, rank), count in untold.items():
+            task = asyncio.get_running_loop().create_task(self._tell(link, rank, count))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+        await asyncio.shield(asyncio.gather(*self._telling))  # of an interrupted call, too
+
+    async def _tell(self, link: TakeLink, rank: int, count: int) -> None:
+        for each in (link, *self._links(link.ring)):
+            if await each.used(rank, count):
+                return
+        self._late[link.ring, rank] += count
 
     async def tell_late(self, link: TakeLink) -> None:
         """There is a new connection: its ring hears what could not be said before."""

@@ -10,6 +10,7 @@ On one host nothing is configured: writers name their rings so that trainers fin
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -18,7 +19,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
 
 from transport.config import configuration, lease_or_configured
-from transport.errors import ClosedError
+from transport.errors import ClosedError, TransportError
 from transport.queue import arguments
 from transport.queue.base import (
     MAX_DELIVERIES,
@@ -31,7 +32,7 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
-from transport.queue.demands import Brought
+from transport.queue.demands import Brought, Place
 from transport.queue.found_elsewhere import FoundElsewhere
 from transport.queue.found_here import FoundHere
 from transport.queue.looks import depth_of, failures_of, known_of, unfinished_of
@@ -131,25 +132,60 @@ class FoundRings(TicketQueue):
             here, elsewhere = self._follow(rank, n, oldest_version)
             slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
             claims: list[Claim] = []
-            rung = self._here.queue.bell.rung if here and elsewhere else None
-            if here and elsewhere and next(self._turns) % 2:
-                claims = self._here.queue.claim_or_wake(
-                    n, 0.0, rung, rank=rank, consumer=consumer, oldest_version=oldest_version
-                )
-            if elsewhere and len(claims) < n:
-                wait_s = 0.0 if here else slice_s
-                claims += self._elsewhere.claim(n - len(claims), wait_s, rank, consumer, oldest_version)
-            if here and len(claims) < n:
-                wait_s = 0.0 if claims else slice_s
-                claims += self._here.queue.claim_or_wake(
-                    n - len(claims), wait_s, rung, rank=rank, consumer=consumer, oldest_version=oldest_version
-                )
+            try:
+                self._claim(claims, n, slice_s, rank, consumer, oldest_version, here=here, elsewhere=elsewhere)
+            except TransportError:
+                if not claims:
+                    raise  # else the next call meets it again: what was claimed is the caller's
+            except BaseException:  # an interrupt: no caller has these claims
+                self._return(claims)
+                raise
             if claims or time.monotonic() >= give_up:
                 if not claims and elsewhere:
                     self._elsewhere.explain(rank)
                 return claims
             if not here and not elsewhere:
                 self._closed.wait(slice_s)
+
+    def _claim(
+        self,
+        claims: list[Claim],
+        n: int,
+        wait_s: float,
+        rank: int,
+        consumer: str,
+        oldest_version: int | None,
+        *,
+        here: bool,
+        elsewhere: bool,
+    ) -> None:
+        """One round: ``claims`` grows with each half, so that an error in the second one loses nothing of the first."""
+        rung = self._here.queue.bell.rung if here and elsewhere else None
+
+        def of_this_host(wait_s: float) -> None:
+            claims.extend(
+                self._here.queue.claim_or_wake(
+                    n - len(claims), wait_s, rung, rank=rank, consumer=consumer, oldest_version=oldest_version
+                )
+            )
+
+        if here and elsewhere and next(self._turns) % 2:
+            of_this_host(0.0)
+        if elsewhere and len(claims) < n:
+            claims.extend(
+                self._elsewhere.claim(n - len(claims), 0.0 if here else wait_s, rank, consumer, oldest_version)
+            )
+        if here and len(claims) < n:
+            of_this_host(0.0 if claims else wait_s)
+
+    def _return(self, claims: Sequence[Claim]) -> None:
+        """Give claims up that no caller has."""
+        elsewhere = [claim for claim in claims if self._elsewhere.holds(claim)]
+        self._elsewhere.forget(elsewhere)
+        for claim in claims:
+            if claim not in elsewhere:
+                with contextlib.suppress(TransportError):
+                    self._here.queue.retry(claim)
 
     def take(self, n: int, timeout_s: float = 0.0, *, rank: int = 0) -> Brought | None:
         """A batch from one ring elsewhere as it came, without a `Claim` for each payload; see `consume`."""
@@ -269,6 +305,12 @@ class FoundRings(TicketQueue):
         """See `TicketQueue.unfinished`, of the rings on this host."""
         self._check_open()
         return unfinished_of(self._here.seen(), n)
+
+    def not_counted(self) -> dict[str, Place]:
+        """The rings, by id, whose hosts alone know their depth and failures: they cannot be seen from here."""
+        self._check_open()
+        seen = {ring.ring_id for ring in self._here.seen()}
+        return {ring: place for ring, place in self.places.served(seen).items() if ring not in seen}
 
     # --- notices --------------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -25,11 +25,11 @@ from transport.errors import (
 from transport.queue.arrivals import Arrivals
 from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
 from transport.queue.demands import Brought, Demands, Place
+from transport.queue.ends import UNTRAINED, Answers, End, Held
 from transport.queue.rings import consumer_of, token_of
 from transport.runtime.loop_thread import LoopThread
-from transport.taking.batch import Rows, Verdicts
+from transport.taking.batch import Verdicts
 from transport.taking.batches import TakenPayloads
-from transport.wire.frames import Ended
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
@@ -37,14 +37,6 @@ _LOOK_S: Final = 0.25
 _MOST_FAILURES: Final = 256
 # With these a place stays unreachable until this process is configured otherwise.
 _OWN_FAULTS: Final = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
-
-
-_Ask = Callable[[Brought, Rows], Awaitable[Verdicts]]
-
-
-class _Held(NamedTuple):
-    brought: Brought
-    at: int
 
 
 class _Rank:
@@ -82,8 +74,8 @@ class FoundElsewhere:
         self._own = False
         self._ranks: dict[int, _Rank] = {}
         self._changed = threading.Condition()  # guards what follows, and what came
-        self._held: dict[str, _Held] = {}
-        self._said: dict[tuple[int, int], bool] = {}  # of a batch's payload, until the caller has been told
+        self._held: dict[str, Held] = {}
+        self._answers = Answers()
         self.arrivals = Arrivals(self._links_to)
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
@@ -204,41 +196,48 @@ class FoundElsewhere:
         of = self.rank(rank)
         claims: list[Claim] = []
         aged: list[Claim] = []
-        with self._changed:
-            if not of.came:
-                self._changed.wait(wait_s)
-            while of.came and len(claims) < n:
-                brought, begin = of.came.popleft()
-                if brought.link.lost:
-                    continue  # others may have claimed them by now
-                end = min(len(brought.batch), begin + n - len(claims))
-                if end < len(brought.batch):
-                    of.came.appendleft((brought, end))
-                self._use(brought, end - begin)
-                for at in range(begin, end):
-                    claim = self._claimed(brought, at, rank, consumer)
-                    version = claim.policy_version
-                    old = None not in (version, oldest_version) and version < oldest_version  # type: ignore[operator]
-                    (aged if old else claims).append(claim)
+        rest: tuple[Brought, int, int] | None = None  # payloads that are out of `came` and no claims yet
         try:
+            with self._changed:
+                if not of.came:
+                    self._changed.wait(wait_s)
+                while of.came and len(claims) < n:
+                    brought, begin = of.came.popleft()
+                    if brought.link.lost:
+                        continue  # others may have claimed them by now
+                    end = min(len(brought.batch), begin + n - len(claims))
+                    rest = brought, begin, end
+                    if end < len(brought.batch):
+                        of.came.appendleft((brought, end))
+                    self._use(brought, end - begin)
+                    for at in range(begin, end):
+                        claim = self._claimed(brought, at, rank, consumer)
+                        version = claim.policy_version
+                        old = None not in (version, oldest_version) and version < oldest_version  # type: ignore[operator]
+                        (aged if old else claims).append(claim)
+                        rest = brought, at + 1, end
             while aged:  # asked for when an older policy would do
                 claim = aged[0]
-                self._fail(claim, too_old(claim.policy_version or 0, oldest_version or 0), Ended.AGED)
+                self._end([claim], End("aged", too_old(claim.policy_version or 0, oldest_version or 0)))
                 del aged[0]
         except BaseException:  # an interrupt: no caller has these claims
-            self._forget([*claims, *aged])
+            self.forget([*claims, *aged])
+            if rest is not None and rest[1] < rest[2]:
+                self._let_go(*rest)
             raise
         return claims
 
-    def _forget(self, claims: Sequence[Claim]) -> None:
+    def forget(self, claims: Sequence[Claim]) -> None:
         """Give up claims without waiting for the answer."""
         with self._changed:
             for claim in claims:
                 if (held := self._held.pop(claim.token, None)) is not None:
                     self._count(_ring_of(claim), claim.rank, claimed=-1)
-                    rows = held.brought.batch.rows[held.at : held.at + 1]
-                    if self._thread is not None:
-                        self._thread.soon(held.brought.demands.let_go, held.brought, rows)
+                    self._let_go(held.brought, held.at, held.at + 1)
+
+    def _let_go(self, brought: Brought, begin: int, end: int) -> None:
+        if self._thread is not None:
+            self._thread.soon(brought.demands.let_go, brought, brought.batch.rows[begin:end])
 
     def _use(self, brought: Brought, count: int) -> None:
         if self._thread is not None:
@@ -247,7 +246,7 @@ class FoundElsewhere:
     def _claimed(self, brought: Brought, at: int, rank: int, consumer: str) -> Claim:
         payload = brought.batch[at]
         token = token_of(payload.name, rank, payload.attempts, consumer)
-        self._held[token] = _Held(brought, at)
+        self._held[token] = Held(brought, at)
         self._count(brought.batch.ring, rank, claimed=1)
         return Claim(payload.name, payload.encoded, rank, payload.attempts, token, payload.policy_version)
 
@@ -272,18 +271,7 @@ class FoundElsewhere:
     # --- the ends of claims ---------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool) -> list[Claim]:
         """Consume; those that were accepted."""
-        links = {
-            claim.token: held.brought.link
-            for claim in claims
-            if not trained and (held := self._held.get(claim.token)) is not None
-        }
-        accepted = self._end(claims, lambda brought, rows: brought.demands.finish(brought, rows, arrived=not trained))
-        with self._changed:
-            for claim in accepted:
-                if not trained:
-                    self.arrivals.add(claim, links[claim.token])
-                self._count(_ring_of(claim), claim.rank, **{"done" if trained else "arrived": 1})
-        return accepted
+        return self._end(claims, End("done" if trained else "arrived"))
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """Of what arrived; those that were not finished before. If their connection is lost, the next one says so."""
@@ -303,40 +291,25 @@ class FoundElsewhere:
 
     def retry(self, claim: Claim, delay_s: float, reason: str) -> bool:
         """Give back; what was claimed for the last time is dead."""
-        if claim.attempts >= self._most_attempts:
-            given_back = self._fail(claim, reason, Ended.DEAD)
-        else:
-            given_back = bool(
-                self._end([claim], lambda brought, rows: brought.demands.give_back(brought, rows, delay_s))
-            )
-        with self._changed:
-            self._count(_ring_of(claim), claim.rank, retried=given_back)
-        return given_back
+        end = End("dead", reason) if claim.attempts >= self._most_attempts else End("retried", delay_s=delay_s)
+        return bool(self._end([claim], end))
 
     def discard(self, claim: Claim, reason: str) -> bool:
         """End the delivery; its ring records the reason."""
-        return self._fail(claim, reason, Ended.DISCARDED)
-
-    def _fail(self, claim: Claim, reason: str, how: Ended) -> bool:
-        consumer = consumer_of(claim)
-        ended = bool(
-            self._end([claim], lambda brought, rows: brought.demands.end(brought, rows, how, reason, consumer))
-        )
-        if ended:
-            state = DeliveryState.DEAD if how is Ended.DEAD else DeliveryState.DISCARDED
-            with self._changed:
-                self.failures.append(Failure(claim.ticket_id, claim.rank, state, claim.attempts, consumer, reason))
-                self._count(_ring_of(claim), claim.rank, aged=how is Ended.AGED, **{state.value: 1})
-        return ended
+        return bool(self._end([claim], End("discarded", reason)))
 
     def renew(self, claim: Claim) -> bool:
         """Whether it is held; the connection says that this process is alive, from the client's loop."""
         held = self._held.get(claim.token)
         return claim.token in self.arrivals if held is None else not held.brought.link.lost
 
-    def _end(self, claims: Sequence[Claim], ask: _Ask) -> list[Claim]:
-        """End claims the way that ``ask`` does: those for which it was accepted."""
-        taken: dict[str, _Held] = {}
+    def _end(self, claims: Sequence[Claim], end: End) -> list[Claim]:
+        """End claims: those for which it was accepted.
+
+        After an interrupt the repeated call has the answers of the first. A call that asks for another end is refused
+        then, and what happened is counted.
+        """
+        taken: dict[str, Held] = {}
         groups: dict[int, tuple[Brought, list[int]]] = {}
         try:
             with self._changed:
@@ -346,10 +319,10 @@ class FoundElsewhere:
                         continue
                     taken[claim.token] = held
                     del self._held[claim.token]
-                    if _key(held) not in self._said:
+                    if held not in self._answers:
                         groups.setdefault(id(held.brought), (held.brought, []))[1].append(held.at)
             if groups:
-                self._settle(list(groups.values()), ask)
+                self._settle(list(groups.values()), end, consumer_of(claims[0]))
         except BaseException:  # an interrupt: the call that is repeated gets the answers of this one
             with self._changed:
                 self._held.update(taken)
@@ -357,17 +330,37 @@ class FoundElsewhere:
         accepted: list[Claim] = []
         with self._changed:
             for claim in claims:
-                if (ended := taken.pop(claim.token, None)) is not None:
-                    self._count(_ring_of(claim), claim.rank, claimed=-1)
-                    if self._said.pop(_key(ended), False):
+                if (ended := taken.pop(claim.token, None)) is None:
+                    continue
+                self._count(_ring_of(claim), claim.rank, claimed=-1)
+                said = self._answers.take(ended)
+                if said is not None and said.accepted:
+                    self._note(claim, ended, said.end)
+                    if said.end.what == end.what:
                         accepted.append(claim)
         return accepted
 
-    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], ask: _Ask) -> None:
-        """Ask, and keep the answers in `_said`: written on the loop, so that no interrupt comes in between."""
+    def _note(self, claim: Claim, held: Held, end: End) -> None:
+        """Count a claim that has ended so."""
+        what = end.what
+        amounts = {"discarded" if what == "aged" else what: 1}
+        if what == "arrived":
+            self.arrivals.add(claim, held.brought.link)
+        elif what == "dead":
+            amounts["retried"] = 1
+        elif what == "aged":
+            amounts["aged"] = 1
+        self._count(_ring_of(claim), claim.rank, **amounts)
+        if what in UNTRAINED:
+            state = DeliveryState.DEAD if what == "dead" else DeliveryState.DISCARDED
+            failure = Failure(claim.ticket_id, claim.rank, state, claim.attempts, consumer_of(claim), end.reason)
+            self.failures.append(failure)
+
+    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], end: End, consumer: str) -> None:
+        """Have the answers, which come on the loop, so that no interrupt comes in between."""
         thread = self._thread
         if thread is not None and not thread.closed:  # otherwise every connection is closed as well
-            thread.run(_settled(groups, ask, self._said))
+            thread.run(self._answers.ask(groups, end, consumer))
 
     def _count(self, ring: str, rank: int, **amounts: int) -> None:
         counts = self.counts.setdefault(ring, Counter())
@@ -392,17 +385,6 @@ class FoundElsewhere:
             self._changed.notify_all()
         self._ring()
         self.disconnect(None)
-
-
-async def _settled(groups: Sequence[tuple[Brought, list[int]]], ask: _Ask, said: dict[tuple[int, int], bool]) -> None:
-    for brought, at in groups:
-        rows = brought.batch.rows if len(at) == len(brought.batch.rows) else brought.batch.rows[np.asarray(at, np.intp)]
-        verdicts = await ask(brought, rows)
-        said.update(((id(brought), position), good) for position, good in zip(at, verdicts.tolist(), strict=True))
-
-
-def _key(held: _Held) -> tuple[int, int]:
-    return id(held.brought), held.at
 
 
 def _closed_on(thread: LoopThread, demands: Demands) -> None:

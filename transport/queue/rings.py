@@ -17,13 +17,21 @@ A client reads these tickets with ``ack="manual"``: here the queue's ack is the 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Final, NoReturn
 
 from transport import _ring as _native
-from transport.errors import ClosedError, QueueUnsuitableError, RingError, RingNotFoundError, UsageError
+from transport.errors import (
+    ClosedError,
+    QueueUnsuitableError,
+    RingError,
+    RingNotFoundError,
+    TransportError,
+    UsageError,
+)
 from transport.queue import arguments
 from transport.queue.base import (
     MAX_DELIVERIES,
@@ -156,14 +164,24 @@ class RingQueue(TicketQueue):
             if ring.native.closed:
                 self.remove(ring)
                 continue
-            taken = ring.claim(
-                n - len(claimed),
-                rank=rank,
-                oldest_version=oldest_version,
-                max_deliveries=self._max_deliveries,
-                consumer=consumer,
-                most_held_s=self._most_held_s,
-            )
+            try:
+                taken = ring.claim(
+                    n - len(claimed),
+                    rank=rank,
+                    oldest_version=oldest_version,
+                    max_deliveries=self._max_deliveries,
+                    consumer=consumer,
+                    most_held_s=self._most_held_s,
+                )
+            except TransportError:
+                if not claimed:
+                    raise
+                break  # the next call meets it again: what was claimed of other rings is the caller's
+            except BaseException:  # an interrupt: no caller has these claims
+                for claim in claimed:
+                    with contextlib.suppress(TransportError):
+                        self.retry(claim)
+                raise
             claimed += [_claim_of(each, consumer) for each in taken]
         return claimed
 

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 RESTART = 3  # exit status
 _MODULE = b"transport.server.process"  # as on the command line
 
+_PF_EXITING = 4  # of the flags in /proc/PID/stat
+
 _answers = 1  # descriptor
 _left_open: list[Listener] = []  # keeps UCX's objects until the process ends
 DRAIN_S = 5.0  # longest wait for acknowledgements after SIGTERM
@@ -76,6 +78,15 @@ def is_listener(pid: int) -> bool:
         return pid > 0 and ours and _MODULE in (process / "cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process ends at the moment: its command line is gone, its locks are held until its memory is gone."""
+    try:
+        flags = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[6]
+    except (OSError, IndexError):  # ended, or of another container
+        return False
+    return bool(int(flags) & _PF_EXITING)
 
 
 def send(number: int, pid: int) -> None:

@@ -25,7 +25,7 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.loop_thread import AtExit, gone
 from transport.server.after_writer import AfterWriter
 from transport.server.listener import Listener
-from transport.server.process import DRAIN_S, ListenerConfig, is_listener, send
+from transport.server.process import DRAIN_S, ListenerConfig, is_ending, is_listener, send
 from transport.server.supervisor import SupervisorConfig, SupervisorReport
 
 log = logging.getLogger(__name__)
@@ -169,14 +169,18 @@ class Processes:
         self._stop_orphans()
 
     def _stop_orphans(self) -> None:
-        """End listeners whose supervisor was killed just before `stop`, so that no new one adopted them."""
+        """End listeners whose supervisor was killed just before `stop`, so that no new one adopted them.
+
+        Killed ones are waited for: while they hold their places, a writer that closes leaves the segment to them.
+        """
         give_up = time.monotonic() + DRAIN_S + 2.0
         signalled: set[int] = set()
         while not self._ring.native.closed:
-            orphans = {owner.pid for owner in self._ring.native.owners() if owner.alive and is_listener(owner.pid)}
-            if not orphans:
-                return
+            owners = {owner.pid for owner in self._ring.native.owners() if owner.alive}
+            orphans = {pid for pid in owners if is_listener(pid)}
             late = time.monotonic() > give_up
+            if not orphans and (late or not any(map(is_ending, owners))):
+                return
             for pid in orphans if late else orphans - signalled:
                 send(signal.SIGKILL if late else signal.SIGTERM, pid)
             signalled |= orphans

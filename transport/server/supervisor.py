@@ -34,6 +34,7 @@ from transport.server.process import (
     ListenerConfig,
     ListenerReport,
     answer,
+    is_ending,
     is_listener,
     keep_stdout_for_the_answer,
     send,
@@ -124,6 +125,10 @@ class Supervisor:
             for owner in self._ring.native.owners()
             if owner.alive and 0 < owner.port <= 65535 and is_listener(owner.pid)
         }
+
+    def _ending(self) -> bool:
+        """Whether an owner that was killed still holds its place, so that the segment cannot be removed."""
+        return any(owner.alive and is_ending(owner.pid) for owner in self._ring.native.owners())
 
     def _succeeded(self) -> bool:
         """Whether other writers have taken over the ring: it has a keeper, and none of the original writers is left."""
@@ -304,7 +309,11 @@ class Supervisor:
         for pid in self._listener_pids():
             send(signal.SIGTERM, pid)
         give_up = time.monotonic() + DRAIN_S + 2.0
-        while self._living() or any(served.process for served in self.served_ports):
+        while (
+            self._living()
+            or any(served.process for served in self.served_ports)
+            or (self._ending() and time.monotonic() < give_up)
+        ):
             if time.monotonic() > give_up:
                 log.warning("listeners %s did not stop after SIGTERM; killing them", sorted(self._listener_pids()))
                 for pid in self._listener_pids():

@@ -214,7 +214,7 @@ class Whereabouts:
         return ticket if serving is None else serving.moved(ticket)
 
     def reached(self, ring: str) -> None:
-        """A read of the ring succeeded: a later absence begins anew."""
+        """A read of the ring succeeded: the time of its absence is counted from zero again."""
         if self._absent_since:
             self._absent_since.pop(ring, None)
 

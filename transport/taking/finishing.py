@@ -34,7 +34,7 @@ class Finishing(ABC):
     """What a connection that holds claims does with those that are consumed. It belongs to one loop."""
 
     def __init__(self) -> None:
-        self._unanswered = 0  # claims in FINISH messages; as many as `MOST_UNANSWERED` stand in the ring
+        self._unanswered = 0  # claims in FINISH and END messages, and USED; `MOST_UNANSWERED` of them stand in the ring
         self._answered = asyncio.Event()
         self._left: dict[bytes, _Said] = {}  # of claims whose `finish` was cancelled after it was sent
 
@@ -80,15 +80,22 @@ class Finishing(ABC):
         """Send what has not been sent, as there is room for it; nothing once the connection is gone."""
         for begin in range(0, len(fresh), frames.MAX_RECORDS):
             chunk = fresh[begin : begin + frames.MAX_RECORDS]
-            while self._unanswered + len(chunk) > frames.MOST_UNANSWERED and not self.lost:
-                self._answered.clear()
-                await self._answered.wait()
-            if self.lost:
+            if not await self._room_for(len(chunk)):
                 return
             [future] = self._settle(Kind.FINISH, rows[_selected(chunk)], 0, arrived)
-            self._unanswered += len(chunk)
-            future.add_done_callback(partial(self._now_answered, len(chunk)))
+            self._sent(future, len(chunk))
             asked.append(_Asked(chunk, range(len(chunk)), future))
+
+    async def _room_for(self, count: int) -> bool:
+        """Wait until so many more may be unanswered: the ring keeps the last ones. False: the connection is gone."""
+        while self._unanswered + count > frames.MOST_UNANSWERED and not self.lost:
+            self._answered.clear()
+            await self._answered.wait()
+        return not self.lost
+
+    def _sent(self, future: asyncio.Future[Any], count: int) -> None:
+        self._unanswered += count
+        future.add_done_callback(partial(self._now_answered, count))
 
     def _now_answered(self, count: int, future: asyncio.Future[Any]) -> None:
         self._unanswered -= count

@@ -83,6 +83,8 @@ class Outcomes:
     async def of(self, broken: Link, rows: Rows, served: Callable[[], Served] = Served) -> list[int]:
         """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
 
+        Rows whose attempts have `frames.END_ASKED` or `frames.USED_ASKED` are about an END or a USED.
+
         ``served``: where the ring is now. A listener may have got another port than the ring had, and a ring whose
         writer and listeners were all killed is not served until another writer takes it over.
 
@@ -126,7 +128,7 @@ class Outcomes:
         if unknown:
             self.unknown += unknown
             log.warning(
-                "ring %s: a connection broke before it said whether %d payloads were consumed, and no port of the ring "
+                "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring "
                 "knows. They are dropped here; those that were consumed are lost",
                 broken.ring[:8],
                 unknown,

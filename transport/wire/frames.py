@@ -72,7 +72,9 @@ FRAMING = 1  # of handshake messages, whatever is agreed by them
 MAX_HANDSHAKE_BYTES = 4096
 MAX_RECORDS = 63
 MOST_ATTEMPTS = 2047  # that a claim counts
-MOST_UNANSWERED = 256  # finishes of a connection: as many stand in the ring
+MOST_UNANSWERED = 256  # ends of a connection's claims, and USED: as many stand in the ring
+END_ASKED = 1 << 11  # in the attempts of an OUTCOME: it asks about an END
+USED_ASKED = 2 << 11  # about a USED, whose number is in `generation`
 UNKNOWN = 10  # an answer to OUTCOME
 MESSAGE_NUMBERS = 1 << 24  # a connection is retired when it has used them
 

@@ -59,7 +59,7 @@ class TicketTransport(PayloadTransport):  # type: ignore[misc]  # cosmos-rl is n
                 prefetch_timeout=float(custom.get("payload_transport_prefetch_timeout", 300.0)),
                 thread_name="transport prefetch",
             )
-        except BaseException:
+        except BaseException:  # an interrupt, too: half a set-up has threads and connections
             packer.close_transport()
             raise
 

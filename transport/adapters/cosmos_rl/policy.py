@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from typing import Any, Final
 
 import msgspec
@@ -81,7 +82,7 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
         batch = self._fetch([_ticket_of(reference) for _, reference in tasks])
         try:
             return _Lease(batch, self._released)
-        except BaseException:
+        except BaseException:  # an interrupt, too: there is no lease that releases the batch
             self._released(batch, used=False)
             raise
 
@@ -125,10 +126,8 @@ class TicketStrategy(UCXXDataPackerMixin, PayloadTransportStrategy):  # type: ig
             self._fetches.add(fetch)
         try:
             batch = fetch.result()
-        except BaseException as error:
-            if fetch.cancelled():
-                raise ClosedError("the packer was closed while a batch was fetched") from error
-            raise
+        except CancelledError as error:
+            raise ClosedError("the packer was closed while a batch was fetched") from error
         finally:
             with self._lock:
                 self._fetches.discard(fetch)

@@ -93,7 +93,7 @@ class TicketProducer(UCXXRolloutMixin):
                 opaque=lease,
                 on_abandon=lease.abort,
             )
-        except BaseException:
+        except BaseException:  # an interrupt, too: the slot would stay taken
             lease.abort()
             raise
 

@@ -257,7 +257,7 @@ class PayloadTransportStorageManager(StorageManager):  # type: ignore[misc]
             return
         try:
             self._end()
-        except Exception:
+        except Exception:  # a destructor cannot raise: Python would print any error, and go on
             log.debug("%s was not closed in order", type(self).__name__, exc_info=True)
 
 

@@ -70,7 +70,7 @@ class _Served:
                     wires=operator.server_wires,
                     linger_s=options.linger_s,
                 ).start()
-        except BaseException:
+        except BaseException:  # an interrupt, too: the segment would stay
             self.ring.close()
             raise
 
@@ -110,7 +110,7 @@ class Rings:
         try:
             for done, packed in enumerate(payloads):
                 written.append(self._write(packed, payloads[done:]))
-        except BaseException:
+        except BaseException:  # an interrupt, too: no caller has the tickets
             for served, ticket in written:
                 served.ring.discard(ticket)
             raise

@@ -70,7 +70,7 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             await self._step("release of the KV cache", self.release_kv_cache_replicas())
             await self._step("preparation", _in_a_thread(lambda: self.build_process_group(rollout)))
             merged = self._transfer(rollout, global_steps)
-        except BaseException as error:
+        except BaseException as error:  # a cancellation, too: the replicas go back to generation first; raised below
             failed.add(error)
             if rollout is not None and self.backend == BACKEND:
                 stuck = failed.collect(lambda: self._restored(rollout), [])
@@ -107,13 +107,13 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
         errors: list[BaseException] = []
         try:
             refs = group.execute_checkpoint_engine([method] * size, *([each] * size for each in arguments))
-        except Exception as error:
+        except Exception as error:  # Ray raises what the workers raise
             return [None] * size, [error]
         give_up = time.monotonic() + self.step_s
         for ref in refs:
             try:
                 results.append(ray.get(ref, timeout=max(give_up - time.monotonic(), 0.0)))
-            except Exception as error:
+            except Exception as error:  # of one worker; the others are asked all the same
                 results.append(None)
                 errors.append(error)
         return results, errors
@@ -144,7 +144,7 @@ class Manager(CheckpointEngineManager):  # type: ignore[misc]  # verl is not the
             return False
         try:
             ray.get(alone.update_weights(global_steps=version), timeout=self.transfer_s)
-        except Exception:
+        except Exception:  # whatever a worker raised: this replica counts as stuck
             return False
         return True
 
@@ -156,7 +156,7 @@ async def _in_a_thread(call: Callable[[], None]) -> None:
     def run() -> None:
         try:
             call()
-        except BaseException as error:
+        except BaseException as error:  # the caller raises it, whatever it is
             done.set_exception(error)
         else:
             done.set_result(None)
@@ -184,7 +184,7 @@ class _Errors:
     def collect(self, call: Callable[[], list[Any]], otherwise: list[Any]) -> list[Any]:
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # raised with the others, after all that is to be restored
             self.add(error)
             return otherwise
 

@@ -1,0 +1,218 @@
+"""Ends of claims of rings elsewhere: what an interrupt or an error leaves, and what is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers import eventually
+
+from transport import SharedRingBuffer, UCXXServer
+from transport.client.taking import TakeLink
+from transport.errors import RingFullError
+from transport.queue import Claim, FoundRings
+from transport.queue.places import OnThisHost
+from transport.queue.rings import RingQueue
+
+pytestmark = pytest.mark.ucx
+SLOTS = 16
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"ends-{secrets.token_hex(4)}-"
+
+
+@pytest.fixture
+def ring(prefix: str) -> Iterator[SharedRingBuffer]:
+    with (
+        SharedRingBuffer.create(prefix=prefix, slots=SLOTS, slot_bytes=4096) as made,
+        UCXXServer(made, mode="thread"),
+    ):
+        yield made
+
+
+@pytest.fixture
+def queue(prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch) -> Iterator[FoundRings]:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with FoundRings(OnThisHost(prefix)) as opened:
+        yield opened
+
+
+def some(queue: FoundRings, count: int) -> list[Claim]:
+    claims: list[Claim] = []
+    give_up = time.monotonic() + 15
+    while len(claims) < count:
+        assert time.monotonic() < give_up, f"only {len(claims)} came"
+        claims += queue.claim(count - len(claims), 1.0, consumer="test")
+    return claims
+
+
+def interrupt_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Ctrl-C in the main thread when the next answer to the end of a claim has come; the result lets it be used."""
+    codes, raised = TakeLink._codes, threading.Event()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    async def interrupted(self: TakeLink, future: asyncio.Future[Any]) -> Any:
+        monkeypatch.setattr(TakeLink, "_codes", codes)
+        await asyncio.wait((future,))
+        signal.pthread_kill(main, signal.SIGINT)
+        await asyncio.to_thread(raised.wait)
+        return await codes(self, future)
+
+    monkeypatch.setattr(TakeLink, "_codes", interrupted)
+    return raised.set
+
+
+ENDS: dict[str, Callable[[FoundRings, Claim], bool]] = {
+    "ack": lambda queue, claim: queue.ack(claim),
+    "discard": lambda queue, claim: queue.discard(claim, "no use"),
+    "retry": lambda queue, claim: queue.retry(claim),
+}
+COUNTED = {"ack": "done", "discard": "discarded", "retry": "retried"}
+
+
+@pytest.mark.parametrize("end", list(ENDS))
+def test_an_end_that_was_interrupted_before_its_answer_is_repeated_with_the_same_answer(
+    ring: SharedRingBuffer, queue: FoundRings, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.write_raw(b"one")
+    [claim] = some(queue, 1)
+    go_on = interrupt_before_the_answer(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        ENDS[end](queue, claim)
+    go_on()
+    assert ENDS[end](queue, claim)
+    assert not ENDS[end](queue, claim)
+    known = queue._elsewhere.depth(None, set())
+    assert known[COUNTED[end]] == 1
+    assert known["claimed"] == 0
+
+
+@pytest.mark.parametrize(("first", "then"), list(itertools.permutations(ENDS, 2)))
+def test_another_end_of_a_claim_that_has_ended_is_refused_and_what_happened_is_counted(
+    ring: SharedRingBuffer, queue: FoundRings, first: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.write_raw(b"one")
+    [claim] = some(queue, 1)
+    go_on = interrupt_before_the_answer(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        ENDS[first](queue, claim)
+    go_on()
+    assert not ENDS[then](queue, claim)
+    known = queue._elsewhere.depth(None, set())
+    assert {name: known[name] for name in COUNTED.values()} == {
+        name: int(name == COUNTED[first]) for name in COUNTED.values()
+    }
+    assert known["claimed"] == 0
+
+
+def test_unconfirmed_ends_of_several_claims_each_keep_their_own_answer(
+    ring: SharedRingBuffer, queue: FoundRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        ring.write_raw(bytes([number]))
+    claims = some(queue, 3)
+    for claim, end in zip(claims, ENDS.values(), strict=True):
+        go_on = interrupt_before_the_answer(monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            end(queue, claim)
+        go_on()
+    assert queue.ack_many(claims) == claims[:1]
+    known = queue._elsewhere.depth(None, set())
+    assert (known["done"], known["discarded"], known["retried"], known["claimed"]) == (1, 1, 1, 0)
+
+
+# --- claims that are lost between rings here and elsewhere ----------------------------------------------
+class Both:
+    """A ring that is mapped, and one that is only reached over the network."""
+
+    directory = None
+
+    def __init__(self, mapped: str, served: str) -> None:
+        self.prefix = mapped
+        self._mapped, self._served = OnThisHost(mapped), OnThisHost(served)
+
+    def segments(self) -> Any:
+        return self._mapped.segments()
+
+    def served(self, mapped: Any) -> Any:
+        return self._served.served(mapped)
+
+    def close(self) -> None:
+        self._mapped.close()
+        self._served.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RingFullError, MemoryError], ids=lambda error: error.__name__)
+@pytest.mark.parametrize("failing", ["here", "elsewhere"])
+def test_an_error_in_one_half_of_a_claim_loses_no_claims_of_the_other(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], failing: str
+) -> None:
+    names = [f"halves-{secrets.token_hex(4)}-" for _ in range(2)]
+    with (
+        SharedRingBuffer.create(prefix=names[0], slots=16, slot_bytes=4096) as here,
+        SharedRingBuffer.create(prefix=names[1], slots=16, slot_bytes=4096) as elsewhere,
+        UCXXServer(elsewhere, mode="thread"),
+        FoundRings(Both(*names)) as queue,
+    ):
+        good, bad = (elsewhere, here) if failing == "here" else (here, elsewhere)
+        good.write_raw(b"first")
+        assert queue.ack(*some(queue, 1))
+        half: Any = RingQueue if failing == "here" else type(queue._elsewhere)
+        name = "claim_or_wake" if failing == "here" else "claim"
+        claim = getattr(half, name)
+        hit: list[bool] = []
+
+        def fails(*arguments: Any, **named: Any) -> Any:
+            if queue_has(queue, good):
+                hit.append(True)
+                raise error("an error of one half")
+            return claim(*arguments, **named)
+
+        def queue_has(queue: FoundRings, ring: SharedRingBuffer) -> bool:
+            return bool(ring.native.depth(0)["claimed"]) if ring is here else bool(queue._elsewhere._held)
+
+        monkeypatch.setattr(half, name, fails)
+        good.write_raw(b"must not be lost")
+        found: list[Claim] = []
+        give_up = time.monotonic() + 15
+        while not hit:
+            assert time.monotonic() < give_up
+            try:
+                found += queue.claim(2, 0.2, consumer="test")
+            except error:
+                break
+        assert hit
+        monkeypatch.setattr(half, name, claim)
+        if not found:
+            found = some(queue, 1)
+        assert queue.ack_many(found) == found
+        assert len(found) == 1
+        eventually(lambda: good.statistics().free == 16, "every slot is free")
+        assert bad.statistics().free == 16
+
+
+# --- a batch as it came -----------------------------------------------------------------------------------
+def test_a_batch_that_is_consumed_counts_as_used_while_older_claims_are_held(
+    ring: SharedRingBuffer, queue: FoundRings
+) -> None:
+    ring.write_raw(b"held for long")
+    [held] = some(queue, 1)
+    takers = queue._elsewhere.rank(0).demands._takers
+    for _ in range(3):
+        ring.write_raw(b"in a batch")
+        brought = queue.take(1, 15.0)
+        assert brought is not None
+        assert queue.consume(brought).tolist() == [True]
+        assert (takers.in_hand, takers.unused) == (1, 0)
+    assert queue.ack(held)
+    assert (takers.in_hand, takers.unused) == (0, 0)
