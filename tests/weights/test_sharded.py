@@ -13,6 +13,7 @@ from helpers import asynchronous
 from shard_members import MODEL, Serving, Shards, checksum_of, local, served, version_of
 
 from transport.bench.weights.member_process import Trainer
+from transport.client.client import UCXXClient
 from transport.errors import (
     AuthenticationError,
     ChildrenLostError,
@@ -136,6 +137,32 @@ async def test_no_rank_sends_more_than_its_share_and_every_host_receives_what_it
             received[host] = received.get(host, 0) + carried
         for host, carried in received.items():
             assert carried < 1.3 * model, f"host {host} received a byte more than once"
+
+
+@asynchronous
+async def test_a_relay_has_two_buckets_of_its_parent_on_the_link_so_that_it_soon_has_one_to_pass_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading: dict[int, int] = {}
+    most: dict[int, int] = {}
+    read = UCXXClient.read
+
+    async def counted(client: UCXXClient, *arguments: Any, **named: Any) -> Any:
+        reading[id(client)] = reading.get(id(client), 0) + 1
+        most[id(client)] = max(most.get(id(client), 0), reading[id(client)])
+        try:
+            return await read(client, *arguments, **named)
+        finally:
+            reading[id(client)] -= 1
+
+    async with job(4, ["a", "b"], shape="chain") as made:
+        await made.manager.update(1)
+        monkeypatch.setattr(UCXXClient, "read", counted)
+        await made.manager.update(2)
+        made.serves(2, 2)
+        first, relayed = (most[id(rank.engine._client)] for rank in made.ranks)
+        assert first > 2, "from each of its four parents"
+        assert relayed == 2
 
 
 @asynchronous

@@ -431,6 +431,25 @@ def test_a_part_of_few_bytes_goes_by_few_hops_where_a_large_one_goes_by_a_chain(
     assert depth(norm) == 3
 
 
+@pytest.mark.parametrize(
+    ("hosts", "room", "bucket"),
+    [
+        (4, 32 << 20, 2 << 20),  # 64 buckets for each hop
+        (1, 32 << 20, 8 << 20),  # no relays
+        (64, 32 << 20, 512 << 10),  # a bucket below that costs more than its bytes
+        (4, 1 << 20, 1 << 20),  # what ranks have room for
+    ],
+)
+def test_buckets_are_small_enough_that_a_chain_is_soon_filled(hosts: int, room: int, bucket: int) -> None:
+    layout = Layout.of([shards.whole(spec) for spec in (TensorSpec("w", "uint8", (512 << 20,)),)])
+    sent, received = roles(
+        [described(0, layout, "t", shape="chain", bucket_bytes=room)],
+        [described(at, layout, f"h{at}", bucket_bytes=room) for at in range(hosts)],
+        7,
+    )
+    assert {role.bucket_bytes for role in (*sent, *received)} == {bucket}
+
+
 def test_a_role_survives_its_packing_and_garbage_is_refused() -> None:
     layout = Layout.of([shards.whole(LLAMA[0])])
     sent, received = roles([described(0, layout, "t")], [described(0, layout, "a")], 7)

@@ -33,7 +33,7 @@ from transport.weights.versions.copies import Copies, Held, attach
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_READS = 4  # buckets at once from few parents: they cover the time of an answer
+_READS = 2  # buckets on the link at once from one parent: the second covers the time of an answer
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
@@ -98,9 +98,12 @@ class ShardReceiving:
             each.part: PartLanding(each, layout, role.bucket_bytes) for each in role.incoming if each.mapped is None
         }
         self._mapped = {each.part: each for each in role.incoming if each.mapped is not None}
-        # Buckets that are read at once share the link, and each arrives later: of many parents, one from each.
+        # Buckets that are read at once share the link, and each arrives later. A relay that waits for four of them
+        # before it has one to pass on costs the whole chain behind it that time. So few are on the link; those that
+        # have come and are being placed or relayed are not among them. Of many parents, one from each.
         parents = {source.parent for each in role.incoming for source in each.sources}
-        self._room = asyncio.Semaphore(min(scratch.count, max(_READS, len(parents))))
+        self._link = asyncio.Semaphore(min(scratch.count, max(_READS, len(parents))))
+        self._room = asyncio.Semaphore(scratch.count)
         self._version = -1
         self._held: list[Held] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -243,9 +246,10 @@ class ShardReceiving:
             data = scratch[: ticket.size] if straight is None else straight
             if straight is not None:
                 self._spoil()
-            payload = await self._client.read(
-                ticket, out=data, rank=landing.rank(frame.sender), timeout=self._read_timeout_s
-            )  # verified by its checksum, and read again when that fails, over a wire
+            async with self._link:
+                payload = await self._client.read(
+                    ticket, out=data, rank=landing.rank(frame.sender), timeout=self._read_timeout_s
+                )  # verified by its checksum, and read again when that fails, over a wire
             if payload.wire == "mapped" and await in_thread(_ring.checksum, data.data) != checksum:
                 raise WeightsChecksumError(f"bucket {frame.index} of sender {frame.sender}: checksum mismatch")
             payload.release()

@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 _KEPT_PLANS = 2
 _WIDE = 4  # fan-out for parts of few bytes
+_STEPS = 64  # buckets of a large part for each hop: a hop lets about three of them pass before it has one to pass on
+_FINEST = 512 << 10  # below this a bucket costs more than its bytes
 _plans: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], ShardPlan] = OrderedDict()
 _layouts: OrderedDict[int, Layout] = OrderedDict()  # by the checksum of their text
 _KEPT_LAYOUTS = 1024
@@ -104,7 +106,7 @@ class Role(msgspec.Struct, frozen=True, array_like=True):
     """Everything that a rank needs to know for one update.
 
     update: a number that this update has and no other; together with the version it is what members prove.
-    bucket_bytes: of all streams: the least that a rank has room for.
+    bucket_bytes: of all streams: what every rank has room for, or less, so that a chain of relays is soon filled.
     """
 
     update: int
@@ -176,15 +178,21 @@ def roles(
         )
     layouts = [layout_of(each.layout) for each in receivers]
     plan = plan_of([layout_of(each.layout) for each in senders], layouts)
-    bucket_bytes = min(each.bucket_bytes for each in everyone)
+    room = min(each.bucket_bytes for each in everyone)
     numbers = [{tensor: at for at, tensor in enumerate(layout.tensors)} for layout in layouts]
     place = _order(receivers)
+    groups = [sorted(part.receivers, key=place.__getitem__) for part in plan.parts]
+    trees = [
+        _hops([receivers[each] for each in among], senders[0], part.nbytes, min(room, _FINEST))
+        for part, among in zip(plan.parts, groups, strict=True)
+    ]
+    bucket_bytes = finer(
+        room, [(part.nbytes, topology.depth(hops)) for part, hops in zip(plan.parts, trees, strict=True)]
+    )
     incoming: list[list[Incoming]] = [[] for _ in receivers]
     outgoing: list[list[Outgoing]] = [[] for _ in senders]
     parents: list[dict[str, ShardDescription]] = [{} for _ in receivers]
-    for number, part in enumerate(plan.parts):
-        among = sorted(part.receivers, key=place.__getitem__)
-        hops = _hops([receivers[each] for each in among], senders[0], part.nbytes, bucket_bytes)
+    for number, (part, among, hops) in enumerate(zip(plan.parts, groups, trees, strict=True)):
         firsts = tuple(receivers[each].name for each, hop in zip(among, hops, strict=True) if hop.parent < 0)
         wired: list[list[str]] = [[] for _ in among]
         local: list[list[str]] = [[] for _ in among]
@@ -229,6 +237,16 @@ def roles(
             for each, peers in zip(incoming, parents, strict=True)
         ],
     )
+
+
+def finer(room: int, parts: Sequence[tuple[int, int]]) -> int:
+    """The size of buckets, from what ranks have room for and (bytes, hops) of each part. A multiple of 64.
+
+    A relay passes a bucket on when all of it has come, so each hop of a chain is some buckets behind the one before.
+    The largest part determines the size; the others are done before it.
+    """
+    nbytes, depth = max(parts, default=(0, 1))
+    return min(room, max(_FINEST, nbytes // (_STEPS * max(1, depth)) // 64 * 64))
 
 
 def _order(receivers: Sequence[ShardDescription]) -> dict[int, int]:
