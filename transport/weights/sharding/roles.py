@@ -19,6 +19,7 @@ from transport import _ring
 from transport.errors import ProtocolError, SchemaError, UsageError
 from transport.runtime.decoders import hiding
 from transport.weights.plan import topology
+from transport.weights.plan.steps import Proof
 from transport.weights.plan.topology import Description, Hop
 from transport.weights.sharding.layouts import MOST_BYTES, Layout
 from transport.weights.sharding.plan import ShardPlan, Slice, make_plan
@@ -28,7 +29,7 @@ T = TypeVar("T")
 _KEPT_PLANS = 2
 _WIDE = 4  # fan-out for parts of few bytes
 _STEPS = 64  # buckets of a large part for each hop: a hop lets about three of them pass before it has one to pass on
-_FINEST = 512 << 10  # below this a bucket costs more than its bytes
+_FINEST = 256 << 10  # below this a bucket costs more than its bytes
 _plans: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], ShardPlan] = OrderedDict()
 _layouts: OrderedDict[int, Layout] = OrderedDict()  # by the checksum of their text
 _KEPT_LAYOUTS = 1024
@@ -40,6 +41,7 @@ class ShardDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: packed; of what it has (a trainer's rank) or wants.
     in_place: it receives into its own tensors, which no other process can map.
+    version, update: the complete version that it has, which changes can be based on; version -1: none.
     """
 
     name: str
@@ -50,6 +52,8 @@ class ShardDescription(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     bucket_bytes: int
     in_place: bool = False
+    version: int = -1
+    update: int = 0
     shape: topology.Shape = "tree"
     fanout: int = topology.FANOUT
 
@@ -107,6 +111,7 @@ class Role(msgspec.Struct, frozen=True, array_like=True):
 
     update: a number that this update has and no other; together with the version it is what members prove.
     bucket_bytes: of all streams: what every rank has room for, or less, so that a chain of relays is soon filled.
+    base: the version that all ranks have, where buckets may hold changes since it.
     """
 
     update: int
@@ -114,6 +119,7 @@ class Role(msgspec.Struct, frozen=True, array_like=True):
     peers: tuple[Peer, ...] = ()
     incoming: tuple[Incoming, ...] = ()
     outgoing: tuple[Outgoing, ...] = ()
+    base: Proof | None = None
 
     @property
     def children(self) -> list[str]:
@@ -168,9 +174,12 @@ def plan_of(senders: Sequence[Layout], receivers: Sequence[Layout]) -> ShardPlan
 
 
 def roles(
-    senders: Sequence[ShardDescription], receivers: Sequence[ShardDescription], update: int
+    senders: Sequence[ShardDescription], receivers: Sequence[ShardDescription], update: int, *, whole: bool = False
 ) -> tuple[list[Role], list[Role]]:
-    """One role for each sender and each receiver. Raises what `make_plan` and `topology.hops` raise."""
+    """One role for each sender and each receiver. ``whole``: all bytes are sent, not changes.
+
+    Raises what `make_plan` and `topology.hops` raise.
+    """
     everyone = [*senders, *receivers]
     if not senders or not receivers or len({each.name for each in everyone}) != len(everyone):
         raise UsageError(
@@ -189,6 +198,8 @@ def roles(
     bucket_bytes = finer(
         room, [(part.nbytes, topology.depth(hops)) for part, hops in zip(plan.parts, trees, strict=True)]
     )
+    (version, number), *others = {(each.version, each.update) for each in everyone}
+    base = None if whole or others or version < 0 else Proof(version, number)
     incoming: list[list[Incoming]] = [[] for _ in receivers]
     outgoing: list[list[Outgoing]] = [[] for _ in senders]
     parents: list[dict[str, ShardDescription]] = [{} for _ in receivers]
@@ -226,13 +237,14 @@ def roles(
                 )
             )
     return (
-        [Role(update, bucket_bytes, outgoing=tuple(each)) for each in outgoing],
+        [Role(update, bucket_bytes, outgoing=tuple(each), base=base) for each in outgoing],
         [
             Role(
                 update,
                 bucket_bytes,
                 tuple(Peer(peer.name, peer.address, peer.port, peer.token) for peer in peers.values()),
                 tuple(each),
+                base=base,
             )
             for each, peers in zip(incoming, parents, strict=True)
         ],
