@@ -20,6 +20,8 @@ from shard_members import MODEL, checksum_of
 
 from transport.adapters import sglang
 from transport.errors import ProtocolError, SchemaError, UsageError, WeightsError, WeightsTimeoutError
+from transport.store.base import ABSENT
+from transport.store.open import open_store
 from transport.weights.sharded.meeting import Meeting, Member, RankShards, described, of_dtensors
 from transport.weights.versions.layout import weights_checksum
 
@@ -215,6 +217,47 @@ def test_a_rank_that_fails_takes_all_back_to_the_version_before(meeting: Meeting
             assert "version 2 was tried before" in str(error)
         assert update(3) == [None] * 4
         assert all(serves(model, 3) for model in models)
+    finally:
+        for member in everyone:
+            member.close()
+
+
+def test_a_count_of_an_attempt_that_is_long_over_lets_no_receiver_load_before_all_are_done(meeting: Meeting) -> None:
+    models, trainings = [Model(rank) for rank in range(WORKERS)], [Training(rank) for rank in range(TRAINERS)]
+    everyone = [Member(of_training(training), sends=True, **OPTIONS) for training in trainings]
+    everyone += [
+        Member(RankShards(model.rank, model.layout, model.parameters), sends=False, **OPTIONS) for model in models
+    ]
+
+    def update(version: int) -> list[BaseException | None]:
+        for training in trainings:
+            training.step(version)
+        return together(*(lambda member=member: meeting.update(member, version) for member in everyone))
+
+    last = everyone[-1]
+    transfer = last.transfer
+
+    def failing(version: int, timeout_s: float) -> None:
+        transfer(version, timeout_s)
+        with open_store(meeting.store) as store:
+            seen = ABSENT
+            while True:  # until the three others are done
+                entry = store.watch(f"shards/test/{version}/done", seen, 30)
+                assert entry is not None
+                if int(entry.value) >= len(everyone) - 1:
+                    break
+                seen = entry.version
+        raise RuntimeError("failed at the end")
+
+    try:
+        assert update(1) == [None] * 4
+        with open_store(meeting.store) as store:
+            store.add("shards/test/2/done")  # of an attempt whose other records have expired
+        last.transfer = failing  # type: ignore[method-assign]
+        errors = update(2)
+        assert isinstance(errors[-1], RuntimeError)
+        assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
+        assert all(serves(model, 1) for model in models)
     finally:
         for member in everyone:
             member.close()

@@ -4,101 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from helpers import asynchronous
-from shard_members import MODEL, Serving, Shards, checksum_of, local, served, version_of
+from shard_members import MODEL, Serving, checksum_of, local, served, version_of
+from sharded_job import BUCKET, job
 
-from transport.bench.weights.member_process import Trainer
+from transport.client.client import UCXXClient
 from transport.errors import (
     AuthenticationError,
     ChildrenLostError,
+    InternalError,
     SchemaError,
     UsageError,
     WeightsChecksumError,
     WeightsError,
 )
 from transport.schema import DTYPES
-from transport.weights.manager import WeightUpdate
 from transport.weights.options import EngineOptions
 from transport.weights.plan.admission import State
 from transport.weights.sharded.engine import ShardEngine
 from transport.weights.sharded.parts import PartLanding
-from transport.weights.sharded.replica import ShardedReplica, ShardRank
 from transport.weights.sharding import shards
 from transport.weights.sharding.layouts import Layout
+from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.feed import Feed
 from transport.weights.versions.layout import weights_checksum
 
 pytestmark = pytest.mark.ucx
-
-BUCKET = 4096
-
-
-class Job:
-    """Trainer ranks, and engines of some ranks: a word for each engine, a letter for each rank's host."""
-
-    def __init__(self, trainers: int, engines: list[str], *, in_place: bool = False, **options: Any) -> None:
-        self.trainers = []
-        for rank in range(trainers):
-            source = Shards(rank, trainers)
-            engine = ShardEngine(
-                f"trainer {rank}",
-                source.layout,
-                bucket_bytes=BUCKET,
-                address="127.0.0.1",
-                progress=source.progress,
-                options=EngineOptions(host=f"trainer {rank}", **options),
-            )
-            self.trainers.append(Trainer(engine, source))
-        self.replicas = []
-        for number, hosts in enumerate(engines):
-            ranks = []
-            for rank, host in enumerate(hosts):
-                worker = Serving(rank, len(hosts), "in_place" if in_place else "mapped")
-                engine = ShardEngine(
-                    f"server {number}.{rank}",
-                    worker.layout,
-                    bucket_bytes=BUCKET,
-                    address="127.0.0.1",
-                    in_place=worker.tensors if in_place else None,
-                    options=EngineOptions(host=host, wires=frozenset({"tcp"}), **options),
-                )
-                ranks.append(ShardRank(engine, worker))
-            self.replicas.append(ShardedReplica(f"server {number}", ranks))
-        self.manager = WeightUpdate(self.trainers, self.replicas, engine=ShardEngine)
-
-    @property
-    def ranks(self) -> list[ShardRank]:
-        return [rank for replica in self.replicas for rank in replica.ranks if isinstance(rank, ShardRank)]
-
-    def serves(self, *versions: int) -> None:
-        """Every rank of each engine serves all of this version; -1: it has none."""
-        for replica, version in zip(self.replicas, versions, strict=True):
-            for rank in replica.ranks:
-                assert isinstance(rank, ShardRank)
-                worker = rank.worker
-                assert isinstance(worker, Serving)
-                if version < 0:
-                    assert not worker.weights
-                    continue
-                assert worker.version == version
-                assert weights_checksum(worker.weights) == checksum_of(worker.layout, version), rank.name
-
-    async def close(self) -> None:
-        for member in (*self.trainers, *self.ranks):
-            await member.engine.close()
-
-
-@contextlib.asynccontextmanager
-async def job(trainers: int, engines: list[str], **options: Any) -> AsyncIterator[Job]:
-    made = Job(trainers, engines, **options)
-    try:
-        yield made
-    finally:
-        await made.close()
 
 
 @pytest.mark.parametrize(
@@ -136,6 +72,51 @@ async def test_no_rank_sends_more_than_its_share_and_every_host_receives_what_it
             received[host] = received.get(host, 0) + carried
         for host, carried in received.items():
             assert carried < 1.3 * model, f"host {host} received a byte more than once"
+
+
+@asynchronous
+async def test_a_relay_has_two_buckets_of_its_parent_on_the_link_so_that_it_soon_has_one_to_pass_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading: dict[int, int] = {}
+    most: dict[int, int] = {}
+    read = UCXXClient.read
+
+    async def counted(client: UCXXClient, *arguments: Any, **named: Any) -> Any:
+        reading[id(client)] = reading.get(id(client), 0) + 1
+        most[id(client)] = max(most.get(id(client), 0), reading[id(client)])
+        try:
+            return await read(client, *arguments, **named)
+        finally:
+            reading[id(client)] -= 1
+
+    async with job(4, ["a", "b"], shape="chain") as made:
+        await made.manager.update(1)
+        monkeypatch.setattr(UCXXClient, "read", counted)
+        await made.manager.update(2)
+        made.serves(2, 2)
+        first, relayed = (most[id(rank.engine._client)] for rank in made.ranks)
+        assert first > 2, "from each of its four parents"
+        assert relayed == 2
+
+
+def sizes(prefix: str) -> list[int]:
+    """Of the segments with this prefix."""
+    return [path.stat().st_size for path in Path("/dev/shm").iterdir() if prefix in path.name]
+
+
+@asynchronous
+async def test_a_sender_has_room_for_the_buckets_that_are_sent_and_for_no_larger_ones() -> None:
+    sender = BucketSender(16 << 20, 2, address="127.0.0.1", prefix="room-")
+    feed = Feed(sender.lost)
+    try:
+        for size, room in ((4096, 4096), (8192, 8192), (64, 8192)):
+            await sender.begin(feed, ["child"], size)
+            (await sender.reserve(size)).abort()
+            (taken,) = sizes("room-")
+            assert 2 * room <= taken < 2 * room + (1 << 20)
+    finally:
+        await asyncio.to_thread(sender.close)
 
 
 @asynchronous
@@ -179,6 +160,36 @@ async def test_an_update_in_place_that_fails_spoils_the_replica_until_the_next_v
         await made.manager.update(3)
         made.serves(3)
         assert made.manager.admitted == {"server 0": 3}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@asynchronous
+async def test_a_bucket_whose_task_is_cancelled_is_a_failure_of_the_version(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    async with job(2, ["a"], in_place=in_place) as made:
+        await made.manager.update(1)
+        read = UCXXClient.read
+        count = 0
+
+        async def cancelled(client: UCXXClient, *arguments: Any, **named: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == 5:
+                raise asyncio.CancelledError
+            return await read(client, *arguments, **named)
+
+        monkeypatch.setattr(UCXXClient, "read", cancelled)
+        with pytest.raises(InternalError, match="a part's task was cancelled"):
+            await made.manager.update(2)
+        monkeypatch.undo()
+        if in_place:
+            assert made.manager.admitted == {}
+            assert made.ranks[0].engine.spoilt
+        else:
+            made.serves(1)
+        await made.manager.update(3)
+        made.serves(3)
 
 
 @asynchronous

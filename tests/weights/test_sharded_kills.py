@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from helpers import asynchronous
-from shard_members import checksum_of, served
+from shard_members import SPARSE, checksum_of, served
 
 from transport.bench.weights.process_member import ProcessMember, ProcessRank
 from transport.errors import MemberLostError, WeightsError
@@ -65,7 +65,7 @@ class Group:
 
 
 @contextlib.asynccontextmanager
-async def group_of(in_place: bool = False) -> AsyncIterator[Group]:
+async def group_of(in_place: bool = False, delta: bool = False) -> AsyncIterator[Group]:
     path = os.pathsep.join([_SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
     trainers = [
@@ -74,7 +74,7 @@ async def group_of(in_place: bool = False) -> AsyncIterator[Group]:
             {
                 "made": "shard_members:Shards",
                 "arguments": {"rank": rank, "world": 2},
-                "engine": {**ENGINE, "host": f"trainer {rank}"},
+                "engine": {**ENGINE, "host": f"trainer {rank}", "delta": delta},
             },
             environment,
         )
@@ -187,3 +187,38 @@ async def test_in_place_an_engine_that_may_hold_a_mixture_takes_no_traffic(who: 
             await group.manager.update(3)
             alive = next(replica.name for replica in group.replicas if not replica.lost)
             assert group.manager.admitted == {alive: 3}
+
+
+@pytest.mark.parametrize(
+    ("who", "place", "after", "versions"),
+    [
+        ("trainer 1", "bucket", 5, (1, 1)),
+        ("server 0.0", "bucket", 0, (-1, 1)),
+        ("server 0.0", "bucket", 7, (-1, 1)),
+        ("server 0.1", "bucket", 4, (-1, 1)),
+        ("server 0.0", "load", 0, (-1, 2)),
+        ("server 1.0", "bucket", 3, (2, -1)),
+    ],
+)
+@asynchronous
+async def test_killed_while_changes_move_an_engine_serves_one_version_or_none(
+    who: str, place: str, after: int, versions: tuple[int, int]
+) -> None:
+    async with group_of(delta=True) as group:
+        await group.manager.update(SPARSE)
+        assert (await group.manager.update(SPARSE + 1)).delta
+        killed = group.member(who)
+        await killed.call("told", place, after, "kill")
+        with pytest.raises(MemberLostError):
+            await group.manager.update(SPARSE + 2)
+        for at, (version, serving) in enumerate(zip(versions, await group.serves(), strict=True)):
+            admission = group.manager.admissions[f"server {at}"]
+            if version < 0:
+                assert admission.state is State.EXCLUDED
+            else:
+                assert serving == {SPARSE + version}
+                assert (admission.state, admission.version) == (State.SERVING, SPARSE + version)
+        if killed not in group.trainers:
+            await group.manager.update(SPARSE + 3)
+            alive = 1 - versions.index(-1)
+            assert (await group.serves())[alive] == {SPARSE + 3}

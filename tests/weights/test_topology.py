@@ -27,6 +27,10 @@ def test_a_chain_passes_from_host_to_host() -> None:
     assert depth(hops([replica(host) for host in "abcd"], "chain")) == 4
 
 
+def test_a_chain_may_be_longer_than_python_recurses() -> None:
+    assert depth(hops([replica(str(each)) for each in range(5000)], "chain")) == 5000
+
+
 def test_a_tree_is_as_deep_as_its_logarithm() -> None:
     assert of("abcdefg") == [(-1, False), (0, False), (0, False), (1, False), (1, False), (2, False), (2, False)]
     assert depth(hops([replica(str(each)) for each in range(127)])) == 7

@@ -85,11 +85,16 @@ def hops(
 def depth(found: Sequence[Hop]) -> int:
     """The longest path over wires, in hops."""
 
-    def of(place: int) -> int:
-        hop = found[place]
-        return (not hop.mapped) + (of(hop.parent) if hop.parent >= 0 else 0)
-
-    return max(map(of, range(len(found))), default=0)
+    known = {-1: 0}
+    for start in range(len(found)):
+        path = []
+        place = start
+        while place not in known:
+            path.append(place)
+            place = found[place].parent
+        for below in reversed(path):  # no recursion: a chain may have thousands of hops
+            known[below] = known[found[below].parent] + (not found[below].mapped)
+    return max(known.values())
 
 
 def base_of(trainer: Description, replicas: Sequence[Description]) -> tuple[int, int] | None:

@@ -29,6 +29,7 @@ from transport.weights.options import EngineOptions
 from transport.weights.plan.engine import Metadata, WeightEngine, Weights
 from transport.weights.plan.steps import Proof
 from transport.weights.ring_engine import EngineStatistics
+from transport.weights.sharded.changes import ShardBase
 from transport.weights.sharded.held import ShardHeld
 from transport.weights.sharded.parts import checked_targets
 from transport.weights.sharded.receiving import Scratch, ShardReceiving, children_of
@@ -65,11 +66,14 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
     Args:
         name: unique among all ranks.
         layout: of the tensors that this rank has (a trainer's) or wants.
-        bucket_bytes, in_flight: size and number of buckets. All ranks use the smallest size that one of them has.
+        bucket_bytes, in_flight: largest size and number of buckets. All ranks use the smallest size that one of them
+            has, or less: a 64th of the largest part for each hop, but 256 KiB at least.
         address: to listen on; default: the address of this host's default route.
         in_place: the engine's own tensors by name, in host memory: versions land in them, and in no slot. An update
             that fails after its first byte has spoilt them: `spoilt` is true until the next version is complete.
         device: as of `RingEngine`: received tensors are copied there.
+        delta: of a trainer's rank: keep what was sent last, which takes as much memory again, and send changes since
+            then where all senders do so and all receivers have that version.
         progress: called with (done, due, bytes) while a version moves.
         options: further choices; ``shape`` and ``fanout`` of the first trainer's rank count.
 
@@ -87,6 +91,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         address: str | None = None,
         in_place: Mapping[str, Any] | None = None,
         device: str | None = None,
+        delta: bool = False,
         progress: Progress = silent,
         options: EngineOptions = _OPTIONS,
     ) -> None:
@@ -116,6 +121,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         self._role: Role | None = None
         self._upstreams: dict[str, Upstream] = {}
         self._spoilt = False
+        self._base = ShardBase() if delta else None
 
     def __repr__(self) -> str:
         return f"<ShardEngine {self.name} {self._held!r}>"
@@ -162,6 +168,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         await self.finalize()
         self._feed = Feed(self._sender.lost)
         await self._feed.open(self._address)
+        proof = self._base.proof if self._base is not None else None if self._spoilt else self.proof
         described = ShardDescription(
             name=self.name,
             host=self._host,
@@ -171,6 +178,8 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             layout=self._packed,
             bucket_bytes=self._bucket_bytes,
             in_place=self.in_place,
+            version=-1 if proof is None else proof.version,
+            update=0 if proof is None else proof.checksum,
             shape=self._options.shape,
             fanout=self._options.fanout,
         )
@@ -183,7 +192,8 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         """A role for each rank, from the plan of all layouts.
 
         A member's metadata may list several ranks (``{"ranks": […]}``, as `ShardedReplica` has them); its argument
-        ``roles`` then has as many.
+        ``roles`` then has as many. Metadata with ``"version": -1`` beside the ranks asks for a whole version.
+        ``base`` is the version that changes are based on, or None.
         """
         if len(metadata) != actor_n + rollout_n or actor_n < 1:
             raise UsageError(
@@ -193,11 +203,16 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         members = describe(metadata)
         sides = members[:actor_n], members[actor_n:]
         senders, receivers = ([rank for member in side for rank in member] for side in sides)
-        found = roles(senders, receivers, secrets.randbits(63))
-        arguments = []
+        whole = any(each.get("version") == -1 for each in metadata)
+        found = roles(senders, receivers, secrets.randbits(63), whole=whole)
+        base = found[0][0].base
+        arguments: list[dict[str, list[Any]]] = []
         for side, of_side in zip(sides, found, strict=True):
             left: Iterator[Role] = iter(of_side)
-            arguments.append({"roles": [[pack(next(left)) for _ in member] for member in side]})
+            packed = [[pack(next(left)) for _ in member] for member in side]
+            arguments.append(
+                {"roles": packed, "base": [None if base is None else [base.version, base.checksum]] * len(side)}
+            )
         return arguments[0], arguments[1]
 
     async def init_process_group(self, **arguments: Any) -> None:
@@ -207,7 +222,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             raise UsageError(f"{self.name}: call prepare() before init_process_group()")
         (packed,) = arguments["roles"]
         self._role = role = unpack(packed, Role)
-        await self._sender.begin(feed, children_of(role))
+        await self._sender.begin(feed, children_of(role), role.bucket_bytes)
         if self._client is None and any(each.mapped is None for each in role.incoming):
             wires = self._options.wires
             self._client = UCXXClient(
@@ -253,8 +268,19 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             tensors = weights
             if not isinstance(tensors, Mapping):
                 tensors = {name: value async for name, value in iterate(tensors)}
-            sending = ShardSending(feed, self._sender, self.layout, role.outgoing, role.bucket_bytes, self._progress)
+            sending = ShardSending(
+                feed,
+                self._sender,
+                self.layout,
+                role.outgoing,
+                role.bucket_bytes,
+                self._progress,
+                self._base,
+                role.base,
+            )
             await sending.run(tensors, global_steps)
+            if self._base is not None:
+                self._base.end(Proof(global_steps, role.update))
         except BaseException as error:
             kind = type(error).__name__
             await announce_failure(feed, Failed(kind, str(error) or kind))
@@ -280,6 +306,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             _READ_TIMEOUT_S,
             self._own,
             self.spoil,
+            self._held,
             self._progress,
         )
         try:

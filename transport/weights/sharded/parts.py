@@ -21,6 +21,7 @@ from transport.ring.packing import as_array
 from transport.schema import DTYPES, TensorSpec
 from transport.ticket import Ticket
 from transport.weights.plan.steps import Proof
+from transport.weights.sharded.changes import apply, encoded_size
 from transport.weights.sharded.sending import dtypes_of
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
@@ -49,6 +50,7 @@ class PartLanding:
         self._buckets = {source.sender: buckets_of(source.slices, dtypes, bucket_bytes) for source in incoming.sources}
         self._missing = {(sender, at) for sender, buckets in self._buckets.items() for at in range(len(buckets))}
         self._placing = 0
+        self._based = False
         self._ranks = {source.sender: source.rank for source in incoming.sources}
         self._lease: WriteLease | None = None
         self._arrays: list[np.ndarray[Any, Any]] = []
@@ -65,8 +67,11 @@ class PartLanding:
         """Buckets that come from this parent."""
         return sum(len(self._buckets[source.sender]) for source in self.incoming.sources if source.parent == parent)
 
-    def open(self, copies: Copies) -> None:
-        """Take a slot to land in. Blocks. Raises SharedMemoryError where the host has no room."""
+    def open(self, copies: Copies, base: Mapping[str, np.ndarray[Any, Any]] | None) -> int:
+        """Take a slot to land in, and copy there the version that changes are based on. Blocks. Bytes copied.
+
+        Raises SharedMemoryError where the host has no room.
+        """
         lease = copies.take(self.row_layout.total, 1 + len(self.incoming.local))
         self._lease = lease
         row = np.frombuffer(lease.memory, np.uint8)
@@ -76,32 +81,53 @@ class PartLanding:
             end = place.offset + place.nbytes
         found = self.row_layout.arrays(lease.memory, writable=True)
         self._arrays = [found[each.name] for each in self._tensors]
+        self._based = base is not None
+        if base is None:
+            return 0
+        for each, array in zip(self._tensors, self._arrays, strict=True):
+            old = base[each.name]
+            if old.flags.c_contiguous:
+                _ring.copy(array.reshape(-1).view(np.uint8).data, old.reshape(-1).view(np.uint8).data)
+            else:
+                array[...] = old
+        return self.row_layout.total
 
-    def open_in_place(self, own: Mapping[str, np.ndarray[Any, Any]]) -> None:
-        """Land in these tensors."""
+    def open_in_place(self, own: Mapping[str, np.ndarray[Any, Any]], *, based: bool) -> None:
+        """Land in these tensors. ``based``: they are the version that changes are based on."""
+        self._based = based
         self._arrays = [own[each.name] for each in self._tensors]
 
     # --- buckets ----------------------------------------------------------------------------------------------
-    def bucket(self, frame: Slices, parent: str) -> tuple[list[Chunk], Ticket, int]:
-        """The bucket that a message announces, its ticket, its checksum. ProtocolError for one that is not expected."""
+    def bucket(self, frame: Slices, parent: str) -> tuple[list[Chunk], Ticket | None]:
+        """The bucket that a message announces, and its ticket; None: nothing of it has changed.
+
+        ProtocolError for one that is not expected.
+        """
         key = frame.sender, frame.index
         source = next((each for each in self.incoming.sources if each.sender == frame.sender), None)
         if source is None or source.parent != parent or key not in self._missing:
             raise ProtocolError(
                 f"unexpected bucket {frame.index} of sender {frame.sender} for part {frame.part} from {parent}"
             )
-        bucket = self._buckets[frame.sender][frame.index]
-        ticket = Ticket.decode(frame.ticket)
-        if ticket.checksum is None:
-            raise ProtocolError(f"bucket {frame.index} of sender {frame.sender} has no checksum")
-        if ticket.size != size_of(bucket):
+        if frame.records is not None and not self._based:
             raise ProtocolError(
-                f"bucket {frame.index} of sender {frame.sender}: size mismatch: received {ticket.size} bytes, "
-                f"expected {size_of(bucket)}"
+                f"bucket {frame.index} of sender {frame.sender} is of changes, which nothing is based on"
             )
+        bucket = self._buckets[frame.sender][frame.index]
+        size = size_of(bucket) if frame.records is None else encoded_size(frame.records)
+        ticket = None
+        if size:
+            ticket = Ticket.decode(frame.ticket)
+            if ticket.checksum is None:
+                raise ProtocolError(f"bucket {frame.index} of sender {frame.sender} has no checksum")
+            if ticket.size != size or size > size_of(bucket):
+                raise ProtocolError(
+                    f"bucket {frame.index} of sender {frame.sender}: size mismatch: received {ticket.size} bytes, "
+                    f"expected {size} of at most {size_of(bucket)}"
+                )
         self._missing.discard(key)
         self._placing += 1
-        return bucket, ticket, ticket.checksum
+        return bucket, ticket
 
     def place_of(self, bucket: Sequence[Chunk]) -> Bytes | None:
         """The place of a bucket that is one contiguous range of a tensor; None: it is none."""
@@ -131,6 +157,12 @@ class PartLanding:
                 hasher.update(part.data)
         if hasher.digest() != checksum:
             raise WeightsChecksumError(f"part {self.incoming.part}: checksum mismatch of a bucket in its place")
+
+    def change(self, bucket: Sequence[Chunk], frame: Slices, data: Bytes) -> None:
+        """Apply a bucket's changes in its place, and prove what stands there then. In a thread."""
+        found = apply(bucket, [self._target(chunk) for chunk in bucket], frame.records or (), data)
+        if found != frame.checksum:
+            raise WeightsChecksumError(f"part {self.incoming.part}: checksum mismatch of a bucket with its changes")
 
     def placed(self) -> None:
         """A bucket is in its place, proven, and was relayed."""

@@ -33,7 +33,7 @@ from transport.weights.versions.copies import Copies, Held, attach
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_READS = 4  # buckets at once from few parents: they cover the time of an answer
+_READS = 2  # buckets on the link at once from one parent: the second covers the time of an answer
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
@@ -64,6 +64,7 @@ class ShardReceiving:
 
     Args:
         own: the engine's own tensors, to land in; None: land in slots that the host shares.
+        base: the version that changes are based on, if the role says that they are sent.
         spoil: called before the first byte of the engine's own tensors changes.
     """
 
@@ -80,6 +81,7 @@ class ShardReceiving:
         read_timeout_s: float,
         own: Mapping[str, np.ndarray[Any, Any]] | None,
         spoil: Any,
+        base: ShardHeld | None = None,
         progress: Progress = silent,
     ) -> None:
         self._role = role
@@ -93,16 +95,21 @@ class ShardReceiving:
         self._read_timeout_s = read_timeout_s
         self._own = own
         self._spoil = spoil
+        self._base = base
         self._progress = progress
         self._landings = {
             each.part: PartLanding(each, layout, role.bucket_bytes) for each in role.incoming if each.mapped is None
         }
         self._mapped = {each.part: each for each in role.incoming if each.mapped is not None}
-        # Buckets that are read at once share the link, and each arrives later: of many parents, one from each.
+        # Buckets that are read at once share the link, and each arrives later. A relay that waits for four of them
+        # before it has one to pass on costs the whole chain behind it that time. So few are on the link; those that
+        # have come and are being placed or relayed are not among them. Of many parents, one from each.
         parents = {source.parent for each in role.incoming for source in each.sources}
-        self._room = asyncio.Semaphore(min(scratch.count, max(_READS, len(parents))))
+        self._link = asyncio.Semaphore(min(scratch.count, max(_READS, len(parents))))
+        self._room = asyncio.Semaphore(scratch.count)
         self._version = -1
         self._held: list[Held] = []
+        self._proven: set[int] = set()  # parts
         self._tasks: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._buckets = self._bytes = 0
@@ -125,18 +132,21 @@ class ShardReceiving:
 
     async def _run(self) -> ShardHeld:
         try:
+            if self._role.base is not None and (self._base is None or self._base.proof != self._role.base):
+                raise WeightsError(f"base mismatch: changes since {self._role.base} come, this rank has {self._base!r}")
+            base = None if self._role.base is None or self._base is None else self._base.arrays()
             for landing in self._landings.values():
                 if self._own is None:
-                    await in_thread(landing.open, self._copies)
+                    self._sender.bytes_copied += await in_thread(landing.open, self._copies, base)
                 else:
-                    landing.open_in_place(self._own)
+                    landing.open_in_place(self._own, based=base is not None)
             await self._feed.tell(Start(self._version), self._feed.children)
             for name, upstream in self._upstreams.items():
                 self._begin(self._follow(name, upstream))
             if self._upstreams:
                 await self._over
-            if len(self._held) != (0 if self._own is not None else len(self._role.incoming)):
-                raise InternalError(f"{len(self._held)} of {len(self._role.incoming)} parts are held")
+            if self._proven != {each.part for each in self._role.incoming}:
+                raise InternalError(f"{len(self._proven)} of {len(self._role.incoming)} parts are proven")
             with contextlib.suppress(ChildrenLostError):
                 await self._sender.drained()
             held = ShardHeld(self._layout, Proof(self._version, self._role.update), self._held, self._own)
@@ -209,51 +219,50 @@ class ShardReceiving:
         )
         try:
             self._held.append(await asyncio.shield(work))
+            self._proven.add(incoming.part)
         except asyncio.CancelledError:
             work.add_done_callback(_let_go)
             raise
 
     # --- one bucket -------------------------------------------------------------------------------------------
-    async def _take(
-        self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket, checksum: int
-    ) -> None:
-        """Read a bucket, put it into its place, relay it."""
-        if self._client is None:
-            raise InternalError("a replica that receives over a wire has no client")
-        straight = landing.place_of(bucket)
+    async def _take(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket | None) -> None:
+        """Read a bucket or its changes, put it into its place, relay it."""
         async with self._room:
-            await self._read(landing, frame, bucket, ticket, checksum, straight)
+            if ticket is None:
+                await in_thread(landing.change, bucket, frame, _NOTHING)
+                await relay(self._sender, self._feed, landing.incoming.wired, frame, _NOTHING, 0)
+            else:
+                await self._read(landing, frame, bucket, ticket)
         landing.placed()
-        self._buckets, self._bytes = self._buckets + 1, self._bytes + ticket.size
+        self._buckets, self._bytes = self._buckets + 1, self._bytes + (0 if ticket is None else ticket.size)
         self._progress(self._buckets, 0, self._bytes)
         self._finish(landing)
 
-    async def _read(
-        self,
-        landing: PartLanding,
-        frame: Slices,
-        bucket: list[Chunk],
-        ticket: Ticket,
-        checksum: int,
-        straight: Bytes | None,
-    ) -> None:
-        assert self._client is not None
+    async def _read(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket) -> None:
+        if self._client is None:
+            raise InternalError("a replica that receives over a wire has no client")
+        straight = landing.place_of(bucket) if frame.records is None else None
         scratch = self._scratch.take(ticket.size) if straight is None else _NOTHING
         try:
             data = scratch[: ticket.size] if straight is None else straight
             if straight is not None:
                 self._spoil()
-            payload = await self._client.read(
-                ticket, out=data, rank=landing.rank(frame.sender), timeout=self._read_timeout_s
-            )  # verified by its checksum, and read again when that fails, over a wire
+            async with self._link:
+                payload = await self._client.read(
+                    ticket, out=data, rank=landing.rank(frame.sender), timeout=self._read_timeout_s
+                )  # verified by its checksum, and read again when that fails, over a wire
+            checksum = ticket.checksum or 0
             if payload.wire == "mapped" and await in_thread(_ring.checksum, data.data) != checksum:
                 raise WeightsChecksumError(f"bucket {frame.index} of sender {frame.sender}: checksum mismatch")
             payload.release()
             if straight is None:
                 self._spoil()
-                await in_thread(landing.place, bucket, data, checksum)
+                if frame.records is None:
+                    await in_thread(landing.place, bucket, data, checksum)
+                else:
+                    await in_thread(landing.change, bucket, frame, data)
                 self._sender.bytes_copied += len(data)
-            await relay(self._sender, landing.incoming.wired, frame, data, checksum)
+            await relay(self._sender, self._feed, landing.incoming.wired, frame, data, checksum)
         finally:
             self._scratch.give(scratch)
 
@@ -276,6 +285,7 @@ class ShardReceiving:
             self._held.append(held)
             await self._feed.tell(Placed(part, ticket.encode(), checksum), landing.incoming.local)
         await self._feed.tell(Whole(part, checksum), landing.incoming.wired)
+        self._proven.add(part)
 
 
 def children_of(role: Role) -> Sequence[str]:

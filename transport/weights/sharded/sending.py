@@ -17,6 +17,8 @@ from transport.errors import ChildrenLostError, SchemaError
 from transport.ring.leases import WriteLease
 from transport.runtime.progress import Progress, silent
 from transport.schema import DTYPES
+from transport.weights.plan.steps import Proof
+from transport.weights.sharded.changes import ShardBase, StreamBase
 from transport.weights.sharding.buckets import Chunk, buckets_of, size_of, view
 from transport.weights.sharding.layouts import Layout
 from transport.weights.sharding.roles import Outgoing
@@ -24,17 +26,20 @@ from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed
 from transport.weights.transfer.messages import Frame, Slices, Start
 from transport.weights.transfer.threads import in_thread
-from transport.weights.versions.tensors import DeviceBytes, OnDevice, bytes_of, pack, tensor_of
+from transport.weights.versions.tensors import OnDevice, bytes_of, pack, tensor_of
 
 _AHEAD = 4  # buckets of a receiver that it has not read: what is under way covers the time of an answer
 
 _ZEROS = bytes(64)
+_NOTHING: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(0, np.uint8)
 
 
 class _Stream:
     """What is left to send of one stream."""
 
-    def __init__(self, outgoing: Outgoing, bucket_bytes: int) -> None:
+    def __init__(self, outgoing: Outgoing, bucket_bytes: int, base: StreamBase | None, changes: bool) -> None:
+        self.base = base
+        self.changes = changes  # what was sent last is what its receivers have
         self.part = outgoing.part
         self.sender = outgoing.sender
         self.children = outgoing.children
@@ -59,11 +64,15 @@ class ShardSending:
         outgoing: Sequence[Outgoing],
         bucket_bytes: int,
         progress: Progress = silent,
+        base: ShardBase | None = None,
+        from_base: Proof | None = None,
     ) -> None:
         self._feed = feed
         self._sender = sender
         self._layout = layout
-        self._streams = [_Stream(each, bucket_bytes) for each in outgoing]
+        bases = [(None, False)] * len(outgoing) if base is None else base.begin(outgoing, bucket_bytes, from_base)
+        self._streams = [_Stream(each, bucket_bytes, *kept) for each, kept in zip(outgoing, bases, strict=True)]
+        self._gathered = self._encoded = _NOTHING
         for at, stream in enumerate(self._streams):  # senders begin with different receivers, so that none waits
             stream.turn = (at - stream.sender) % len(self._streams)
         self._progress = progress
@@ -86,15 +95,21 @@ class ShardSending:
             seen = self._sender.freed_event()
             unread = {each.children: self._sender.unread(each.children) for each in streams}
             stream = min(streams, key=lambda each: (unread[each.children], -each.left, each.turn))
-            lease = None
-            if unread[stream.children] < _AHEAD:
-                lease = self._sender.try_reserve(size_of(stream.buckets[stream.sent]), stream.children)
-            if lease is None:
-                since = await self._sender.freed(seen, since)
-                continue
+            ahead = unread[stream.children] < _AHEAD
+            if ahead and stream.changes:
+                size = await self._send_changes(stream)
+            else:
+                bucket = stream.buckets[stream.sent]
+                lease = self._sender.try_reserve(size_of(bucket), stream.children) if ahead else None
+                if lease is None:
+                    since = await self._sender.freed(seen, since)
+                    continue
+                size = lease.layout.total
+                await self._send(stream, lease)
             since = time.monotonic()
-            await self._send(stream, lease)
-            done, moved = done + 1, moved + lease.layout.total
+            if stream.base is not None:
+                stream.base.complete = not stream.left
+            done, moved = done + 1, moved + size
             self._progress(done, due, moved)
         await self._sender.drained()  # raises ChildrenLostError when no child is left
 
@@ -123,50 +138,90 @@ class ShardSending:
         bucket = stream.buckets[stream.sent]
         index = stream.sent
         stream.sent += 1
-        # A device's current stream is a property of this thread, so its tensors are looked up here.
-        on_device = {
-            chunk.at: tensor_of(
-                view(value, chunk.slice.source_start, chunk.slice.size), self._layout.tensors[chunk.slice.source].name
-            )
-            for chunk in bucket
-            if (value := self._values[chunk.slice.source]) is not None
-        }
+        on_device = self._on_device(bucket)
 
         def frame(ticket: bytes) -> Frame:
             return Slices(stream.part, stream.sender, index, ticket)
 
         try:
             if on_device:
-                await in_thread(self._fill_from_device, lease, bucket, on_device)
-            else:
-                await in_thread(fill, lease, bucket, self._arrays)
+                for device in {tensor.data.device for tensor in on_device.values()}:
+                    lease.register(device)
+            lease.checksum = await in_thread(self._gather, lease.memory, bucket, on_device)
+            if stream.base is not None:
+                await in_thread(_ring.copy, stream.base.image(index, size_of(bucket)).data, lease.memory)
             self._sender.bytes_copied += size_of(bucket)
             await self._sender.publish_to(lease, stream.children, frame)
         except BaseException:
             lease.abort()
             raise
 
-    def _fill_from_device(self, lease: WriteLease, bucket: Sequence[Chunk], on_device: Mapping[int, Any]) -> None:
+    async def _send_changes(self, stream: _Stream) -> int:
+        """Send what differs from the version that the receivers have, or the bucket if that is not shorter. Bytes."""
+        bucket, index = stream.buckets[stream.sent], stream.sent
+        stream.sent += 1
+        size = size_of(bucket)
+        if len(self._gathered) < size:
+            self._gathered, self._encoded = np.empty(size, np.uint8), np.empty(size + 64, np.uint8)
+        new, out = self._gathered[:size], self._encoded
+        assert stream.base is not None
+        checksum = await in_thread(self._gather, new.data, bucket, self._on_device(bucket))
+        changed = await in_thread(stream.base.changed, index, bucket, new, out)
+        data, records = (new, None) if changed is None else (changed.data, changed.records)
+
+        def frame(ticket: bytes) -> Frame:
+            return Slices(stream.part, stream.sender, index, ticket, records, 0 if records is None else checksum)
+
+        if not len(data):
+            await self._feed.tell(frame(b""), stream.children)
+            return 0
+        try:
+            lease = await self._sender.reserve(len(data), stream.children)
+        except ChildrenLostError:
+            return 0  # as for the rest of the stream
+        try:
+            await in_thread(_ring.copy, lease.memory, data.data)
+            self._sender.bytes_copied += len(data)
+            await self._sender.publish_to(lease, stream.children, frame)
+        except BaseException:
+            lease.abort()
+            raise
+        return len(data)
+
+    def _on_device(self, bucket: Sequence[Chunk]) -> dict[int, OnDevice]:
+        """The boxes that are in device memory, by their place in the bucket.
+
+        A device's current stream is a property of the thread, so this is called in the loop's.
+        """
+        found = {}
+        for chunk in bucket:
+            value = self._values[chunk.slice.source]
+            if value is not None:
+                box = view(value, chunk.slice.source_start, chunk.slice.size)
+                tensor = tensor_of(box, self._layout.tensors[chunk.slice.source].name)
+                assert isinstance(tensor, OnDevice)
+                found[chunk.at] = tensor
+        return found
+
+    def _gather(self, memory: memoryview, bucket: Sequence[Chunk], on_device: Mapping[int, OnDevice]) -> int:
+        """Gather a bucket's boxes in memory; their checksum."""
+        if not on_device:
+            return gather(memory, bucket, self._arrays)
         parts: list[tuple[int, Any]] = []
         end = 0
         for piece, at, nbytes in bucket:
             if at > end:
                 parts.append((end, np.frombuffer(_ZEROS, np.uint8)[: at - end]))
             tensor = on_device.get(at)
-            if tensor is None:
-                tensor = view(self._arrays[piece.source], piece.source_start, piece.size)
-            data = bytes_of(tensor)
-            if isinstance(data, DeviceBytes):
-                lease.register(data.device)
-            parts.append((at, data))
+            found = view(self._arrays[piece.source], piece.source_start, piece.size) if tensor is None else tensor
+            parts.append((at, bytes_of(found)))
             end = at + nbytes
-        _clear_gaps(np.frombuffer(lease.memory, np.uint8), bucket)
-        lease.checksum = pack(parts, lease.memory)
+        _clear_gaps(np.frombuffer(memory, np.uint8), bucket)
+        return pack(parts, memory)
 
 
-def fill(lease: WriteLease, bucket: Sequence[Chunk], arrays: Sequence[Any]) -> None:
-    """Gather a bucket's boxes in its slot, and hash them on the way."""
-    memory = lease.memory
+def gather(memory: memoryview, bucket: Sequence[Chunk], arrays: Sequence[Any]) -> int:
+    """Gather a bucket's boxes of host memory, and hash them on the way."""
     flat = np.frombuffer(memory, np.uint8)
     _clear_gaps(flat, bucket)
     hasher = _ring.Checksum()
@@ -181,7 +236,7 @@ def fill(lease: WriteLease, bucket: Sequence[Chunk], arrays: Sequence[Any]) -> N
         else:
             flat[at:end].view(source.dtype).reshape(source.shape)[...] = source
             hasher.update(memory[at:end])
-    lease.checksum = hasher.digest()
+    return hasher.digest()
 
 
 def _clear_gaps(flat: np.ndarray[Any, Any], bucket: Sequence[Chunk]) -> None:
@@ -192,15 +247,23 @@ def _clear_gaps(flat: np.ndarray[Any, Any], bucket: Sequence[Chunk]) -> None:
 
 
 async def relay(
-    sender: BucketSender, children: tuple[str, ...], frame: Slices, data: np.ndarray[Any, Any], checksum: int
+    sender: BucketSender,
+    feed: Feed,
+    children: tuple[str, ...],
+    frame: Slices,
+    data: np.ndarray[Any, Any],
+    checksum: int,
 ) -> None:
     """Send a bucket that arrived on to the children; none, if all are lost."""
     if not set(children) & set(sender.children):
         return
 
     def forward(ticket: bytes) -> Frame:
-        return Slices(frame.part, frame.sender, frame.index, ticket)
+        return Slices(frame.part, frame.sender, frame.index, ticket, frame.records, frame.checksum)
 
+    if not len(data):  # nothing has changed
+        await feed.tell(forward(b""), children)
+        return
     try:
         lease = await sender.reserve(len(data), children)
     except ChildrenLostError:

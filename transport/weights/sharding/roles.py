@@ -19,6 +19,7 @@ from transport import _ring
 from transport.errors import ProtocolError, SchemaError, UsageError
 from transport.runtime.decoders import hiding
 from transport.weights.plan import topology
+from transport.weights.plan.steps import Proof
 from transport.weights.plan.topology import Description, Hop
 from transport.weights.sharding.layouts import MOST_BYTES, Layout
 from transport.weights.sharding.plan import ShardPlan, Slice, make_plan
@@ -27,6 +28,8 @@ T = TypeVar("T")
 
 _KEPT_PLANS = 2
 _WIDE = 4  # fan-out for parts of few bytes
+_STEPS = 64  # buckets of a large part for each hop: a hop lets about three of them pass before it has one to pass on
+_FINEST = 256 << 10  # below this a bucket costs more than its bytes
 _plans: OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], ShardPlan] = OrderedDict()
 _layouts: OrderedDict[int, Layout] = OrderedDict()  # by the checksum of their text
 _KEPT_LAYOUTS = 1024
@@ -38,6 +41,7 @@ class ShardDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: packed; of what it has (a trainer's rank) or wants.
     in_place: it receives into its own tensors, which no other process can map.
+    version, update: the complete version that it has, which changes can be based on; version -1: none.
     """
 
     name: str
@@ -48,6 +52,8 @@ class ShardDescription(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     bucket_bytes: int
     in_place: bool = False
+    version: int = -1
+    update: int = 0
     shape: topology.Shape = "tree"
     fanout: int = topology.FANOUT
 
@@ -104,7 +110,8 @@ class Role(msgspec.Struct, frozen=True, array_like=True):
     """Everything that a rank needs to know for one update.
 
     update: a number that this update has and no other; together with the version it is what members prove.
-    bucket_bytes: of all streams: the least that a rank has room for.
+    bucket_bytes: of all streams: what every rank has room for, or less, so that a chain of relays is soon filled.
+    base: the version that all ranks have, where buckets may hold changes since it.
     """
 
     update: int
@@ -112,6 +119,7 @@ class Role(msgspec.Struct, frozen=True, array_like=True):
     peers: tuple[Peer, ...] = ()
     incoming: tuple[Incoming, ...] = ()
     outgoing: tuple[Outgoing, ...] = ()
+    base: Proof | None = None
 
     @property
     def children(self) -> list[str]:
@@ -166,9 +174,12 @@ def plan_of(senders: Sequence[Layout], receivers: Sequence[Layout]) -> ShardPlan
 
 
 def roles(
-    senders: Sequence[ShardDescription], receivers: Sequence[ShardDescription], update: int
+    senders: Sequence[ShardDescription], receivers: Sequence[ShardDescription], update: int, *, whole: bool = False
 ) -> tuple[list[Role], list[Role]]:
-    """One role for each sender and each receiver. Raises what `make_plan` and `topology.hops` raise."""
+    """One role for each sender and each receiver. ``whole``: all bytes are sent, not changes.
+
+    Raises what `make_plan` and `topology.hops` raise.
+    """
     everyone = [*senders, *receivers]
     if not senders or not receivers or len({each.name for each in everyone}) != len(everyone):
         raise UsageError(
@@ -176,15 +187,23 @@ def roles(
         )
     layouts = [layout_of(each.layout) for each in receivers]
     plan = plan_of([layout_of(each.layout) for each in senders], layouts)
-    bucket_bytes = min(each.bucket_bytes for each in everyone)
+    room = min(each.bucket_bytes for each in everyone)
     numbers = [{tensor: at for at, tensor in enumerate(layout.tensors)} for layout in layouts]
     place = _order(receivers)
+    groups = [sorted(part.receivers, key=place.__getitem__) for part in plan.parts]
+    trees = [
+        _hops([receivers[each] for each in among], senders[0], part.nbytes, min(room, _FINEST))
+        for part, among in zip(plan.parts, groups, strict=True)
+    ]
+    bucket_bytes = finer(
+        room, [(part.nbytes, topology.depth(hops)) for part, hops in zip(plan.parts, trees, strict=True)]
+    )
+    (version, number), *others = {(each.version, each.update) for each in everyone}
+    base = None if whole or others or version < 0 else Proof(version, number)
     incoming: list[list[Incoming]] = [[] for _ in receivers]
     outgoing: list[list[Outgoing]] = [[] for _ in senders]
     parents: list[dict[str, ShardDescription]] = [{} for _ in receivers]
-    for number, part in enumerate(plan.parts):
-        among = sorted(part.receivers, key=place.__getitem__)
-        hops = _hops([receivers[each] for each in among], senders[0], part.nbytes, bucket_bytes)
+    for number, (part, among, hops) in enumerate(zip(plan.parts, groups, trees, strict=True)):
         firsts = tuple(receivers[each].name for each, hop in zip(among, hops, strict=True) if hop.parent < 0)
         wired: list[list[str]] = [[] for _ in among]
         local: list[list[str]] = [[] for _ in among]
@@ -218,17 +237,28 @@ def roles(
                 )
             )
     return (
-        [Role(update, bucket_bytes, outgoing=tuple(each)) for each in outgoing],
+        [Role(update, bucket_bytes, outgoing=tuple(each), base=base) for each in outgoing],
         [
             Role(
                 update,
                 bucket_bytes,
                 tuple(Peer(peer.name, peer.address, peer.port, peer.token) for peer in peers.values()),
                 tuple(each),
+                base=base,
             )
             for each, peers in zip(incoming, parents, strict=True)
         ],
     )
+
+
+def finer(room: int, parts: Sequence[tuple[int, int]]) -> int:
+    """The size of buckets, from what ranks have room for and (bytes, hops) of each part. A multiple of 64.
+
+    A relay passes a bucket on when all of it has come, so each hop of a chain is some buckets behind the one before.
+    The largest part determines the size; the others are done before it.
+    """
+    nbytes, depth = max(parts, default=(0, 1))
+    return min(room, max(_FINEST, nbytes // (_STEPS * max(1, depth)) // 64 * 64))
 
 
 def _order(receivers: Sequence[ShardDescription]) -> dict[int, int]:

@@ -61,15 +61,21 @@ class BucketSender:
         self.bytes_sent = 0  # over the link: each bucket once for each child
         self.bytes_copied = 0  # by this process, from memory to memory; what UCX does on a wire is not in it
 
-    async def begin(self, feed: Feed, children: Sequence[str]) -> None:
-        """Set the children of this update, by rank. Creates ring and listener at the first call."""
+    async def begin(self, feed: Feed, children: Sequence[str], bucket_bytes: int | None = None) -> None:
+        """Set the children of this update, by rank. Creates ring and listener at the first call.
+
+        bucket_bytes: of this update; default: those of the sender. A ring whose slots are smaller is replaced.
+        """
         self.abandon()
         self._feed, self._children, self._gone, self._index = feed, tuple(children), set(), 0
+        needed = self._bucket_bytes if bucket_bytes is None else bucket_bytes
+        if self._ring is not None and self._ring.slot_capacity < needed:
+            await in_thread(self.close)
         if children and self._ring is None:
-            await in_thread(self._open)
+            await in_thread(self._open, needed)
 
-    def _open(self) -> None:
-        ring = SharedRingBuffer.create(slots=self._in_flight, slot_bytes=self._bucket_bytes, prefix=self._prefix)
+    def _open(self, bucket_bytes: int) -> None:
+        ring = SharedRingBuffer.create(slots=self._in_flight, slot_bytes=bucket_bytes, prefix=self._prefix)
         try:
             self._server = UCXXServer(
                 ring, (0,), addresses=(self._address,), wires=self._wires, secret=self._secret, mode="thread"

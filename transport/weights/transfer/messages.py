@@ -84,12 +84,19 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
 
 class Slices(msgspec.Struct, frozen=True, array_like=True, tag="slices"):
-    """A bucket of a stream is in its slot: what ``sender`` has of ``part``, by the plan."""
+    """A bucket of a stream is in its slot: what ``sender`` has of ``part``, by the plan.
+
+    records: (offset, length, itemsize, changes) of what the slot holds, where it holds changes; None: all bytes. If
+        nothing has changed there are no records, and no ticket.
+    checksum: of all bytes of the bucket after the changes.
+    """
 
     part: int
     sender: int
     index: int
     ticket: bytes
+    records: tuple[tuple[int, int, int, int], ...] | None = None
+    checksum: int = 0
 
 
 class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):

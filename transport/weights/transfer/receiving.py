@@ -231,8 +231,8 @@ class Landing:
 def _apply(frame: Bucket, data: Bytes, row: Bytes) -> None:
     at = 0
     for fields in frame.records:
-        record = delta.Record(*fields)
-        size = record.encoded_bytes if record.changes >= delta.RAW else 0
+        record = delta.checked(fields)
+        size = record.encoded_bytes
         delta.apply(record, data[at : at + size], row)
         at += size
 

@@ -22,6 +22,7 @@ BLOCK = 1 << 16  # elements whose positions fit 16 bits
 RAW = -1  # in place of a number of changes
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Fields = tuple[int, int, int, int]  # of a `Record`, as a message has them
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -41,6 +42,14 @@ class Record(NamedTuple):
             return _padded(self.length)
         blocks = -(-(self.length // self.itemsize) // BLOCK)
         return _padded(4 * blocks) + _padded(2 * self.changes) + _padded(self.itemsize * self.changes)
+
+
+def checked(fields: Fields) -> Record:
+    """The record of these fields. ProtocolError for numbers that no record has, whose size would make no sense."""
+    record = Record(*fields)
+    if record.itemsize not in _WORDS or record.offset < 0 or record.length < 0 or record.changes < RAW:
+        raise ProtocolError(f"{record} is impossible")
+    return record
 
 
 def word_of(itemsize: int) -> int:

@@ -1,0 +1,87 @@
+"""What an engine holds is given back, also by a close that is cancelled at any of its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import asynchronous
+from shard_members import MODEL, local, version_of
+from weights_engines import engine, transfer
+
+from transport.weights.options import EngineOptions
+from transport.weights.ring_engine import RingEngine
+from transport.weights.sharded.engine import ShardEngine
+from transport.weights.sharding import shards
+from transport.weights.sharding.layouts import Layout
+
+pytestmark = pytest.mark.ucx
+
+TCP = frozenset({"tcp"})
+
+
+def segments(prefix: str) -> list[str]:
+    return [path.name for path in Path("/dev/shm").iterdir() if prefix in path.name]
+
+
+async def ring_engines(prefix: str) -> list[RingEngine]:
+    """A trainer and two replicas on two hosts, of which the first relays; both hold two versions."""
+    made = [engine("t", prefix=prefix, shape="chain")]
+    made += [engine(f"r{host}", host=host, wires=TCP, prefix=prefix) for host in "ab"]
+    for version in (1, 2):
+        await transfer(made, version)
+    return made
+
+
+async def shard_engines(prefix: str) -> list[ShardEngine]:
+    """The same of shards; in the second update nobody has left the group."""
+    layout = Layout.of([shards.whole(MODEL["embed"])])
+    made = [
+        ShardEngine(
+            name,
+            layout,
+            bucket_bytes=4096,
+            address="127.0.0.1",
+            options=EngineOptions(host=name, wires=TCP, prefix=prefix, shape="chain"),
+        )
+        for name in ("t", "a", "b")
+    ]
+    for version in (1, 2):
+        metadata = [await each.prepare() for each in made]
+        actor, rollout = ShardEngine.build_topology(1, 2, metadata)
+        roles = [*actor["roles"], *rollout["roles"]]
+        await asyncio.gather(*(each.init_process_group(roles=role) for each, role in zip(made, roles, strict=True)))
+        await asyncio.gather(
+            made[0].send_weights(local(layout, version_of(version)), version),
+            *(each.receive(version) for each in made[1:]),
+        )
+    return made
+
+
+@pytest.mark.parametrize("kind", [ring_engines, shard_engines])
+@asynchronous
+async def test_a_close_that_is_cancelled_at_any_step_leaves_nothing(kind: Any) -> None:
+    for turns in range(12):
+        prefix = f"holdings-{os.getpid()}-{turns}-"
+        made = await kind(prefix)
+        assert segments(prefix)
+        held = [(each._client, each._feed) for each in made]
+        for each in made:
+            closing = asyncio.ensure_future(each.close())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await closing
+        if turns:  # at 0 it has not begun
+            assert segments(prefix) == []
+            for client, feed in held:
+                assert client is None or repr(client).startswith("<UCXXClient closed")
+                assert feed is None or not feed.children
+        for each in made:
+            await each.close()
+        assert segments(prefix) == []

@@ -1,0 +1,267 @@
+"""Changes of shards: what is sent is what differs, and every rank serves the new version bit by bit, or the old one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers import asynchronous
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from random_shardings import local, model, random_sharding
+from shard_members import SPARSE, Serving
+from sharded_job import Job, job
+
+from transport.errors import ProtocolError, WeightsChecksumError
+from transport.schema import DTYPES, TensorSpec
+from transport.weights.plan.steps import Proof
+from transport.weights.sharded.changes import ShardBase, apply, encoded_size
+from transport.weights.sharded.parts import PartLanding
+from transport.weights.sharded.sending import gather
+from transport.weights.sharding import shards
+from transport.weights.sharding.buckets import buckets_of, size_of, view
+from transport.weights.sharding.layouts import Layout
+from transport.weights.sharding.plan import make_plan
+from transport.weights.sharding.roles import Outgoing
+
+V = SPARSE
+
+
+def changed(rng: random.Random, tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    """The next version: some tensors as they are, some changed in few elements, some in all."""
+    found = {}
+    for name, array in tensors.items():
+        found[name] = array.copy()
+        flat = found[name].reshape(-1)
+        count = rng.choice([0, 1, 2, len(flat)])
+        if len(flat) and count:
+            flat[rng.sample(range(len(flat)), min(count, len(flat)))] += 1
+    return found
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int) -> None:
+    rng = random.Random(seed)
+    specs, senders, receivers = random_sharding(rng)
+    bucket_bytes = rng.choice([16, 64, 1 << 20])
+    plan = make_plan(senders, receivers)
+    outgoing = [
+        [
+            Outgoing(number, stream.sender, (), tuple(each.dtype for each in part.tensors), stream.slices)
+            for number, part in enumerate(plan.parts)
+            for stream in part.streams
+            if stream.sender == sender
+        ]
+        for sender in range(len(senders))
+    ]
+    bases = [ShardBase() for _ in senders]
+    rows = [[np.zeros(tensor.shape, DTYPES[tensor.dtype]) for tensor in part.tensors] for part in plan.parts]
+    for part in rows:  # half of the places are strided
+        part[:] = [np.asfortranarray(row) if rng.random() < 0.5 else row for row in part]
+    tensors = model(specs)
+    for version in (1, 2, 3):
+        sent = whole = 0
+        for sender, base in enumerate(bases):
+            arrays = list(local(senders[sender], tensors).values())
+            begun = base.begin(outgoing[sender], bucket_bytes, Proof(version - 1, 0))
+            for stream, (kept, usable) in zip(outgoing[sender], begun, strict=True):
+                assert usable is (version > 1)
+                for index, bucket in enumerate(buckets_of(stream.slices, stream.dtypes, bucket_bytes)):
+                    new = np.empty(size_of(bucket), np.uint8)
+                    checksum = gather(new.data, bucket, arrays)
+                    targets = [
+                        view(rows[stream.part][each.target], each.target_start, each.size) for each, *_ in bucket
+                    ]
+                    found = kept.changed(index, bucket, new, np.empty(len(new) + 64, np.uint8)) if usable else None
+                    if found is None:
+                        kept.image(index, len(new))[:] = new
+                        for chunk, target in zip(bucket, targets, strict=True):
+                            data = new[chunk.at : chunk.at + chunk.nbytes]
+                            target[...] = data.view(target.dtype).reshape(target.shape)
+                    else:
+                        assert len(found.data) == encoded_size(found.records) < len(new)
+                        assert apply(bucket, targets, found.records, found.data.copy()) == checksum
+                    assert (kept.image(index, len(new)) == new).all()
+                    sent, whole = sent + len(new if found is None else found.data), whole + len(new)
+                kept.complete = True
+            base.end(Proof(version, 0))
+            assert base.proof == Proof(version, 0)
+        for part, of_part in zip(plan.parts, rows, strict=True):
+            for receiver in part.receivers:
+                expected = local(receivers[receiver], tensors)
+                for tensor, row in zip(part.tensors, of_part, strict=True):
+                    assert np.ascontiguousarray(row).tobytes() == expected[tensor.name].tobytes()
+        event(f"{'less' if sent < whole else 'all'} sent")
+        tensors = changed(rng, tensors)
+
+
+def one_stream(elements: int = 64) -> Outgoing:
+    spec = TensorSpec("w", "float32", (elements,))
+    layout = Layout.of([shards.whole(spec)])
+    (part,) = make_plan([layout], [layout]).parts
+    return Outgoing(0, 0, ("r",), ("float32",), part.streams[0].slices)
+
+
+def test_a_base_serves_only_the_version_that_it_is_of_and_the_streams_that_it_has() -> None:
+    base, stream = ShardBase(), one_stream()
+
+    def begin(proof: Proof | None, of: Outgoing = stream, bucket_bytes: int = 128) -> bool:
+        ((kept, usable),) = base.begin([of], bucket_bytes, proof)
+        kept.complete = True
+        base.end(Proof(1, 7))
+        return usable
+
+    assert not begin(None)
+    assert begin(Proof(1, 7))
+    assert not begin(Proof(1, 8))
+    assert not begin(None), "a whole version was asked for"
+    assert not begin(Proof(1, 7), bucket_bytes=64)
+    assert not begin(Proof(1, 7), of=one_stream(32), bucket_bytes=64)
+    ((_, usable),) = base.begin([stream], 128, Proof(1, 7))
+    assert not usable
+    assert base.proof is None, "it is being sent"
+    base.end(Proof(2, 7))
+    assert base.proof is None, "the stream was not sent to its end"
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        ((0, 128, 0, 1),),
+        ((0, 128, 3, 1),),
+        ((-8, 128, 4, 1),),
+        ((0, -8, 4, 1),),
+        ((0, 128, 4, -2),),
+        ((0, 136, 4, 1),),  # beyond the bucket
+        ((256, 8, 4, 1),),  # behind it
+        ((64, 8, 4, 1), (0, 8, 4, 1)),  # in another order: the first leaves the place of the second behind
+    ],
+    ids=str,
+)
+def test_records_that_do_not_fit_a_bucket_are_refused(records: Any) -> None:
+    stream = one_stream()
+    bucket = buckets_of(stream.slices, stream.dtypes, 128)[0]
+    target = np.zeros(32, np.float32)
+    halves = [bucket[0]._replace(nbytes=64), bucket[0]._replace(at=64, nbytes=64)]
+    with pytest.raises(ProtocolError):
+        apply(halves, [target[:16], target[16:]], records, np.zeros(encoded_size(records), np.uint8))
+
+
+def sent_by(made: Job) -> int:
+    return sum(trainer.engine.statistics().bytes_sent for trainer in made.trainers)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("trainers", "engines"), [(1, ["a"]), (4, ["ab", "ab"]), (3, ["aabb", "ccdd"])])
+@asynchronous
+async def test_every_rank_serves_a_version_of_which_only_changes_were_sent(
+    trainers: int, engines: list[str], in_place: bool
+) -> None:
+    async with job(trainers, engines, in_place=in_place, delta=True, shape="chain") as made:
+        await made.manager.update(V)
+        whole = sent_by(made)
+        for version in (V + 1, V + 2):
+            before = sent_by(made)
+            outcome = await made.manager.update(version)
+            assert outcome.delta
+            assert sent_by(made) - before < whole / 5
+            made.serves(*[version] * len(engines))
+        before = sent_by(made)
+        assert not (await made.manager.update(V + 3, whole=True)).delta
+        assert sent_by(made) - before == whole
+        before = sent_by(made)
+        outcome = await made.manager.update(5)  # all of it has changed
+        assert outcome.delta
+        assert whole * 0.9 < sent_by(made) - before <= whole, "a bucket goes whole where changes are not shorter"
+        made.serves(*[5] * len(engines))
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_rank_that_lacks_the_version_before_makes_the_next_one_whole() -> None:
+    async with job(2, ["aa", "bb"], delta=True) as made:
+        await made.manager.update(V)
+        made.manager.exclude("server 1", "for a while")
+        assert (await made.manager.update(V + 1)).delta
+        made.manager.join(made.replicas[1])
+        assert not (await made.manager.update(V + 2)).delta
+        made.serves(V + 2, V + 2)
+        assert (await made.manager.update(V + 3)).delta
+        made.trainers[0].engine._base = ShardBase()  # as of a trainer rank that was started again
+        assert not (await made.manager.update(V + 4)).delta
+        assert (await made.manager.update(V + 5)).delta
+        made.serves(V + 5, V + 5)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("in_place", [False, True])
+@asynchronous
+async def test_an_update_that_fails_leaves_the_version_before_or_none_and_the_next_is_right(in_place: bool) -> None:
+    async with job(2, ["aa", "bb"], delta=True, in_place=in_place, shape="chain") as made:
+        await made.manager.update(V)
+        for number, place in enumerate((0, 3, 9)):
+            version = V + 1 + 2 * number
+            made.trainers[1].source.told("bucket", place, "raise")
+            with pytest.raises(RuntimeError, match="bucket failed"):
+                await made.manager.update(version)
+            for replica in made.replicas:
+                proofs = [await rank.prove() for rank in replica.ranks]
+                assert (None in proofs) is (replica.name not in made.manager.admitted)
+            if not in_place:
+                made.serves(*[version - 1] * 2)
+            await made.manager.update(version + 1)
+            made.serves(version + 1, version + 1)
+        assert made.manager.statistics().fallbacks == 0, "no changes since a version that was not sent to its end"
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("in_place", [False, True])
+@asynchronous
+async def test_changes_that_give_something_else_are_not_served_and_the_version_is_sent_whole(
+    monkeypatch: pytest.MonkeyPatch, in_place: bool
+) -> None:
+    async with job(2, ["a"], delta=True, in_place=in_place) as made:
+        await made.manager.update(V)
+        rank = made.ranks[0]
+        if in_place:  # the engine's own tensors are not what they were
+            worker = rank.worker
+            assert isinstance(worker, Serving)
+            worker.tensors["qkv"].view(np.uint16)[-1, -1] ^= 1
+        else:
+            proven = PartLanding.open
+
+            def opened(landing: PartLanding, copies: Any, base: Any) -> int:
+                copied = proven(landing, copies, base)
+                if base is not None:
+                    landing._arrays[0].reshape(-1).view(np.uint8)[-1] ^= 1
+                return copied
+
+            monkeypatch.setattr(PartLanding, "open", opened)
+        await made.manager.update(V + 1)
+        assert made.manager.statistics().fallbacks == 1
+        made.serves(V + 1)
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_changed_bucket_that_is_altered_raises_when_a_whole_version_cannot_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with job(2, ["a"], delta=True) as made:
+        await made.manager.update(V)
+
+        def refused(*_: Any) -> None:
+            raise WeightsChecksumError("altered")
+
+        monkeypatch.setattr(PartLanding, "change", refused)
+        monkeypatch.setattr(PartLanding, "place", refused)
+        with pytest.raises(WeightsChecksumError):
+            await made.manager.update(V + 1)
+        monkeypatch.undo()
+        made.serves(V)
+        await made.manager.update(V + 2)
+        made.serves(V + 2)
