@@ -50,7 +50,7 @@ class PayloadDamagedError(TransportError):
 
 
 class BufferUnsuitableError(UsageError):
-    """A destination is read-only, strided, too small, or of memory that cannot be written from here."""
+    """A destination is read-only, strided, too small, of memory that cannot be written from here, or not to be had."""
 
 
 class BatchTooLargeError(UsageError):

@@ -199,6 +199,17 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
             "transport.adapters.nemo_rl: ShardedTransport",
         ),
     ),
+    "adapters_payloads": (
+        "Adapters: their structures as payloads",
+        "What is written for a framework's own structures, and what they are made of again; [TORCH.md](../TORCH.md), "
+        "[VERL.md](../VERL.md) and [COSMOS_RL.md](../COSMOS_RL.md) explain it",
+        (
+            "transport.adapters.torch: collate",
+            "transport.adapters.torch.tensor_dicts: payload_of tensordict_of",
+            "transport.adapters.verl.data: payload_of data_proto_of",
+            "transport.adapters.cosmos_rl.structures: payload_of structure_of",
+        ),
+    ),
     "testing": (
         "For your own tests",
         "A ring, a client and a queue without UCX, and the leak check",

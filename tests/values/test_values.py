@@ -177,6 +177,25 @@ def test_an_image_without_pixels_comes_back() -> None:
     assert sent(Image.new("RGB", (0, 4))).size == (0, 4)
 
 
+@pytest.mark.parametrize("transparency", [3, bytes([255, 0, 128])])
+def test_an_image_with_a_palette_comes_back_with_its_transparency(transparency: Any) -> None:
+    image = Image.new("P", (4, 2))
+    image.putpalette([*range(12)])
+    image.putdata(list(range(4)) * 2)
+    image.info["transparency"] = transparency
+    found = sent(image)
+    assert found == image
+    assert found.info == image.info
+    assert found.convert("RGBA") == image.convert("RGBA")
+
+
+@pytest.mark.parametrize("size", [(0, 1 << 17), (1 << 17, 0)])
+def test_an_image_of_many_empty_rows_is_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(SchemaError, match="one without any is at most 65536"):
+        pieces_of([Image.new("L", size)], "x")
+    damaged(tree(form(7, "L", *size, 0, 0, None, b"", [])))
+
+
 class Point(tuple[int, ...]):
     """A tuple of a class of its own."""
 
@@ -339,6 +358,16 @@ def test_an_array_outside_of_its_field_is_refused(items: Any) -> None:
         form(7, "none", 1, 1, 0, 3, None, b"", []),
         form(7, "P", 1, 1, 0, 1, "nothing", b"xyz", []),
         form(7, "RGB", 1, 1, 0, 3, None, b"", 7),
+        form(7, "RGB", 0, 1 << 30, 0, 0, None, b"", []),
+        form(7, "P", 1, 1, 0, 1, "RGB", "xyz", []),
+        form(7, "P", 1, 1, 0, 1, "RGB", bytes(2000), []),
+        form(7, "P", 1, 1, 0, 1, "RGB", [1, None], []),
+        form(7, "P", 1, 1, 0, 1, "RGB", 5, []),
+        form(7, "P", 1, 1, 0, 1, 7, bytes(3), []),
+        form(7, "L", 1, 1, 0, 1, "RGB", bytes(3), []),
+        form(7, "P", 1, 1, 0, 1, "RGB", bytes(3), ["transparency", bytes(300)]),
+        form(7, "P", 1, 1, 0, 1, "RGB", bytes(3), ["transparency", 256]),
+        form(7, "P", 1, 1, 0, 1, "RGB", bytes(3), ["transparency", [1]]),
     ],
 )
 def test_other_forms_that_lie_are_refused(data: bytes) -> None:

@@ -29,7 +29,7 @@ from transport.client.status_socket import StatusSocket
 from transport.client.taking import MOST_BYTES, Taking
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
-from transport.errors import ClosedError, UsageError
+from transport.errors import BatchTooLargeError, ClosedError, UsageError
 from transport.ring.batch_shape import ShapeArguments
 from transport.ring.batches import MAX_DELIVERIES
 from transport.runtime.arguments import expect, several
@@ -174,7 +174,8 @@ class UCXXClient(Reading, NeedsLoop):
             PayloadLostError: every port answers that it serves another ring; or none answers, and none has published
                 the ring for a while (`transport.store.directory`).
             WireNotAllowedError: only wires that the policy excludes lead there.
-            BufferUnsuitableError, RankError: nothing was sent.
+            BufferUnsuitableError: ``out`` cannot take the payload, or there is no memory for it.
+            RankError: the payload has no such rank; nothing was sent.
             MissingDependencyError: `out` is in device memory, and CuPy is not installed.
             TicketError: `ticket` is neither a ticket nor a form of one.
         """
@@ -228,6 +229,7 @@ class UCXXClient(Reading, NeedsLoop):
 
         Raises:
             SchemaError: a payload has no such field, or its schema is not known here; all are given back.
+            BatchTooLargeError: there is no memory for what would come, or has come; all are given back.
             UsageError: nothing was asked.
             VersionMismatchError: the listener is of an older build that gives nothing out by itself.
             BusyError: the listener is shutting down, or this client has more demands or claims than it may.
@@ -235,16 +237,19 @@ class UCXXClient(Reading, NeedsLoop):
         """
         self._check_open()
         link = await self._taking.link(port_of(address))
-        return await link.take(
-            n,
-            most_bytes=most_bytes,
-            wait_s=wait_s,
-            rank=rank,
-            oldest_version=oldest_version,
-            most_attempts=most_attempts,
-            verify=self._verify,
-            fields=fields,
-        )
+        try:
+            return await link.take(
+                n,
+                most_bytes=most_bytes,
+                wait_s=wait_s,
+                rank=rank,
+                oldest_version=oldest_version,
+                most_attempts=most_attempts,
+                verify=self._verify,
+                fields=fields,
+            )
+        except MemoryError as error:
+            raise BatchTooLargeError("there is no memory for the answer; ask for fewer most_bytes") from error
 
     @explained
     async def take_batch(

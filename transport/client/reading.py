@@ -24,9 +24,9 @@ from transport.client.mapped import MappedRings
 from transport.client.payload import ReadOutcome, ReceivedPayload
 from transport.client.retry import Deadline
 from transport.client.trace import Trace, key_of
-from transport.devices.buffers import BufferPool
+from transport.devices.buffers import Block, BufferPool, is_short_of_memory
 from transport.devices.targets import Target
-from transport.errors import ClosedError, StaleSlotError, TransportError, UsageError
+from transport.errors import BufferUnsuitableError, ClosedError, StaleSlotError, TransportError, UsageError
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.packing import check_destination
 from transport.ring.parts import PayloadPart, field_names
@@ -155,7 +155,12 @@ class Reading:
         if part is not None:
             pass
         elif out is not None or self._device_reads.always:
-            target = self._device_reads.target(out, ticket.size)
+            try:
+                target = self._device_reads.target(out, ticket.size)
+            except Exception as error:
+                if not is_short_of_memory(error):
+                    raise
+                raise _no_room(ticket) from error
             destination = check_destination(out, ticket.size) if target is None else None
         try:
             if target is not None:
@@ -173,6 +178,18 @@ class Reading:
         except TransportError as error:
             self._counts["failed_reads"] += last or not isinstance(error, MAY_HAVE_MOVED)
             raise
+        except Exception as error:
+            if not is_short_of_memory(error):
+                raise
+            self._counts["failed_reads"] += 1
+            raise _no_room(ticket) from error
+
+    def _room(self, ticket: Ticket, size: int) -> Block:
+        """Memory for a payload, or a part of it. BufferUnsuitableError: there is none."""
+        try:
+            return self._buffers.take(size)
+        except MemoryError as error:
+            raise _no_room(ticket) from error
 
     # --- many ---------------------------------------------------------------------------------------
     def _handed_over(self, outcome: ReadOutcome) -> ReadOutcome:
@@ -239,7 +256,9 @@ class Reading:
                     outcomes, left = await self._read_batch(group, rank, deadline)
                 else:
                     outcomes, left = await self._read_parts(group, rank, fields, deadline)
-            except TransportError as error:
+            except Exception as error:
+                if not isinstance(error, TransportError) and not is_short_of_memory(error):
+                    raise
                 log.debug("batch of %d: %s; reading them one by one", len(group), error)
         for index, ticket in left:
             try:
@@ -326,7 +345,7 @@ class Reading:
             try:
                 self._check(ticket, rank)
                 part = self._deliveries.part(ticket, fields)
-                buffer = self._buffers.take(part.layout.total)
+                buffer = self._room(ticket, part.layout.total)
                 asked.append((index, ticket, part, buffer, self._remote.wants_of(ticket, rank, part, buffer)))
             except TransportError as error:
                 outcomes.append(ReadOutcome(index, ticket, None, _bare(error)))
@@ -358,11 +377,11 @@ class Reading:
         outcomes: list[ReadOutcome] = []
         wants: list[Want] = []
         wanted: list[int] = []  # their indices
-        take, want_of = self._buffers.take, self._remote.want
+        room, want_of = self._room, self._remote.want
         for index, ticket in group:
             try:
                 self._check(ticket, rank)
-                wants.append(want_of(ticket, rank, take(ticket.size)))
+                wants.append(want_of(ticket, rank, room(ticket, ticket.size)))
                 wanted.append(index)
             except TransportError as error:
                 outcomes.append(ReadOutcome(index, ticket, None, _bare(error)))
@@ -397,6 +416,13 @@ class Reading:
         if timeout is not None:
             seconds(timeout, "timeout")
         return Deadline.after(self._settings.batch_deadline_s if timeout is None else timeout, time.monotonic())
+
+
+def _no_room(ticket: Ticket) -> BufferUnsuitableError:
+    return BufferUnsuitableError(
+        f"payload {ticket.name} has {ticket.size} bytes by its ticket, and there is no memory for them here: read some "
+        "fields of it, free memory, or refuse the ticket if its ring has no payloads of that size"
+    )
 
 
 def _bare(error: TransportError) -> TransportError:

@@ -28,7 +28,7 @@ class ClaimBook:
 
     Args:
         queue: the queue that claims come from; None: tickets come another way, and nothing is reported.
-        rank: the trainer's rank among the readers of each payload.
+        rank: the trainer's rank among the readers of each payload, or the name that the rings have for it.
         consumer: the trainer's name in the queue's reports.
         ack: "on_arrival" reports payloads as arrived when they are collected, as trained on when they are settled.
         max_policy_age: how many policy versions a claimed payload may be older than the trainer's; None: any number.
@@ -37,7 +37,7 @@ class ClaimBook:
     def __init__(
         self,
         queue: TicketQueue | None,
-        rank: int,
+        rank: int | str,
         consumer: str,
         ack: AckMode,
         settings: Settings,

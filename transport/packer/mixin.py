@@ -48,7 +48,7 @@ from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.options import ClientOptions, check_options
 from transport.packer.prefetch import FetchedBatch, FetchedItem
-from transport.packer.session import PackerSession, TicketLike, check_shared, fetchable, open_session, resolved
+from transport.packer.session import PackerSession, TicketLike, check_shared, open_session, resolved
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
 from transport.runtime.arguments import expect, several, waiting, whole
@@ -83,7 +83,7 @@ class UCXXDataPackerMixin(WithBlock):
         *,
         schemas: Sequence[Schema] = (),
         queue: TicketQueue | None = None,
-        rank: int = 0,
+        rank: int | str = 0,
         consumer: str | None = None,
         ack: AckMode = "on_consumed",
         max_policy_age: int | None = None,
@@ -99,7 +99,8 @@ class UCXXDataPackerMixin(WithBlock):
             schemas: schemas of the rings whose tickets do not describe their payloads.
             queue: the queue that claims come from; for a rank of a model-parallel group a `GroupQueue`. None: the rings
                 of this host whose writers were given no queue either, as ``open_queue("rings:")``.
-            rank: this trainer's rank among the readers of each payload.
+            rank: this trainer's rank among the readers of each payload; or the name of a consumer, as the rings have it
+                ("reference", "train:2"), where the queue is the rings themselves.
             consumer: name in the queue's reports; default host and process id.
             ack: "on_consumed" (see above); "on_arrival" acknowledges a payload when it is collected, so the payloads
                 in the memory of a killed trainer are lost, and the queue reports them.
@@ -115,7 +116,7 @@ class UCXXDataPackerMixin(WithBlock):
             ConfigurationError: the operator's configuration is wrong.
         """
         schemas = several(schemas, Schema, "schemas", "several Schemas, in a list")
-        rank = whole(rank, "rank")
+        rank = rank if isinstance(rank, str) else whole(rank, "rank")
         check_options(client=(client, ClientOptions))
         check_shared(queue, client.directory, settings, client.secret)
         if consumed is not None:
@@ -202,13 +203,13 @@ class UCXXDataPackerMixin(WithBlock):
     def start_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background. Raises UsageError if the previous one is not collected."""
         packer = self._packer
-        self._start(packer, packer.prefetch.start(fetchable(items, "start_prefetch")))
+        self._start(packer, packer.prefetch.start(packer.fetchable(items, "start_prefetch")))
 
     @explained
     def defer_prefetch(self, items: Sequence[TicketLike]) -> None:
         """Fetch a batch in the background as soon as the previous one is collected; now if there is none."""
         packer = self._packer
-        batch = packer.prefetch.defer(fetchable(items, "defer_prefetch"))
+        batch = packer.prefetch.defer(packer.fetchable(items, "defer_prefetch"))
         if batch is not None:
             self._start(packer, batch)
 
@@ -288,7 +289,7 @@ class UCXXDataPackerMixin(WithBlock):
                 deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
                 try:
                     if fetched.payload is None:
-                        fetched.payload = packer.thread.run(self._read_one(ticket, deadline))
+                        fetched.payload = packer.thread.run(self._read_one(fetched, deadline))
                 except TransportError as error:
                     fetched.error = error
                     packer.claims.report(FetchedBatch([fetched]))  # otherwise its claim is renewed for ever
@@ -305,9 +306,10 @@ class UCXXDataPackerMixin(WithBlock):
         return dict(payload)
 
     # --- layers 2 and 3 -----------------------------------------------------------------------------------
-    async def _read_one(self, ticket: Ticket, deadline: Deadline, calls: int | None = None) -> ReceivedPayload:
+    async def _read_one(self, item: FetchedItem, deadline: Deadline, calls: int | None = None) -> ReceivedPayload:
         """Layer 2: fresh calls for one ticket. Errors that are not retryable (such as StaleSlotError) end it."""
         packer = self._packer
+        ticket, rank = item.ticket, packer.rank_of(item)
         limit = packer.settings.calls_per_ticket if calls is None else calls
         plan = Retry(limit, deadline, packer.settings, random.random)
         while True:
@@ -319,7 +321,7 @@ class UCXXDataPackerMixin(WithBlock):
                 case Try():
                     now = time.monotonic()
                     try:
-                        return await packer.client.read(ticket, rank=packer.rank, timeout=deadline.remaining(now))
+                        return await packer.client.read(ticket, rank=rank, timeout=deadline.remaining(now))
                     except TransportError as error:
                         plan.failed(error, time.monotonic())
 
@@ -357,7 +359,7 @@ class UCXXDataPackerMixin(WithBlock):
         for item in fetched:
             if item.duplicate:  # the ring may not have its acknowledgement yet
                 with contextlib.suppress(TransportError):  # best effort: the batch is complete without it
-                    packer.client.ack(item.ticket, packer.rank)
+                    packer.client.ack(item.ticket, packer.rank_of(item))
         batch.seconds = time.monotonic() - started
         if not packer.claims.to_report(batch):
             return batch
@@ -371,26 +373,27 @@ class UCXXDataPackerMixin(WithBlock):
         self, packer: PackerSession, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline
     ) -> None:
         """One call for every ticket, with small payloads in shared messages; then the remaining calls for failures."""
-        by_identity: dict[tuple[str, int, int], list[FetchedItem]] = {}
+        by_rank: dict[int, dict[tuple[str, int, int], list[FetchedItem]]] = {}
         for item in todo:
-            by_identity.setdefault(item.ticket.identity, []).append(item)
-        tickets = [items[0].ticket for items in by_identity.values()]
-        timeout = deadline.at - time.monotonic()
-        outcomes = packer.client.read_many(tickets, rank=packer.rank, timeout=max(timeout, 0.0))
+            by_rank.setdefault(packer.rank_of(item), {}).setdefault(item.ticket.identity, []).append(item)
         again: list[FetchedItem] = []
-        async with contextlib.aclosing(outcomes):
-            async for outcome in outcomes:
-                for item in by_identity[outcome.ticket.identity]:
-                    item.payload, item.error = outcome.payload, outcome.error
-                    if outcome.error is not None and outcome.error.retryable:
-                        again.append(item)
-                packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
+        for rank, by_identity in by_rank.items():  # one, unless rings have different numbers for this trainer's name
+            tickets = [items[0].ticket for items in by_identity.values()]
+            timeout = deadline.at - time.monotonic()
+            outcomes = packer.client.read_many(tickets, rank=rank, timeout=max(timeout, 0.0))
+            async with contextlib.aclosing(outcomes):
+                async for outcome in outcomes:
+                    for item in by_identity[outcome.ticket.identity]:
+                        item.payload, item.error = outcome.payload, outcome.error
+                        if outcome.error is not None and outcome.error.retryable:
+                            again.append(item)
+                    packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
         calls = packer.settings.calls_per_ticket - 1
         if calls < 1:
             return
         for item in again:
             try:
-                item.payload = await self._read_one(item.ticket, deadline, calls)
+                item.payload = await self._read_one(item, deadline, calls)
                 item.error = None
             except TransportError as error:
                 item.error = error.with_traceback(None)  # its frames would keep payloads of this batch alive

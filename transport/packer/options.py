@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -21,10 +21,13 @@ class RingOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         slot_bytes: of each slot; None: what the schema needs.
         overflow: what a full ring does.
+        consumers: names of the stages that each see every payload once, or names with how many ranks each has; the
+            worker's ``readers`` are these then.
     """
 
     slot_bytes: int | None = None
     overflow: Overflow = "block"
+    consumers: Sequence[str] | Mapping[str, int] | None = None
 
 
 @hiding("secret")

@@ -99,7 +99,7 @@ class Trainer(UCXXDataPackerMixin):
         *,
         schemas: Sequence[Schema] = (),
         queue: TicketQueue | None = None,
-        rank: int = 0,
+        rank: int | str = 0,
         consumer: str | None = None,
         ack: AckMode = "on_consumed",
         max_policy_age: int | None = None,

@@ -91,7 +91,7 @@ class UCXXRolloutMixin(WithBlock):
                 over its old ring, and `reconcile` publishes payloads missing in the queue.
             queue: where `write_to_buffer` publishes tickets; None: the ring hands its payloads out itself, to trainers
                 of this host that were given no queue either, unless the caller passes the tickets on.
-            readers: how many ranks read each payload.
+            readers: how many ranks read each payload; with ``RingOptions(consumers=…)`` all of theirs.
             grouped: these ranks are a model-parallel group, which claims each payload together: it is one delivery of
                 the queue (`GroupQueue`), not one for each rank.
             publish: "background": `write_to_buffer` returns when the payload is in the ring, and a thread publishes
@@ -125,9 +125,16 @@ class UCXXRolloutMixin(WithBlock):
             if name is not None and not name.removeprefix("/transport-").startswith(prefix):
                 raise UsageError(f"name={name!r}: trainers look for names that begin with {prefix!r}; begin it so")
         made = SharedRingBuffer.create(
-            schema, slots=slots, slot_bytes=ring.slot_bytes, name=name, prefix=prefix, overflow=ring.overflow
+            schema,
+            slots=slots,
+            slot_bytes=ring.slot_bytes,
+            name=name,
+            prefix=prefix,
+            overflow=ring.overflow,
+            consumers=ring.consumers,
         )
         try:
+            readers = made.readers_of(None if ring.consumers and readers == 1 else readers)
             after_writer = None
             if mode == "process" and queue is not None and (address := queue.address) is not None:
                 task = Republishing(

@@ -13,7 +13,7 @@ from typing import Literal
 from transport.client.acknowledgements import Identity
 from transport.client.client import UCXXClient, WirePolicy
 from transport.client.payload import ClientStatistics, ReceivedPayload
-from transport.errors import ClosedError
+from transport.errors import ClosedError, RankError
 from transport.observe.metrics import Exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
@@ -42,7 +42,7 @@ class PackerSession:
         client: UCXXClient,
         thread: LoopThread,
         settings: Settings,
-        rank: int,
+        rank: int | str,
         claims: ClaimBook,
         record: ConsumedRecord,
         progress: Progress,
@@ -90,13 +90,35 @@ class PackerSession:
         """The item to fetch for a ticket or claim, marked as duplicate if it is the last consumed of its slot."""
         ticket, claim = resolved(each)
         ring, slot, generation = ticket.identity
-        return FetchedItem(ticket, claim, duplicate=self.record.is_last(ring, slot, generation, self.rank))
+        item = FetchedItem(ticket, claim)
+        item.duplicate = self.record.is_last(ring, slot, generation, self.rank_of(item))
+        return item
+
+    def rank_of(self, item: FetchedItem) -> int:
+        """This trainer's rank among the item's readers. RankError: it has a name, which only claims have a rank for."""
+        if isinstance(self.rank, int):
+            return self.rank
+        if item.claim is None:
+            raise RankError(
+                f"payload {item.ticket.name} came as a ticket, and this trainer's rank is {self.rank!r}: give its "
+                "claim, or set the trainer up with the number that the ring's rank_of() has for the name"
+            )
+        return item.claim.rank
+
+    def fetchable(self, items: Iterable[TicketLike], call: str) -> list[TicketLike]:
+        """The tickets or claims to fetch. UsageError for anything else; RankError for a ticket without a rank."""
+        found = fetchable(items, call)
+        if isinstance(self.rank, str):  # before anything is fetched: the claims stay the caller's
+            for each in found:
+                if not isinstance(each, Claim):
+                    self.rank_of(FetchedItem(*resolved(each)))
+        return found
 
     def take_in(self, item: FetchedItem) -> bool:
         """The item gets the payload that came with its claim. False: it is to be read."""
         came = None if item.duplicate else self.claims.brought(item)
         if came is not None:
-            item.payload = self.client.hand_in(item.ticket, self.rank, came.wire, came.data)
+            item.payload = self.client.hand_in(item.ticket, self.rank_of(item), came.wire, came.data)
         return came is not None
 
     def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
@@ -106,7 +128,7 @@ class PackerSession:
             if item.payload is None:
                 continue
             ring, slot, generation = item.ticket.identity
-            if self.record.accept(ring, slot, generation, self.rank):
+            if self.record.accept(ring, slot, generation, self.rank_of(item)):
                 trainable.append(item.payload)
                 self.trained[item.ticket.identity] = item.payload
             else:
@@ -171,7 +193,7 @@ def open_session(
     *,
     claims: Callable[[TicketQueue], ClaimBook],
     record: ConsumedRecord,
-    rank: int,
+    rank: int | str,
     progress: Progress | Literal["bar"] | None,
 ) -> PackerSession:
     """Loop, client, and the queue (None: of the rings of this host): all of them, or none where one cannot be had."""

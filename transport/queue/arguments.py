@@ -70,19 +70,33 @@ def claimed(
     n: Any, timeout_s: Any, rank: Any, consumer: Any, oldest_version: Any
 ) -> tuple[int, float, int, int | None]:
     """The arguments of a `claim`, without the consumer. UsageError, RankError: nothing can be claimed so."""
+    if isinstance(rank, str):
+        raise RankError(
+            f"rank={rank!r:.80}: this queue does not know the names of consumers, rings do; give the number that the "
+            "ring's rank_of() has for it"
+        )
+    n, timeout_s, found, oldest_version = claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
+    assert isinstance(found, int)
+    return n, timeout_s, found, oldest_version
+
+
+def claimed_by_name(
+    n: Any, timeout_s: Any, rank: Any, consumer: Any, oldest_version: Any
+) -> tuple[int, float, int | str, int | None]:
+    """The same for queues whose rings know the names of consumers."""
     n = number(n, "n of claim()")
     seconds(timeout_s, "timeout_s of claim()")
-    rank = number(rank, "rank of claim()")
+    rank = rank if isinstance(rank, str) else number(rank, "rank of claim()")
     claimable(n, rank)
     expect(consumer, str, "consumer of claim()", "a name for reports")
     return n, float(timeout_s), rank, number_or_none(oldest_version, "oldest_version of claim()")
 
 
-def claimable(n: int, rank: int) -> None:
-    """Refuse what no claim can be of."""
+def claimable(n: int, rank: int | str) -> None:
+    """Refuse what no claim can be of. Whether a name is one, each ring says."""
     if n < 1:
         raise UsageError(f"n={n}: give at least 1")
-    if not 0 <= rank < MAX_READERS:
+    if not isinstance(rank, str) and not 0 <= rank < MAX_READERS:
         raise RankError(f"rank {rank}; ranks are 0 to {MAX_READERS - 1}")
 
 

@@ -188,10 +188,11 @@ class TicketQueue(abc.ABC):
 
     @abc.abstractmethod
     def claim(
-        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+        self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """Up to ``n`` deliveries of ``rank``, the oldest first; waits for the first one up to ``timeout_s``.
 
+        ``rank`` may be the name that a ring has for a consumer, where the queue is the rings; RankError for others.
         ``consumer`` names the claimant in reports. Returns an empty list when the time is over. What is due and of an
         older policy than ``oldest_version`` is discarded instead, with that reason, and counted as ``aged``; what was
         published without a version is never too old.

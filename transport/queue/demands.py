@@ -80,7 +80,7 @@ class Demands:
         find: Callable[[], Mapping[str, Place]],
         arrived: Callable[[Brought], object],
         *,
-        rank: int,
+        rank: int | str,
         most_bytes: int,
         most_attempts: int,
         look_s: float,

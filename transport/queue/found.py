@@ -123,10 +123,10 @@ class FoundRings(TicketQueue):
         return self._here.queue.publish(tickets, readers=readers, policy_version=policy_version)
 
     def claim(
-        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+        self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """See `TicketQueue.claim`. Of each ring the oldest come first."""
-        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
         give_up = time.monotonic() + timeout_s
         while True:
             here, elsewhere = self._follow(rank, n, oldest_version)
@@ -152,7 +152,7 @@ class FoundRings(TicketQueue):
         claims: list[Claim],
         n: int,
         wait_s: float,
-        rank: int,
+        rank: int | str,
         consumer: str,
         oldest_version: int | None,
         *,
@@ -187,7 +187,7 @@ class FoundRings(TicketQueue):
                 with contextlib.suppress(TransportError):
                     self._here.queue.retry(claim)
 
-    def take(self, n: int, timeout_s: float = 0.0, *, rank: int = 0) -> Brought | None:
+    def take(self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0) -> Brought | None:
         """A batch from one ring elsewhere as it came, without a `Claim` for each payload; see `consume`."""
         arguments.claimable(n, rank)
         give_up = time.monotonic() + timeout_s
@@ -215,7 +215,7 @@ class FoundRings(TicketQueue):
         self._check_open()
         return self._elsewhere.finish_batch(brought, payloads)
 
-    def _follow(self, rank: int, n: int, oldest_version: int | None) -> tuple[bool, bool]:
+    def _follow(self, rank: int | str, n: int, oldest_version: int | None) -> tuple[bool, bool]:
         """Whether there are rings here, and elsewhere; the latter have demands from here on."""
         self._check_open()
         now = time.monotonic()

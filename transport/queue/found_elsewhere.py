@@ -19,6 +19,7 @@ from transport.errors import (
     AuthenticationError,
     ClosedError,
     MissingDependencyError,
+    RankError,
     VersionMismatchError,
     WireNotAllowedError,
 )
@@ -72,7 +73,7 @@ class FoundElsewhere:
         self._thread: LoopThread | None = None
         self._client: UCXXClient | None = None
         self._own = False
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int | str, _Rank] = {}
         self._changed = threading.Condition()  # guards what follows, and what came
         self._held: dict[str, Held] = {}
         self._answers = Answers()
@@ -108,7 +109,7 @@ class FoundElsewhere:
                 for rank in ranks.values():
                     stack.callback(_closed_on, thread, rank.demands)
 
-    def rank(self, rank: int) -> _Rank:
+    def rank(self, rank: int | str) -> _Rank:
         """The demands of a rank, from the first call on."""
         known = self._ranks.get(rank)
         if known is not None and self._thread is not None and not self._thread.closed:
@@ -126,7 +127,7 @@ class FoundElsewhere:
                 known = self._ranks[rank] = self._thread.run(self._start(self._client, rank))
             return known
 
-    async def _start(self, client: UCXXClient, rank: int) -> _Rank:
+    async def _start(self, client: UCXXClient, rank: int | str) -> _Rank:
         def came(brought: Brought) -> None:
             with self._changed:
                 made.came.append((brought, 0))
@@ -148,7 +149,7 @@ class FoundElsewhere:
         return made
 
     # --- claiming -------------------------------------------------------------------------------------
-    def want(self, rank: int, n: int, oldest_version: int | None) -> None:
+    def want(self, rank: int | str, n: int, oldest_version: int | None) -> None:
         """Have demands for some times ``n`` payloads wait; does not wait itself."""
         of = self.rank(rank)
         of.sizes.append(n)
@@ -157,7 +158,7 @@ class FoundElsewhere:
             of.wanted = (most, oldest_version)
             self._thread.soon(of.demands.want, _BATCHES, most, oldest_version)
 
-    def take(self, n: int, wait_s: float, rank: int) -> Brought | None:
+    def take(self, n: int, wait_s: float, rank: int | str) -> Brought | None:
         """A whole batch that has come, whatever its size; for those who need no `Claim` of each payload."""
         of = self.rank(rank)
         with self._changed:
@@ -191,7 +192,7 @@ class FoundElsewhere:
             return thread.submit(payloads.consume())
         return thread.submit(brought.demands.finish(brought, brought.batch.rows))
 
-    def claim(self, n: int, wait_s: float, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
+    def claim(self, n: int, wait_s: float, rank: int | str, consumer: str, oldest_version: int | None) -> list[Claim]:
         """Up to ``n`` of what has come, the first that came first."""
         of = self.rank(rank)
         claims: list[Claim] = []
@@ -243,21 +244,22 @@ class FoundElsewhere:
         if self._thread is not None:
             self._thread.soon(brought.demands.used, brought, count)
 
-    def _claimed(self, brought: Brought, at: int, rank: int, consumer: str) -> Claim:
+    def _claimed(self, brought: Brought, at: int, rank: int | str, consumer: str) -> Claim:
         payload = brought.batch[at]
+        rank = int(brought.batch.rows["rank"][at]) if isinstance(rank, str) else rank
         token = token_of(payload.name, rank, payload.attempts, consumer)
         self._held[token] = Held(brought, at)
         self._count(brought.batch.ring, rank, claimed=1)
         return Claim(payload.name, payload.encoded, rank, payload.attempts, token, payload.policy_version)
 
-    def explain(self, rank: int) -> None:
+    def explain(self, rank: int | str) -> None:
         """Raise why nothing can come, where this process's own configuration keeps it from every place."""
         demands = self.rank(rank).demands
         faults = list(demands.faults.values())
-        if faults and not demands.connected:
-            for fault in faults:
-                if isinstance(fault, _OWN_FAULTS):
-                    raise fault
+        for fault in faults:
+            unknown_name = isinstance(rank, str) and isinstance(fault, RankError)
+            if unknown_name or (not demands.connected and isinstance(fault, _OWN_FAULTS)):
+                raise fault
 
     def holds(self, claim: Claim) -> bool:
         """Whether the claim was made here, and has not ended by this process's own doing."""

@@ -131,7 +131,7 @@ class GroupQueue(TicketQueue):
 
     # --- claiming ------------------------------------------------------------------------------
     def claim(
-        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+        self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """The leader's next claims, the same for every rank; ``n`` and ``oldest_version`` are the leader's.
 
@@ -139,7 +139,7 @@ class GroupQueue(TicketQueue):
         """
         if rank != self._rank:
             raise RankError(
-                f"rank {rank} claims through the queue of rank {self._rank}; use one GroupQueue for each rank"
+                f"rank {rank!r:.80} claims through the queue of rank {self._rank}; use one GroupQueue for each rank"
             )
         key = self._key("claims", self._step)
         if self.leads:

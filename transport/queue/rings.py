@@ -131,16 +131,16 @@ class RingQueue(TicketQueue):
         return found
 
     def claim(
-        self, n: int, timeout_s: float = 0.0, *, rank: int = 0, consumer: str, oldest_version: int | None = None
+        self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """See `TicketQueue.claim`. Of several rings each is the first in turn; in each the oldest come first."""
         return self.claim_or_wake(n, timeout_s, None, rank=rank, consumer=consumer, oldest_version=oldest_version)
 
     def claim_or_wake(
-        self, n: int, timeout_s: float, rung: int | None, *, rank: int, consumer: str, oldest_version: int | None
+        self, n: int, timeout_s: float, rung: int | None, *, rank: int | str, consumer: str, oldest_version: int | None
     ) -> list[Claim]:
         """`claim`, which also ends when `bell` has rung since ``rung`` (None: it does not)."""
-        n, timeout_s, rank, oldest_version = arguments.claimed(n, timeout_s, rank, consumer, oldest_version)
+        n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
         give_up = time.monotonic() + timeout_s
         while True:
             self._check_open()
@@ -153,9 +153,10 @@ class RingQueue(TicketQueue):
             self._wait(rings, seen, min(left_s, self._due_s(rings, rank), _SLICE_S), rung)
 
     def _try_claim(
-        self, rings: list[SharedRingBuffer], n: int, rank: int, consumer: str, oldest_version: int | None
+        self, rings: list[SharedRingBuffer], n: int, rank: int | str, consumer: str, oldest_version: int | None
     ) -> list[Claim]:
         claimed: list[Claim] = []
+        ranks = {ring.ring_id: ring.rank_of(rank) for ring in rings if not ring.native.closed}  # before any is claimed
         self._turn += 1  # of no consequence if two threads read the same
         for at in range(len(rings)):
             if len(claimed) == n:
@@ -167,7 +168,7 @@ class RingQueue(TicketQueue):
             try:
                 taken = ring.claim(
                     n - len(claimed),
-                    rank=rank,
+                    rank=ranks.get(ring.ring_id, 0),
                     oldest_version=oldest_version,
                     max_deliveries=self._max_deliveries,
                     consumer=consumer,
@@ -186,8 +187,9 @@ class RingQueue(TicketQueue):
         return claimed
 
     @staticmethod
-    def _due_s(rings: list[SharedRingBuffer], rank: int) -> float:
-        return min((ring.native.due_s(rank) for ring in rings if not ring.native.closed), default=_SLICE_S)
+    def _due_s(rings: list[SharedRingBuffer], rank: int | str) -> float:
+        open_rings = (ring for ring in rings if not ring.native.closed)
+        return min((ring.native.due_s(ring.rank_of(rank)) for ring in open_rings), default=_SLICE_S)
 
     def _wait(self, rings: list[SharedRingBuffer], seen: list[int], timeout_s: float, rung: int | None) -> None:
         natives = [ring.native for ring in rings if not ring.native.closed]

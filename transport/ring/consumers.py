@@ -64,17 +64,22 @@ def consumers_of(text: str) -> Consumers:
 def rank_of(consumers: Consumers, consumer: str | int, rank: int | None = None) -> int:
     """The rank of the payload's readers that this consumer's own rank is; an int is a rank already.
 
+    ``"train:2"`` is rank 2 of the consumer ``"train"``.
+
     RankError: no such consumer, it has fewer ranks, or several and none was given.
     """
     if not isinstance(consumer, str):
         return consumer
+    name, colon, own = consumer.partition(":")
+    if colon and rank is None and own.isdecimal() and len(own) < 3:
+        consumer, rank = name, int(own)
     ranks = consumers.get(consumer)
     if ranks is None:
         known = f"it has {', '.join(consumers)}" if consumers else "it was made without names; give a rank"
         raise RankError(f"the ring has no consumer {consumer!r:.80}: {known}")
     if rank is None:
         if len(ranks) > 1:
-            raise RankError(f"consumer {consumer} has {len(ranks)} ranks; say which one: rank_of({consumer!r}, rank)")
+            raise RankError(f"consumer {consumer} has {len(ranks)} ranks; say which one: '{consumer}:0', or rank_of()")
         rank = 0
     if type(rank) is not int or not 0 <= rank < len(ranks):
         raise RankError(f"consumer {consumer} has ranks 0..{len(ranks) - 1}, not {rank!r:.40}")

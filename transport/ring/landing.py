@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from transport import _ring
+from transport.devices.buffers import is_short_of_memory
 from transport.devices.libraries import Library, parse_device
 from transport.devices.streams import (
     Underway,
@@ -140,8 +141,8 @@ class DeviceLanding:
         stream = own_stream(self._device)
         try:
             array = library.empty(len(block), self._device, stream)
-        except Exception as error:  # each library has its own kind for memory that is not to be had
-            if type(error).__name__ not in ("OutOfMemoryError", "MemoryError"):
+        except Exception as error:
+            if not is_short_of_memory(error):
                 raise
             raise BatchTooLargeError(f"a batch of {len(block)} bytes, and device memory is short: {error}") from error
         found = [library.view(array, each) for each in self._places]
@@ -188,8 +189,8 @@ def _taken(size: int) -> Any:
 def _pinned(size: int, device: int) -> Array:
     try:
         return pooled_pinned_memory(size, device)
-    except Exception as error:  # CUDA's class belongs to CuPy, which is not imported here
-        if not isinstance(error, MemoryError) and "cudaErrorMemoryAllocation" not in str(error):
+    except Exception as error:
+        if not is_short_of_memory(error):
             raise
         raise _short(size) from error
 

@@ -27,6 +27,7 @@ PACKAGES: Final[dict[str, tuple[str, ...]]] = {
     "ray": ("ray>=2.40",),
     "verl": ("verl>=0.9,<0.10",),
     "cosmos-rl": ("cosmos-rl>=0.4.7,<0.5",),
+    "tensordict": ("tensordict>=0.10",),
     "TransferQueue": ("TransferQueue>=0.1.9,<0.2", "tensordict"),
 }
 

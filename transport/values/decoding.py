@@ -16,7 +16,7 @@ from transport import _ring
 from transport.errors import MissingDependencyError, PayloadDamagedError
 from transport.schema import ALIGNMENT, DTYPES, MAX_BYTES, MAX_DIMENSIONS
 from transport.values.forms import HEAD, MAGIC, MAX_DEPTH, MAX_VALUES, Form
-from transport.values.images import image_bytes, make_image
+from transport.values.images import check_image, image_bytes, make_image
 
 # What the parts of a form that are not what they should be lead to, UnicodeDecodeError among them.
 _UNFIT: Final = (msgspec.MsgspecError, TypeError, ValueError, LookupError, OverflowError, RecursionError)
@@ -139,13 +139,15 @@ class _Field:
         if image_bytes(mode, width, height) != size:
             raise _Wrong(f"an image of {width} × {height} in mode {mode!r:.40} with {size!r:.40} bytes")
         pixels = self._piece(offset, size)
+        said = self._mapping(*info)
         try:
+            check_image(mode, (width, height), palette_mode, palette, said)
             image = make_image(mode, (width, height), pixels.data, palette_mode, palette)
         except MissingDependencyError:
             raise
         except Exception as error:  # whatever Pillow raises for parts that are wrong
             raise _Wrong(f"an image whose parts do not fit: {error}") from error
-        image.info = self._mapping(*info)
+        image.info = said
         return image
 
     def _mapping(self, *flat: Any) -> dict[Any, Any]:
