@@ -184,7 +184,7 @@ build/native-test: $(NATIVE) $(NATIVE_TESTS) | $(VENV)/installed
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python native/tests/run.py
 	@mkdir -p build && touch $@
 
-native-test: build/native-test ## C++ tests: table, fuzz and crash tests under ASan, UBSan and TSan
+native-test: build/native-test ## C++ tests of ring and engine under ASan, UBSan and TSan; libFuzzer for 10 s each
 
 # Installed into an environment of its own: a stamp, too, since that takes half a minute.
 build/wheel-test: $(NATIVE) $(PACKAGE) $(wildcard tests/wheel/*.py) README.md LICENSE | $(VENV)/installed
@@ -222,23 +222,12 @@ build/model: $(wildcard native/model/*.pml) native/model/check.py
 	  if [ $$status = 3 ]; then echo "SKIPPED: the models of the protocol are not checked without spin"; \
 	  elif [ $$status != 0 ]; then exit $$status; else mkdir -p build && touch $@; fi
 
-# libFuzzer over what is parsed in native code; what it has learnt stays in build/fuzz.
+# libFuzzer over what native code is given by others; what it has learnt stays in build/native-tests/corpus.
 FUZZ_SECONDS ?= 60
-FUZZ_FLAGS := -std=c++20 -O1 -g -D_GNU_SOURCE -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -Inative \
-  -isystem native/vendor -DTRANSPORT_CHECKSUM_KERNEL=checksum_kernel_baseline
-FUZZ_SOURCES := native/common/checksum.cpp native/ring/claims.cpp native/ring/claim_ends.cpp native/ring/finishes.cpp native/ring/ring.cpp native/ring/ring_life.cpp native/ring/ring_look.cpp native/ring/segment.cpp
-
-build/fuzz/%: native/tests/fuzz_%.cpp $(NATIVE)
-	@command -v clang++ >/dev/null || { echo "clang++ is missing: apt-get install clang" >&2; exit 2; }
-	@mkdir -p build/fuzz/corpus-$*
-	@clang++ $(FUZZ_FLAGS) $< $(FUZZ_SOURCES) -lrt -o $@
-
 .PHONY: fuzz
-fuzz: build/fuzz/frames build/fuzz/status build/fuzz/taken build/fuzz/segment ## libFuzzer over frames, answers and segments, FUZZ_SECONDS=60 each
-	@cd build/fuzz && ./frames -max_total_time=$(FUZZ_SECONDS) -max_len=2100 -print_final_stats=1 corpus-frames
-	@cd build/fuzz && ./status -max_total_time=$(FUZZ_SECONDS) -max_len=700 -print_final_stats=1 corpus-status
-	@cd build/fuzz && ./taken -max_total_time=$(FUZZ_SECONDS) -max_len=1200 -print_final_stats=1 corpus-taken
-	@cd build/fuzz && ./segment -max_total_time=$(FUZZ_SECONDS) -max_len=200 -print_final_stats=1 corpus-segment
+fuzz: $(VENV)/installed ## libFuzzer over frames, answers, tickets, nested values, segments and a listener, FUZZ_SECONDS=60 each
+	@command -v clang++ >/dev/null || { echo "clang++ is missing: apt-get install clang" >&2; exit 2; }
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python native/tests/run.py --sanitizers fuzz --fuzz-seconds $(FUZZ_SECONDS)
 
 model: build/model ## the protocol's models: properties hold, planted faults are found (spin)
 
@@ -261,10 +250,11 @@ misuse: $(VENV)/installed ## every public call misused in every way: wrong argum
 	@MISUSE_LINES=1000000 $(BIN)/python -m pytest -q -rP tests/misuse --timeout 1200
 
 .PHONY: teardown
-teardown: $(VENV)/installed ## started and stopped with reads in flight: 1000 times in a process, 200 times as processes
+teardown: $(VENV)/installed ## stopped with reads in flight: 1000 times in a process, 200 times as processes, 100 whole jobs
 	@mkdir -p build && $(BIN)/python benchmarks/teardown --json build/teardown.json
 	@$(BIN)/python benchmarks/teardown --mode process --cycles 90 --warm-up 10 --json build/teardown-served.json
 	@$(BIN)/python benchmarks/teardown --processes 200 --json build/teardown-processes.json
+	@$(BIN)/python benchmarks/teardown --jobs 100 --json build/teardown-jobs.json
 
 .PHONY: house
 house: $(VENV)/installed ## docs/house.svg, the rooms and what they import, from the code

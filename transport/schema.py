@@ -24,7 +24,7 @@ import hashlib
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -232,10 +232,12 @@ class Schema(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         """The fields that are no tensors: their kinds by name."""
         return {spec.name: spec.kind for spec in self.tensors if spec.kind}
 
-    def only(self, fields: Sequence[str]) -> Schema:
+    def only(self, fields: Iterable[str]) -> Schema:
         """The schema of these fields alone, in this schema's order. SchemaError for a name that it does not have."""
-        wanted = set(fields)
-        if strange := wanted - set(self.names):
+        wanted = [] if isinstance(fields, str | bytes) or not isinstance(fields, Iterable) else list(fields)
+        if not wanted or not all(isinstance(each, str) for each in wanted):
+            raise SchemaError(f"only() got {_short(fields)}: give names of fields, such as {list(self.names[:2])}")
+        if strange := set(wanted) - set(self.names):
             raise SchemaError(
                 f"no field {', '.join(sorted(map(repr, strange)))} in this schema; it has {', '.join(self.names)}"
             )

@@ -2,12 +2,13 @@
 
     python benchmarks/teardown [--cycles 450] [--warm-up 50] [--mode process] [--json PATH]     in one process
     python benchmarks/teardown --processes 200 [--json PATH]                                    whole processes
+    python benchmarks/teardown --jobs 100 [--json PATH]                                         whole jobs
 
 Each wire has a process of its own, so that one that crashes is a figure here: its seed is named, and the cycles after
 it go on in a new process. Memory is per cycle after the warm-up; the control is bare UCX, started and ended as often.
 With ``--mode process`` the server has a supervisor and a listener process. Exit status: 0 without a crash, a wrong
 payload, a buffer written afterwards or a descriptor or thread that stayed. `processes.py` says what it is of whole
-processes.
+processes, `job.py` of whole jobs.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Literal
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "soak"))  # `process_tree`
 import cycles
+import job
 import memory
 import processes
 
@@ -68,8 +70,9 @@ def measure(mode: str, wire: str, warm_up: int, count: int) -> dict[str, Any]:
 
 
 def whole_processes(options: argparse.Namespace) -> int:
-    """Cycles of whole processes, to the exit status."""
-    figures = processes.measure(options.seed, options.processes, options.folder.resolve())
+    """Cycles of whole processes or jobs, to the exit status."""
+    count, measured = (options.jobs, job.measure) if options.jobs else (options.processes, processes.measure)
+    figures = measured(options.seed, count, options.folder.resolve())
     for name, value in figures.as_json().items():
         print(f"{name:>10}  {json.dumps(value)}")
     if options.json:
@@ -85,6 +88,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--mode", choices=("thread", "process"), default="thread", help="of the server")
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="cycles of whole processes instead")
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help="cycles of whole jobs instead")
     parser.add_argument("--seed", type=int, default=0, help="of the first of these cycles")
     parser.add_argument("--folder", type=Path, default=Path("build/teardown"), help="logs of whole processes")
     parser.add_argument(
@@ -95,7 +99,7 @@ def main() -> int:
         mode, wire, *numbers = options.work
         work(mode, wire, *map(int, numbers))
         return 0
-    if options.processes:
+    if options.processes or options.jobs:
         return whole_processes(options)
     found = [measure(options.mode, wire, options.warm_up, options.cycles) for wire in cycles.WIRES]
     print(

@@ -1,19 +1,26 @@
 #!/usr/bin/env python3
-"""Build and run the C++ tests: `run.py [--sanitizers address,thread,none] [--build DIR] [--seed N]`.
+"""Build and run the C++ tests: `run.py [--sanitizers address,thread,none,fuzz] [--build DIR] [--seed N]`.
 
 One build per sanitizer, kept in DIR (default build/native-tests) so that a second run only compiles what
 changed. The tests of crashes run everywhere but under the thread sanitizer, which cannot see across processes.
+`fuzz` runs each target of libFuzzer for --fuzz-seconds under the address and undefined-behaviour sanitizers, from what
+it has learnt before (DIR/corpus); it needs clang, and is left out with a word where there is none. It has the build of
+`address`, whose code is compiled once for both. The tests of the engine need UCX of the libucx package beside this
+Python.
 Prints a line per step and exits with 1 if one failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 NATIVE = Path(__file__).resolve().parent.parent
@@ -21,13 +28,18 @@ sys.path.append(str(NATIVE.parent / "tests" / "support"))
 from waiting import waiting  # noqa: E402  # a program of its own, without an installed package
 
 TIMEOUT_S = 300  # a watchdog against deadlock, not a bound on speed
+BUILD_TIMEOUT_S = 1800
 
 FLAGS = {"address": "address,undefined", "thread": "thread", "none": ""}
+# Target of libFuzzer and the longest input that says something new to it.
+FUZZ = {"frames": 2100, "status": 700, "taken": 1200, "segment": 200, "tree": 400, "note": 600, "serving": 900}
+NEEDS_UCX = {"engine_test", "serving"}
 TESTS = {
     "address": [
         "slot_word_test",
         "siphash_test",
         "note_test",
+        "tree_check_test",
         "block_pool_test",
         "received_test",
         "ring_test",
@@ -37,21 +49,25 @@ TESTS = {
         "creation_test",
         "crash_test",
         "finishes_test",
+        "engine_test",
     ],
     "thread": [
         "slot_word_test",
         "siphash_test",
         "note_test",
+        "tree_check_test",
         "block_pool_test",
         "received_test",
         "ring_test",
         "claims_test",
         "ring_fuzz",
+        "engine_test",
     ],
     "none": [
         "slot_word_test",
         "siphash_test",
         "note_test",
+        "tree_check_test",
         "block_pool_test",
         "received_test",
         "ring_test",
@@ -65,12 +81,21 @@ TESTS = {
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_stack_use_after_return=1:abort_on_error=0",
     "UBSAN_OPTIONS": "print_stacktrace=1",
-    "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
+    "TSAN_OPTIONS": f"halt_on_error=1:second_deadlock_stack=1:suppressions={NATIVE / 'tests' / 'thread.supp'}",
+    # Sanitizers have hooks of their own where UCX would place its.
+    "UCX_TLS": "tcp",
+    "UCX_NET_DEVICES": "lo",
+    "UCX_MEM_EVENTS": "n",
+    "UCX_MEMTYPE_CACHE": "n",
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "LSAN_OPTIONS": f"print_suppressions=0:suppressions={NATIVE / 'tests' / 'leak.supp'}",
 }
 
 
 def step(title: str, command: list[str]) -> bool:
     started = time.monotonic()
+    limit_s = BUILD_TIMEOUT_S if title.endswith("build") else TIMEOUT_S
     try:
         with waiting(title, 60 if title.endswith("build") else 10):
             done = subprocess.run(
@@ -79,12 +104,12 @@ def step(title: str, command: list[str]) -> bool:
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
-                timeout=TIMEOUT_S,
+                timeout=limit_s,
                 env=os.environ | ENVIRONMENT,
             )
         code, output = done.returncode, done.stdout
     except subprocess.TimeoutExpired as expired:
-        code, output = -1, (expired.stdout or b"").decode(errors="replace") + f"\nno end within {TIMEOUT_S} s"
+        code, output = -1, (expired.stdout or b"").decode(errors="replace") + f"\nno end within {limit_s} s"
     print(f"{'ok  ' if code == 0 else 'FAIL'} {title} ({time.monotonic() - started:.1f} s)", flush=True)
     if code != 0:
         print(output, flush=True)
@@ -99,40 +124,106 @@ def compiler() -> list[str]:
     return []
 
 
-def run(sanitizer: str, build: Path, seed: int) -> bool:
-    tree = build / sanitizer
+def ucx() -> Path | None:
+    """The folder of the libucx package, which has UCX's headers and libraries."""
+    found = importlib.util.find_spec("libucx")
+    return Path(found.origin).parent if found is not None and found.origin else None
+
+
+def build_tree(sanitizer: str, tree: Path) -> bool:
+    """With clang the build of the address sanitizer has libFuzzer's targets, too."""
+    flags = FLAGS[sanitizer]
+    if sanitizer == "address" and compiler():
+        flags = f"fuzzer-no-link,{flags}"
     cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     configure = [cmake, "-S", str(NATIVE), "-B", str(tree), *generator, *compiler()]
     configure += [
         "-DTRANSPORT_NATIVE_TESTS=ON",
         "-DTRANSPORT_FAULT_POINTS=ON",
-        f"-DTRANSPORT_SANITIZE={FLAGS[sanitizer]}",
+        f"-DTRANSPORT_SANITIZE={flags}",
     ]
-    if not step(f"{sanitizer}: configure", configure):
+    if (folder := ucx()) is not None and "engine_test" in TESTS[sanitizer]:
+        configure += [f"-DTRANSPORT_UCX_INCLUDE={folder / 'include'}", f"-DTRANSPORT_UCX_LIBRARIES={folder / 'lib'}"]
+    return step(f"{sanitizer}: configure", configure) and step(
+        f"{sanitizer}: build", [cmake, "--build", str(tree), "--parallel", "2"]
+    )
+
+
+def possible(name: str) -> bool:
+    if name in NEEDS_UCX and ucx() is None:
+        print(f"SKIPPED: {name} needs UCX: pip install libucx-cu12", flush=True)
         return False
-    if not step(f"{sanitizer}: build", [cmake, "--build", str(tree), "--parallel", "2"]):
+    return True
+
+
+def run(sanitizer: str, build: Path, seed: int) -> bool:
+    tree = build / sanitizer
+    if not build_tree(sanitizer, tree):
         return False
     arguments = {"ring_fuzz": ["3", str(seed)]}
     passed = [
         step(f"{sanitizer}: {test}", [str(tree / "tests" / test), *arguments.get(test, [])])
         for test in TESTS[sanitizer]
+        if possible(test)
     ]
     return all(passed)
 
 
+def fuzzed(target: str, tree: Path, seconds: int) -> bool:
+    """One target in its time. What it has found stays in the tree, beside what it has learnt."""
+    corpus, found = tree.parent / "corpus" / target, tree.parent / "found"
+    corpus.mkdir(parents=True, exist_ok=True)
+    found.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [
+            str(tree / "tests" / f"fuzz_{target}"), f"-max_total_time={seconds}", f"-max_len={FUZZ[target]}",
+            "-print_final_stats=1", "-timeout=60", "-rss_limit_mb=4096", f"-artifact_prefix={found}/{target}-",
+            str(corpus),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | ENVIRONMENT,
+    )  # fmt: skip
+    counted = re.search(r"number_of_executed_units: (\d+)", done.stdout)
+    executed = int(counted[1]) if counted else 0
+    good = done.returncode == 0 and executed > 0
+    print(f"{'ok  ' if good else 'FAIL'} fuzz: {target}, {executed} inputs in {seconds} s", flush=True)
+    if not good:
+        print(done.stdout[-20_000:], flush=True)
+    return good
+
+
+def fuzz(build: Path, seconds: int) -> bool:
+    tree = build / "address"
+    if not compiler():
+        print("SKIPPED: the fuzz targets are not built without clang: apt-get install clang", flush=True)
+        return True
+    if not build_tree("address", tree):
+        return False
+    targets = [target for target in FUZZ if possible(target)]
+    with waiting(f"{len(targets)} fuzz targets", len(targets) * seconds / 2), ThreadPoolExecutor(2) as two:
+        return all(list(two.map(lambda target: fuzzed(target, tree, seconds), targets)))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sanitizers", default="address,thread,none", help="which builds, comma separated")
+    parser.add_argument("--sanitizers", default="address,thread,none,fuzz", help="which builds, comma separated")
     parser.add_argument("--build", type=Path, default=NATIVE.parent / "build" / "native-tests")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--fuzz-seconds", type=int, default=10, help="of each fuzz target")
     options = parser.parse_args()
     chosen = [name for name in options.sanitizers.split(",") if name]
-    unknown = set(chosen) - set(FLAGS)
+    unknown = set(chosen) - set(FLAGS) - {"fuzz"}
     if unknown or not chosen:
-        parser.error(f"--sanitizers takes {', '.join(FLAGS)}")
-    failed = [name for name in chosen if not run(name, options.build, options.seed)]
-    return 1 if failed else 0
+        parser.error(f"--sanitizers takes {', '.join(FLAGS)}, fuzz")
+    passed = [
+        fuzz(options.build, options.fuzz_seconds) if name == "fuzz" else run(name, options.build, options.seed)
+        for name in chosen
+    ]
+    return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ Endpoint::Endpoint(Engine& engine, std::string peer) : engine_(engine.shared_fro
 void Endpoint::create(ucp_ep_params_t& params) {
   params.field_mask |= UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  tie_ = std::make_unique<Tie>(this);
+  tie_ = std::make_unique<Tie>(Tie{this});
   params.err_handler = {&Endpoint::failed, tie_.get()};
   check(ucp_ep_create(engine_->worker_, &params, &handle_), "making an endpoint");
   made_ns_ = now_ns();

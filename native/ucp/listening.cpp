@@ -11,7 +11,7 @@ Listener::Listener(Engine& engine, const std::string& address, std::uint16_t por
     : engine_(engine), most_(most), token_(token) {
   const sockaddr_in at = address_of(address, port);
   engine.require_open();
-  auto door = std::make_unique<Door>(engine, this);
+  auto door = std::make_unique<Door>(Door{engine, this});
   ucp_listener_params_t params{};
   params.field_mask = UCP_LISTENER_PARAM_FIELD_SOCK_ADDR | UCP_LISTENER_PARAM_FIELD_CONN_HANDLER;
   params.sockaddr.addr = reinterpret_cast<const sockaddr*>(&at);

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers import asynchronous, over_ucx
+from redis_server import needs_redis
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 
@@ -19,6 +20,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS / "teardown"), str(BENCHMARKS / "soak")]
 try:
     import cycles
+    import job
     import processes
 finally:
     del sys.path[:2]
@@ -69,6 +71,21 @@ def test_whole_processes_that_are_stopped_with_reads_in_flight_leave_nothing_beh
     assert (said["wrong"], said["crashes"], said["hangs"], said["left"]) == ([], [], [], [])
     assert said["reclaimed"] == (end == "SIGKILL all")
     assert said["reads"] > 0 or end == "SIGKILL all"  # killed clients say nothing
+
+
+@needs_redis
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["listener", "trainer"])
+def test_a_whole_job_ends_with_its_queue_away_and_a_member_stopped(victim: str, tmp_path: Path) -> None:
+    seed = job.VICTIMS.index(victim)
+    report = tmp_path / "report.json"
+    command = [sys.executable, BENCHMARKS / "teardown", "--jobs", 1, "--seed", seed, "--json", report]
+    subprocess.run([*map(str, command), "--folder", str(tmp_path / "logs")], capture_output=True)
+    said = json.loads(report.read_text())
+    assert (said["cycles"], said["crashes"], said["hangs"]) == (1, [], [])
+    if not said["stuck"]:  # on a busy machine members may be killed, and their rings stay
+        assert said["left"] == []
+        assert set(said["killed"]) <= {"trainer"}  # a stopped listener ends by itself
 
 
 def test_a_crash_is_seen_in_the_words_of_whoever_crashed() -> None:

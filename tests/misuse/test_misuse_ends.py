@@ -31,7 +31,7 @@ PATIENCE_S = 20.0  # a watchdog
 WITH_END = [title for title in SCENES if title not in {
     "SharedRingBuffer, the class", "constructors", "functions", "Schema", "Ticket", "Settings",
     "transport.cooldown.Ledger", "transport.rendezvous.Rules", "transport.rendezvous.ExitCodes",
-    "transport.rendezvous.Archive",
+    "transport.rendezvous.Archive", "transport.rendezvous.Keys", "transport.cooldown.EpochRecord",
 }]  # fmt: skip
 GIVES_UP = {"SharedRingBuffer"}  # closing it discards what was not read: its documentation says so
 

@@ -119,6 +119,7 @@ def each_wrong(scene: Scene, name: str) -> Iterator[tuple[str, str, Callable[[],
         for reads, value in WRONG.items():
 
             def misused(parameter: str = parameter, value: Any = value) -> Any:
+                scene.room()  # before the arguments: what they wrote must be there when it is called
                 given = (value,) if parameter.startswith("*") and not parameter.startswith("**") else value
                 return call(scene, name, {**scene.calls[name](), parameter: given})
 

@@ -10,7 +10,9 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
+from misuse_epochs import RECORD, a_destination, a_ledger, an_archive, an_epoch_record, keys
 from misuse_scenes import (
     SCHEMA,
     Arguments,
@@ -45,16 +47,17 @@ from transport import (
     config,
     cooldown,
     queue,
+    rendezvous,
     store,
     testing,
 )
 from transport.client import trace
-from transport.cooldown import CooldownClient, CooldownHost, EpochRecord, Ledger
+from transport.cooldown import CooldownClient, CooldownHost, Ledger
 from transport.cooldown.destinations.folder import Folder
-from transport.cooldown.epochs.records import Report, ReportKind
 from transport.packer.prefetch import FetchedBatch
 from transport.queue.places import OnThisHost
 from transport.rendezvous import Archive, Closing, ExitCodes, Reason, Rendezvous, Rules
+from transport.rendezvous.records import Phase, Round
 from transport.store.memory import MemoryStore
 from transport.testing import LocalTransport, MemoryQueue, a_ticket
 
@@ -66,6 +69,7 @@ def schemas() -> Iterator[Scene]:
         "of": lambda: {"**tensors": {"tokens": ("int32", UpTo(4), 3)}},
         "from_arrays": lambda: {"arrays": {"tokens": np.arange(3)}},
         "layout": lambda: {"lengths": (3,)},
+        "only": lambda: {"fields": ["tokens"]},
         "encode": nothing,
         "decode": lambda: {"data": SCHEMA.encode()},
         "to_json": nothing,
@@ -80,7 +84,7 @@ def tickets() -> Iterator[Scene]:
     place = (ticket.ring, ticket.host, ticket.schema_fingerprint, ticket.addresses, ticket.ports)
     calls: Calls = {
         "check_rank": lambda: {"rank": 0},
-        "layout": lambda: {"schema": SCHEMA},
+        "layout": lambda: {"schema": SCHEMA}, "fields": lambda: {"schema": SCHEMA},
         "encode": nothing, "to_text": nothing, "to_json": nothing,
         "head_of": lambda: {"place": place},
         "decode": lambda: {"data": ticket.encode()},
@@ -135,7 +139,8 @@ def constructors() -> Iterator[Scene]:
                 UCXXServer,
                 lambda: {
                     "ring": ring, "ports": (0,), "addresses": ("127.0.0.1",), "bind": "", "settings": Settings(),
-                    "secret": None, "wires": None, "mode": "thread",
+                    "secret": None, "wires": None, "mode": "thread", "linger_s": None, "log_level": "WARNING",
+                    "log_format": "text", "after_writer": None,
                 },
             ),
             "Rollout": (
@@ -184,9 +189,10 @@ def constructors() -> Iterator[Scene]:
                 CooldownHost,
                 lambda: {
                     "store": kept, "run": "run", "destination": str(folder), "cooldown_s": 1.0, "seed": 1,
-                    "clock": time.monotonic, "wall": time.time,
+                    "clock": time.monotonic, "wall": time.time, "verify_s": None, "proof": None,
                 },
             ),
+            "Keys": (rendezvous.Keys, lambda: {"run": "run"}),
             "Ledger": (Ledger, lambda: {"store": kept, "run": "run"}),
             "LocalTransport": (
                 LocalTransport,
@@ -205,7 +211,12 @@ def functions() -> Iterator[Scene]:
         folder = Path(text)
         destination = Folder(folder)
         (folder / "trace").write_text("")
-        record = EpochRecord(run="run", epoch=1, destination=str(folder), cooldown_s=1.0, seed=1)
+        open_round = Round(incarnation="i", number=1, phase=Phase.OPEN, term=1, host="h", least=1, most=2)
+
+        def a_run() -> MemoryStore:
+            made = MemoryStore()
+            made.put("run/round", msgspec.json.encode(open_round))
+            return made
 
         async def slept() -> None:
             await asyncio.sleep(0)
@@ -220,7 +231,7 @@ def functions() -> Iterator[Scene]:
             "restore": (
                 cooldown.restore,
                 lambda: {
-                    "record": record, "destination": destination, "into": folder / "into", "stop": None,
+                    "record": RECORD, "destination": destination, "into": folder / "into", "stop": None, "upload": None,
                     "progress": lambda *_: None,
                 },
             ),
@@ -229,6 +240,13 @@ def functions() -> Iterator[Scene]:
             "merge": (trace.merge, lambda: {"paths": [folder / "trace"], "target": folder / "merged"}),
             "load": (config.load, lambda: {"environment": {}, "folder": folder}),
             "configuration": (config.configuration, nothing),
+            "close_run": (
+                rendezvous.close_run,
+                lambda: {
+                    "store": a_run(), "keys": rendezvous.Keys("run"), "reason": Reason.SUCCESS, "by": "an operator",
+                    "message": "because", "member": None,
+                },
+            ),
         }  # fmt: skip
         thing = type("Functions", (), {name: staticmethod(function) for name, (function, _) in made.items()})
         yield Scene(thing, {name: arguments for name, (_, arguments) in made.items()}, close="")
@@ -300,47 +318,6 @@ def local_transport() -> Iterator[Scene]:
 
 # --- runs -------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def a_ledger() -> Iterator[Scene]:
-    ledger = Ledger(MemoryStore(), "run")
-    record = EpochRecord(run="run", epoch=1, destination="/tmp", cooldown_s=1.0, seed=1)
-    report = Report(run="run", epoch=1, client="a", kind=ReportKind.FAILED, detail="x")
-    calls: Calls = {
-        "epochs": nothing,
-        "look": lambda: {"epoch": 1},
-        "watch": lambda: {"epoch": 1, "version": 0, "timeout_s": 0.0},
-        "write": lambda: {"record": record, "expected": ledger.look(1)[1]},
-        "report": lambda: {"report": report},
-        "reports": lambda: {"epoch": 1},
-        "wait_for_report": lambda: {"epoch": 1, "version": -1, "timeout_s": 0.0},
-    }  # fmt: skip
-    yield Scene(ledger, calls, close="")
-
-
-@contextlib.contextmanager
-def an_archive() -> Iterator[Scene]:
-    with tempfile.TemporaryDirectory() as text:
-        closing = Closing(reason=Reason.SUCCESS, round=1, incarnation="i", by="x")
-        calls: Calls = {"read": nothing, "write": lambda: {"closing": closing}}
-        yield Scene(Archive(Path(text) / "archive"), calls, close="")
-
-
-@contextlib.contextmanager
-def a_destination() -> Iterator[Scene]:
-    with tempfile.TemporaryDirectory() as text, contextlib.closing(Folder(Path(text))) as folder:
-        folder.put("a/b", b"12")
-        calls: Calls = {
-            "names": lambda: {"path": "a"}, "size": lambda: {"path": "a/b"}, "pieces": lambda: {"path": "a/b"},
-            "writer": lambda: {"path": "a/c", "size": 3}, "put": lambda: {"path": "a/d", "data": b"x"},
-            "delete": lambda: {"path": "a/d"}, "read": lambda: {"path": "a/b", "most": 10}, "close": nothing,
-        }  # fmt: skip
-
-        def intact() -> None:
-            assert Folder(Path(text)).read("a/b", 10) == b"12"
-
-        yield Scene(folder, calls, intact)
-
-
-@contextlib.contextmanager
 def a_trace() -> Iterator[Scene]:
     with tempfile.TemporaryDirectory() as text, contextlib.closing(trace.Trace(Path(text) / "t", "x")) as made:
         calls: Calls = {
@@ -388,6 +365,7 @@ SCENES: dict[str, Make] = {
     "transport.store.SQLiteStore": sqlite_store, "transport.cooldown.Ledger": a_ledger,
     "transport.cooldown.Destination": a_destination, "transport.rendezvous.Archive": an_archive,
     "transport.rendezvous.Rendezvous": a_rendezvous, "transport.client.trace.Trace": a_trace,
+    "transport.rendezvous.Keys": keys, "transport.cooldown.EpochRecord": an_epoch_record,
     "Schema": schemas, "Ticket": tickets, "Settings": settings, "transport.rendezvous.Rules": rules,
     "transport.rendezvous.ExitCodes": exit_codes, "constructors": constructors, "functions": functions,
 }  # fmt: skip

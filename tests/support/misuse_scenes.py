@@ -137,7 +137,7 @@ def a_ring() -> Iterator[Scene]:
             "release_reading": lambda: {"ticket": pinned()},
             "discard": lambda: {"ticket": ring.write(values())},
             "claim": to_claim,
-            "claim_batch": lambda: {**to_claim(), "verify": None, **batch},
+            "claim_batch": lambda: {**to_claim(), "verify": None, "fields": None, **batch},
             "consume": claimed,
             "settle": nothing,
             "reclaim": nothing,
@@ -152,6 +152,7 @@ def ring_class() -> Iterator[Scene]:
         calls: Calls = {
             "create": lambda: {
                 "schema": SCHEMA, "slots": 2, "slot_bytes": None, "name": None, "prefix": "", "overflow": "block",
+                "consumers": None,
             },
             "attach": lambda: {"name": ring.name, "schema": SCHEMA, "role": "reader"},
         }  # fmt: skip
@@ -251,6 +252,9 @@ def ring_queue() -> Iterator[Scene]:
         calls["add"] = lambda: {"ring": ring}
         calls["remove"] = lambda: {"ring": other}
         calls["place"] = lambda: {"ticket_id": publish()[0].id}
+        calls["claim_or_wake"] = lambda: (publish(), {
+            "n": 1, "timeout_s": 0.0, "rung": None, "rank": 0, "consumer": "test", "oldest_version": None,
+        })[1]  # fmt: skip
         del calls["requeue"], calls["announce"], calls["latest"]  # which it refuses to all
         with contextlib.closing(queue):
             yield Scene(queue, calls, intact, room=room)
@@ -267,7 +271,7 @@ def found_rings() -> Iterator[Scene]:
             return [queued(ring.write(values()))]
 
         calls = calls_of_queue(queue, publish)
-        del calls["requeue"], calls["unfinished"]
+        del calls["requeue"]
         calls["hand_out"] = lambda: {"ring": ring}
         calls["take"] = lambda: {"n": 1, "timeout_s": 0.0, "rank": 0}
         with contextlib.closing(queue):
@@ -351,14 +355,21 @@ def calls_of_client(client: Any, ring: SharedRingBuffer, address: str, take: Cal
         }
 
     return {
-        "read": lambda: written(out=None, rank=0, timeout=10.0),
-        "read_many": lambda: {"tickets": [ring.write(values())], "rank": 0, "timeout": 10.0, "concurrency": 1},
-        "take": lambda: taking(most_attempts=0),
-        "take_batch": lambda: taking(schema=None, max_deliveries=5, layout="padded", fill=0),
+        "read": lambda: written(out=None, rank=0, timeout=10.0, fields=None),
+        "read_many": lambda: {
+            "tickets": [ring.write(values())],
+            "rank": 0,
+            "timeout": 10.0,
+            "concurrency": 1,
+            "fields": None,
+        },
+        "take": lambda: taking(most_attempts=0, fields=None),
+        "take_batch": lambda: taking(schema=None, max_deliveries=5, layout="padded", fill=0, fields=None),
         "warm": lambda: {"*places": (address,)},
         "ack": lambda: written(rank=0),
         "discard": lambda: written(timeout=10.0),
         "state": lambda: written(rank=0, timeout=10.0),
+        "schema_of": written,
         "statistics": nothing,
         "close": nothing,
     }

@@ -323,6 +323,7 @@ class UCXXClient(Reading, NeedsLoop):
 
     def schema_of(self, ticket: Ticket) -> Schema | None:
         """Of the payload, by its ticket or as this client was given it; None: neither."""
+        expect(ticket, Ticket, "schema_of(ticket)", "a Ticket")
         return self._deliveries.schema_of(ticket)
 
     @explained

@@ -33,6 +33,7 @@ from transport.queue.rings import RingQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
 from transport.ring.writes import Tickets, metadata_of
+from transport.runtime import hurry
 from transport.runtime.arguments import seconds, whole
 from transport.runtime.explaining import explained
 from transport.schema import Schema
@@ -393,7 +394,8 @@ class UCXXRolloutMixin(WithBlock):
         exporter, self._ucxx_exporter = self._ucxx_exporter, None
         publisher, self._ucxx_publisher = self._ucxx_publisher, None
         self._ucxx_queue = None
-        with contextlib.ExitStack() as stack:  # the ring is closed even if the server fails to stop
+        # the ring is closed even if the server fails to stop
+        with hurry.while_ending(max(hurry.MOST_S, drain_s)), contextlib.ExitStack() as stack:
             if ring is not None:
                 stack.callback(ring.close)
             if announcement is not None:

@@ -23,6 +23,7 @@ from transport.packer.prefetch import FetchedBatch, FetchedItem, Prefetch
 from transport.packer.warming import warm_up
 from transport.queue.base import Claim, TicketQueue
 from transport.queue.found import FoundRings
+from transport.runtime import hurry
 from transport.runtime.arguments import expect, several
 from transport.runtime.loop_thread import Job, LoopThread
 from transport.runtime.progress import Progress, bar, silent
@@ -154,7 +155,7 @@ class PackerSession:
 
         Idempotent; after an interrupt the next call runs the remaining steps.
         """
-        with contextlib.ExitStack() as stack:
+        with hurry.while_ending(), contextlib.ExitStack() as stack:
             stack.callback(self._shown.close)
             stack.callback(self.thread.close)
             stack.callback(self._close_client)

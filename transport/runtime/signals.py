@@ -8,7 +8,7 @@ import select
 import signal
 from collections.abc import Iterator
 
-from transport.runtime import interruption
+from transport.runtime import hurry, interruption
 
 
 class Stopped:
@@ -33,6 +33,7 @@ class Stopped:
 def until_stopped(drain_s: float = 0.0, *, starting: bool = False) -> Iterator[Stopped]:
     """While the block runs, SIGTERM and SIGINT only set the `Stopped` that it yields. For the main thread.
 
+    From the signal on calls do not wait long for a queue or store that is away (hurry.py), so that the program ends.
     In a command, Ctrl-C also starts the time limit of `interruption`; ``drain_s`` is extra time for draining.
     """
     reading, writing = os.pipe()
@@ -42,6 +43,7 @@ def until_stopped(drain_s: float = 0.0, *, starting: bool = False) -> Iterator[S
     def stop(number: int, _: object) -> None:
         with contextlib.suppress(BlockingIOError):
             os.write(writing, b"\0")
+        hurry.begin(max(hurry.MOST_S, drain_s))
         first, stopped.by = stopped.by is None, stopped.by or signal.Signals(number)
         if number == signal.SIGINT:
             interruption.began(drain_s)
@@ -54,5 +56,6 @@ def until_stopped(drain_s: float = 0.0, *, starting: bool = False) -> Iterator[S
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        hurry.over()
         os.close(reading)
         os.close(writing)

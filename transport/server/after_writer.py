@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import sys
 
 import msgspec
@@ -19,6 +20,7 @@ from transport.runtime.decoders import hiding
 log = logging.getLogger(__name__)
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.5, 10.0
+_END_S = 1.0  # from SIGTERM to SIGKILL
 
 
 @hiding("message")
@@ -82,6 +84,18 @@ class AfterWriterProcess:
             return await process.wait()
         finally:
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    process.terminate()
-                await process.wait()
+                await _end(process)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """SIGTERM, with which a stopped process continues, and SIGKILL after `_END_S`."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+        process.send_signal(signal.SIGCONT)
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ import uvloop
 
 from transport.errors import TransportError, UsageError
 from transport.ring.attachment import Attachment, attached
+from transport.runtime import stacks
 from transport.runtime.logs import LogFormat, handler
 from transport.server.lifetime import Lifetime, Phase
 from transport.server.listener import Listener, serve_until
@@ -37,7 +39,8 @@ _PF_EXITING = 4  # of the flags in /proc/PID/stat
 
 _answers = 1  # descriptor
 _left_open: list[Listener] = []  # keeps UCX's objects until the process ends
-DRAIN_S = 5.0  # longest wait for acknowledgements after SIGTERM
+DRAIN_S = 2.0  # longest wait for acknowledgements after SIGTERM
+EXIT_S = DRAIN_S + 3.0  # a listener that hangs ends then, with the stacks of all its threads
 
 
 class ListenerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -90,10 +93,15 @@ def is_ending(pid: int) -> bool:
 
 
 def send(number: int, pid: int) -> None:
-    """Send a signal to a listener that the segment names; nothing if the process is no listener or has ended."""
+    """Send a signal to a listener that the segment names; nothing if the process is no listener or has ended.
+
+    A listener that was stopped (SIGSTOP) continues at SIGTERM, which it would not hear otherwise.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if is_listener(pid):
             os.kill(pid, number)
+            if number == signal.SIGTERM:
+                os.kill(pid, signal.SIGCONT)
 
 
 def answer(report: msgspec.Struct) -> None:
@@ -135,8 +143,14 @@ def _restart(reason: str) -> NoReturn:
 async def _serve(config: ListenerConfig) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def told() -> None:
+        if not stop.is_set():
+            stop.set()
+            stacks.exit_at(EXIT_S)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, told)
     try:
         ring = attached(config.segment, "listener")
     except TransportError as error:
@@ -172,6 +186,7 @@ async def _serve(config: ListenerConfig) -> int:
 def main() -> NoReturn:
     """Entry point. Exit status 0 after a graceful stop, 1 when it could not start."""
     keep_stdout_for_the_answer()
+    faulthandler.enable()
     try:
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
     except msgspec.MsgspecError as error:  # the package was replaced under a running supervisor

@@ -22,11 +22,12 @@ import uvloop
 from transport import errors
 from transport.errors import ClosedError, InternalError, TransportError
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime import hurry, stacks
 from transport.runtime.loop_thread import AtExit, gone
 from transport.server.after_writer import AfterWriter
 from transport.server.listener import Listener
 from transport.server.process import DRAIN_S, ListenerConfig, is_ending, is_listener, send
-from transport.server.supervisor import SupervisorConfig, SupervisorReport
+from transport.server.supervisor import STOP_S, SupervisorConfig, SupervisorReport
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +142,8 @@ class Processes:
             pause_s = _RESTART_PAUSE_S if lived_s > _RESTART_MOST_S else min(2 * pause_s, _RESTART_MOST_S)
             if self._stopping.wait(pause_s):
                 return
+            if hurry.begun():
+                continue  # this process was told to end, as the supervisor was
             log.warning("the supervisor ended with status %d; restarting it", status)
             try:
                 report = self._spawn()
@@ -157,10 +160,13 @@ class Processes:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(DRAIN_S + 10.0)
-            except subprocess.TimeoutExpired:
-                log.error("the supervisor did not stop within %.0f s; killing it", DRAIN_S + 10.0)
+                process.send_signal(signal.SIGCONT)  # one that was stopped would not hear it
+            slow = stacks.Slow(f"the server of {self._ring.name}", STOP_S + 0.5)
+            while slow.look(f"the supervisor, process {process.pid}"):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(slow.slice_s())
+                    break
+            else:
                 process.kill()
                 process.wait()
         for thread in (self._starting, self._watcher):
@@ -173,14 +179,16 @@ class Processes:
 
         Killed ones are waited for: while they hold their places, a writer that closes leaves the segment to them.
         """
-        give_up = time.monotonic() + DRAIN_S + 2.0
+        slow = stacks.Slow(f"the server of {self._ring.name}", 2 * DRAIN_S + 3.0)
+        late_at = time.monotonic() + DRAIN_S + 0.5
         signalled: set[int] = set()
         while not self._ring.native.closed:
             owners = {owner.pid for owner in self._ring.native.owners() if owner.alive}
             orphans = {pid for pid in owners if is_listener(pid)}
-            late = time.monotonic() > give_up
-            if not orphans and (late or not any(map(is_ending, owners))):
+            ending = {pid for pid in owners - orphans if is_ending(pid)}
+            if not (orphans or ending) or not slow.look(f"listeners {sorted(orphans | ending)}"):
                 return
+            late = time.monotonic() > late_at
             for pid in orphans if late else orphans - signalled:
                 send(signal.SIGKILL if late else signal.SIGTERM, pid)
             signalled |= orphans

@@ -8,6 +8,7 @@ crashes do not affect them, and its published payloads stay readable for ``linge
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Literal, NoReturn, Self
@@ -16,6 +17,7 @@ import msgspec
 
 from transport.errors import UsageError
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
+from transport.runtime import stacks
 from transport.runtime.arguments import expect, seconds, several, whole
 from transport.runtime.logs import LogFormat
 from transport.server.after_writer import AfterWriter
@@ -179,12 +181,14 @@ class UCXXServer:
 
     def _drain(self, drain_s: float) -> None:
         give_up = time.monotonic() + drain_s
+        slow = stacks.Slow(f"the server of {self._ring.name}", math.inf)
         native = self._ring.native
         while not native.closed and (left := give_up - time.monotonic()) > 0:
             seen = native.freed_event()
             free, writing, _, _ = native.state_counts()
             if free + writing == self._ring.slot_count:
                 return
+            slow.look(f"{self._ring.slot_count - free - writing} unread payloads, at most {left:.1f} s more")
             native.wait_freed(seen, min(left, 1.0))
 
     def __enter__(self) -> Self:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import itertools
 import logging
 import signal
@@ -26,6 +27,7 @@ import uvloop
 from transport import _ring
 from transport.errors import BusyPortError, RingNotFoundError, TransportError
 from transport.ring.attachment import Attachment, attached
+from transport.runtime import stacks
 from transport.runtime.logs import handler
 from transport.server.after_writer import AfterWriter, AfterWriterProcess
 from transport.server.lifetime import Lifetime, Phase, Watchdog
@@ -49,6 +51,10 @@ _START_TIMEOUT_S = 30.0
 _TRIES_OF_A_START = 3  # of a listener that ends, or does not report in time
 _TRIES_IF_KILLED = 10  # by SIGKILL from outside, which says nothing about the listener
 _PREDECESSOR_S = DRAIN_S + 5.0  # longest wait for the supervisor of the previous writer
+_LISTENERS_S = DRAIN_S + 0.5  # then listeners that were told to end are killed
+_KILLED_S = 2.0  # then killed ones are left to the kernel: they are in a system call that does not end
+STOP_S = _LISTENERS_S + 0.5  # longest time from SIGTERM to the end of a supervisor, as a rule
+_EXIT_S = STOP_S + 4.0  # a supervisor that hangs ends then, with the stacks of all its threads
 
 
 class SupervisorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -308,17 +314,17 @@ class Supervisor:
         await asyncio.gather(*(each.starting for each in self.served_ports if each.starting), return_exceptions=True)
         for pid in self._listener_pids():
             send(signal.SIGTERM, pid)
-        give_up = time.monotonic() + DRAIN_S + 2.0
-        while (
-            self._living()
-            or any(served.process for served in self.served_ports)
-            or (self._ending() and time.monotonic() < give_up)
-        ):
-            if time.monotonic() > give_up:
-                log.warning("listeners %s did not stop after SIGTERM; killing them", sorted(self._listener_pids()))
-                for pid in self._listener_pids():
+        slow = stacks.Slow(f"the supervisor of {self._ring.name}", _LISTENERS_S + _KILLED_S)
+        kill_at = time.monotonic() + _LISTENERS_S
+        while self._living() or any(served.process for served in self.served_ports) or self._ending():
+            pids = sorted(self._listener_pids())
+            if not slow.look(f"listeners {pids}"):
+                break
+            if time.monotonic() > kill_at:
+                log.warning("listeners %s did not stop after SIGTERM; killing them", pids)
+                for pid in pids:
                     send(signal.SIGKILL, pid)
-                give_up = time.monotonic() + 5.0
+                kill_at = float("inf")
             await asyncio.sleep(0.02)
             writer_was_there = writer_was_there or self._ring.native.keeper_alive
         self._ring.reclaim()
@@ -355,8 +361,13 @@ async def _supervise(config: SupervisorConfig) -> int:
         await asyncio.sleep(0.05)
     with attached(config.listener.segment, "observer") as ring, holding(ring.name):
         supervisor = Supervisor(ring, config, own_writers)
+
+        def told() -> None:
+            stacks.exit_at(_EXIT_S)
+            supervisor.request_stop()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, supervisor.request_stop)
+            loop.add_signal_handler(number, told)
         supervisor.fill()
         if config.first:
             await supervisor.filled_at_first()
@@ -374,6 +385,7 @@ async def _supervise(config: SupervisorConfig) -> int:
 def main() -> int:
     """Entry point. Exit status 0 after a graceful stop, 1 when a listener could not start."""
     keep_stdout_for_the_answer()
+    faulthandler.enable()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SupervisorConfig)
     logging.basicConfig(level=config.listener.log_level, handlers=[handler(config.listener.log_format, "supervisor")])
     try:

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from transport.errors import ClosedError, ConfigurationError, MissingDependencyError, TransportError
+from transport.runtime import hurry
 from transport.runtime.installing import install
 from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
@@ -42,6 +43,7 @@ _REMEMBER_MS = 60_000  # answers to writes
 MOST_PATIENCE_S = 30.0  # well below that
 _MOST_UNANSWERED = 256  # writes whose numbers are kept, the latest ones
 _COMMAND_TIMEOUT_S = 5.0  # upper limit, for a suspended server or a cut cable
+_HURRIED_TIMEOUT_S = 0.5  # of a process that ends: see hurry.py
 _LEAST_COMMAND_TIMEOUT_S = 0.25
 _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
@@ -120,6 +122,8 @@ class RedisConnection:
         self._unanswered: dict[tuple[Any, ...], tuple[str, str]] = {}  # script, keys and arguments → hash and field
         self._client = secrets.token_hex(6)
         self._fields = itertools.count()
+        self._away = False  # the last attempt got no answer
+        hurry.watch(self)
         try:
             self._check_server()
         except BaseException:
@@ -185,19 +189,31 @@ class RedisConnection:
         give_up_at = time.monotonic() + self._patience_s
         pause_s = _BACKOFF_FIRST_S
         faults = self._redis.exceptions
+        begun = time.monotonic()
         while True:
             room = self._room()
+            if self._away and time.monotonic() > hurry.until():
+                raise self._words.busy(f"the {self._words.what} at {self.name} is away, and this process is ending")
             try:
+                client = room.client
                 with self._translated():
-                    return attempt(room.client)
+                    answer = attempt(client)
+                self._away = False
+                return answer
             except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError, OSError) as error:
-                if time.monotonic() + pause_s > give_up_at:
+                if room.client is not client:
+                    continue  # `cut` has ended it, perhaps on its way from a server that answers
+                self._away = True
+                if (now := time.monotonic()) + pause_s > min(give_up_at, hurry.until()):
+                    ending = now + pause_s <= give_up_at
+                    waited = f"{now - begun:.3g} s, and this process is ending"
+                    patience = waited if ending else f"{self._patience_s:g} s"
                     raise self._words.busy(
-                        f"the {self._words.what} at {self.name} did not answer for {self._patience_s:g} s: "
+                        f"the {self._words.what} at {self.name} did not answer for {patience}: "
                         f"{str(error).rstrip('.')}; check the address, and that Redis runs there"
                     ) from error
             except (AttributeError, TypeError, ValueError):
-                if not self._closed:  # else another thread closed the connection during the call
+                if not self._closed and room.client is client:  # else another thread closed or cut it during the call
                     raise
             if room.ended.wait(pause_s * random.uniform(0.5, 1.0)):
                 continue  # closed: the next iteration raises ClosedError
@@ -275,7 +291,8 @@ class RedisConnection:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
 
-        timeout_s = max(_LEAST_COMMAND_TIMEOUT_S, min(self._patience_s, _COMMAND_TIMEOUT_S))
+        most_s = _COMMAND_TIMEOUT_S if hurry.until() > time.monotonic() else _HURRIED_TIMEOUT_S
+        timeout_s = max(_LEAST_COMMAND_TIMEOUT_S, min(self._patience_s, most_s))
         client: redis.Redis = self._redis.Redis.from_url(
             self._url.url,
             socket_timeout=timeout_s,
@@ -285,6 +302,13 @@ class RedisConnection:
             protocol=2,
         )
         return client
+
+    def cut(self) -> None:
+        """End the calls that are in progress; those to come have a short limit. For a process that ends."""
+        room = self._rooms.get(os.getpid())
+        if room is not None:
+            before, room.client = room.client, self._make_client()
+            before.connection_pool.disconnect(inuse_connections=True)
 
     def close(self) -> None:
         """Close all connections of this process, and end its waits with ClosedError. Idempotent."""
@@ -341,7 +365,10 @@ class RedisConnection:
                     if bell.get_message(timeout=_BELL_LOOK_S) is not None:
                         pause_s = _BACKOFF_FIRST_S
                         self._ring(room)
-            except (self._redis.exceptions.RedisError, OSError, TransportError) as error:
+            except (
+                self._redis.exceptions.RedisError, OSError, TransportError,
+                AttributeError, TypeError, ValueError,  # another thread closed the connection meanwhile
+            ) as error:  # fmt: skip
                 log.info("the subscription to wake-ups of %s failed: %s; subscribing again", self.name, error)
                 self._ring(room)  # waiters read the data and get the error themselves
                 room.ended.wait(pause_s)

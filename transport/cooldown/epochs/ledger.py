@@ -34,6 +34,7 @@ from transport.cooldown.epochs.records import (
 )
 from transport.cooldown.epochs.shares import Decision, Saved, Share
 from transport.errors import NoCheckpointError, StoreUnavailableError, StoreUnsuitableError
+from transport.runtime.arguments import at_least
 from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Change, Store
 
@@ -159,13 +160,15 @@ class Ledger:
 
     def beat(self, epoch: int, host: str, number: int, moved: int) -> None:
         """Tell the host's members that this share is being uploaded: ``moved`` bytes so far."""
-        key = f"{self._prefix}beat/{check_epoch(epoch):012d}/{host}/{number}"
+        number, moved = at_least(0, number, "beat(number)"), at_least(0, moved, "beat(moved)")
+        key = f"{self._prefix}beat/{check_epoch(epoch):012d}/{check_name(host, 'host')}/{number}"
         self._store.put_many([Change(key, str(moved).encode()), self._ring_host(epoch, host)])
 
     def beats(self, epoch: int, host: str) -> dict[int, int]:
         """The versions of the beats of a host's shares."""
         prefix = f"{self._prefix}beat/{check_epoch(epoch):012d}/{host}/"
-        return {int(key.removeprefix(prefix)): entry.version for key, entry in self._store.scan(prefix).items()}
+        beats = {key.removeprefix(prefix): entry.version for key, entry in self._store.scan(prefix).items()}
+        return {int(number): version for number, version in beats.items() if number.isdecimal()}  # others are not ours
 
     def wait_for_host(self, epoch: int, host: str, version: int, timeout_s: float) -> int:
         """As `wait_for_report`, for what the members of one host write."""

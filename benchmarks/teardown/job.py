@@ -1,0 +1,223 @@
+"""A whole job is told to end, and the time until nothing of it is left: 4 rollouts, 2 trainers, Redis between them.
+
+As schedulers do it: SIGTERM to every process of the job, its supervisors and listeners too, and SIGKILL after `KILL_S`
+to whoever is still there, whose stacks are in the log. By the cycle's seed Redis is killed or stopped just before
+(SIGSTOP), and so is one member: a rollout, a trainer, a supervisor, a listener, or none. Nobody but a member that was
+stopped may need the SIGKILL. A segment whose writer was stopped and killed is removed by `transport reclaim`, as
+`processes.py` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from member import JobPlan
+from process_tree import MARK, Member, become_reaper, members, reap_orphans
+from processes import HERE, ROOT, SIGNS_OF_A_CRASH, HangError, own_shared_memory, until
+
+ROLLOUTS, TRAINERS = 4, 2
+VICTIMS = ("rollout", "trainer", "supervisor", "listener", "")
+REDIS_ENDS = (signal.SIGKILL, signal.SIGSTOP)
+ASK_S, KILL_S = 3.5, 4.0
+LIMIT_S = 5.0
+_RUNNING_S = 0.5
+
+
+@dataclass
+class JobFigures:
+    """What all cycles came to."""
+
+    cycles: int = 0
+    seconds: list[float] = field(default_factory=list)
+    by_victim: dict[str, list[float]] = field(default_factory=dict)
+    killed: Counter[str] = field(default_factory=Counter)  # members that had been stopped, by role
+    reclaimed: int = 0
+    late: list[str] = field(default_factory=list)  # longer than `LIMIT_S`
+    stuck: list[str] = field(default_factory=list)  # SIGKILL was needed, and it had not been stopped
+    crashes: list[str] = field(default_factory=list)
+    hangs: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def bad(self) -> bool:
+        """Whether anything happened that must not."""
+        return bool(self.late or self.stuck or self.crashes or self.hangs or self.left)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the report."""
+        in_order = sorted(self.seconds) or [0.0]
+        summary = {"median_s": in_order[len(in_order) // 2], "most_s": in_order[-1], "bad": self.bad}
+        most = {victim: max(times) for victim, times in self.by_victim.items()}
+        return {**vars(self), "killed": dict(self.killed), "by_victim": most, **summary}
+
+
+class Job:
+    """One job, from its start to the last process of it."""
+
+    def __init__(self, seed: int, run: str, folder: Path) -> None:
+        self._choose = random.Random(seed)
+        self._run = run
+        self.victim = VICTIMS[seed % len(VICTIMS)]
+        self._redis_end = self._choose.choice(REDIS_ENDS)
+        self.prefix = f"/transport-job-{run}-{seed}"
+        self.name = f"seed {seed}, Redis {self._redis_end.name}, stopped {self.victim or 'nobody'}"
+        self.log = folder / f"job-{seed}.log"
+        self._stopped: set[int] = set()
+        self._roles: dict[int, str] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="teardown-redis-")
+        self._redis, queue = self._start_redis()
+        with self.log.open("wb") as errors:
+            self.processes = [
+                self._start(role, JobPlan(queue=queue, prefix=self.prefix, number=number), errors.fileno())
+                for role, count in (("rollout", ROLLOUTS), ("trainer", TRAINERS))
+                for number in range(count)
+            ]
+
+    def _start_redis(self) -> tuple[subprocess.Popen[bytes], str]:
+        port = self._choose.randrange(10_000, 32_000)
+        place = Path(self._folder.name)
+        process = subprocess.Popen(
+            ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--dir", str(place), "--save", "",
+             "--appendonly", "yes", "--logfile", str(place / "log")],
+        )  # fmt: skip
+        until(lambda: b"Ready to accept" in _read(place / "log") or process.poll() is not None, "Redis does not start")
+        return process, f"redis://127.0.0.1:{port}/0?run=teardown"
+
+    def _start(self, role: str, plan: JobPlan, errors: int) -> subprocess.Popen[bytes]:
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
+        path = os.pathsep.join(filter(None, (str(ROOT), inherited.get("PYTHONPATH"))))
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "member.py"), role, msgspec.json.encode(plan).decode()],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env={**inherited, MARK: self._run, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"},
+        )
+        self._roles[process.pid] = role
+        return process
+
+    def members(self) -> list[Member]:
+        """Every living process of the job, those of the package included."""
+        return members(self._run, self._roles)
+
+    def run(self, figures: JobFigures) -> None:
+        """Wait until everybody works, end it, and look at what is left."""
+        for process in self.processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != b"ready\n":
+                figures.crashes.append(f"{self.name}: a member did not begin, see {self.log}")
+                return
+        time.sleep(self._choose.uniform(0, _RUNNING_S))
+        self._redis.send_signal(self._redis_end)
+        if chosen := [each for each in self.members() if each.role == self.victim]:
+            self._stopped.add(self._choose.choice(chosen).pid)
+            for pid in self._stopped:
+                os.kill(pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        everybody = self.members()
+        self._choose.shuffle(everybody)
+        _signal(signal.SIGTERM, everybody)
+        asked = killed = False
+        while not self._all_gone():
+            passed = time.monotonic() - begun
+            if passed > ASK_S and not asked:
+                asked = True
+                _signal(signal.SIGUSR1, [each for each in self.members() if each.pid in self._roles])
+            if passed > KILL_S:
+                self._kill(figures, first=not killed)
+                killed = True
+            if passed > 10 * LIMIT_S:
+                raise HangError(f"still there: {self.members()}")
+            time.sleep(0.005)
+        took = time.monotonic() - begun
+        figures.cycles += 1
+        figures.seconds.append(round(took, 3))
+        figures.by_victim.setdefault(self.victim or "nobody", []).append(round(took, 3))
+        if took > LIMIT_S:
+            figures.late.append(f"{self.name}: {took:.1f} s, see {self.log}")
+        self._look(figures)
+
+    def _kill(self, figures: JobFigures, *, first: bool) -> None:
+        there = self.members()
+        for each in there if first else ():
+            if each.pid in self._stopped:
+                figures.killed[each.role] += 1
+            else:
+                figures.stuck.append(f"{self.name}: {each.role} {each.pid}, see {self.log}")
+        _signal(signal.SIGKILL, there)
+
+    def _all_gone(self) -> bool:
+        own = {process.pid for process in self.processes}
+        reap_orphans(own | {self._redis.pid})
+        ended = [process.poll() is not None for process in self.processes]
+        return all(ended) and not self.members()
+
+    def _look(self, figures: JobFigures) -> None:
+        there = self._segments()
+        if there and self.victim == "rollout":
+            for name in there:
+                subprocess.run(
+                    [sys.executable, "-P", "-m", "transport", "reclaim", name], cwd=ROOT, capture_output=True
+                )
+            figures.reclaimed += len(there)
+            there = self._segments()
+        if there:
+            figures.left.append(f"{self.name}: {there}")
+
+    def _segments(self) -> list[str]:
+        return [path.name for path in Path("/dev/shm").glob(f"{self.prefix.lstrip('/')}-*")]
+
+    def abandon(self) -> None:
+        """End whatever is there."""
+        _signal(signal.SIGKILL, self.members())
+        for process in [*self.processes, self._redis]:
+            process.kill()
+            process.wait()
+        reap_orphans(set())
+        self._folder.cleanup()
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes() if path.exists() else b""
+
+
+def _signal(number: signal.Signals, whom: list[Member]) -> None:
+    for each in whom:
+        try:
+            os.kill(each.pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def measure(first: int, count: int, folder: Path) -> JobFigures:
+    """``count`` jobs from the seed ``first`` on."""
+    become_reaper()
+    alone = own_shared_memory()
+    figures = JobFigures()
+    folder.mkdir(parents=True, exist_ok=True)
+    before = set(os.listdir("/dev/shm"))  # noqa: PTH208 - a snapshot
+    for seed in range(first, first + count):
+        job = Job(seed, f"{os.getpid():x}", folder)
+        try:
+            job.run(figures)
+        except HangError as hang:
+            figures.hangs.append(f"{job.name}: {hang}, see {job.log}")
+        finally:
+            job.abandon()
+        said = job.log.read_bytes()
+        figures.crashes += [f"{job.name}: {sign.decode()}, see {job.log}" for sign in SIGNS_OF_A_CRASH if sign in said]
+        print(json.dumps({"job": job.name, "seconds": figures.seconds[-1:], "stuck": len(figures.stuck)}), flush=True)
+    if alone:
+        figures.left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - before)]  # noqa: PTH208
+    return figures

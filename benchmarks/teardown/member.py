@@ -1,0 +1,93 @@
+"""One member of a whole job: ``python member.py rollout|trainer PLAN``, PLAN as JSON. It ends at SIGTERM.
+
+A rollout writes without an end, its tickets go through Redis. A trainer claims, reads and consumes. Both say "ready" on
+standard output when they have carried something. At the end they do what programs do: they leave the `with`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import signal
+import sys
+import time
+
+import msgspec
+import numpy as np
+
+from transport import Rollout, Schema, ServerOptions, Trainer, UpTo
+from transport.errors import TransportError
+from transport.queue import open_queue
+from transport.runtime.signals import Stopped, until_stopped
+
+SCHEMA = Schema.of(values=("float32", UpTo(16384)), number=("int64",))
+BATCH = 4
+DRAIN_S = 0.5  # for the trainers that are still there
+_PAUSE_S = 0.02
+
+
+class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one job."""
+
+    queue: str
+    prefix: str  # of the rings' names
+    number: int
+
+
+def rollout(plan: JobPlan, stopped: Stopped) -> None:
+    """Write until told to end."""
+    server = ServerOptions(addresses=("127.0.0.1",))
+    with (
+        open_queue(plan.queue) as queue,
+        Rollout(
+            SCHEMA, slots=32, name=f"{plan.prefix}-{plan.number}", queue=queue, server=server, drain_s=DRAIN_S
+        ) as worker,
+    ):
+        for number in range(1 << 40):
+            if stopped.wait(_PAUSE_S):
+                return
+            values = {"values": np.full(1 + number % 16384, number, np.float32), "number": np.int64(number)}
+            with contextlib.suppress(TransportError):  # the ring is full, or the queue is away
+                worker.write_to_buffer(values, timeout_s=0.0)
+            if number == BATCH:
+                print("ready", flush=True)
+
+
+def trainer(plan: JobPlan, stopped: Stopped) -> None:
+    """Consume until told to end."""
+    with open_queue(plan.queue) as queue, Trainer(schemas=[SCHEMA], queue=queue, wire={"tcp"}) as worker:
+        ready = False
+        while not stopped.wait(0.0):
+            try:
+                worker.start_prefetch(worker.claim_tickets(BATCH, 0.5))
+                while not worker.wait_prefetch(0.1):
+                    if stopped.wait(0.0):
+                        return
+                batch = worker.collect_prefetch(0.0)
+            except (TransportError, TimeoutError):
+                time.sleep(_PAUSE_S)
+                continue
+            if batch is None:
+                continue
+            with contextlib.suppress(TransportError):
+                consumed = worker.consume(batch)
+                for payload in consumed:
+                    assert (payload["values"] == payload["number"]).all()
+                if consumed and not ready:
+                    ready = True
+                    print("ready", flush=True)
+            batch.release()
+
+
+def main() -> None:
+    """As the command line says."""
+    faulthandler.register(signal.SIGUSR1)  # job.py asks whoever is late where it is
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(process)d %(name)s %(message)s")
+    role, plan = sys.argv[1], msgspec.json.decode(sys.argv[2], type=JobPlan)
+    with until_stopped() as stopped:
+        (rollout if role == "rollout" else trainer)(plan, stopped)
+
+
+if __name__ == "__main__":
+    main()

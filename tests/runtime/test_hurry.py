@@ -1,0 +1,102 @@
+"""A process that ends does not wait for a Redis that is away, and works on with one that answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from redis_server import RedisServer, needs_redis, redis_server
+
+from transport.errors import QueueUnavailableError
+from transport.queue import open_queue
+from transport.queue.base import TicketQueue
+from transport.runtime import hurry
+from transport.runtime.signals import until_stopped
+
+pytestmark = needs_redis
+LONG_S = 10.0  # what a call would wait otherwise
+
+
+@pytest.fixture
+def server() -> Iterator[RedisServer]:
+    with redis_server() as started:
+        yield started
+
+
+@pytest.fixture
+def queue(server: RedisServer) -> Iterator[TicketQueue]:
+    with open_queue(server.place()) as made:
+        yield made
+
+
+def claim_in_a_thread(queue: TicketQueue) -> tuple[threading.Thread, list[BaseException]]:
+    errors: list[BaseException] = []
+
+    def claim() -> None:
+        try:
+            queue.claim(1, consumer="a")
+        except QueueUnavailableError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=claim)
+    thread.start()
+    return thread, errors
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_calls_in_progress_and_later_ones_end_when_the_process_is_told_to(
+    server: RedisServer, queue: TicketQueue, how: signal.Signals
+) -> None:
+    assert server.process is not None
+    process = server.process
+    with until_stopped() as stopped:
+        process.send_signal(how)
+        thread, errors = claim_in_a_thread(queue)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopped.wait(LONG_S)
+        thread.join()
+        with pytest.raises(QueueUnavailableError, match="this process is ending"):
+            while True:  # the first ones may still have time
+                queue.claim(1, consumer="a")
+        assert errors
+        if how == signal.SIGSTOP:
+            process.send_signal(signal.SIGCONT)
+
+
+def test_a_server_that_answers_is_used_as_before(queue: TicketQueue) -> None:
+    with hurry.while_ending(0.0):
+        assert time.monotonic() >= hurry.until()
+        assert queue.claim(1, consumer="a") == []
+        assert queue.claim(1, consumer="a") == []
+    assert queue.claim(1, consumer="a") == []
+
+
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+def test_the_end_of_an_object_cuts_what_its_threads_wait_for(
+    server: RedisServer, queue: TicketQueue, how: signal.Signals
+) -> None:
+    assert server.process is not None
+    process = server.process
+    process.send_signal(how)
+    with hurry.while_ending(0.1):
+        thread, errors = claim_in_a_thread(queue)
+        thread.join()
+        assert errors
+    assert hurry.until() == float("inf")
+    if how == signal.SIGSTOP:
+        process.send_signal(signal.SIGCONT)
+        assert queue.claim(1, consumer="a") == []  # no cut connection is left
+
+
+def test_what_has_begun_ends_with_the_block(queue: TicketQueue) -> None:
+    with until_stopped() as stopped:
+        assert not hurry.begun()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopped.wait(LONG_S)
+        assert hurry.begun()
+    assert not hurry.begun()
+    assert hurry.until() == float("inf")

@@ -1,0 +1,82 @@
+"""An end that takes long says what it waits for, and gives up at its limit with all stacks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from transport.runtime.stacks import EVERY_S, FIRST_S, Slow, dump
+
+LIMIT_S = 9.0
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_is_silent_first_then_tells_every_few_seconds_and_gives_up_once(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+    slow = Slow("the server of ring x", LIMIT_S, clock)
+    told: list[float] = []
+    for tenth in range(int((LIMIT_S + 5) * 10)):
+        clock.now = 100.0 + tenth / 10
+        caplog.clear()
+        assert slow.look("process 7") is (tenth / 10 < LIMIT_S)
+        if caplog.records:
+            assert "process 7" in caplog.text
+            told.append(tenth / 10)
+    assert told == pytest.approx([FIRST_S, FIRST_S + EVERY_S, FIRST_S + 2 * EVERY_S, FIRST_S + 3 * EVERY_S, LIMIT_S])
+    stacks = capfd.readouterr().err
+    assert stacks.count("test_it_is_silent_first") == 1
+
+
+def test_it_waits_in_parts_that_end_with_the_limit() -> None:
+    clock = Clock()
+    slow = Slow("x", 1.0, clock)
+    assert slow.slice_s(0.25) == 0.25
+    clock.now += 0.9
+    assert slow.slice_s(0.25) == pytest.approx(0.1)
+    clock.now += 1.0
+    assert slow.slice_s(0.25) == 0.0
+
+
+def test_the_stacks_have_the_tasks_of_the_loop(capfd: pytest.CaptureFixture[str]) -> None:
+    async def waiting_for_nothing(event: asyncio.Event) -> None:
+        await event.wait()
+
+    async def body() -> None:
+        event = asyncio.Event()
+        task = asyncio.create_task(waiting_for_nothing(event))
+        await asyncio.sleep(0)
+        dump()
+        event.set()
+        await task
+
+    asyncio.run(body())
+    assert "waiting_for_nothing" in capfd.readouterr().err
+
+
+def test_a_process_that_hangs_ends_with_its_stacks() -> None:
+    hanging = "from transport.runtime import stacks; stacks.exit_at(0.2)\ndef hangs():\n  while True: pass\nhangs()"
+    done = subprocess.run([sys.executable, "-c", hanging], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "in hangs" in done.stderr
+
+
+def test_the_limit_is_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    slow = Slow("the server of ring x", LIMIT_S, clock)
+    clock.now += LIMIT_S
+    assert not slow.look("listeners [7]")
+    assert [(each.levelno, each.getMessage()) for each in caplog.records] == [
+        (logging.ERROR, "the server of ring x did not end within 9.0 s; given up: listeners [7]")
+    ]

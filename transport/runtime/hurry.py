@@ -1,0 +1,95 @@
+"""A process that was told to end does not wait for a server that is away.
+
+    told to end ──► calls wait for a silent server at most `MOST_S` more
+    MOST_S later    calls that hang in a connection are cut; a server that failed once is not asked again afterwards
+
+A server that answers is used as before, as long as the end takes. `begin` is for a process that ends: a signal handler
+calls it (signals.py). `while_ending` is for the end of one object: what its threads wait for ends, too.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Final, Protocol
+
+MOST_S: Final = 1.0
+
+_until: dict[object, float] = {}  # of each who has begun: monotonic time from which on no call waits
+_SIGNAL: Final = "signal"
+
+
+class Cuttable(Protocol):
+    """A connection to a server, in which calls may hang."""
+
+    def cut(self) -> None:
+        """End the calls that are in progress, and bound those to come. From any thread."""
+
+
+_connections: weakref.WeakSet[Cuttable] = weakref.WeakSet()
+
+
+def watch(connection: Cuttable) -> None:
+    """Have `cut` called for this connection, as long as it lives."""
+    _connections.add(connection)
+
+
+def until() -> float:
+    """Monotonic time from which on no call waits for a server that does not answer; inf: no end has begun."""
+    return min(_until.copy().values(), default=float("inf"))
+
+
+def begun() -> bool:
+    """Whether `begin` was called: this process was told to end."""
+    return _SIGNAL in _until
+
+
+def begin(most_s: float = MOST_S) -> None:
+    """The process ends. For signal handlers: it takes no lock that the interrupted code may hold."""
+    at = time.monotonic() + most_s
+    if _until.setdefault(_SIGNAL, at) == at and _connections:
+        _thread.start_new_thread(_cut_at, (_SIGNAL, at))
+
+
+def over() -> None:
+    """What `begin` has begun is over: the process goes on."""
+    _until.pop(_SIGNAL, None)
+
+
+@contextlib.contextmanager
+def while_ending(most_s: float = MOST_S) -> Iterator[None]:
+    """While the block runs, calls of all threads wait for a silent server at most ``most_s`` seconds from now."""
+    key = object()
+    ended = threading.Event()
+    at = time.monotonic() + most_s
+    cutting = threading.Thread(target=_cut_unless, args=(ended, most_s), name="transport hurry", daemon=True)
+    try:
+        _until[key] = at
+        if _connections:
+            cutting.start()
+        yield
+    finally:
+        ended.set()
+        _until.pop(key, None)
+        if cutting.ident is not None:
+            cutting.join()
+
+
+def _cut_at(key: object, at: float) -> None:
+    time.sleep(max(0.0, at - time.monotonic()))
+    if _until.get(key) == at:
+        _cut()
+
+
+def _cut_unless(ended: threading.Event, most_s: float) -> None:
+    if not ended.wait(most_s):
+        _cut()
+
+
+def _cut() -> None:
+    for connection in list(_connections):
+        connection.cut()

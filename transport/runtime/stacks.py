@@ -1,0 +1,69 @@
+"""An end that takes long says what it waits for, and gives up at a limit with all stacks on standard error.
+
+`Slow` is looked at between the parts of a wait. `exit_at` bounds the whole end of a process of this package, whatever
+it hangs in: a thread of the interpreter that needs no lock of Python's writes the stacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Final
+
+FIRST_S: Final = 2.0
+EVERY_S: Final = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class Slow:
+    """One wait of an end.
+
+    Args:
+        what: of the line that is logged: what ends.
+        most_s: after so many seconds `over` is true, and the stacks of all threads have been written, once.
+    """
+
+    def __init__(self, what: str, most_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._clock = clock
+        self._begun = clock()
+        self._most_s = most_s
+        self._next_s = FIRST_S
+        self.over = False
+
+    def look(self, waiting_for: object) -> bool:
+        """Log what is waited for, where it is time for it; False from the limit on."""
+        passed = self._clock() - self._begun
+        if passed >= self._most_s and not self.over:
+            self.over = True
+            log.error("%s did not end within %.1f s; given up: %s", self._what, self._most_s, waiting_for)
+            dump()
+        elif passed >= self._next_s and not self.over:
+            self._next_s = passed + EVERY_S
+            log.warning("%s: ending for %.1f s, waits for %s", self._what, passed, waiting_for)
+        return not self.over
+
+    def slice_s(self, most_s: float = 0.25) -> float:
+        """How long to wait until the next look."""
+        return max(0.0, min(most_s, self._most_s - (self._clock() - self._begun)))
+
+
+def dump() -> None:
+    """The stacks of all threads, and of the tasks of this thread's loop, to standard error."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+        faulthandler.dump_traceback(file=2)
+    with contextlib.suppress(RuntimeError, OSError, ValueError):  # no loop runs in this thread
+        for task in asyncio.all_tasks():
+            task.print_stack()
+
+
+def exit_at(most_s: float) -> None:
+    """End this process with status 1 in ``most_s`` seconds, after writing the stacks of all threads."""
+    faulthandler.dump_traceback_later(most_s, exit=True, file=2)
