@@ -35,12 +35,11 @@ _WRONG_BYTES: Final = 1e-4  # of payloads, on the way
 class Slot:
     """One slot of a ring."""
 
-    __slots__ = ("generation", "name", "ticket")
+    __slots__ = ("generation", "ticket")
 
     def __init__(self) -> None:
         self.generation = 0
         self.ticket: Ticket | None = None  # None: free
-        self.name = ""
 
 
 class Host:
@@ -82,7 +81,6 @@ class Host:
             ring=self.ring, host=f"host-{self.number}", addresses=(self.address,), ports=self.ports, slot=at,
             generation=slot.generation, key=1, size=8, created=0.0,
         )  # fmt: skip
-        slot.name = slot.ticket.name
         self.world.accounts.produced(slot.ticket, self.number)
         return slot.ticket
 

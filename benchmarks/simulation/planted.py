@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from plans import Plan
+
 from transport.client.acknowledgements import AckLedger
 from transport.client.attempts import RemoteReads
 from transport.client.pool import EndpointPool
@@ -18,6 +20,7 @@ class Plant(NamedTuple):
 
     what: str
     plant: Callable[[], None]
+    plan: Plan = Plan(faults_per_minute=12.0)  # a simulation that is to find it
 
 
 def _set(kind: type, name: str, value: Any) -> Callable[[], None]:
@@ -60,7 +63,7 @@ def _never_healed() -> None:
 
 
 def _never_lost() -> None:
-    def found(self: Any, ticket: Any, serving: Any, now: float) -> Any:
+    def found(self: Any, ticket: Any, serving: Any, now: float, **_: Any) -> Any:
         return None if serving is None else serving.moved(ticket)
 
     Whereabouts.found = found  # type: ignore[method-assign]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from typing import Any, Final
 
-from accounts import Violation
+from accounts import Violation, shown
 
 from transport import UCXXClient
 from transport.errors import QueueUnavailableError, TransportError
@@ -85,35 +85,35 @@ class Trainer:
                 await asyncio.sleep(_LOOK_S)
                 continue
             self.held.update({claim.token: claim for claim in claims})
-            tickets = {Ticket.decode(claim.data).name: claim for claim in claims}
+            tickets = {Ticket.decode(claim.data).identity: claim for claim in claims}
             assert self.client is not None
-            outcomes = []
+            outcomes, begun = [], world.now
             async with contextlib.aclosing(
                 self.client.read_many([claim.data for claim in claims], timeout=_READ_S)
             ) as coming:
                 outcomes.extend([outcome async for outcome in coming])
             await asyncio.sleep(world.rng.expovariate(1.0 / world.step_s))
             for outcome in outcomes:
-                await self._settle(tickets[outcome.ticket.name], outcome)
+                await self._settle(tickets[outcome.ticket.identity], outcome, begun)
             world.check_client(self)
 
-    async def _settle(self, claim: Claim, outcome: Any) -> None:
+    async def _settle(self, claim: Claim, outcome: Any, begun: float) -> None:
         world, ticket = self.world, outcome.ticket
         assert self.client is not None
         try:
             if outcome.payload is None:
                 if outcome.error.unreadable:
                     if await self._queue("discard", claim, type(outcome.error).__name__):
-                        world.given_up(ticket, outcome.error)
+                        world.given_up(ticket, outcome.error, begun)
                 else:
-                    world.accounts.note(f"retried {ticket.name}")
+                    world.accounts.note(f"retried {shown(ticket.identity)}")
                     await self._queue("retry", claim, world.settings.backoff_most_s, "not reached")
                 return
             if not await self._queue("ack_many", [claim]):
-                world.accounts.note(f"refused {ticket.name}")  # the lease had ended: somebody else has it
+                world.accounts.note(f"refused {shown(ticket.identity)}")  # the lease had ended: somebody else has it
                 return
-            world.accounts.train(ticket.name)
-            world.trained_by[ticket.name] = self, self.born
+            world.accounts.train(ticket.identity)
+            world.trained_by[ticket.ring, ticket.slot] = ticket.generation, self, self.born
             self.record.accept(*ticket.identity, 0)
             self.last_trained = world.now
             self.client.ack(ticket)

@@ -10,10 +10,10 @@ from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import hosts
-import msgspec
 from accounts import Accounts, Violation
 from clock import virtual_time
 from hosts import Host, SimLink, SimWorker
+from plans import LOST_AFTER_S, Plan
 from trainers import Trainer
 
 from transport.client import client as client_module
@@ -27,23 +27,8 @@ from transport.store.memory import MemoryStore
 from transport.testing import MemoryQueue
 from transport.ticket import Ticket
 
-LOST_AFTER_S: Final = LEASE_S + LEASE_S * 2 / 3 - LEASE_S / 3  # a host that is cut off for so long counts as dead
 _SETTLE_S: Final = 1800.0  # after the last fault everything that can be trained on is, within this time
 _STARVED_S: Final = 900.0
-
-
-class Plan(NamedTuple):
-    """The size of a simulation, and how often each fault comes, in the mean, over all hosts or trainers."""
-
-    hosts: int = 3
-    trainers: int = 2
-    slots: int = 8
-    minutes: float = 4.0
-    writes_per_s: float = 0.25  # of each host
-    step_s: float = 1.0  # of a trainer, for a batch
-    faults_per_minute: float = 4.0
-    lost_after_s: float = LOST_AFTER_S
-    max_deliveries: int = 1000
 
 
 class Result(NamedTuple):
@@ -54,7 +39,7 @@ class Result(NamedTuple):
     virtual_s: float
     most_links: int
     most_ledger: int
-    opened: int
+    most_remembered: int  # by the queue
 
 
 class _Store(MemoryStore):
@@ -92,11 +77,11 @@ class World:
         self.accounts = Accounts()
         self.queue_away_until = 0.0
         self.over = False
-        self.cuts: dict[int, tuple[float, float]] = {}  # by host: the last cut that counts as its death
-        self.most_ledger = self.opened = 0
+        self.most_ledger = self.most_remembered = 0
         self.failures: list[BaseException] = []
         self.renewed: dict[int, float] = {}  # by host: when the store last had word of it
-        self.trained_by: dict[str, tuple[Trainer, int]] = {}
+        self.silent_until: dict[int, float] = {}  # by host: the end of its last silence that counts as its death
+        self.trained_by: dict[tuple[str, int], tuple[int, Trainer, int]] = {}  # by slot: the last that was
 
     @property
     def now(self) -> float:
@@ -123,7 +108,11 @@ class World:
         plan = self.plan
         self.store = _Store(clock=lambda: self.loop.jump.now)
         self.store.world = self
-        self.queue = MemoryQueue(clock=lambda: self.loop.jump.now, max_deliveries=plan.max_deliveries)
+        self.queue = MemoryQueue(
+            clock=lambda: self.loop.jump.now,
+            max_deliveries=plan.max_deliveries,
+            keep_finished=plan.hosts * plan.slots,  # a writer asks of what is in its slots
+        )
         self.hosts = [Host(self, number, plan.slots) for number in range(plan.hosts)]
         self.hosts_at = {host.address: host for host in self.hosts}
         self.trainers = [Trainer(self, number) for number in range(plan.trainers)]
@@ -145,7 +134,9 @@ class World:
             await asyncio.sleep(0)
             await asyncio.gather(*tasks, watched, return_exceptions=True)
         most = max(host.most_links for host in self.hosts)
-        return Result(self.accounts.digest, self.accounts.counts, self.now, most, self.most_ledger, self.opened)
+        return Result(
+            self.accounts.digest, self.accounts.counts, self.now, most, self.most_ledger, self.most_remembered
+        )
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self.loop.create_task(work)
@@ -184,11 +175,11 @@ class World:
 
     def _check_acknowledged(self, ticket: Ticket) -> None:
         """A slot that only the reconciliation frees: who trained on it is dead, or still has to say so."""
-        trainer, born = self.trained_by.get(ticket.name, (None, 0))
-        if trainer is None or trainer.client is None or trainer.born != born:
+        generation, trainer, born = self.trained_by.get((ticket.ring, ticket.slot), (0, None, 0))
+        if generation != ticket.generation or trainer is None or trainer.client is None or trainer.born != born:
             return
         if not trainer.client._links.ledger.contains(ticket.identity, 0):
-            raise Violation(f"{trainer.name} lives, and its acknowledgement of payload {ticket.name} is lost")
+            raise Violation(f"{trainer.name} lives, and its acknowledgement of payload {ticket} is lost")
 
     async def _serve(self, host: Host) -> None:
         """What `Announcement` does, on this host's way to the store."""
@@ -210,6 +201,8 @@ class World:
                                 ports=host.ports, epoch=epoch,
                             )
                         )  # fmt: skip
+                    if self.now - self.renewed.get(host.number, self.now) >= LOST_AFTER_S:
+                        self.silent_until[host.number] = self.now
                     self.renewed[host.number] = self.now
                 except StoreUnavailableError:
                     published = published if version is not None else ""
@@ -267,8 +260,6 @@ class World:
         host = self._host()
         seconds = self.rng.uniform(0.05, 30.0) if self.rng.random() < 0.9 else self.rng.uniform(30.0, 300.0)
         host.cut_until = max(host.cut_until, self.now + seconds)
-        if host.cut_until - self.now >= self.plan.lost_after_s or host.number in self.cuts:
-            self.cuts[host.number] = (self.now, host.cut_until)
 
     async def _slow(self) -> None:
         host = self._host()
@@ -296,22 +287,15 @@ class World:
         self.queue_away_until = max(self.queue_away_until, self.now + self.rng.uniform(0.1, 15.0))
 
     # --- what must hold --------------------------------------------------------------------------------------
-    def given_up(self, ticket: Ticket, error: TransportError) -> None:
-        """A trainer reports a payload as unreadable: only what went with its host may be."""
-        name = ticket.name
-        entry = self.accounts.waiting.get(name)
-        if isinstance(error, PayloadLostError) and entry is not None:
-            host = self.hosts[entry[0]]
-            silent_s = self.now - self.renewed.get(host.number, 0.0)  # cuts and an absent store add up
-            if (
-                entry[0] in self.cuts or not host.alive or silent_s >= self.plan.lost_after_s
-            ):  # the directory cannot know that it lives
-                self.accounts.note(f"abandoned {name}")
-                self.accounts.waiting.pop(name)
-                self.accounts.gone.add(name)
-                self.accounts.trained.add(name)  # its slot may be freed: the queue is done with it
+    def given_up(self, ticket: Ticket, error: TransportError, begun: float) -> None:
+        """A trainer, reading since ``begun``, reports a payload as unreadable: only what went with its host is."""
+        waits = self.accounts.waiting.get(ticket.identity)
+        if isinstance(error, PayloadLostError) and waits is not None:
+            silent = self.now - self.renewed.get(waits.host, self.now) >= LOST_AFTER_S
+            if silent or self.silent_until.get(waits.host, -1.0) >= begun:  # by the directory it was dead meanwhile
+                self.accounts.abandoned(ticket.identity)
                 return
-        self.accounts.given_up(name, repr(error))
+        self.accounts.given_up(ticket.identity, repr(error))
 
     def check_client(self, trainer: Trainer) -> None:
         """Bounds of memory and connections, and the invariants that the parts state themselves."""
@@ -378,10 +362,9 @@ class World:
                     raise task.exception()  # type: ignore[misc]
         if self.failures:
             raise self.failures[0]
-        if self.now - max(trainer.last_trained for trainer in self.trainers) > _STARVED_S:
-            oldest = min((at for _, at in self.accounts.waiting.values()), default=self.now)
-            if self.now - oldest > _STARVED_S and any(host.alive and not host.cut for host in self.hosts):
-                raise Violation(f"starved: nobody trains since {_STARVED_S:.0f} s. {self._left()}")
+        last = max(self.accounts.oldest, *(trainer.last_trained for trainer in self.trainers))
+        if self.now - last > _STARVED_S and any(host.alive and not host.cut for host in self.hosts):
+            raise Violation(f"starved: nobody trains since {_STARVED_S:.0f} s. {self._left()}")
 
 
-__all__ = ["Plan", "Result", "World", "hosts", "msgspec"]
+__all__ = ["Plan", "Result", "World", "hosts"]

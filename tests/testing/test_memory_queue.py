@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -10,7 +13,10 @@ from queue_conformance import LEASE_S, QueueConformance, ids, ticket, tickets
 from queue_model import QueueMachine
 
 from transport.errors import ClosedError
-from transport.testing import MemoryQueue
+from transport.queue.base import QueuedTicket
+from transport.testing import MemoryQueue, memory_queue
+
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 class MemoryHarness:
@@ -57,3 +63,66 @@ def test_a_handle_that_is_closed_leaves_the_others_their_tickets(harness: Memory
     assert ids(other.claim(9, consumer="b")) == [each.id for each in tickets(2)]
     with pytest.raises(ClosedError):
         one.publish(ticket(3))
+
+
+def steps_of(call: Callable[[], object]) -> int:
+    """Lines of the queue's own code that a call executes: what it costs, on any machine."""
+    lines = 0
+
+    def local(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        nonlocal lines
+        lines += event == "line"
+        return local
+
+    def traced(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        return local if frame.f_code.co_filename == memory_queue.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(traced)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+def costs_with(deliveries: int) -> list[int]:
+    queue = MemoryQueue(clock=lambda: 0.0)
+    queue.publish([QueuedTicket(f"{'0' * 32}/{at}/1", b"ticket") for at in range(deliveries)])
+    queue.ack_many(queue.claim(deliveries // 2, consumer="a"))
+    claims = queue.claim(10, consumer="a")
+    return [
+        steps_of(lambda: queue.claim(10, consumer="a")),
+        steps_of(lambda: queue.renew(claims)),
+        steps_of(lambda: queue.retry(claims[0], 5.0)),
+        steps_of(lambda: queue.ack_many(claims[1:])),
+        steps_of(queue.depth),
+    ]
+
+
+def test_a_call_costs_little_more_with_many_deliveries_than_with_few() -> None:
+    assert all(many < 2 * few for few, many in zip(costs_with(50), costs_with(5000), strict=True))
+
+
+def test_a_retry_with_a_shorter_delay_than_the_lease_comes_when_the_delay_is_over(harness: MemoryHarness) -> None:
+    queue = harness.open()
+    queue.publish(tickets(2))
+    [first, second] = queue.claim(2, consumer="a")
+    assert queue.retry(first, LEASE_S / 4)
+    assert queue.retry(second)
+    assert ids(queue.claim(9, consumer="b")) == [second.ticket_id]
+    harness.advance(LEASE_S / 4)
+    assert ids(queue.claim(9, consumer="b")) == [first.ticket_id]
+    harness.advance(LEASE_S)
+    assert ids(queue.claim(9, consumer="b")) == [first.ticket_id, second.ticket_id]
+    assert queue.claim(9, consumer="b") == []
+
+
+def test_finished_tickets_are_forgotten_but_for_the_last() -> None:
+    queue = MemoryQueue(keep_finished=3)
+    queue.publish(tickets(10), readers=2)
+    for rank in (0, 1):
+        queue.ack_many(queue.claim(9, rank=rank, consumer="a"))
+    assert list(queue.known([each.id for each in tickets(10)])) == [each.id for each in tickets(10)[6:]]
+    assert (queue.depth().done, queue.depth().ready) == (18, 2)
+    assert ids(queue.claim(9, rank=1, consumer="a")) == [ticket(9).id]

@@ -201,12 +201,14 @@ class Whereabouts:
 
     Args:
         grace_s: how long a ring must be absent from the directory before its payloads count as lost.
+        lease_s: of the directory. A ring that was seen absent twice, so far apart, may have been present in between.
     """
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, lease_s: float = LEASE_S) -> None:
         self._grace_s = grace_s
+        self._lease_s = lease_s
         self._known: dict[str, Serving] = {}
-        self._absent_since: dict[str, float] = {}
+        self._absent: dict[str, tuple[float, float]] = {}  # since when, and when it was seen last
 
     def current(self, ticket: Ticket) -> Ticket:
         """The ticket with the addresses and ports that were last found for its ring."""
@@ -215,25 +217,31 @@ class Whereabouts:
 
     def reached(self, ring: str) -> None:
         """A read of the ring succeeded: a later absence begins anew."""
-        if self._absent_since:
-            self._absent_since.pop(ring, None)
+        if self._absent:
+            self._absent.pop(ring, None)
 
-    def found(self, ticket: Ticket, serving: Serving | None, now: float) -> Ticket | None:
+    def found(
+        self, ticket: Ticket, serving: Serving | None, now: float, *, begun: float | None = None
+    ) -> Ticket | None:
         """After a failed read: the ticket to read instead; None if the failure is to be raised.
 
-        Raises PayloadLostError if no server has published the ring for ``grace_s``.
+        Raises PayloadLostError if no server has published the ring for ``grace_s``. ``begun``: when the read began,
+        during which no port answered; default ``now``.
         """
         if serving is None:
             self._known.pop(ticket.ring, None)
-            since = self._absent_since.setdefault(ticket.ring, now)
-            _bound(self._absent_since)
+            since, seen = self._absent.pop(ticket.ring, (now, now))
+            if (now if begun is None else begun) - seen >= self._lease_s:
+                since = now
+            self._absent[ticket.ring] = since, now
+            _bound(self._absent)
             if now - since >= self._grace_s:
                 raise PayloadLostError(
                     f"payload {ticket.name} is lost: its ports do not answer, and the directory has had no server of "
                     f"its ring for {self._grace_s:g} s"
                 )
             return None
-        self._absent_since.pop(ticket.ring, None)
+        self._absent.pop(ticket.ring, None)
         moved = serving.moved(ticket)
         if moved == ticket:
             return None
@@ -260,7 +268,8 @@ class Finder:
     ) -> None:
         self._directory = directory
         self._clock = clock
-        self._whereabouts = Whereabouts(directory.lease_s * 2 / 3 if grace_s is None else grace_s)
+        lease_s = directory.lease_s
+        self._whereabouts = Whereabouts(lease_s * 2 / 3 if grace_s is None else grace_s, lease_s)
 
     def current(self, ticket: Ticket) -> Ticket:
         """The ticket with the addresses and ports that were last found for its ring."""
@@ -273,13 +282,13 @@ class Finder:
         """The ticket's ring was read from."""
         self._whereabouts.reached(ticket.ring)
 
-    async def after(self, ticket: Ticket, error: TransportError) -> Ticket | None:
+    async def after(self, ticket: Ticket, error: TransportError, begun: float | None = None) -> Ticket | None:
         """The ticket to read instead after ``error``; None: raise it. PayloadLostError as in `Whereabouts.found`."""
         if not isinstance(error, MAY_HAVE_MOVED):
             return None
         try:
             serving = await asyncio.to_thread(self._directory.find, ticket.ring)
-            return self._whereabouts.found(ticket, serving, self._clock())
+            return self._whereabouts.found(ticket, serving, self._clock(), begun=begun)
         except PayloadLostError as lost:
             raise lost from error
         except (StoreError, TicketError) as unknown:
