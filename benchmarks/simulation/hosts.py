@@ -156,6 +156,7 @@ class SimLink:
         self._due: dict[int, asyncio.Future[Any]] = {}
         host.links.add(self)
         host.most_links = max(host.most_links, len(host.links))
+        self.world.check_links(host)
 
     @classmethod
     async def open(

@@ -63,7 +63,7 @@ def _never_healed() -> None:
 
 
 def _never_lost() -> None:
-    def found(self: Any, ticket: Any, serving: Any, now: float, **_: Any) -> Any:
+    def found(self: Any, ticket: Any, serving: Any, now: float) -> Any:
         return None if serving is None else serving.moved(ticket)
 
     Whereabouts.found = found  # type: ignore[method-assign]

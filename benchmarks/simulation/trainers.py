@@ -16,7 +16,7 @@ from transport.store.directory import Directory
 from transport.ticket import Ticket
 
 BATCH: Final = 8
-_LOOK_S: Final = 0.5
+_WAIT_S: Final = 5.0
 _READ_S: Final = 60.0
 
 
@@ -82,7 +82,7 @@ class Trainer:
             except QueueUnavailableError:
                 claims = []
             if not claims:
-                await asyncio.sleep(_LOOK_S)
+                await world.until_published(_WAIT_S)
                 continue
             self.held.update({claim.token: claim for claim in claims})
             tickets = {Ticket.decode(claim.data).identity: claim for claim in claims}

@@ -123,7 +123,6 @@ class Reading:
         if self._finder is None:
             return await self._read_here(ticket, out, rank, deadline, spent, fields=fields)
         ticket = self._finder.current(ticket)
-        begun = time.monotonic()
         try:
             payload = await self._read_here(ticket, out, rank, deadline, spent, last=False, fields=fields)
             self._finder.reached(ticket)
@@ -131,7 +130,7 @@ class Reading:
         except MAY_HAVE_MOVED as error:
             moved = None
             try:
-                moved = await self._finder.after(ticket, error, begun)
+                moved = await self._finder.after(ticket, error)
             finally:
                 self._counts["failed_reads"] += moved is None
             if moved is None:
