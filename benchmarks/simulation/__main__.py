@@ -17,6 +17,7 @@ import resource
 import sys
 import time
 from collections import Counter
+from typing import Any, get_type_hints
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a seed
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
@@ -83,8 +84,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shards", action="store_true", help="the same as a hundred shards of 10 trainers, 100 hosts")
     parser.add_argument("--plant", choices=sorted(planted.PLANTS), help="a fault that must be found")
     parser.add_argument("--report-every", type=int, default=0, metavar="SEEDS", help="print the totals so far")
-    for name, kind in Plan.__annotations__.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float if "float" in str(kind) else int)
+    for name, kind in get_type_hints(Plan).items():
+        option: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name.replace('_', '-')}", **option)
     return parser.parse_args()
 
 

@@ -21,6 +21,7 @@ class Plan(NamedTuple):
     step_s: float = 1.0  # of a trainer, for a batch
     faults_per_minute: float = 4.0
     max_deliveries: int = 1000
+    rings: bool = False  # themselves are the queue, in the place of one that all share
 
 
 SHARD: Final = Plan(hosts=100, trainers=10, slots=30, minutes=60.0, writes_per_s=0.1, faults_per_minute=2.0)
@@ -39,6 +40,7 @@ def drawn(seed: int) -> Plan:
         writes_per_s=rng.choice([0.1, 0.3, 1.0]) / hosts,
         step_s=rng.choice([0.1, 1.0, 5.0]),
         faults_per_minute=rng.choice([1.0, 4.0, 10.0, 20.0]),
+        rings=rng.random() < 0.5,
     )
 
 

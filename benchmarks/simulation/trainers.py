@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from typing import Any, Final
 
 from accounts import Violation, shown
+from hosts import TRAINER
 
 from transport import UCXXClient
 from transport.errors import QueueUnavailableError, TransportError
@@ -38,14 +40,20 @@ class Trainer:
         self.born += 1
         self.name = f"trainer {self.number}.{self.born}"
         self.record = ConsumedRecord(self.world.settings)
-        self.client = UCXXClient(
-            wire={"tcp"}, ack="manual", directory=Directory(self.world.store), settings=self.world.settings
-        )
+        before = TRAINER.set(self)
+        try:
+            self.client = UCXXClient(
+                wire={"tcp"}, ack="manual", directory=Directory(self.world.store), settings=self.world.settings
+            )
+        finally:
+            TRAINER.reset(before)
         assert self.client._finder is not None
         self.client._finder._clock = lambda: self.world.loop.jump.now  # its default was bound before time was virtual
         self.held = {}
         loop = asyncio.get_running_loop()
-        self.tasks = [loop.create_task(self._work()), loop.create_task(self._renew())]
+        context = contextvars.copy_context()
+        context.run(TRAINER.set, self)
+        self.tasks = [loop.create_task(work, context=context) for work in (self._work(), self._renew())]
         self.last_trained = self.world.now
 
     def kill(self) -> None:

@@ -10,10 +10,11 @@ from typing import Any, Final, NamedTuple
 from unittest import mock
 
 import hosts
-from accounts import Accounts, Violation
+from accounts import Accounts, Violation, shown
 from clock import virtual_time
 from hosts import Host, SimLink, SimWorker
 from plans import LOST_AFTER_S, Plan
+from ring_trainers import RingTrainer
 from trainers import Trainer
 
 from transport.client import client as client_module
@@ -30,6 +31,7 @@ from transport.ticket import Ticket
 _SETTLE_S: Final = 1800.0  # after the last fault everything that can be trained on is, within this time
 _STARVED_S: Final = 900.0
 _MANY: Final = 50  # hosts
+_GENERATIONS: Final = 64  # of a slot whose verdicts may be on their way
 
 
 class Result(NamedTuple):
@@ -83,6 +85,8 @@ class World:
         self.waiters = deque[asyncio.Future[None]]()
         self.renewed: dict[int, float] = {}  # by host: when the store last had word of it
         self.silent_until: dict[int, float] = {}  # by host: the end of its last silence that counts as its death
+        self.host_of: dict[str, Host] = {}  # by ring
+        self.kept: dict[tuple[str, int], deque[int]] = {}  # by slot: the last generations that trainers have kept
         self.trained_by: dict[tuple[str, int], tuple[int, Trainer, int]] = {}  # by slot: the last that was
 
     @property
@@ -117,13 +121,14 @@ class World:
         )
         self.hosts = [Host(self, number, plan.slots) for number in range(plan.hosts)]
         self.hosts_at = {host.address: host for host in self.hosts}
-        self.trainers = [Trainer(self, number) for number in range(plan.trainers)]
+        kind = RingTrainer if plan.rings else Trainer
+        self.trainers: list[Any] = [kind(self, number) for number in range(plan.trainers)]
         self.writing = True
         tasks = [self._task(self._write(host)) for host in self.hosts]
         tasks += [self._task(self._serve(host)) for host in self.hosts]
         for trainer in self.trainers:
             trainer.start()
-        tasks.append(self._task(self._faults()))
+        tasks += [self._task(self._faults()), self._task(self._sweep())]
         try:
             await self._until_settled()
         finally:
@@ -151,10 +156,10 @@ class World:
             if not host.alive:
                 continue
             ticket = host.write() if self.writing else None
-            if ticket is not None:
+            if ticket is not None and not self.plan.rings:
                 host.unpublished.append(ticket)
             self._publish(host)
-            if self.now - reconciled > 60.0 and not host.cut:
+            if self.now - reconciled > 60.0 and not host.cut and not self.plan.rings:
                 reconciled = self.now
                 self._reconcile(host)
 
@@ -231,6 +236,13 @@ class World:
                 except StoreUnavailableError:
                     published = published if version is not None else ""
 
+    async def _sweep(self) -> None:
+        while self.plan.rings:
+            await asyncio.sleep(1.0)
+            for host in self.hosts:
+                if host.alive and host.links:
+                    host.sweep()
+
     # --- faults ---------------------------------------------------------------------------------------------
     async def _faults(self) -> None:
         if not self.plan.faults_per_minute:
@@ -278,6 +290,7 @@ class World:
             host.break_links(port)
         await asyncio.sleep(self.rng.uniform(0.1, 20.0))
         host.down.difference_update(ports)
+        host.troubled_until = self.now + 1.0
 
     async def _cut(self) -> None:
         host = self._host()
@@ -289,6 +302,7 @@ class World:
         host.slow = self.rng.choice([20.0, 500.0, 5000.0])
         await asyncio.sleep(self.rng.uniform(1.0, 60.0))
         host.slow = 1.0
+        host.troubled_until = self.now + 20.0
 
     async def _kill(self) -> None:
         trainer = self.rng.choice(self.trainers)
@@ -319,6 +333,28 @@ class World:
                 self.accounts.abandoned(ticket.identity)
                 return
         self.accounts.given_up(ticket.identity, repr(error))
+
+    def keep(self, payload: tuple[str, int, int], trainer: str) -> None:
+        """A trainer was told that a payload is its own."""
+        self.accounts.note(f"kept {shown(payload)}")
+        ring, slot, generation = payload
+        kept = self.kept.setdefault((ring, slot), deque(maxlen=_GENERATIONS))  # a verdict may come after the next one
+        if generation in kept:
+            raise Violation(f"twice: {trainer} keeps {shown(payload)}, which another trainer has kept")
+        kept.append(generation)
+
+    def check_ring_trainer(self, trainer: RingTrainer) -> None:
+        """What a trainer holds ready is bounded, and its sums are right."""
+        if trainer.demands is None:
+            return
+        takers = trainer.demands._takers
+        try:
+            takers.validate()
+        except AssertionError as error:
+            raise Violation(f"{trainer.name}: {error}") from error
+        most = takers.ahead + len(takers._places) * takers.most
+        if takers.unused + takers.demanded > most:
+            raise Violation(f"{trainer.name} hoards: {takers.unused} unused, {takers.demanded} asked for, of {most}")
 
     def check_client(self, trainer: Trainer) -> None:
         """Bounds of memory and connections, and the invariants that the parts state themselves."""
@@ -362,7 +398,7 @@ class World:
             for host in self.hosts:
                 if not host.cut and host.alive:
                     self._publish(host)
-                    if self.now > end + 120.0 and int(self.now) % 60 < 5:
+                    if self.now > end + 120.0 and int(self.now) % 60 < 5 and not self.plan.rings:
                         self._reconcile(host)
 
     def _left_over(self) -> bool:

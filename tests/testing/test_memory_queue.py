@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+from costs import lines_of
 from hypothesis import settings
 from queue_conformance import LEASE_S, QueueConformance, ids, ticket, tickets
 from queue_model import QueueMachine
@@ -15,8 +13,6 @@ from queue_model import QueueMachine
 from transport.errors import ClosedError
 from transport.queue.base import QueuedTicket
 from transport.testing import MemoryQueue, memory_queue
-
-TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 class MemoryHarness:
@@ -65,38 +61,17 @@ def test_a_handle_that_is_closed_leaves_the_others_their_tickets(harness: Memory
         one.publish(ticket(3))
 
 
-def steps_of(call: Callable[[], object]) -> int:
-    """Lines of the queue's own code that a call executes: what it costs, on any machine."""
-    lines = 0
-
-    def local(frame: FrameType, event: str, _: object) -> TraceFunction | None:
-        nonlocal lines
-        lines += event == "line"
-        return local
-
-    def traced(frame: FrameType, event: str, _: object) -> TraceFunction | None:
-        return local if frame.f_code.co_filename == memory_queue.__file__ else None
-
-    before = sys.gettrace()
-    sys.settrace(traced)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return lines
-
-
 def costs_with(deliveries: int) -> list[int]:
     queue = MemoryQueue(clock=lambda: 0.0)
     queue.publish([QueuedTicket(f"{'0' * 32}/{at}/1", b"ticket") for at in range(deliveries)])
     queue.ack_many(queue.claim(deliveries // 2, consumer="a"))
     claims = queue.claim(10, consumer="a")
     return [
-        steps_of(lambda: queue.claim(10, consumer="a")),
-        steps_of(lambda: queue.renew(claims)),
-        steps_of(lambda: queue.retry(claims[0], 5.0)),
-        steps_of(lambda: queue.ack_many(claims[1:])),
-        steps_of(queue.depth),
+        lines_of(memory_queue, lambda: queue.claim(10, consumer="a")),
+        lines_of(memory_queue, lambda: queue.renew(claims)),
+        lines_of(memory_queue, lambda: queue.retry(claims[0], 5.0)),
+        lines_of(memory_queue, lambda: queue.ack_many(claims[1:])),
+        lines_of(memory_queue, queue.depth),
     ]
 
 
