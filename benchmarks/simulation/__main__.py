@@ -16,6 +16,7 @@ import os
 import resource
 import sys
 import time
+import traceback
 from collections import Counter
 from typing import Any, get_type_hints
 
@@ -24,22 +25,26 @@ if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a se
 
 import planted
 from accounts import Violation
-from plans import SHARD, WHOLE, Plan, drawn
-from world import Result, World
+from members import Members, MembersPlan
+from members import drawn as drawn_members
+from plans import SHARD, WHOLE, Plan, Result, drawn
+from world import World
 
 
-def one(seed: int, plan: Plan) -> Result | str:
+def one(seed: int, plan: Plan | MembersPlan) -> Result | str:
     """The result of a seed, or what it violated."""
     logging.disable(logging.CRITICAL)
     try:
-        return World(seed, plan).run()
+        return (Members(seed, plan) if isinstance(plan, MembersPlan) else World(seed, plan)).run()
     except Violation as error:
         return f"seed {seed}: {error}"
+    except Exception as error:
+        return f"seed {seed}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
     finally:
         gc.collect()
 
 
-def _one(arguments: tuple[int, Plan]) -> tuple[int, Result | str]:
+def _one(arguments: tuple[int, Plan | MembersPlan]) -> tuple[int, Result | str]:
     return arguments[0], one(*arguments)
 
 
@@ -82,6 +87,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--scale", action="store_true", help="1 000 trainers and 10 000 hosts, with one queue")
     parser.add_argument("--shards", action="store_true", help="the same as a hundred shards of 10 trainers, 100 hosts")
+    parser.add_argument("--members", action="store_true", help="rendezvous, election and epochs, without payloads")
     parser.add_argument("--plant", choices=sorted(planted.PLANTS), help="a fault that must be found")
     parser.add_argument("--report-every", type=int, default=0, metavar="SEEDS", help="print the totals so far")
     for name, kind in get_type_hints(Plan).items():
@@ -99,7 +105,12 @@ def main() -> int:
         planted.PLANTS[chosen.plant].plant()
     count = 100 if chosen.shards and chosen.seeds == 1 else chosen.seeds
     seeds = range(chosen.seed, chosen.seed + count)
-    work = ((seed, (fixed or drawn(seed))._replace(**given)) for seed in seeds)
+
+    def plan(seed: int) -> Plan | MembersPlan:
+        members = chosen.members or (chosen.plant and planted.PLANTS[chosen.plant].members)
+        return drawn_members(seed) if members else (fixed or drawn(seed))._replace(**given)
+
+    work = ((seed, plan(seed)) for seed in seeds)
     totals = Totals()
     pool = multiprocessing.get_context("fork").Pool(chosen.jobs) if chosen.jobs > 1 else None
     try:

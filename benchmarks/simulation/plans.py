@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Final, NamedTuple
 
 from transport.store.directory import LEASE_S
@@ -22,6 +23,17 @@ class Plan(NamedTuple):
     faults_per_minute: float = 4.0
     max_deliveries: int = 1000
     rings: bool = False  # themselves are the queue, in the place of one that all share
+
+
+class Result(NamedTuple):
+    """Of one simulation that found nothing."""
+
+    digest: str
+    counts: Counter[str]
+    virtual_s: float
+    most_links: int
+    most_ledger: int
+    most_remembered: int  # by the queue, or records of the store
 
 
 SHARD: Final = Plan(hosts=100, trainers=10, slots=30, minutes=60.0, writes_per_s=0.1, faults_per_minute=2.0)
@@ -44,4 +56,4 @@ def drawn(seed: int) -> Plan:
     )
 
 
-__all__ = ["LOST_AFTER_S", "SHARD", "WHOLE", "Plan", "drawn"]
+__all__ = ["LOST_AFTER_S", "SHARD", "WHOLE", "Plan", "Result", "drawn"]

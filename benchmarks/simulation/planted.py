@@ -21,6 +21,7 @@ class Plant(NamedTuple):
     what: str
     plant: Callable[[], None]
     plan: Plan = Plan(faults_per_minute=12.0)  # a simulation that is to find it
+    members: bool = False  # is one of members
 
 
 def _set(kind: type, name: str, value: Any) -> Callable[[], None]:

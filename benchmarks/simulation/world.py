@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from unittest import mock
 
 import hosts
 from accounts import Accounts, Violation, shown
 from clock import virtual_time
 from hosts import Host, SimLink, SimWorker
-from plans import LOST_AFTER_S, Plan
+from plans import LOST_AFTER_S, Plan, Result
 from ring_trainers import RingTrainer
 from trainers import Trainer
 
@@ -32,17 +32,6 @@ _SETTLE_S: Final = 1800.0  # after the last fault everything that can be trained
 _STARVED_S: Final = 900.0
 _MANY: Final = 50  # hosts
 _GENERATIONS: Final = 64  # of a slot whose verdicts may be on their way
-
-
-class Result(NamedTuple):
-    """Of one simulation that found nothing."""
-
-    digest: str
-    counts: Counter[str]
-    virtual_s: float
-    most_links: int
-    most_ledger: int
-    most_remembered: int  # by the queue
 
 
 class _Store(MemoryStore):
