@@ -2,7 +2,7 @@
 
 python benchmarks/simulation --seed 17               # one, again and again the same
 python benchmarks/simulation --seeds 10000           # many small ones; a failing seed is printed
-python benchmarks/simulation --scale --seed 1        # 1 000 trainers and 10 000 hosts, in shards of 10 and 100
+python benchmarks/simulation --scale --minutes 60    # 1 000 trainers and 10 000 hosts
 python benchmarks/simulation --plant fencing         # a planted fault, which must be found
 """
 
@@ -13,85 +13,124 @@ import gc
 import logging
 import multiprocessing
 import os
+import resource
 import sys
 import time
+import traceback
 from collections import Counter
-from typing import Any
+from typing import Any, get_type_hints
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets is part of a seed
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
 
 import planted
 from accounts import Violation
-from world import Plan, Result, World
+from members import Members, MembersPlan
+from members import drawn as drawn_members
+from plans import SHARD, WHOLE, Plan, Result, drawn
+from world import World
 
-SHARD = Plan(hosts=100, trainers=10, slots=30, minutes=60.0, writes_per_s=0.1, faults_per_minute=2.0)
 
-
-def one(seed: int, plan: Plan) -> Result | str:
+def one(seed: int, plan: Plan | MembersPlan) -> Result | str:
     """The result of a seed, or what it violated."""
     logging.disable(logging.CRITICAL)
     try:
-        return World(seed, plan).run()
+        return (Members(seed, plan) if isinstance(plan, MembersPlan) else World(seed, plan)).run()
     except Violation as error:
         return f"seed {seed}: {error}"
+    except Exception as error:
+        return f"seed {seed}: {type(error).__name__}: {error}\n{traceback.format_exc()}"
     finally:
         gc.collect()
 
 
-def _one(arguments: tuple[int, Plan]) -> tuple[int, Result | str]:
+def _one(arguments: tuple[int, Plan | MembersPlan]) -> tuple[int, Result | str]:
     return arguments[0], one(*arguments)
 
 
-def main() -> int:
+class Totals:
+    """What many seeds came to."""
+
+    def __init__(self) -> None:
+        self.begun = time.monotonic()
+        self.failed: list[str] = []
+        self.seeds = 0
+        self.virtual_s = 0.0
+        self.counts: Counter[str] = Counter()
+        self.most = dict.fromkeys(("most_links", "most_ledger", "most_remembered"), 0)
+
+    def add(self, found: Result | str) -> None:
+        self.seeds += 1
+        if isinstance(found, str):
+            self.failed.append(found)
+            print(found, flush=True)
+            return
+        self.counts += found.counts
+        self.virtual_s += found.virtual_s
+        self.most = {name: max(value, getattr(found, name)) for name, value in self.most.items()}
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seeds} simulations, {self.virtual_s / 3600:.1f} virtual hours in "
+            f"{time.monotonic() - self.begun:.0f} s, {len(self.failed)} failed; {os.times().user:.0f} s of CPU and "
+            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB; at most {self.most['most_links']} "
+            f"connections of a host, {self.most['most_ledger']} acknowledgements in hand of a trainer, "
+            f"{self.most['most_remembered']} records of the queue\n"
+            + ", ".join(f"{name} {number}" for name, number in sorted(self.counts.items()))
+        )
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the first simulation")
     parser.add_argument("--seeds", type=int, default=1, help="how many, one after the other")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--scale", action="store_true", help="a hundred shards of 10 trainers and 100 hosts")
+    parser.add_argument("--scale", action="store_true", help="1 000 trainers and 10 000 hosts, with one queue")
+    parser.add_argument("--shards", action="store_true", help="the same as a hundred shards of 10 trainers, 100 hosts")
+    parser.add_argument("--members", action="store_true", help="rendezvous, election and epochs, without payloads")
     parser.add_argument("--plant", choices=sorted(planted.PLANTS), help="a fault that must be found")
-    parser.add_argument("--hosts", type=int)
-    parser.add_argument("--trainers", type=int)
-    parser.add_argument("--minutes", type=float)
-    parser.add_argument("--writes-per-s", type=float)
-    parser.add_argument("--faults-per-minute", type=float)
-    chosen = parser.parse_args()
-    plan = SHARD if chosen.scale else Plan(faults_per_minute=12.0) if chosen.plant else Plan()
-    given = {name: getattr(chosen, name) for name in Plan._fields if hasattr(chosen, name)}
-    plan = plan._replace(**{name: value for name, value in given.items() if value is not None})
-    count = 100 if chosen.scale and chosen.seeds == 1 else chosen.seeds
+    parser.add_argument("--report-every", type=int, default=0, metavar="SEEDS", help="print the totals so far")
+    for name, kind in get_type_hints(Plan).items():
+        option: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
+        parser.add_argument(f"--{name.replace('_', '-')}", **option)
+    return parser.parse_args()
+
+
+def main() -> int:
+    chosen = arguments()
+    given = {name: getattr(chosen, name) for name in Plan._fields if getattr(chosen, name) is not None}
+    fixed = SHARD if chosen.shards else WHOLE if chosen.scale else None
     if chosen.plant:
+        fixed = planted.PLANTS[chosen.plant].plan
         planted.PLANTS[chosen.plant].plant()
-    begun, failed, virtual = time.monotonic(), [], 0.0
-    counts: Counter[str] = Counter()
-    figures: dict[str, Any] = {"most_links": 0, "most_ledger": 0}
-    work = [(seed, plan) for seed in range(chosen.seed, chosen.seed + count)]
+    count = 100 if chosen.shards and chosen.seeds == 1 else chosen.seeds
+    seeds = range(chosen.seed, chosen.seed + count)
+
+    def plan(seed: int) -> Plan | MembersPlan:
+        members = chosen.members or (chosen.plant and planted.PLANTS[chosen.plant].members)
+        return drawn_members(seed) if members else (fixed or drawn(seed))._replace(**given)
+
+    work = ((seed, plan(seed)) for seed in seeds)
+    totals = Totals()
     pool = multiprocessing.get_context("fork").Pool(chosen.jobs) if chosen.jobs > 1 else None
-    for seed, found in pool.imap(_one, work) if pool else map(_one, work):
-        if isinstance(found, str):
-            failed.append(found)
-            print(found, flush=True)
-            if chosen.plant:
+    try:
+        for seed, found in pool.imap(_one, work) if pool else map(_one, work):
+            totals.add(found)
+            if count == 1 and not isinstance(found, str):
+                print(f"seed {seed}: digest {found.digest}")
+            if chosen.report_every and totals.seeds % chosen.report_every == 0:
+                print(totals, flush=True)
+            if chosen.plant and totals.failed:
                 break
-            continue
-        counts += found.counts
-        virtual += found.virtual_s
-        figures = {name: max(value, getattr(found, name)) for name, value in figures.items()}
-        if count == 1:
-            print(f"seed {seed}: digest {found.digest}")
+    except KeyboardInterrupt:
+        print(f"interrupted before seed {chosen.seed + totals.seeds}")
     if pool:
         pool.terminate()
-    wall = time.monotonic() - begun
-    print(
-        f"{count} simulations of {plan.trainers} trainers and {plan.hosts} hosts: {virtual / 3600:.1f} virtual hours "
-        f"in {wall:.0f} s, {len(failed)} failed; at most {figures['most_links']} connections of a host, "
-        f"{figures['most_ledger']} acknowledgements in hand of a trainer"
-    )
-    print(", ".join(f"{name} {number}" for name, number in sorted(counts.items())))
+    print(totals)
     if chosen.plant:
-        print(f"planted {chosen.plant}: {'found' if failed else 'NOT FOUND'}")
-        return 0 if failed else 1
-    return 1 if failed else 0
+        print(f"planted {chosen.plant}: {'found' if totals.failed else 'NOT FOUND'}")
+        return 0 if totals.failed else 1
+    return 1 if totals.failed else 0
 
 
 if __name__ == "__main__":

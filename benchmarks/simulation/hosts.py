@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import Any, Final
 
 import accounts
+from claims import Claims, Demand, SimNative
 
 from transport.client.acknowledgements import Ack
 from transport.client.connection import Answer, Want
@@ -30,17 +32,17 @@ from transport.wire.frames import Kind, Record, SlotFate
 
 _RETRANSMITTED_S: Final = 60.0  # a connection that is cut for longer is broken by TCP
 _WRONG_BYTES: Final = 1e-4  # of payloads, on the way
+_LATER: Final = object()  # a demand is answered when something is ready
 
 
 class Slot:
     """One slot of a ring."""
 
-    __slots__ = ("generation", "name", "ticket")
+    __slots__ = ("generation", "ticket")
 
     def __init__(self) -> None:
         self.generation = 0
         self.ticket: Ticket | None = None  # None: free
-        self.name = ""
 
 
 class Host:
@@ -56,8 +58,10 @@ class Host:
         self.alive = True
         self.cut_until = 0.0  # nothing comes through before
         self.slow = 1.0
+        self.troubled_until = 0.0  # it may not have answered before, in time
         self.unpublished: list[Ticket] = []
         self.most_links = 0
+        self.writes = 0
         self.new_ring(slots)
 
     def new_ring(self, slots: int) -> None:
@@ -65,6 +69,8 @@ class Host:
         self.ring = f"{self.world.rng.getrandbits(128):032x}"
         self.slots = [Slot() for _ in range(slots)]
         self.free = list(range(slots))
+        self.claims = Claims(self)
+        self.world.host_of[self.ring] = self
 
     @property
     def cut(self) -> bool:
@@ -82,9 +88,21 @@ class Host:
             ring=self.ring, host=f"host-{self.number}", addresses=(self.address,), ports=self.ports, slot=at,
             generation=slot.generation, key=1, size=8, created=0.0,
         )  # fmt: skip
-        slot.name = slot.ticket.name
         self.world.accounts.produced(slot.ticket, self.number)
+        if self.world.plan.rings:
+            self.claims.written(slot.ticket)
         return slot.ticket
+
+    def claim_ended(self, where: tuple[int, int], *, trained: bool) -> None:
+        """A claim was finished, or its payload discarded: the slot is free."""
+        slot, generation = where
+        ticket = self.slots[slot].ticket
+        assert ticket is not None
+        if trained:
+            self.world.accounts.train(ticket.identity)
+        else:
+            self.world.accounts.abandoned(ticket.identity)
+        self.consume(slot, generation)
 
     def consume(self, slot: int, generation: int) -> bool:
         """As the ring does it: once, and only this generation."""
@@ -95,6 +113,10 @@ class Host:
         here.ticket = None
         self.free.append(slot)
         return True
+
+    def finished_by(self, ring: str, token: int) -> set[tuple[int, int, int]]:
+        """What a connection has consumed of a ring that is here; nothing is known of earlier rings."""
+        return self.claims.finished.get(token, set()) if ring == self.ring else set()
 
     def readable(self, slot: int, generation: int) -> bool:
         """Whether this payload is in its slot."""
@@ -107,6 +129,22 @@ class Host:
         for link in sorted(self.links, key=lambda link: link.number):
             if port is None or link.port[1] == port:
                 link.broken(ConnectionLostError("the peer has closed the connection"))
+
+    def drop(self, link: SimLink) -> None:
+        """The connection is no more, and its claims are anybody's."""
+        self.links.discard(link)
+        if link.ring == self.ring:
+            self.claims.connection_ended(link.number)
+
+    def sweep(self) -> None:
+        """A holder of claims that has been silent for too long loses them with its connection."""
+        for link in sorted(self.links, key=lambda link: link.number):
+            silent_s = self.world.now - link.heard_at
+            if silent_s > self.world.settings.ack_timeout_s and self.claims.held_by(link.number):
+                if self.cut:
+                    link.server_gone()
+                else:
+                    link.broken(ConnectionLostError("the listener has ended a silent connection"))
 
     def die(self) -> None:
         """Without a word: the power went. What its ring held is lost with it."""
@@ -124,6 +162,9 @@ class Host:
         self.new_ring(len(self.slots))
 
 
+TRAINER: ContextVar[Any] = ContextVar("trainer")  # whose process this is
+
+
 class SimWorker:
     """In the place of the UCX worker."""
 
@@ -132,6 +173,14 @@ class SimWorker:
         self.engine = self
         self.abandoned = 0
         self.device_memory = False
+        self.trainer = TRAINER.get(None)
+
+    @property
+    def stopped_until(self) -> float:
+        """When the process goes on that was stopped, as by SIGSTOP: it sends and receives nothing before."""
+        return 0.0 if self.trainer is None else float(self.trainer.stopped_until)
+
+    def kick(self) -> None: ...
 
     def drop_unexpected(self) -> None: ...
 
@@ -156,8 +205,13 @@ class SimLink:
         self.next_number = 0
         self._ready_at = 0.0  # messages are handled in order
         self._due: dict[int, asyncio.Future[Any]] = {}
+        self._puts: dict[int, Callable[[Any], Any]] = {}  # by demand, what takes its answer
+        self.native = SimNative(self)
+        self.consumers = ""
+        self.heard_at = self.world.now
         host.links.add(self)
         host.most_links = max(host.most_links, len(host.links))
+        self.world.check_links(host)
 
     @classmethod
     async def open(
@@ -199,6 +253,35 @@ class SimLink:
         self._due.pop(number, None)
         return number
 
+    def forward(self, future: asyncio.Future[Any], serve: Callable[[], Any]) -> None:
+        """The answer goes to a future of the caller's."""
+        try:
+            _, answer = self._request((), serve)
+        except ConnectionLostError as error:
+            future.set_exception(error)
+            return
+
+        def answered(answer: asyncio.Future[Any]) -> None:
+            if not future.done() and not answer.cancelled():
+                error = answer.exception()
+                if error is None:
+                    future.set_result(answer.result())
+                else:
+                    future.set_exception(error)
+
+        answer.add_done_callback(answered)
+
+    def demand(self, future: asyncio.Future[Any], n: int, wait_s: float, put: Callable[[Any], Any]) -> int:
+        """A TAKE: the listener answers when something is ready."""
+        number = self.next_number + 1
+        self._puts[number] = put
+        self.forward(future, lambda: self.host.claims.ask(Demand(self, number, n), wait_s) or _LATER)
+        return number
+
+    def answer_later(self, number: int, found: Any) -> None:
+        """The listener's answer to a demand."""
+        self.worker.loop.call_at(self.world.now + self.world.delay(self.host), self._answered, number, found)
+
     def outcomes(self, wants: list[Want], outcome: Any) -> list[TransportError | None]:
         found: list[TransportError | None] = outcome
         return found
@@ -214,7 +297,7 @@ class SimLink:
         number = self.next_number
         answer = self._due[number] = self.worker.loop.create_future()
         world = self.world
-        self._ready_at = max(self._ready_at, world.now + world.delay(self.host))
+        self._ready_at = max(self._ready_at, world.now + world.delay(self.host), self.worker.stopped_until)
         self.worker.loop.call_at(self._ready_at, self._arrived, number, list(acks), serve)
         return number, answer
 
@@ -229,14 +312,19 @@ class SimLink:
                 return
             self.worker.loop.call_at(host.cut_until + world.delay(host), self._arrived, number, acks, serve)
             return
+        self.heard_at = world.now
         for ack in acks:
             if not isinstance(ack, Record) or ack.kind in (Kind.ACK, Kind.DISCARD):
                 host.consume(ack.slot, ack.generation)
+            elif ack.kind is Kind.UNTAKE:
+                host.claims.take_back(self, ack.slot)
         found = serve()
+        if found is _LATER:
+            return
         if self.usable:
             self.worker.loop.call_at(world.now + world.delay(host), self._answered, number, found)
-        elif self in host.links:
-            host.links.discard(self)
+        else:
+            host.drop(self)
 
     def _answered(self, number: int, found: Any) -> None:
         if self.host.cut:
@@ -245,9 +333,13 @@ class SimLink:
                 return
             self.worker.loop.call_at(self.host.cut_until, self._answered, number, found)
             return
+        if self.world.now < self.worker.stopped_until:
+            self.worker.loop.call_at(self.worker.stopped_until, self._answered, number, found)
+            return
         answer = self._due.pop(number, None)
+        put = self._puts.pop(number, None)
         if answer is not None and not answer.done() and self.usable and not self.silent:
-            answer.set_result(found)
+            answer.set_result(found if put is None else put(found))
 
     def _read(self, wants: list[Want]) -> Any:
         failures: list[TransportError | None] = []
@@ -278,13 +370,14 @@ class SimLink:
     def server_gone(self) -> None:
         """The listener has no such connection any more."""
         self.silent = True
-        self.host.links.discard(self)
+        self.host.drop(self)
 
     def abort(self) -> None:
         """The client's end. What it had sent may still arrive."""
         if self.usable:
             self.usable = False
-            self.worker.loop.call_later(self.world.delay(self.host) + 1.0, self.host.links.discard, self)
+            cut_s = max(0.0, self.host.cut_until - self.world.now)  # the listener learns of it when it can
+            self.worker.loop.call_later(cut_s + self.world.delay(self.host) + 1.0, self.host.drop, self)
         for answer in self._due.values():
             if not answer.done():
                 answer.set_exception(ConnectionLostError("the connection was aborted"))

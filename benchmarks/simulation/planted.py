@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from plans import Plan
+
 from transport.client.acknowledgements import AckLedger
 from transport.client.attempts import RemoteReads
 from transport.client.pool import EndpointPool
@@ -18,6 +20,8 @@ class Plant(NamedTuple):
 
     what: str
     plant: Callable[[], None]
+    plan: Plan = Plan(faults_per_minute=12.0)  # a simulation that is to find it
+    members: bool = False  # is one of members
 
 
 def _set(kind: type, name: str, value: Any) -> Callable[[], None]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from typing import Any, Final
 
-from accounts import Violation
+from accounts import Violation, shown
+from hosts import TRAINER
 
 from transport import UCXXClient
 from transport.errors import QueueUnavailableError, TransportError
@@ -16,7 +18,7 @@ from transport.store.directory import Directory
 from transport.ticket import Ticket
 
 BATCH: Final = 8
-_LOOK_S: Final = 0.5
+_WAIT_S: Final = 5.0
 _READ_S: Final = 60.0
 
 
@@ -38,14 +40,20 @@ class Trainer:
         self.born += 1
         self.name = f"trainer {self.number}.{self.born}"
         self.record = ConsumedRecord(self.world.settings)
-        self.client = UCXXClient(
-            wire={"tcp"}, ack="manual", directory=Directory(self.world.store), settings=self.world.settings
-        )
+        before = TRAINER.set(self)
+        try:
+            self.client = UCXXClient(
+                wire={"tcp"}, ack="manual", directory=Directory(self.world.store), settings=self.world.settings
+            )
+        finally:
+            TRAINER.reset(before)
         assert self.client._finder is not None
         self.client._finder._clock = lambda: self.world.loop.jump.now  # its default was bound before time was virtual
         self.held = {}
         loop = asyncio.get_running_loop()
-        self.tasks = [loop.create_task(self._work()), loop.create_task(self._renew())]
+        context = contextvars.copy_context()
+        context.run(TRAINER.set, self)
+        self.tasks = [loop.create_task(work, context=context) for work in (self._work(), self._renew())]
         self.last_trained = self.world.now
 
     def kill(self) -> None:
@@ -82,38 +90,38 @@ class Trainer:
             except QueueUnavailableError:
                 claims = []
             if not claims:
-                await asyncio.sleep(_LOOK_S)
+                await world.until_published(_WAIT_S)
                 continue
             self.held.update({claim.token: claim for claim in claims})
-            tickets = {Ticket.decode(claim.data).name: claim for claim in claims}
+            tickets = {Ticket.decode(claim.data).identity: claim for claim in claims}
             assert self.client is not None
-            outcomes = []
+            outcomes, begun = [], world.now
             async with contextlib.aclosing(
                 self.client.read_many([claim.data for claim in claims], timeout=_READ_S)
             ) as coming:
                 outcomes.extend([outcome async for outcome in coming])
             await asyncio.sleep(world.rng.expovariate(1.0 / world.step_s))
             for outcome in outcomes:
-                await self._settle(tickets[outcome.ticket.name], outcome)
+                await self._settle(tickets[outcome.ticket.identity], outcome, begun)
             world.check_client(self)
 
-    async def _settle(self, claim: Claim, outcome: Any) -> None:
+    async def _settle(self, claim: Claim, outcome: Any, begun: float) -> None:
         world, ticket = self.world, outcome.ticket
         assert self.client is not None
         try:
             if outcome.payload is None:
                 if outcome.error.unreadable:
                     if await self._queue("discard", claim, type(outcome.error).__name__):
-                        world.given_up(ticket, outcome.error)
+                        world.given_up(ticket, outcome.error, begun)
                 else:
-                    world.accounts.note(f"retried {ticket.name}")
+                    world.accounts.note(f"retried {shown(ticket.identity)}")
                     await self._queue("retry", claim, world.settings.backoff_most_s, "not reached")
                 return
             if not await self._queue("ack_many", [claim]):
-                world.accounts.note(f"refused {ticket.name}")  # the lease had ended: somebody else has it
+                world.accounts.note(f"refused {shown(ticket.identity)}")  # the lease had ended: somebody else has it
                 return
-            world.accounts.train(ticket.name)
-            world.trained_by[ticket.name] = self, self.born
+            world.accounts.train(ticket.identity)
+            world.trained_by[ticket.ring, ticket.slot] = ticket.generation, self, self.born
             self.record.accept(*ticket.identity, 0)
             self.last_trained = world.now
             self.client.ack(ticket)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 from unittest import mock
 
 import hosts
-import msgspec
-from accounts import Accounts, Violation
+from accounts import Accounts, Violation, shown
 from clock import virtual_time
 from hosts import Host, SimLink, SimWorker
+from plans import LOST_AFTER_S, Plan, Result
+from ring_trainers import RingTrainer
 from trainers import Trainer
 
 from transport.client import client as client_module
@@ -27,34 +28,10 @@ from transport.store.memory import MemoryStore
 from transport.testing import MemoryQueue
 from transport.ticket import Ticket
 
-LOST_AFTER_S: Final = LEASE_S + LEASE_S * 2 / 3 - LEASE_S / 3  # a host that is cut off for so long counts as dead
 _SETTLE_S: Final = 1800.0  # after the last fault everything that can be trained on is, within this time
 _STARVED_S: Final = 900.0
-
-
-class Plan(NamedTuple):
-    """The size of a simulation, and how often each fault comes, in the mean, over all hosts or trainers."""
-
-    hosts: int = 3
-    trainers: int = 2
-    slots: int = 8
-    minutes: float = 4.0
-    writes_per_s: float = 0.25  # of each host
-    step_s: float = 1.0  # of a trainer, for a batch
-    faults_per_minute: float = 4.0
-    lost_after_s: float = LOST_AFTER_S
-    max_deliveries: int = 1000
-
-
-class Result(NamedTuple):
-    """Of one simulation that found nothing."""
-
-    digest: str
-    counts: Counter[str]
-    virtual_s: float
-    most_links: int
-    most_ledger: int
-    opened: int
+_MANY: Final = 50  # hosts
+_GENERATIONS: Final = 64  # of a slot whose verdicts may be on their way
 
 
 class _Store(MemoryStore):
@@ -92,11 +69,14 @@ class World:
         self.accounts = Accounts()
         self.queue_away_until = 0.0
         self.over = False
-        self.cuts: dict[int, tuple[float, float]] = {}  # by host: the last cut that counts as its death
-        self.most_ledger = self.opened = 0
+        self.most_ledger = self.most_remembered = 0
         self.failures: list[BaseException] = []
+        self.waiters = deque[asyncio.Future[None]]()
         self.renewed: dict[int, float] = {}  # by host: when the store last had word of it
-        self.trained_by: dict[str, tuple[Trainer, int]] = {}
+        self.silent_until: dict[int, float] = {}  # by host: the end of its last silence that counts as its death
+        self.host_of: dict[str, Host] = {}  # by ring
+        self.kept: dict[tuple[str, int], deque[int]] = {}  # by slot: the last generations that trainers have kept
+        self.trained_by: dict[tuple[str, int], tuple[int, Trainer, int]] = {}  # by slot: the last that was
 
     @property
     def now(self) -> float:
@@ -123,29 +103,35 @@ class World:
         plan = self.plan
         self.store = _Store(clock=lambda: self.loop.jump.now)
         self.store.world = self
-        self.queue = MemoryQueue(clock=lambda: self.loop.jump.now, max_deliveries=plan.max_deliveries)
+        self.queue = MemoryQueue(
+            clock=lambda: self.loop.jump.now,
+            max_deliveries=plan.max_deliveries,
+            keep_finished=2000 + 10 * plan.hosts * plan.slots,
+        )
         self.hosts = [Host(self, number, plan.slots) for number in range(plan.hosts)]
         self.hosts_at = {host.address: host for host in self.hosts}
-        self.trainers = [Trainer(self, number) for number in range(plan.trainers)]
+        kind = RingTrainer if plan.rings else Trainer
+        self.trainers: list[Any] = [kind(self, number) for number in range(plan.trainers)]
         self.writing = True
         tasks = [self._task(self._write(host)) for host in self.hosts]
         tasks += [self._task(self._serve(host)) for host in self.hosts]
         for trainer in self.trainers:
             trainer.start()
-        tasks.append(self._task(self._faults()))
-        watched = self._task(self._watch())
+        tasks += [self._task(self._faults()), self._task(self._sweep())]
         try:
             await self._until_settled()
         finally:
             self.over = True
-            for task in [*tasks, watched]:
+            for task in tasks:
                 task.cancel()
             for trainer in self.trainers:
                 trainer.kill()
             await asyncio.sleep(0)
-            await asyncio.gather(*tasks, watched, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
         most = max(host.most_links for host in self.hosts)
-        return Result(self.accounts.digest, self.accounts.counts, self.now, most, self.most_ledger, self.opened)
+        return Result(
+            self.accounts.digest, self.accounts.counts, self.now, most, self.most_ledger, self.most_remembered
+        )
 
     def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self.loop.create_task(work)
@@ -159,14 +145,35 @@ class World:
             if not host.alive:
                 continue
             ticket = host.write() if self.writing else None
-            if ticket is not None:
+            if ticket is not None and not self.plan.rings:
                 host.unpublished.append(ticket)
-            if not host.cut and self.now >= self.queue_away_until and host.unpublished:
-                self.queue.publish([queued(each) for each in host.unpublished])
-                host.unpublished.clear()
-            if self.now - reconciled > 60.0 and not host.cut:
+            self._publish(host)
+            if self.now - reconciled > 60.0 and not host.cut and not self.plan.rings:
                 reconciled = self.now
                 self._reconcile(host)
+
+    def _publish(self, host: Host) -> None:
+        if host.unpublished and not host.cut and self.now >= self.queue_away_until:
+            self._wake(self.queue.publish([queued(each) for each in host.unpublished]))
+            host.unpublished.clear()
+
+    def _wake(self, count: int) -> None:
+        """As many trainers that wait for payloads, who waited longest first."""
+        while count > 0 and self.waiters:
+            waiter = self.waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                count -= 1
+
+    async def until_published(self, limit_s: float) -> None:
+        """What a claim with a timeout does; also at its end, since a payload may be ready again by then."""
+        waiter = self.loop.create_future()
+        self.waiters.append(waiter)
+        timer = self.loop.call_later(limit_s, lambda: waiter.done() or waiter.set_result(None))
+        try:
+            await waiter
+        finally:
+            timer.cancel()
 
     def _reconcile(self, host: Host) -> None:
         if self.now < self.queue_away_until or not host.alive:
@@ -180,23 +187,25 @@ class World:
                 host.consume(ticket.slot, ticket.generation)
         missing = [ticket for ticket in held if queued(ticket).id not in known and ticket not in host.unpublished]
         if missing:
-            self.queue.publish([queued(ticket) for ticket in missing])
+            self._wake(self.queue.publish([queued(ticket) for ticket in missing]))
 
     def _check_acknowledged(self, ticket: Ticket) -> None:
         """A slot that only the reconciliation frees: who trained on it is dead, or still has to say so."""
-        trainer, born = self.trained_by.get(ticket.name, (None, 0))
-        if trainer is None or trainer.client is None or trainer.born != born:
+        generation, trainer, born = self.trained_by.get((ticket.ring, ticket.slot), (0, None, 0))
+        if generation != ticket.generation or trainer is None or trainer.client is None or trainer.born != born:
             return
         if not trainer.client._links.ledger.contains(ticket.identity, 0):
-            raise Violation(f"{trainer.name} lives, and its acknowledgement of payload {ticket.name} is lost")
+            raise Violation(f"{trainer.name} lives, and its acknowledgement of payload {ticket} is lost")
 
     async def _serve(self, host: Host) -> None:
         """What `Announcement` does, on this host's way to the store."""
         directory = Directory(self.store)
         version: int | None = None
         published = ""
+        wait_s = self.rng.uniform(0.001, 0.01)
         while True:
-            await asyncio.sleep(self.rng.uniform(0.001, 0.01))
+            await asyncio.sleep(wait_s)
+            wait_s = LEASE_S / 3 + self.rng.uniform(0.001, 0.01)
             if host.alive and not host.cut:
                 try:
                     if published != host.ring:
@@ -210,10 +219,18 @@ class World:
                                 ports=host.ports, epoch=epoch,
                             )
                         )  # fmt: skip
+                    if self.now - self.renewed.get(host.number, self.now) >= LOST_AFTER_S:
+                        self.silent_until[host.number] = self.now
                     self.renewed[host.number] = self.now
                 except StoreUnavailableError:
                     published = published if version is not None else ""
-            await asyncio.sleep(LEASE_S / 3)
+
+    async def _sweep(self) -> None:
+        while self.plan.rings:
+            await asyncio.sleep(1.0)
+            for host in self.hosts:
+                if host.alive and host.links:
+                    host.sweep()
 
     # --- faults ---------------------------------------------------------------------------------------------
     async def _faults(self) -> None:
@@ -262,19 +279,19 @@ class World:
             host.break_links(port)
         await asyncio.sleep(self.rng.uniform(0.1, 20.0))
         host.down.difference_update(ports)
+        host.troubled_until = self.now + 1.0
 
     async def _cut(self) -> None:
         host = self._host()
         seconds = self.rng.uniform(0.05, 30.0) if self.rng.random() < 0.9 else self.rng.uniform(30.0, 300.0)
         host.cut_until = max(host.cut_until, self.now + seconds)
-        if host.cut_until - self.now >= self.plan.lost_after_s or host.number in self.cuts:
-            self.cuts[host.number] = (self.now, host.cut_until)
 
     async def _slow(self) -> None:
         host = self._host()
         host.slow = self.rng.choice([20.0, 500.0, 5000.0])
         await asyncio.sleep(self.rng.uniform(1.0, 60.0))
         host.slow = 1.0
+        host.troubled_until = self.now + 20.0
 
     async def _kill(self) -> None:
         trainer = self.rng.choice(self.trainers)
@@ -296,22 +313,37 @@ class World:
         self.queue_away_until = max(self.queue_away_until, self.now + self.rng.uniform(0.1, 15.0))
 
     # --- what must hold --------------------------------------------------------------------------------------
-    def given_up(self, ticket: Ticket, error: TransportError) -> None:
-        """A trainer reports a payload as unreadable: only what went with its host may be."""
-        name = ticket.name
-        entry = self.accounts.waiting.get(name)
-        if isinstance(error, PayloadLostError) and entry is not None:
-            host = self.hosts[entry[0]]
-            silent_s = self.now - self.renewed.get(host.number, 0.0)  # cuts and an absent store add up
-            if (
-                entry[0] in self.cuts or not host.alive or silent_s >= self.plan.lost_after_s
-            ):  # the directory cannot know that it lives
-                self.accounts.note(f"abandoned {name}")
-                self.accounts.waiting.pop(name)
-                self.accounts.gone.add(name)
-                self.accounts.trained.add(name)  # its slot may be freed: the queue is done with it
+    def given_up(self, ticket: Ticket, error: TransportError, begun: float) -> None:
+        """A trainer, reading since ``begun``, reports a payload as unreadable: only what went with its host is."""
+        waits = self.accounts.waiting.get(ticket.identity)
+        if isinstance(error, PayloadLostError) and waits is not None:
+            silent = self.now - self.renewed.get(waits.host, self.now) >= LOST_AFTER_S
+            if silent or self.silent_until.get(waits.host, -1.0) >= begun:  # by the directory it was dead meanwhile
+                self.accounts.abandoned(ticket.identity)
                 return
-        self.accounts.given_up(name, repr(error))
+        self.accounts.given_up(ticket.identity, repr(error))
+
+    def keep(self, payload: tuple[str, int, int], trainer: str) -> None:
+        """A trainer was told that a payload is its own."""
+        self.accounts.note(f"kept {shown(payload)}")
+        ring, slot, generation = payload
+        kept = self.kept.setdefault((ring, slot), deque(maxlen=_GENERATIONS))  # a verdict may come after the next one
+        if generation in kept:
+            raise Violation(f"twice: {trainer} keeps {shown(payload)}, which another trainer has kept")
+        kept.append(generation)
+
+    def check_ring_trainer(self, trainer: RingTrainer) -> None:
+        """What a trainer holds ready is bounded, and its sums are right."""
+        if trainer.demands is None:
+            return
+        takers = trainer.demands._takers
+        try:
+            takers.validate()
+        except AssertionError as error:
+            raise Violation(f"{trainer.name}: {error}") from error
+        most = takers.ahead + len(takers._places) * takers.most
+        if takers.unused + takers.demanded > most:
+            raise Violation(f"{trainer.name} hoards: {takers.unused} unused, {takers.demanded} asked for, of {most}")
 
     def check_client(self, trainer: Trainer) -> None:
         """Bounds of memory and connections, and the invariants that the parts state themselves."""
@@ -320,25 +352,27 @@ class World:
             return
         links = client._links
         self.most_ledger = max(self.most_ledger, links.ledger.pending_count + links.ledger.sent_count)
-        if self.rng.random() > 0.05:
-            return
+        if self.plan.hosts > _MANY and self.rng.random() > 0.05:
+            return  # a look at everything costs as much as there is
         try:
             links._pool.validate()
             links.ledger.validate()
         except AssertionError as error:
             raise Violation(f"{trainer.name}: {error}") from error
-        if len(client._links.quarantine._entries) > 4 * len(self.hosts) + 64:
+        if len(links.quarantine._entries) > 4 * len(self.hosts) + 64:
             raise Violation(f"{trainer.name}: the quarantine remembers {len(links.quarantine._entries)} ports")
 
-    async def _watch(self) -> None:
-        """Nobody starves, and every connection is bounded."""
-        while True:
-            await asyncio.sleep(10.0)
-            if self.plan.hosts > 200 and self.rng.random() > 0.1:
-                continue
-            for host in self.hosts:
-                if len(host.links) > 2 * self.settings.connections_per_listener:
-                    raise Violation(f"host {host.number} has {len(host.links)} connections")
+    def check_links(self, host: Host) -> None:
+        """With each new connection: those of dead clients stay until the host has word of it."""
+        if len(host.links) > 2 * self.settings.connections_per_listener:
+            raise Violation(f"host {host.number} has {len(host.links)} connections")
+
+    def _check_memory(self) -> None:
+        """What the queue remembers is what lies in slots, the last that finished, and what was lost with its host."""
+        self.most_remembered = max(self.most_remembered, len(self.queue._contents.deliveries))
+        slots = len(self.hosts) * self.plan.slots
+        if len(self.queue._contents.deliveries) > 2000 + 14 * slots:
+            raise Violation(f"the queue remembers {len(self.queue._contents.deliveries)} deliveries of {slots} slots")
 
     async def _until_settled(self) -> None:
         end = self.now + self.plan.minutes * 60.0
@@ -352,10 +386,8 @@ class World:
             await self._step(5.0)
             for host in self.hosts:
                 if not host.cut and host.alive:
-                    if host.unpublished and self.now >= self.queue_away_until:
-                        self.queue.publish([queued(each) for each in host.unpublished])
-                        host.unpublished.clear()
-                    if self.now > end + 120.0 and int(self.now) % 60 < 5:
+                    self._publish(host)
+                    if self.now > end + 120.0 and int(self.now) % 60 < 5 and not self.plan.rings:
                         self._reconcile(host)
 
     def _left_over(self) -> bool:
@@ -372,16 +404,16 @@ class World:
 
     async def _step(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+        self._check_memory()
         for trainer in self.trainers:
             for task in trainer.tasks:
                 if task.done() and not task.cancelled() and task.exception() is not None:
                     raise task.exception()  # type: ignore[misc]
         if self.failures:
             raise self.failures[0]
-        if self.now - max(trainer.last_trained for trainer in self.trainers) > _STARVED_S:
-            oldest = min((at for _, at in self.accounts.waiting.values()), default=self.now)
-            if self.now - oldest > _STARVED_S and any(host.alive and not host.cut for host in self.hosts):
-                raise Violation(f"starved: nobody trains since {_STARVED_S:.0f} s. {self._left()}")
+        last = max(self.accounts.oldest, *(trainer.last_trained for trainer in self.trainers))
+        if self.now - last > _STARVED_S and any(host.alive and not host.cut for host in self.hosts):
+            raise Violation(f"starved: nobody trains since {_STARVED_S:.0f} s. {self._left()}")
 
 
-__all__ = ["Plan", "Result", "World", "hosts", "msgspec"]
+__all__ = ["Plan", "Result", "World", "hosts"]

@@ -2,15 +2,83 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from transport.errors import PayloadLostError
-from transport.store.directory import Whereabouts
+from transport.errors import PayloadLostError, UnreachableError
+from transport.store.directory import Directory, Finder, Serving, Whereabouts
+from transport.store.memory import MemoryStore
 from transport.testing import a_ticket
 
 
+def test_absences_that_were_seen_far_apart_are_not_one() -> None:
+    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    assert places.found(ticket, None, 100.0) is None
+    # Others read the ring meanwhile. This reader cannot know: it asks again when the ring is away a second time.
+    assert places.found(ticket, None, 1000.0) is None
+    with pytest.raises(PayloadLostError):
+        places.found(ticket, None, 1020.0)
+
+
+def test_an_absence_goes_on_between_reads_while_the_ring_is_looked_for() -> None:
+    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    assert places.found(ticket, None, 100.0) is None
+    for now in (120.0, 140.0):
+        assert places.watched(now) == [ticket.ring]
+        places.looked([ticket.ring], {ticket.ring}, now)
+    with pytest.raises(PayloadLostError):
+        places.found(ticket, None, 160.0)
+
+
+def test_a_look_that_finds_the_ring_ends_its_absence() -> None:
+    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    assert places.found(ticket, None, 100.0) is None
+    places.looked([ticket.ring], set(), 110.0)
+    assert places.watched(110.0) == []
+    assert places.found(ticket, None, 125.0) is None
+
+
+def test_a_look_does_not_bring_back_what_was_reached_meanwhile() -> None:
+    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    assert places.found(ticket, None, 100.0) is None
+    places.reached(ticket.ring)
+    places.looked([ticket.ring], {ticket.ring}, 101.0)
+    assert places.watched(101.0) == []
+
+
+def test_a_ring_that_is_not_read_from_any_more_is_not_looked_for_for_ever() -> None:
+    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
+    assert places.found(ticket, None, 100.0) is None
+    places.looked([ticket.ring], {ticket.ring}, 399.0)
+    assert places.watched(399.0) == [ticket.ring]
+    assert places.watched(400.0) == []
+
+
+def test_a_finder_looks_for_absent_rings_until_they_are_there_or_it_ends() -> None:
+    async def run() -> None:
+        ticket, store = a_ticket(), MemoryStore()
+        directory = Directory(store, lease_s=0.03)
+        finder = Finder(directory, grace_s=1e6)
+        assert await finder.after(ticket, UnreachableError("away")) is None
+        looking = [task for task in asyncio.all_tasks() if task.get_name() == "transport directory"]
+        assert len(looking) == 1
+        Directory(store).publish(Serving(ring=ticket.ring, host="h", addresses=("10.0.0.1",), ports=(7001,), epoch=1))
+        await asyncio.wait_for(looking[0], 60)  # it ends by itself, since no ring is absent
+        store.delete(f"servers/{ticket.ring}")
+        assert await finder.after(ticket, UnreachableError("away")) is None
+        looking = [task for task in asyncio.all_tasks() if task.get_name() == "transport directory"]
+        finder.end()
+        await asyncio.gather(*looking, return_exceptions=True)
+        assert [task.cancelled() for task in looking] == [True]
+        assert await finder.after(ticket, UnreachableError("away")) is None
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "transport directory"]
+
+    asyncio.run(run())
+
+
 def test_a_read_that_succeeds_ends_an_absence() -> None:
-    ticket, places = a_ticket(), Whereabouts(grace_s=20.0)
+    ticket, places = a_ticket(), Whereabouts(grace_s=20.0, lease_s=30.0)
     assert places.found(ticket, None, 100.0) is None
     places.reached(ticket.ring)  # the server lives: it was away for a moment, and its ports answer again
     assert places.found(ticket, None, 1000.0) is None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
+from costs import lines_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transport.taking import takers as takers_module
 from transport.taking.takers import Ask, Close, Open, Takers, Untake
 
 
@@ -216,3 +218,37 @@ def test_what_is_in_hand_and_asked_for_is_bounded(most: int, places: int, events
         assert takers.in_hand + takers.demanded <= 3 * most + len(known)
         if takers.unused == 0 and not asked and not opening:  # it waits for something, be it the end of a pause
             assert takers.next_due(now) is not None
+
+
+def cost_of_an_event(places: int) -> int:
+    """With so many places, all of which are asked: an answer, its use and its end, and a connection that breaks."""
+    takers = opened(24, 8, *(f"{at:05}" for at in range(places)))
+    takers.step(0.0)
+
+    def events() -> None:
+        takers.answered("00000", 1, full=True)
+        takers.step(1.0)
+        takers.used("00000", 1)
+        takers.step(1.0)
+        takers.ended("00000", 1)
+        takers.lost("00001", 1.0)
+        takers.step(1.0)
+        assert takers.next_due(1.0) == 1.1
+
+    return lines_of(takers_module, events)
+
+
+def test_an_event_costs_little_more_with_thousands_of_places_than_with_a_few() -> None:
+    assert cost_of_an_event(5000) < 2 * cost_of_an_event(5)
+
+
+def test_a_place_that_is_known_again_is_asked_and_not_before_its_pause_is_over() -> None:
+    takers = opened(12, 4, "a", "b")
+    takers.step(0.0)
+    takers.answered("a", 3, full=False)
+    takers.step(0.0)
+    takers.refused("a", 1.0)
+    takers.found(["b"])
+    takers.found(["a", "b"])
+    assert (takers.step(1.05), takers.next_due(1.05)) == ([], 1.1)
+    assert asked(takers, 1.1) == {"a": (4, True)}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from costs import lines_of
 from hypothesis import settings
 from queue_conformance import LEASE_S, QueueConformance, ids, ticket, tickets
 from queue_model import QueueMachine
 
 from transport.errors import ClosedError
-from transport.testing import MemoryQueue
+from transport.queue.base import QueuedTicket
+from transport.testing import MemoryQueue, memory_queue
 
 
 class MemoryHarness:
@@ -57,3 +59,45 @@ def test_a_handle_that_is_closed_leaves_the_others_their_tickets(harness: Memory
     assert ids(other.claim(9, consumer="b")) == [each.id for each in tickets(2)]
     with pytest.raises(ClosedError):
         one.publish(ticket(3))
+
+
+def costs_with(deliveries: int) -> list[int]:
+    queue = MemoryQueue(clock=lambda: 0.0)
+    queue.publish([QueuedTicket(f"{'0' * 32}/{at}/1", b"ticket") for at in range(deliveries)])
+    queue.ack_many(queue.claim(deliveries // 2, consumer="a"))
+    claims = queue.claim(10, consumer="a")
+    return [
+        lines_of(memory_queue, lambda: queue.claim(10, consumer="a")),
+        lines_of(memory_queue, lambda: queue.renew(claims)),
+        lines_of(memory_queue, lambda: queue.retry(claims[0], 5.0)),
+        lines_of(memory_queue, lambda: queue.ack_many(claims[1:])),
+        lines_of(memory_queue, queue.depth),
+    ]
+
+
+def test_a_call_costs_little_more_with_many_deliveries_than_with_few() -> None:
+    assert all(many < 2 * few for few, many in zip(costs_with(50), costs_with(5000), strict=True))
+
+
+def test_a_retry_with_a_shorter_delay_than_the_lease_comes_when_the_delay_is_over(harness: MemoryHarness) -> None:
+    queue = harness.open()
+    queue.publish(tickets(2))
+    [first, second] = queue.claim(2, consumer="a")
+    assert queue.retry(first, LEASE_S / 4)
+    assert queue.retry(second)
+    assert ids(queue.claim(9, consumer="b")) == [second.ticket_id]
+    harness.advance(LEASE_S / 4)
+    assert ids(queue.claim(9, consumer="b")) == [first.ticket_id]
+    harness.advance(LEASE_S)
+    assert ids(queue.claim(9, consumer="b")) == [first.ticket_id, second.ticket_id]
+    assert queue.claim(9, consumer="b") == []
+
+
+def test_finished_tickets_are_forgotten_but_for_the_last() -> None:
+    queue = MemoryQueue(keep_finished=3)
+    queue.publish(tickets(10), readers=2)
+    for rank in (0, 1):
+        queue.ack_many(queue.claim(9, rank=rank, consumer="a"))
+    assert list(queue.known([each.id for each in tickets(10)])) == [each.id for each in tickets(10)[6:]]
+    assert (queue.depth().done, queue.depth().ready) == (18, 2)
+    assert ids(queue.claim(9, rank=1, consumer="a")) == [ticket(9).id]

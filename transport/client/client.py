@@ -445,6 +445,8 @@ class UCXXClient(Reading, NeedsLoop):
             stack.callback(self._links.end)
             stack.callback(self._taking.close)
             stack.callback(self._warming.close)
+            if self._finder is not None:
+                stack.callback(self._finder.end)
             self._status.close()
 
     async def __aenter__(self) -> Self:

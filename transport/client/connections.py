@@ -36,6 +36,7 @@ _LONGEST_SLEEP_S = 30.0
 _PORTS_AT_A_TIME = 4  # that are warmed up
 _MOST_MAPPED_BYTES = 256 << 20  # ahead; the pool keeps more
 _PAGE = 4096
+_FEW = 256  # idle connections
 _LOOK_S = 1.0  # while acknowledgements are unconfirmed: is the connection that carried them still there?
 
 
@@ -59,6 +60,7 @@ class Links(Lending):
         super().__init__(settings, wires, secret, device_memory=device_memory)
         self._tick = tick
         self._flushes: dict[str, asyncio.Task[None]] = {}
+        self._looked = 0.0  # at all idle links
         self._tender = asyncio.get_running_loop().create_task(self._tend(), name="transport client")
 
     def __repr__(self) -> str:
@@ -78,7 +80,7 @@ class Links(Lending):
         while True:
             try:
                 await self._sleep()
-                self._break_off_all([link for link in self._pool.idle() if not link.usable])
+                self._look_at_idle(time.monotonic())
                 for ring in self.ledger.due(time.monotonic()):
                     self._begin_flush(ring)
                 self._part_from_old()
@@ -86,6 +88,12 @@ class Links(Lending):
             except Exception:  # whatever it was, acknowledgements must go on
                 log.exception("maintenance of connections failed; trying again")
                 await asyncio.sleep(_LOOK_S)
+
+    def _look_at_idle(self, now: float) -> None:
+        """Part from idle links that broke: a few are looked at each time, many as often as `_LOOK_S` says."""
+        if self._pool.idle_count <= _FEW or now >= self._looked + _LOOK_S:
+            self._looked = now
+            self._break_off_all([link for link in self._pool.idle() if not link.usable])
 
     async def _sleep(self) -> None:
         """Until something is due. Nothing due soon: until woken, too."""

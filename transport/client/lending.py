@@ -64,7 +64,7 @@ class Lending:
         # who waits for a link of a port: given one that came back, or None: a place, which is taken in the pool already
         self._waiting: dict[PortKey, deque[asyncio.Future[Link | None]]] = {}
         self._tag_bases: dict[Link, int] = {}
-        self._opening_bases: set[int] = set()
+        self._bases: set[int] = set()  # those, and of links that are being opened
         self._partings: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()  # something has changed that upkeep should look at
         self._closed = False
@@ -241,15 +241,16 @@ class Lending:
         return link
 
     async def _connect(self, port: PortKey, ring: str, near: bool = False) -> Link:
-        base = new_tag_base(self._opening_bases | set(self._tag_bases.values()))
-        self._opening_bases.add(base)
+        base = new_tag_base(self._bases)
+        self._bases.add(base)
         try:
             if self._closed:  # a turn that came just before
                 raise ClosedError("this client is closed")
             self.quarantine.begin(port, time.monotonic())
             link = await self._connected(port, ring, base, near)
-        finally:
-            self._opening_bases.discard(base)
+        except BaseException:
+            self._bases.discard(base)
+            raise
         self._tag_bases[link] = base
         self.opened += 1
         return link
@@ -311,7 +312,7 @@ class Lending:
         if link.worker in (self._worker, self._worker_apart) and link.worker.engine.abandoned:
             blocked = True  # a peer may still be sending fragments into memory that goes back to its owner now
         self._pool.drop(link)
-        self._tag_bases.pop(link, None)
+        self._bases.discard(self._tag_bases.pop(link, -1))
         self.ledger.lost(link, time.monotonic())
         self._wake.set()
         if self._waiting:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _WAIT_S: Final = 20.0  # of a demand at a listener; the next one follows at once
+_FEW: Final = 64  # connections, which are all looked at in every turn
+_LOOK_S: Final = 0.25  # more of them are looked at so often: is each still there?
 
 
 class Place(NamedTuple):
@@ -111,6 +113,7 @@ class Demands:
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._seldom = Seldom()
+        self._looked = float("-inf")
         self._task(self._follow())
         self._task(self._keep())
 
@@ -205,9 +208,12 @@ class Demands:
         if self._closed:
             return
         now = time.monotonic()
-        for name, link in list(self._links.items()):
-            if link.lost:
-                self._lose(name, link)
+        look_at = self._looked + _LOOK_S
+        if len(self._links) <= _FEW or now >= look_at:
+            look_at, self._looked = float("inf"), now
+            for name, link in list(self._links.items()):
+                if link.lost:
+                    self._lose(name, link)
         for action in self._takers.step(now):
             match action:
                 case Open(name):
@@ -225,7 +231,8 @@ class Demands:
         if self._due is not None:
             self._due.cancel()
         due = self._takers.next_due(now)
-        self._due = None if due is None else self._loop.call_later(max(0.0, due - now), self._turn)
+        due = look_at if due is None else min(due, look_at)
+        self._due = None if due == float("inf") else self._loop.call_later(max(0.0, due - now), self._turn)
 
     def _lose(self, name: str, link: TakeLink) -> None:
         if self._links.get(name) is link:

@@ -10,6 +10,8 @@ found after it was restarted or moved, and its tickets are reported as lost afte
 
 So the tickets of a dead server are reported as lost at the first read after ``lease_s`` + ``grace_s``. The grace is for
 a server that lives but whose record expired because the store was unavailable: it republishes every third of the lease.
+A reader that has seen a ring absent looks for it again, more often than a record lasts, so that two absences with a
+presence in between never count as one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
@@ -48,6 +50,7 @@ _EPOCHS = "servers-epoch"
 MAY_HAVE_MOVED = (LinkError, PayloadLostError)
 
 _MOST_RINGS = 4096  # remembered by one reader
+_WATCHED_LEASES = 10  # since a read last asked for an absent ring
 _JOIN_S = 60.0  # longer than a store waits for its server
 
 
@@ -94,6 +97,11 @@ class Directory:
             return msgspec.msgpack.decode(entry.value, type=Serving)
         except msgspec.MsgspecError as error:
             raise StoreError(f"malformed directory record of ring {ring[:8]}: {error}") from error
+
+    def absent(self, rings: Sequence[str]) -> list[str]:
+        """Those of the rings that have no record, with one call to the store."""
+        entries = self._store.get_many([_PREFIX + ring for ring in rings])
+        return [ring for ring, entry in zip(rings, entries, strict=True) if entry is None]
 
     def all(self) -> list[Serving]:
         """The records of all rings; malformed ones are left out, with a warning."""
@@ -196,17 +204,27 @@ class Announcement:
         self.close()
 
 
+class _Absence(msgspec.Struct):
+    """Since when a ring has been absent, when it was last seen so, and when a read last asked for it."""
+
+    since: float
+    seen: float
+    asked: float
+
+
 class Whereabouts:
     """A reader's knowledge of servers. Decisions without I/O; belongs to one loop.
 
     Args:
         grace_s: how long a ring must be absent from the directory before its payloads count as lost.
+        lease_s: of the directory. Between two looks so far apart a ring may have been present.
     """
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, lease_s: float = LEASE_S) -> None:
         self._grace_s = grace_s
+        self._lease_s = lease_s
         self._known: dict[str, Serving] = {}
-        self._absent_since: dict[str, float] = {}
+        self._absent: dict[str, _Absence] = {}
 
     def current(self, ticket: Ticket) -> Ticket:
         """The ticket with the addresses and ports that were last found for its ring."""
@@ -215,8 +233,8 @@ class Whereabouts:
 
     def reached(self, ring: str) -> None:
         """A read of the ring succeeded: the time of its absence is counted from zero again."""
-        if self._absent_since:
-            self._absent_since.pop(ring, None)
+        if self._absent:
+            self._absent.pop(ring, None)
 
     def found(self, ticket: Ticket, serving: Serving | None, now: float) -> Ticket | None:
         """After a failed read: the ticket to read instead; None if the failure is to be raised.
@@ -225,15 +243,15 @@ class Whereabouts:
         """
         if serving is None:
             self._known.pop(ticket.ring, None)
-            since = self._absent_since.setdefault(ticket.ring, now)
-            _bound(self._absent_since)
-            if now - since >= self._grace_s:
+            absence = self._seen_absent(ticket.ring, now)
+            absence.asked = now
+            if now - absence.since >= self._grace_s:
                 raise PayloadLostError(
                     f"payload {ticket.name} is lost: its ports do not answer, and the directory has had no server of "
                     f"its ring for {self._grace_s:g} s"
                 )
             return None
-        self._absent_since.pop(ticket.ring, None)
+        self._absent.pop(ticket.ring, None)
         moved = serving.moved(ticket)
         if moved == ticket:
             return None
@@ -241,6 +259,30 @@ class Whereabouts:
         self._known[ticket.ring] = serving
         _bound(self._known)
         return moved
+
+    def watched(self, now: float) -> list[str]:
+        """The absent rings to look for again, within a lease. A ring that is not read from any more is forgotten."""
+        forget_s = _WATCHED_LEASES * self._lease_s
+        self._absent = {ring: absence for ring, absence in self._absent.items() if now - absence.asked < forget_s}
+        return list(self._absent)
+
+    def looked(self, rings: Iterable[str], absent: Container[str], now: float) -> None:
+        """What a look at some of these rings has found."""
+        for ring in rings:
+            if ring not in absent:
+                self._absent.pop(ring, None)
+            elif ring in self._absent:  # not reached meanwhile
+                self._seen_absent(ring, now)
+
+    def _seen_absent(self, ring: str, now: float) -> _Absence:
+        absence = self._absent.get(ring)
+        if absence is None:
+            absence = self._absent[ring] = _Absence(now, now, now)
+            _bound(self._absent)
+        elif now - absence.seen >= self._lease_s:
+            absence.since = now
+        absence.seen = now
+        return absence
 
 
 def _bound(rings: dict[str, Any]) -> None:
@@ -260,7 +302,11 @@ class Finder:
     ) -> None:
         self._directory = directory
         self._clock = clock
-        self._whereabouts = Whereabouts(directory.lease_s * 2 / 3 if grace_s is None else grace_s)
+        lease_s = directory.lease_s
+        self._look_s = lease_s / 3
+        self._whereabouts = Whereabouts(lease_s * 2 / 3 if grace_s is None else grace_s, lease_s)
+        self._watch: asyncio.Task[None] | None = None  # while any ring is absent
+        self._ended = False
 
     def current(self, ticket: Ticket) -> Ticket:
         """The ticket with the addresses and ports that were last found for its ring."""
@@ -285,3 +331,28 @@ class Finder:
         except (StoreError, TicketError) as unknown:
             log.warning("directory lookup of ring %s failed: %s", ticket.ring[:8], unknown)
             return None
+        finally:
+            if self._watch is None and not self._ended and self._whereabouts.watched(self._clock()):
+                self._watch = asyncio.get_running_loop().create_task(self._look(), name="transport directory")
+
+    async def _look(self) -> None:
+        """Look again and again for what was absent, until nothing is."""
+        try:
+            while True:
+                await asyncio.sleep(self._look_s)
+                if not (rings := self._whereabouts.watched(self._clock())):
+                    return
+                try:
+                    absent = await asyncio.to_thread(self._directory.absent, rings)
+                except StoreError as error:
+                    log.warning("looking for %d absent rings failed: %s", len(rings), error)
+                else:
+                    self._whereabouts.looked(rings, set(absent), self._clock())
+        finally:
+            self._watch = None
+
+    def end(self) -> None:
+        """Look for nothing any more. Idempotent."""
+        self._ended = True
+        if self._watch is not None:
+            self._watch.cancel()

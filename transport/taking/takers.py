@@ -14,13 +14,18 @@ What lies unused and what was asked for is at most ``ahead``, and one payload fo
 trainer hoards; once as much lies unused, demands that wait are taken back. What the trainer works on does not count: it
 may need more to complete a batch. Nor does a demand whose answer is late, so that a listener that is stopped does not
 keep the trainer from the others.
+
+An event and the step after it cost the same with ten places as with ten thousand: sums are kept, and places lie in
+heaps by what is next to be done with them. An entry of a heap is void once its place has changed, and is dropped when
+met.
 """
 
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -79,26 +84,31 @@ class _Demand:
     n: int
     waits: bool
     late_at: float  # when its answer should be there
+    counts: int  # of `Takers._counted`: what it may bring, less the one payload that may be asked for everywhere
     taken_back: bool = False
 
 
 @dataclass
 class _Place:
+    name: str
+    order: int  # in which places were found
     state: _State = _State.CLOSED
     known: bool = True
     demand: _Demand | None = None
     plenty: bool = False  # its last answer was a full one
     asked: int = 0  # the number of its last demand
+    queued: tuple[bool, int] | None = None  # (plenty, asked) of its entry in `Takers._ready`
     in_hand: int = 0
     unused: int = 0
     failures: int = 0
     due: float = float("-inf")
 
-    def counted(self, now: float) -> int:
-        """What its demand may bring; less the one payload that may be asked for everywhere."""
-        if self.demand is None or now >= self.demand.late_at:
-            return 0
-        return self.demand.n - self.demand.waits
+    @property
+    def askable(self) -> bool:
+        return self.state is _State.OPEN and self.known and self.demand is None
+
+
+_Entry = tuple[float, int, str]  # when or in which turn, `_Place.order`, `_Place.name`
 
 
 class Takers:
@@ -108,161 +118,265 @@ class Takers:
         ahead: payloads that lie unused or were asked for, all places together; may be changed.
         most: payloads in a batch; may be changed.
         largest: payloads that a demand can bring; may be changed.
+
+    Attributes:
+        in_hand: payloads that have come and whose claims have not ended.
+        unused: payloads that have come and are not used yet.
+        demanded: payloads that were asked for.
     """
 
     def __init__(self, ahead: int, most: int = 256, largest: int = 0) -> None:
         self.ahead = ahead
         self.most = most
         self.largest = largest
+        self.in_hand = self.unused = self.demanded = 0
         self._places: dict[str, _Place] = {}
+        self._known = 0  # places
+        self._gone: dict[str, _Place] = {}  # that are not known any more
+        self._counted = 0  # payloads that demands may bring whose answers are not late
+        self._closed: list[_Entry] = []  # by `due`
+        self._paused: list[_Entry] = []  # open ones that refused a demand, by `due`
+        self._ready: dict[bool, list[_Entry]] = {False: [], True: []}  # by `plenty`, then by `asked`
+        self._late: list[_Entry] = []  # places with a demand that has a time, by it
+        self._waiting: dict[int, dict[str, _Place]] = {}  # by size, places whose demand waits and may be taken back
         self._numbers = itertools.count(1)
-
-    @property
-    def in_hand(self) -> int:
-        """Payloads that have come and whose claims have not ended."""
-        return sum(place.in_hand for place in self._places.values())
-
-    @property
-    def unused(self) -> int:
-        """Payloads that have come and are not used yet."""
-        return sum(place.unused for place in self._places.values())
-
-    @property
-    def demanded(self) -> int:
-        """Payloads that were asked for."""
-        return sum(place.demand.n for place in self._places.values() if place.demand is not None)
+        self._orders = itertools.count()
 
     # --- events -------------------------------------------------------------------------------------
     def found(self, places: Iterable[str]) -> None:
         """These are all the places where rings are served now."""
         known = set(places)
         for name, place in self._places.items():
-            place.known = name in known
+            if place.known and name not in known:
+                place.known = False
+                self._gone[name] = place
+            elif not place.known and name in known:
+                place.known = True
+                del self._gone[name]
+                if place.state is _State.OPEN:
+                    heapq.heappush(self._paused, (place.due, place.order, name))
+                else:
+                    self._next(place)
         for name in known - self._places.keys():
-            self._places[name] = _Place()
+            place = self._places[name] = _Place(name, next(self._orders))
+            self._next(place)
+        self._known = len(known)
 
     def opened(self, name: str) -> None:
         """Connected."""
-        self._places[name].state = _State.OPEN
+        place = self._places[name]
+        place.state = _State.OPEN
+        self._next(place)
 
     def answered(self, name: str, count: int, *, full: bool) -> None:
         """The place's demand has brought ``count`` payloads; ``full``: as many as it may, so that there may be more."""
         place = self._places[name]
-        place.demand = None
+        self._end_demand(place)
         place.failures = 0
         place.plenty = full
         place.in_hand += count
         place.unused += count
+        self.in_hand += count
+        self.unused += count
+        self._next(place)
 
     def used(self, name: str, count: int) -> None:
         """The trainer works on so many payloads of the place."""
         place = self._places[name]
-        place.unused = max(0, place.unused - count)
+        self._set_unused(place, max(0, place.unused - count))
 
     def ended(self, name: str, count: int) -> None:
         """So many claims of the place were consumed or given back."""
         place = self._places[name]
-        place.in_hand = max(0, place.in_hand - count)
-        place.unused = min(place.unused, place.in_hand)
+        left = max(0, place.in_hand - count)
+        self.in_hand += left - place.in_hand
+        place.in_hand = left
+        self._set_unused(place, min(place.unused, left))
 
     def refused(self, name: str, now: float) -> None:
         """The place did not take the demand, and keeps the connection and its claims. Asked again after a pause."""
         place = self._places[name]
-        place.demand = None
+        self._end_demand(place)
         self._pause(place, now)
+        heapq.heappush(self._paused, (place.due, place.order, name))
 
     def lost(self, name: str, now: float) -> None:
         """The connection failed or broke: its claims and its demand are gone. Tried again after a pause."""
         place = self._places[name]
+        self._end_demand(place)
         place.state = _State.CLOSED
-        place.demand = None
         place.plenty = False
-        place.in_hand = place.unused = 0
+        self.in_hand -= place.in_hand
+        place.in_hand = 0
+        self._set_unused(place, 0)
         self._pause(place, now)
+        self._next(place)
 
     @staticmethod
     def _pause(place: _Place, now: float) -> None:
         place.due = now + min(_FIRST_PAUSE_S * 2.0 ** min(place.failures, 30), _LONGEST_PAUSE_S)
         place.failures += 1
 
+    def _set_unused(self, place: _Place, count: int) -> None:
+        self.unused += count - place.unused
+        place.unused = count
+
+    def _end_demand(self, place: _Place) -> None:
+        demand, place.demand = place.demand, None
+        if demand is not None:
+            self.demanded -= demand.n
+            self._counted -= demand.counts
+            self._waiting.get(demand.n, {}).pop(place.name, None)
+
+    def _next(self, place: _Place) -> None:
+        """Put the place where `step` finds it: to be opened when that is due, or to be asked in its turn."""
+        if place.state is _State.CLOSED:
+            heapq.heappush(self._closed, (place.due, place.order, place.name))
+        elif place.askable and place.queued != (place.plenty, place.asked):
+            place.queued = place.plenty, place.asked
+            heapq.heappush(self._ready[place.plenty], (place.asked, place.order, place.name))
+
     # --- decisions ----------------------------------------------------------------------------------
     def step(self, now: float) -> list[Action]:
         """What is to be done now; it counts as done."""
+        self._look_at_clock(now)
         actions = [*self._forget(now), *self._open(now)]
-        unused = self.unused
-        if unused >= self.ahead:
+        if self.unused >= self.ahead:
             return [*actions, *self._take_back(0, now)]
         whole, share = self._sizes()
-        room = self.ahead - unused - sum(place.counted(now) for place in self._places.values())
+        room = self.ahead - self.unused - self._counted
         short = False
-        # Turns: who was asked longest ago is asked first.
-        for name, place in sorted(self._askable(now), key=lambda each: each[1].asked):
-            waits = share == whole or not place.plenty
+        # Turns: who was asked longest ago is asked first. Those with plenty, and the others, each have one size.
+        kinds = [False, True]
+        while turns := [(first, plenty) for plenty in kinds if (first := self._first(plenty)) is not None]:
+            _, plenty = min(turns)
+            waits = share == whole or not plenty
             n = share if waits else whole
             if n - waits > room:
                 short = True
+                kinds.remove(plenty)
                 continue
             room -= n - waits
-            place.asked = next(self._numbers)
-            place.demand = _Demand(place.asked, n, waits, _NEVER if waits else now + _LATE_S)
-            actions.append(Ask(name, n, place.asked, waits))
+            actions.append(self._ask(heapq.heappop(self._ready[plenty])[2], n, waits, now))
         return [*actions, *self._take_back(share, now)] if short else actions
 
     def _sizes(self) -> tuple[int, int]:
         """A whole batch, and what a demand that waits is for."""
-        places = max(1, sum(place.known for place in self._places.values()))
+        places = max(1, self._known)
         most = max(1, min(self.most, self.ahead - self.ahead // _WAITING_SHARE))
         if places * most <= self.ahead:
             whole = max(most, min(_BATCHES_OF_ONE * most, self.ahead, self.largest)) if places == 1 else most
             return whole, whole
         return most, max(1, self.ahead // _WAITING_SHARE // places)
 
-    def _askable(self, now: float) -> Iterator[tuple[str, _Place]]:
-        for name, place in self._places.items():
-            if place.state is _State.OPEN and place.known and place.demand is None and place.due <= now:
-                yield name, place
+    def _ask(self, name: str, n: int, waits: bool, now: float) -> Ask:
+        place = self._places[name]
+        place.queued = None
+        place.asked = next(self._numbers)
+        place.demand = _Demand(place.asked, n, waits, _NEVER if waits else now + _LATE_S, n - waits)
+        self.demanded += n
+        self._counted += n - waits
+        if waits:
+            self._waiting.setdefault(n, {})[name] = place
+        else:
+            heapq.heappush(self._late, (place.demand.late_at, place.order, name))
+        return Ask(name, n, place.asked, waits)
+
+    def _first(self, plenty: bool) -> _Entry | None:
+        """Of the places that can be asked, with plenty or without."""
+        entries = self._ready[plenty]
+        while entries:
+            asked, order, name = entries[0]
+            place = self._places.get(name)
+            if place is not None and place.order == order:
+                if place.askable and (place.plenty, place.asked) == (plenty, asked):
+                    return entries[0]
+                if place.queued == (plenty, int(asked)):
+                    place.queued = None
+            heapq.heappop(entries)
+        return None
+
+    def _look_at_clock(self, now: float) -> None:
+        """Demands whose answers are late do not count any more, and pauses are over."""
+        while (late := self._top(self._late, self._has_time)) is not None and late[0] <= now:
+            place = self._places[heapq.heappop(self._late)[2]]
+            if place.demand is not None:
+                self._counted -= place.demand.counts
+                place.demand.counts = 0
+        while (paused := self._top(self._paused, self._is_paused)) is not None and paused[0] <= now:
+            self._next(self._places[heapq.heappop(self._paused)[2]])
+
+    def _top(self, entries: list[_Entry], valid: Callable[[_Place, float], bool]) -> _Entry | None:
+        """The first entry that is not void."""
+        while entries:
+            at, order, name = entries[0]
+            place = self._places.get(name)
+            if place is not None and place.order == order and valid(place, at):
+                return entries[0]
+            heapq.heappop(entries)
+        return None
+
+    @staticmethod
+    def _has_time(place: _Place, at: float) -> bool:
+        return place.demand is not None and place.demand.late_at == at
+
+    @staticmethod
+    def _is_paused(place: _Place, at: float) -> bool:
+        return place.askable and place.due == at
+
+    @staticmethod
+    def _is_closed(place: _Place, at: float) -> bool:
+        return place.state is _State.CLOSED and place.known and place.due == at
 
     def next_due(self, now: float) -> float | None:
         """When `step` has something to do without an event; None: only after one."""
-        return min(self._dues(now), default=None)
-
-    def _dues(self, now: float) -> Iterator[float]:
-        hungry = self.unused < self.ahead
-        for place in self._places.values():
-            if place.known and place.state is _State.CLOSED:
-                yield max(place.due, now)
-            elif hungry and place.known and place.state is _State.OPEN and place.due > now:
-                yield place.due
-            if hungry and place.demand is not None and now < place.demand.late_at < _NEVER:
-                yield place.demand.late_at
+        self._look_at_clock(now)
+        dues = []
+        if (closed := self._top(self._closed, self._is_closed)) is not None:
+            dues.append(max(closed[0], now))
+        if self.unused < self.ahead:
+            of_places = (self._top(self._paused, self._is_paused), self._top(self._late, self._has_time))
+            dues += [entry[0] for entry in of_places if entry is not None]
+        return min(dues, default=None)
 
     def _open(self, now: float) -> Iterator[Action]:
-        for name, place in self._places.items():
-            if place.state is _State.CLOSED and place.known and place.due <= now:
-                place.state = _State.OPENING
-                yield Open(name)
+        while (closed := self._top(self._closed, self._is_closed)) is not None and closed[0] <= now:
+            place = self._places[heapq.heappop(self._closed)[2]]
+            place.state = _State.OPENING
+            yield Open(place.name)
 
     def _forget(self, now: float) -> Iterator[Action]:
-        for name, place in list(self._places.items()):
-            if place.known:
-                continue
+        for name, place in list(self._gone.items()):
             if place.state is _State.CLOSED:
-                del self._places[name]
+                del self._places[name], self._gone[name]
             elif place.state is _State.OPEN and place.demand is None and place.in_hand == 0:
-                del self._places[name]
+                del self._places[name], self._gone[name]
                 yield Close(name)
-            else:
-                yield from self._untake(name, place, 0, now)
+            elif place.demand is not None and place.demand.waits and not place.demand.taken_back:
+                yield self._untake(place, place.demand, now)
 
     def _take_back(self, share: int, now: float) -> Iterator[Action]:
         """Demands that wait for more than a share, since others need the room; 0: all, since enough lies unused."""
-        for name, place in self._places.items():
-            yield from self._untake(name, place, share, now)
+        for n in [n for n in self._waiting if n > share]:
+            for place in list(self._waiting[n].values()):
+                if place.demand is not None:
+                    yield self._untake(place, place.demand, now)
+            del self._waiting[n]
 
-    @staticmethod
-    def _untake(name: str, place: _Place, share: int, now: float) -> Iterator[Action]:
-        demand = place.demand
-        if demand is not None and demand.waits and demand.n > share and not demand.taken_back:
-            demand.taken_back = True
-            demand.late_at = now + _LATE_S
-            yield Untake(name, demand.number)
+    def _untake(self, place: _Place, demand: _Demand, now: float) -> Untake:
+        demand.taken_back = True
+        demand.late_at = now + _LATE_S
+        heapq.heappush(self._late, (demand.late_at, place.order, place.name))
+        self._waiting.get(demand.n, {}).pop(place.name, None)
+        return Untake(place.name, demand.number)
+
+    def validate(self) -> None:
+        """Assert that the sums are those of the places."""
+        places = self._places.values()
+        demands = [place.demand for place in places if place.demand is not None]
+        assert self.in_hand == sum(place.in_hand for place in places), "payloads in hand"
+        assert self.unused == sum(place.unused for place in places), "unused payloads"
+        assert self.demanded == sum(demand.n for demand in demands), "payloads asked for"
+        assert self._counted == sum(demand.counts for demand in demands), "payloads that may come"
+        assert self._known == sum(place.known for place in places), "known places"
+        assert self._gone.keys() == {place.name for place in places if not place.known}, "places that are gone"

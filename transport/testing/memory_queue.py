@@ -1,16 +1,18 @@
 """A ticket queue in the memory of one process, for unit tests. See transport/queue/base.py for the contract.
 
 It keeps the whole contract, and a test moves its clock: `MemoryQueue(clock=lambda: now)`. For work use a queue that
-survives its process.
+survives its process. A call costs the same however many deliveries there are: what can be claimed, and whose time comes
+next, are kept in order, and what has finished is forgotten as elsewhere.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final, Self, TypeVar
 
 from transport.errors import ClosedError
@@ -29,9 +31,13 @@ from transport.queue.base import (
 )
 from transport.runtime.explaining import explained_calls
 
+_NEVER: Final = float("inf")
 _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes no thread
 
 Found = TypeVar("Found")
+
+
+_FAILED: Final = (DeliveryState.DISCARDED, DeliveryState.DEAD, DeliveryState.LOST)
 
 
 class _Delivery:
@@ -48,13 +54,22 @@ class _Delivery:
         self.lease_ends = 0.0
         self.consumer = ""
         self.reason = ""
+        self.offered = False  # Invariant: whether it is in `_Contents.ready`
+        self.due_at = _NEVER  # of its entry in `_Contents.times`; others of it there are void
 
     @property
     def token(self) -> str:
         return f"{self.sequence}:{self.attempts}"
 
+    @property
+    def held(self) -> bool:
+        return self.state in (DeliveryState.CLAIMED, DeliveryState.ARRIVED)
+
     def held_by(self, claim: Claim) -> bool:
-        return claim.token == self.token and self.state in (DeliveryState.CLAIMED, DeliveryState.ARRIVED)
+        return self.held and claim.token == self.token
+
+    def __lt__(self, other: _Delivery) -> bool:
+        return self.sequence < other.sequence
 
 
 class _Contents:
@@ -64,9 +79,57 @@ class _Contents:
         self.changed = threading.Condition()
         self.deliveries: dict[tuple[str, int], _Delivery] = {}  # in the order of publication
         self.readers: dict[str, int] = {}
-        self.counts: dict[int, Counter[str]] = {}
+        self.counts: dict[int, Counter[str]] = {}  # by state, and of what has happened
         self.notices: dict[str, Notice] = {}
         self.sequence = itertools.count(1)
+        # Invariant: each delivery that is ready is in `ready` of its rank, or in `times` until it may be claimed.
+        self.ready: dict[int, list[_Delivery]] = {}
+        self.times: list[tuple[float, int, int, _Delivery]] = []  # ends of leases and delays, or earlier
+        self.finished: deque[str] = deque()  # tickets, in the order in which they did
+
+    def count(self, rank: int, name: str, amount: int = 1) -> None:
+        self.counts.setdefault(rank, Counter())[name] += amount
+
+    def offer(self, delivery: _Delivery) -> None:
+        """It can be claimed."""
+        if not delivery.offered:
+            delivery.offered = True
+            heapq.heappush(self.ready.setdefault(delivery.rank, []), delivery)
+
+    def look_again(self, delivery: _Delivery, at: float) -> None:
+        """When the time has come, or sooner, `due` returns it."""
+        if at < delivery.due_at:
+            delivery.due_at = at
+            heapq.heappush(self.times, (at, delivery.sequence, delivery.rank, delivery))
+
+    def due(self, now: float) -> Iterator[_Delivery]:
+        while self.times and self.times[0][0] <= now:
+            at, _, _, delivery = heapq.heappop(self.times)
+            if at == delivery.due_at:
+                delivery.due_at = _NEVER
+                yield delivery
+
+    def move(self, delivery: _Delivery, to: DeliveryState) -> None:
+        """The only function that changes a state after publication."""
+        self.count(delivery.rank, delivery.state.value, -1)
+        self.count(delivery.rank, to.value)
+        delivery.state = to
+        if to.final and all(each.state.final for each in self.of(delivery.ticket.id)):
+            self.finished.append(delivery.ticket.id)
+
+    def of(self, ticket_id: str) -> list[_Delivery]:
+        return [self.deliveries[ticket_id, rank] for rank in range(self.readers[ticket_id])]
+
+    def forget(self, keep: int) -> None:
+        """All but the last tickets that have finished."""
+        while len(self.finished) > keep:
+            ticket_id = self.finished.popleft()
+            known = self.readers.get(ticket_id)
+            if known is None or not all(each.state.final for each in self.of(ticket_id)):
+                continue  # it was requeued, and finishes again
+            for rank in range(known):
+                del self.deliveries[ticket_id, rank]
+            del self.readers[ticket_id]
 
 
 @explained_calls
@@ -76,6 +139,7 @@ class MemoryQueue(TicketQueue):
     Args:
         lease_s: how long a claim is its claimant's without renewal; None: what the operator configured.
         max_deliveries: claims in vain after which a delivery is dead.
+        keep_finished: how many finished tickets are remembered.
         clock: seconds; a test may pass its own.
     """
 
@@ -84,10 +148,11 @@ class MemoryQueue(TicketQueue):
         *,
         lease_s: float | None = None,
         max_deliveries: int = MAX_DELIVERIES,
+        keep_finished: int = KEEP_FINISHED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.lease_s = arguments.lease(lease_s)
-        self._max_deliveries, _ = arguments.bounds(max_deliveries, KEEP_FINISHED)
+        self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
         self._clock = clock
         self._closed = False
         self._contents = _Contents()
@@ -98,7 +163,10 @@ class MemoryQueue(TicketQueue):
     def another(self, *, max_deliveries: int | None = None) -> Self:
         """A second handle on the same tickets, as another process would have; `close` ends one handle."""
         handle = type(self)(
-            lease_s=self.lease_s, max_deliveries=max_deliveries or self._max_deliveries, clock=self._clock
+            lease_s=self.lease_s,
+            max_deliveries=max_deliveries or self._max_deliveries,
+            keep_finished=self._keep_finished,
+            clock=self._clock,
         )
         handle._contents = self._contents
         return handle
@@ -125,6 +193,8 @@ class MemoryQueue(TicketQueue):
                 for rank in range(readers):
                     delivery = _Delivery(sequence, ticket, rank, policy_version)
                     self._contents.deliveries[ticket.id, rank] = delivery
+                    self._contents.count(rank, DeliveryState.READY.value)
+                    self._contents.offer(delivery)
             self._contents.changed.notify_all()
         return new
 
@@ -138,21 +208,24 @@ class MemoryQueue(TicketQueue):
     def _try_claim(self, n: int, rank: int, consumer: str, oldest_version: int | None) -> list[Claim]:
         now = self._end_leases()
         claims: list[Claim] = []
-        for delivery in self._contents.deliveries.values():
-            if delivery.rank != rank or delivery.state is not DeliveryState.READY or delivery.not_before > now:
-                continue
+        ready = self._contents.ready.get(rank, [])
+        while ready and len(claims) < n:
+            delivery = heapq.heappop(ready)
+            delivery.offered = False
             delivery.consumer = consumer
             version = delivery.policy_version
             if version is not None and oldest_version is not None and version < oldest_version:
-                delivery.state, delivery.reason = DeliveryState.DISCARDED, too_old(version, oldest_version)
-                self._count(rank, "aged")
+                delivery.reason = too_old(version, oldest_version)
+                self._contents.move(delivery, DeliveryState.DISCARDED)
+                self._contents.count(rank, "aged")
                 continue
-            delivery.state, delivery.lease_ends = DeliveryState.CLAIMED, now + self.lease_s
+            self._contents.move(delivery, DeliveryState.CLAIMED)
+            delivery.lease_ends = now + self.lease_s
             delivery.attempts += 1
+            self._contents.look_again(delivery, delivery.lease_ends)
             ticket = delivery.ticket
             claims.append(Claim(ticket.id, ticket.data, rank, delivery.attempts, delivery.token, version))
-            if len(claims) == n:
-                break
+        self._contents.forget(self._keep_finished)
         return claims
 
     # --- the end of a claim ----------------------------------------------------------------------
@@ -173,7 +246,7 @@ class MemoryQueue(TicketQueue):
             [claim], DeliveryState.CLAIMED, DeliveryState.DEAD if last else DeliveryState.READY, reason, delay_s
         )
         for each in moved:
-            self._count(each.rank, "retried")
+            self._contents.count(each.rank, "retried")
         return bool(moved)
 
     def discard(self, claim: Claim, reason: str) -> bool:
@@ -202,8 +275,12 @@ class MemoryQueue(TicketQueue):
             for claim in claims:
                 delivery = self._of(claim)
                 if delivery is not None and delivery.held_by(claim) and delivery.state is held:
-                    delivery.state, delivery.reason, delivery.not_before = to, reason, now + delay_s
+                    delivery.reason, delivery.not_before = reason, now + delay_s
+                    self._contents.move(delivery, to)
+                    if to is DeliveryState.READY:
+                        self._offer(delivery, now)
                     moved.append(claim)
+            self._contents.forget(self._keep_finished)
             self._contents.changed.notify_all()
         return moved
 
@@ -215,8 +292,6 @@ class MemoryQueue(TicketQueue):
             self._check_open()
             self._end_leases()
             sums: Counter[str] = Counter()
-            for delivery in self._contents.deliveries.values():
-                sums[delivery.state.value] += rank in (None, delivery.rank)
             for of_rank, counts in self._contents.counts.items():
                 if rank in (None, of_rank):
                     sums.update(counts)
@@ -225,11 +300,10 @@ class MemoryQueue(TicketQueue):
     def failures(self, limit: int = 100) -> list[Failure]:
         """See `TicketQueue.failures`."""
         limit = arguments.number(limit, "limit of failures()")
-        failed = (DeliveryState.DISCARDED, DeliveryState.DEAD, DeliveryState.LOST)
         with self._contents.changed:
             self._check_open()
             self._end_leases()
-            ended = [each for each in self._contents.deliveries.values() if each.state in failed]
+            ended = [each for each in self._contents.deliveries.values() if each.state in _FAILED]
         ended.sort(key=lambda each: (-each.sequence, each.rank))
         return [
             Failure(each.ticket.id, each.rank, each.state, each.attempts, each.consumer, each.reason)
@@ -244,7 +318,9 @@ class MemoryQueue(TicketQueue):
             self._end_leases()
             dead = [each for each in self._contents.deliveries.values() if each.state is DeliveryState.DEAD]
             for delivery in dead[:limit]:
-                delivery.state, delivery.not_before = DeliveryState.READY, 0.0
+                delivery.not_before = 0.0
+                self._contents.move(delivery, DeliveryState.READY)
+                self._contents.offer(delivery)
             self._contents.changed.notify_all()
         return len(dead[:limit])
 
@@ -308,22 +384,33 @@ class MemoryQueue(TicketQueue):
     def _of(self, claim: Claim) -> _Delivery | None:
         return self._contents.deliveries.get((claim.ticket_id, claim.rank))
 
-    def _count(self, rank: int, name: str) -> None:
-        self._contents.counts.setdefault(rank, Counter())[name] += 1
+    def _offer(self, delivery: _Delivery, now: float) -> None:
+        """A delivery that is ready again can be claimed, at once or after its delay."""
+        if delivery.not_before > now:
+            self._contents.look_again(delivery, delivery.not_before)
+        else:
+            self._contents.offer(delivery)
 
     def _end_leases(self) -> float:
-        """End the claims whose lease is over. Returns the time used."""
+        """End the claims whose lease is over, and the delays that are. Returns the time used."""
         now = self._clock()
-        for delivery in self._contents.deliveries.values():
-            if delivery.state not in (DeliveryState.CLAIMED, DeliveryState.ARRIVED) or delivery.lease_ends > now:
-                continue
-            self._count(delivery.rank, "expired")
-            delivery.reason = f"the lease of {delivery.consumer} ended"
-            if delivery.state is DeliveryState.ARRIVED:
-                delivery.state = DeliveryState.LOST
-            else:
+        contents = self._contents
+        for delivery in contents.due(now):
+            if delivery.state is DeliveryState.READY:
+                self._offer(delivery, now)
+            elif delivery.held and delivery.lease_ends > now:
+                contents.look_again(delivery, delivery.lease_ends)
+            elif delivery.held:
+                contents.count(delivery.rank, "expired")
+                delivery.reason = f"the lease of {delivery.consumer} ended"
                 last = delivery.attempts >= self._max_deliveries
-                delivery.state = DeliveryState.DEAD if last else DeliveryState.READY
+                if delivery.state is DeliveryState.ARRIVED:
+                    contents.move(delivery, DeliveryState.LOST)
+                elif last:
+                    contents.move(delivery, DeliveryState.DEAD)
+                else:
+                    contents.move(delivery, DeliveryState.READY)
+                    contents.offer(delivery)
         return now
 
     def _waited(self, look: Callable[[], Found | None], timeout_s: float) -> Found | None:

@@ -1,0 +1,432 @@
+"""One simulated run of members: rendezvous, election and the epochs' ends, with the real decisions, faults by seed.
+
+Every member is a real `Session` with a clock of its own, which may be minutes off or jump. The member of rank 0
+coordinates epochs with a real `Coordinator` and `Ledger`; who is elected reports an upload. Members are killed between
+two calls to the store or within one, stopped, leave, ask for new rounds; the store is away for one or for all, or its
+answers are lost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import msgspec
+from accounts import Accounts, Violation
+from plans import Result
+
+from transport.cooldown.epochs.coordinator import (
+    Begin,
+    Coordinator,
+    Refuted,
+    Reported,
+    Superseded,
+    Verified,
+    Verify,
+    Write,
+    Written,
+)
+from transport.cooldown.epochs.coordinator import Event as EpochEvent
+from transport.cooldown.epochs.coordinator import State as EpochState
+from transport.cooldown.epochs.election import checkpointers, elect
+from transport.cooldown.epochs.ledger import Ledger
+from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, Report, ReportKind
+from transport.cooldown.epochs.records import Phase as EpochPhase
+from transport.errors import StaleRoundError, StoreError, StoreUnavailableError
+from transport.rendezvous.member_states import State
+from transport.rendezvous.records import Phase, Place, Roster, Round, Status
+from transport.rendezvous.rules import Rules
+from transport.rendezvous.session import Session
+from transport.store.base import ABSENT, Change, Entry, Store
+from transport.store.memory import MemoryStore
+
+RUN: Final = "run"
+_EPOCH_S: Final = 60.0  # between two cooldowns
+_COOLDOWN_S: Final = 40.0
+_SETTLE_S: Final = 400.0  # after the last fault
+
+
+class MembersPlan(NamedTuple):
+    """The size of a run, and how often each fault comes."""
+
+    members: int
+    spares: int
+    least: int
+    minutes: float
+    faults_per_minute: float
+
+
+def drawn(seed: int) -> MembersPlan:
+    """A run of the seed's own size."""
+    rng = random.Random(f"members {seed}")
+    members = rng.choice([1, 2, 3, 5, 8, 13, 30])
+    return MembersPlan(
+        members, rng.randint(0, 3), rng.randint(1, members), rng.uniform(2.0, 6.0), rng.choice([1.0, 4.0, 10.0])
+    )
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class _Line(Store):
+    """One member's way to the store, which may be away, forget answers, or be the last thing that the member does."""
+
+    def __init__(self, world: Members, name: str) -> None:
+        self._world, self._name = world, name
+        self.away_until = 0.0
+        self.forgets = False
+        self.die_after = -1  # calls from now; the last one takes place, or does not
+        self.die_before = False
+
+    def _call(self, call: Callable[[], Any], writes: bool = True) -> Any:
+        if self._world.now < max(self.away_until, self._world.away_until):
+            raise StoreUnavailableError("the store is away")
+        dies = self.die_after == 0
+        self.die_after -= 1
+        if dies and self.die_before:
+            raise Killed
+        result = call()
+        if dies:
+            raise Killed
+        if writes and self.forgets:
+            raise StoreUnavailableError("the answer was lost")
+        return result
+
+    def get(self, key: str) -> Entry | None:
+        return self._call(lambda: self._world.store.get(key), False)  # type: ignore[no-any-return]
+
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        return self._call(lambda: self._world.store.get_many(keys), False)  # type: ignore[no-any-return]
+
+    def scan(self, prefix: str) -> Mapping[str, Entry]:
+        return self._call(lambda: self._world.store.scan(prefix), False)  # type: ignore[no-any-return]
+
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        def write() -> list[int] | None:
+            versions = self._world.store.put_many(changes)
+            if versions is not None:
+                for change in changes:
+                    self._world.written(self._name, change)
+            return versions
+
+        return self._call(write)  # type: ignore[no-any-return]
+
+    def add(self, key: str, amount: int = 1) -> int:
+        return self._call(lambda: self._world.store.add(key, amount))  # type: ignore[no-any-return]
+
+    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        return self._call(lambda: self._world.store.renew(leases, lease_s))  # type: ignore[no-any-return]
+
+    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
+        raise AssertionError("nothing here waits in the store")
+
+    def close(self) -> None: ...
+
+
+class Member:
+    """One process."""
+
+    def __init__(self, world: Members, name: str) -> None:
+        self.world, self.name = world, name
+        self.skew_s = world.rng.choice([0.0, 0.0, world.rng.uniform(-600.0, 600.0)])
+        self.alive = True
+        self.stopped_until = 0.0
+        self.line = _Line(world, name)
+        self.session = Session(
+            self.line, RUN, name, world.rules, address=f"{name}:1", clock=lambda: world.now + self.skew_s
+        )
+        self.ledger = Ledger(self.line, RUN)
+        self.coordinator: Coordinator | None = None
+        self.version = ABSENT
+        self.reported: set[int] = set()
+
+    def do(self, action: Callable[[], object]) -> None:
+        """What the program does; a death ends it."""
+        if not self.alive or self.world.now < self.stopped_until:
+            return
+        try:
+            action()
+        except Killed:
+            self.alive = False
+        except (StoreError, StaleRoundError):
+            self.coordinator = None  # it begins again with what the store has
+
+    def step(self) -> None:
+        self.session.step()
+        if self.session.view.state is State.AWAY:  # its round is over
+            self.session.join()
+        view = self.session.view
+        if view.state is State.STANDBY or view.state is State.ACTIVE:
+            assert view.place is not None
+            self.world.placed(self, view.place)
+        if view.state is State.ACTIVE and view.place is not None:
+            if view.place.rank == 0:
+                self._coordinate()
+            else:
+                self.coordinator = None
+            self._upload()
+
+    # --- epochs -------------------------------------------------------------------------------------------
+    def _coordinate(self) -> None:
+        now = self.world.now + self.skew_s
+        if self.coordinator is None:
+            record = self._record()
+            if record is None:
+                return
+            self.coordinator = Coordinator(record)
+            self._handle(None, now)
+        for report in self.ledger.reports(self.coordinator.record.epoch):
+            self._handle(Reported(report), now)
+        self._handle(None, now)
+        if self.coordinator is not None and self.coordinator.state is EpochState.ENDED:
+            self.coordinator = None
+
+    def _record(self) -> EpochRecord | None:
+        """The epoch that is not over; a new one, when its time has come."""
+        known = self.ledger.epochs()
+        last = max(known, default=0)
+        if known and known[last].phase is not EpochPhase.ENDED:
+            record, self.version = self.ledger.look(last)
+            return record
+        if self.world.now < self.world.next_epoch_at:
+            return None
+        record = EpochRecord(run=RUN, epoch=last + 1, destination="", cooldown_s=_COOLDOWN_S, seed=self.world.seed)
+        version = self.ledger.write(record, ABSENT)
+        if version is None:
+            return None
+        self.version = version
+        return record
+
+    def _handle(self, event: EpochEvent | None, now: float) -> None:
+        machine = self.coordinator
+        if machine is None:
+            return
+        actions = machine.tick(now) if event is None else machine.handle(event)
+        if machine.state is EpochState.TRAINING:
+            roster = self.session.roster()
+            actions += machine.handle(Begin(step=machine.record.epoch, clients=tuple(p.member for p in roster.peers)))
+        while actions:
+            action = actions.pop(0)
+            if isinstance(action, Write):
+                version = self.ledger.write(action.record, self.version)
+                if version is not None:
+                    self.version = version
+                    actions += machine.handle(Written())
+                else:
+                    theirs, self.version = self.ledger.look(action.record.epoch)
+                    assert theirs is not None
+                    actions += machine.handle(Superseded(theirs))
+            elif isinstance(action, Verify):
+                actions += machine.handle(self._verified(action.report))
+
+    def _verified(self, report: Report) -> EpochEvent:
+        chance = self.world.rng.random()
+        if chance < 0.2:
+            return Refuted(report, self.world.rng.choice([Refusal.UNREADABLE, Refusal.WRONG_SIZE]), "by chance")
+        return Verified(
+            report, Checkpoint(client=report.client, attempt=report.attempt, manifest_sha256="", files=1, bytes=1)
+        )
+
+    def _upload(self) -> None:
+        for epoch, record in self.ledger.epochs().items():
+            if record.phase is not EpochPhase.COOLDOWN or epoch in self.reported or self.name not in record.elected:
+                continue
+            if self.world.rng.random() < 0.1:
+                self.reported.add(epoch)
+                kind = self.world.rng.choice([ReportKind.UPLOADED, ReportKind.UPLOADED, ReportKind.FAILED])
+                attempt = f"{self.world.rng.getrandbits(64):016x}"
+                self.ledger.report(Report(run=RUN, epoch=epoch, client=self.name, kind=kind, attempt=attempt))
+
+
+class Members:
+    """Everything of one run. ``run`` is the whole of it."""
+
+    def __init__(self, seed: int, plan: MembersPlan) -> None:
+        self.seed, self.plan = seed, plan
+        self.rng = random.Random(f"run {seed}")
+        self.accounts = Accounts()
+        self.rules = Rules(
+            least=plan.least, most=plan.members, lease_s=10.0, last_call_s=5.0, join_timeout_s=90.0, grow=True,
+            store_patience_s=60.0,
+        ).validate()  # fmt: skip
+        self.now = 1000.0
+        self.away_until = 0.0
+        self.next_epoch_at = self.now + _EPOCH_S
+        self.store = MemoryStore(clock=lambda: self.now)
+        self.members: list[Member] = []
+        self._numbers = itertools.count()
+        self._last: dict[str, Round] = {}
+        self._actors: dict[tuple[str, int], str] = {}
+        self._ended: dict[str, bytes] = {}  # epochs, as they ended
+        self._ranks: dict[tuple[int, int], str] = {}  # by round and rank, of the incarnation
+        self.most_records = 0
+
+    def run(self) -> Result:
+        """Raises Violation."""
+        with mock.patch.object(secrets, "token_hex", lambda size: f"{self.rng.getrandbits(8 * size):0{2 * size}x}"):
+            return self._run()
+
+    def _run(self) -> Result:
+        begun = self.now
+        for _ in range(self.plan.members + self.plan.spares):
+            self._new()
+        last_fault = self.now + self.plan.minutes * 60.0
+        fault_at = self.now + self.rng.expovariate(self.plan.faults_per_minute / 60.0)
+        steps = [(self.now, order, member) for order, member in enumerate(self.members)]
+        order = itertools.count(len(steps))
+        known = len(self.members)
+        while self.now < last_fault + _SETTLE_S:
+            self.now, _, member = heapq.heappop(steps)
+            self.accounts.now = self.now
+            if fault_at <= self.now < last_fault:
+                fault_at = self.now + self.rng.expovariate(self.plan.faults_per_minute / 60.0)
+                self._fault()
+            member.do(member.step)
+            for each in (member, *self.members[known:]):
+                if each.alive:
+                    wait_s = max(each.session.wait_s(), 0.05) * self.rng.uniform(0.9, 1.1)
+                    heapq.heappush(steps, (self.now + wait_s, next(order), each))
+            known = len(self.members)
+            self._check_records()
+            if self._closed() or not steps:
+                break
+        else:
+            self._check_settled()
+        return Result(
+            self.accounts.digest, self.accounts.counts, self.now - begun, 0, len(self.members), self.most_records
+        )
+
+    def _new(self) -> None:
+        member = Member(self, f"m{next(self._numbers)}")
+        self.members.append(member)
+        member.do(member.session.join)
+
+    def _living(self) -> list[Member]:
+        return [member for member in self.members if member.alive and not member.session.ended]
+
+    def _closed(self) -> bool:
+        current = next(iter(self._last.values()), None)
+        return current is not None and current.phase is Phase.CLOSED
+
+    # --- faults ---------------------------------------------------------------------------------------------
+    def _fault(self) -> None:
+        living = self._living()
+        if not living:
+            return
+        member = self.rng.choice(living)
+        kind = self.rng.choices(
+            ["kill", "die", "stop", "away", "all", "forget", "jump", "leave", "restart", "join"],
+            [2, 2, 2, 2, 0.5, 1, 1, 1, 1, 3],
+        )[0]
+        self.accounts.note(f"fault_{kind} {member.name}")
+        match kind:
+            case "kill":
+                member.alive = False
+                self._new()
+            case "die":
+                member.line.die_after = self.rng.randint(0, 6)
+                member.line.die_before = self.rng.random() < 0.5
+                self._new()
+            case "stop":
+                member.stopped_until = self.now + self.rng.uniform(1.0, 40.0)
+            case "away":
+                member.line.away_until = self.now + self.rng.uniform(0.5, 30.0)
+            case "all":
+                self.away_until = self.now + self.rng.uniform(0.5, 20.0)
+            case "forget":
+                member.line.forgets = not member.line.forgets and self.rng.random() < 0.7
+            case "jump":
+                member.skew_s += self.rng.choice([-300.0, -5.0, 5.0])
+            case "leave":
+                member.do(member.session.leave)
+                member.alive = False
+                self._new()
+            case "restart":
+                member.do(lambda: member.session.say(Status.RESTART, "by chance"))
+            case _:
+                if len(living) <= self.plan.members + self.plan.spares:
+                    self._new()
+
+    # --- what must hold ---------------------------------------------------------------------------------------
+    def written(self, name: str, change: Change) -> None:
+        """Each record is checked as it is written."""
+        if change.key == f"{RUN}/round" and change.value is not None:
+            self._round(name, msgspec.json.decode(change.value, type=Round))
+        elif "/epoch/" in change.key and change.value is not None:
+            before = self._ended.get(change.key)
+            if before is not None and before != change.value:
+                raise Violation(f"{name} changes {change.key}, which has ended")
+            record = msgspec.json.decode(change.value, type=EpochRecord)
+            if record.phase is EpochPhase.ENDED:
+                self._epoch(record)
+                self._ended[change.key] = bytes(change.value)
+
+    def _round(self, name: str, current: Round) -> None:
+        self.accounts.note(f"round_{current.phase.value} {current.number} {current.term} {name}")
+        before = self._last.get(current.incarnation)
+        if before is not None:
+            if before.phase is Phase.CLOSED:
+                raise Violation(f"{name} goes on with a run that is closed")
+            if current.term < before.term or not before.number <= current.number <= before.number + 1:
+                raise Violation(f"{name} writes {current} after {before}")
+        self._last[current.incarnation] = current
+        if current.phase is Phase.CLOSED:
+            return
+        if self._actors.setdefault((current.incarnation, current.term), name) != name or current.host != name:
+            raise Violation(f"{name} acts in term {current.term} of {current.host}")
+        if current.phase is Phase.RUNNING:
+            self._roster(current)
+
+    def _roster(self, current: Round) -> None:
+        entry = self.store.get(f"{RUN}/{current.number}/roster")
+        if entry is None:
+            raise Violation(f"round {current.number} runs without a roster")
+        names = [peer.member for peer in msgspec.json.decode(entry.value, type=Roster).peers]
+        if len(set(names)) != len(names) or not current.least <= len(names) <= current.most:
+            raise Violation(f"round {current.number} has the roster {names}, of {current.least} to {current.most}")
+        shuffled = self.rng.sample(names, len(names))
+        elected = elect(names, seed=self.seed, epoch=current.number)
+        if elect(shuffled * 2, seed=self.seed, epoch=current.number) != elected or not set(elected) <= set(names):
+            raise Violation(f"two members elect differently of {names}")
+        if len(set(elected)) != checkpointers(len(names)):
+            raise Violation(f"{len(elected)} of {len(names)} are elected")
+
+    def placed(self, member: Member, place: Place) -> None:
+        """A rank of a round is one member's."""
+        if place.rank >= 0 and self._ranks.setdefault((place.round, place.rank), member.name) != member.name:
+            other = self._ranks[place.round, place.rank]
+            raise Violation(f"{member.name} and {other} both have rank {place.rank} of round {place.round}")
+
+    def _epoch(self, record: EpochRecord) -> None:
+        self.accounts.note(f"epoch_{record.outcome.value if record.outcome else None} {record.epoch}")
+        self.next_epoch_at = self.now + _EPOCH_S
+        if record.checkpoint is not None and record.checkpoint.client not in record.elected:
+            raise Violation(f"epoch {record.epoch} ends with the checkpoint of {record.checkpoint.client}")
+
+    def _check_records(self) -> None:
+        records = len(self.store._memory.records)
+        self.most_records = max(self.most_records, records)
+        epochs = len(self._ended) + 1
+        if records > 8 * (len(self.members) + self.plan.members) + 3 * epochs * (self.plan.members + 2) + 64:
+            raise Violation(f"the store has {records} records of {len(self.members)} members and {epochs} epochs")
+
+    def _check_settled(self) -> None:
+        """Long after the last fault who lives has a place, as far as there are places."""
+        living = self._living()
+        active = [member for member in living if member.session.view.state is State.ACTIVE]
+        wanted = min(len(living), self.plan.members)
+        if len(living) >= self.plan.least and len(active) < wanted:
+            states = Counter(member.session.view.state.value for member in living)
+            raise Violation(f"starved: {len(active)} of {wanted} members have a rank: {dict(states)}")
+        for key, entry in self.store.scan("cooldown/run/epoch/").items():
+            record = msgspec.json.decode(entry.value, type=EpochRecord)
+            old = record.epoch < len(self._ended)
+            if active and old and record.phase is not EpochPhase.ENDED:
+                raise Violation(f"{key} has not ended")
