@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import audit
 import msgspec
-from books import Books, Tally
+from books import Books, Payload
 from clock import WallClock
 from faults import FAULTS, Fault, order
 from hosts import REDIS_ADDRESS, Host, make_bridge
@@ -106,6 +106,7 @@ class Run:
         self._last_delivery = 0.0
         self._episodes: list[Episode] = []
         self._left: list[str] = []
+        self._overdue: set[Payload] = set()  # a fault was not settled within its bound because of them
         self._url = f"redis://{REDIS_ADDRESS}:{REDIS_PORT}/0?run={self._run}"
 
     # --- hosts and processes --------------------------------------------------------------------------
@@ -299,10 +300,11 @@ class Run:
         fault.mend(self, hosts)
         now = time.monotonic()
         back_s = self._until(lambda: self._all_on(hosts or self.hosts, now), _SETTLE_S)
-        settled = self._until(lambda: not self.books.waited_for(now, gone_counts=self._reports), _SETTLE_S)
+        settled = self._until(lambda: not self._waited_for(now), _SETTLE_S)
         settled_s = None if settled is None else time.monotonic() - now
         if back_s is None or settled is None:
             self._dump()
+            self._overdue.update(self._waited_for(now))  # the next fault is not to wait for them
         concerned = {each.part.name for each in self._processes if each.host in hosts}
         others = [pause for who, pause in self._watched.items() if who not in concerned]
         episode = Episode(
@@ -317,6 +319,9 @@ class Run:
         )
         self._wait(_CALM_S)
         return episode
+
+    def _waited_for(self, before: float) -> set[Payload]:
+        return set(self.books.waited_for(before, gone_counts=self._reports)) - self._overdue
 
     @property
     def _reports(self) -> bool:
@@ -334,7 +339,7 @@ class Run:
 
         def drained() -> bool:
             written = all(self.books.finished(writer) for writer in writers)
-            return written and not self.books.questions() and not self.books.waited_for(time.monotonic(), self._reports)
+            return written and not self.books.questions() and not self._waited_for(time.monotonic())
 
         stuck = self._until(drained, _SETTLE_S) is None
         if stuck:
@@ -401,6 +406,3 @@ def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
     return "gone"
-
-
-__all__ = ["Episode", "Options", "Run", "Tally"]

@@ -166,6 +166,29 @@ def test_an_acknowledgement_that_was_done_unheard_is_given_to_who_asks_again(
         assert queue.ack_many(claims) == []  # it was told, and is not told twice
 
 
+def test_an_acknowledgement_that_was_done_unheard_is_given_after_the_remembered_answers_have_expired(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They expire at once where the server is started again on a host whose clock is a minute ahead."""
+    with RedisQueue(place(server), patience_s=0.0) as queue:
+        queue.publish(tickets(4))
+        first, discarded, *claims = queue.claim(4, consumer="a")
+        queue.ack(first)  # the script is there
+        lost = lose_answers(monkeypatch)
+        with pytest.raises(QueueUnavailableError):
+            queue.ack_many(claims)
+        lost.clear()
+        with pytest.raises(QueueUnavailableError):
+            queue.discard(discarded, "its bytes are wrong")
+        client = redis.Redis.from_url(server.place().partition("?")[0])
+        client.delete(*client.scan_iter("*answer*"))
+        client.close()
+        assert queue.ack_many(claims) == claims
+        assert queue.discard(discarded, "its bytes are wrong")
+        assert queue.ack_many(claims) == []
+        assert queue.depth() == QueueDepth(done=3, discarded=1)
+
+
 def test_nothing_is_lost_when_the_server_is_killed_and_starts_again() -> None:
     with redis_server() as server, RedisQueue(place(server), patience_s=30) as queue:
         queue.publish(tickets(4), readers=2, policy_version=3)
