@@ -1,8 +1,9 @@
 """A bad link: carries frames between two interfaces, loses some and delays those of one direction. Runs until killed.
 
-    python bad_link.py INSIDE OUTSIDE LOSS DELAY_S SEED
+    python bad_link.py INSIDE OUTSIDE LOSS LOSS_BACK DELAY_S SEED
 
-What comes from INSIDE is delayed, as `tc qdisc add … netem delay` does at a host's own interface; both directions lose.
+Of what comes from INSIDE a share of LOSS is lost, and the rest is delayed, as `tc qdisc add … netem` does at a host's
+own interface; of what goes there, a share of LOSS_BACK is lost.
 A frame is what a host hands to its interface: up to 64 KiB of one TCP connection (segmentation offload), lost as one.
 It stands in for netem, which many kernels lack, and acts the same on every kernel.
 """
@@ -35,11 +36,11 @@ def opened(interface: str) -> socket.socket:
     return packets
 
 
-def carry(inside: str, outside: str, loss: float, delay_s: float, seed: int) -> None:
-    """For ever. ``loss`` is a share of all frames, 0 to 1."""
+def carry(inside: str, outside: str, loss: float, loss_back: float, delay_s: float, seed: int) -> None:
+    """For ever. Losses are shares of all frames, 0 to 1."""
     choose = random.Random(seed)
     ends = opened(inside), opened(outside)
-    to = {ends[0]: ends[1], ends[1]: ends[0]}
+    losses = {ends[0]: loss, ends[1]: loss_back}
     late: collections.deque[tuple[float, bytes]] = collections.deque()
     print("ready", flush=True)
     while True:
@@ -52,12 +53,12 @@ def carry(inside: str, outside: str, loss: float, delay_s: float, seed: int) -> 
                     break
                 except OSError:  # the interface is down, or gone
                     break
-                if choose.random() < loss:
+                if choose.random() < losses[end]:
                     continue
                 if delay_s and end is ends[0]:
                     late.append((time.monotonic() + delay_s, frame))
                 else:
-                    _send(to[end], frame)
+                    _send(ends[end is ends[0]], frame)
         while late and late[0][0] <= time.monotonic():
             _send(ends[1], late.popleft()[1])
 
@@ -70,4 +71,5 @@ def _send(end: socket.socket, frame: bytes) -> None:
 
 
 if __name__ == "__main__":
-    carry(sys.argv[1], sys.argv[2], float(sys.argv[3]), float(sys.argv[4]), int(sys.argv[5]))
+    lost, lost_back, late_s = map(float, sys.argv[3:6])
+    carry(sys.argv[1], sys.argv[2], lost, lost_back, late_s, int(sys.argv[6]))

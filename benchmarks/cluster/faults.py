@@ -42,11 +42,11 @@ def _mend_cut(run: Run, hosts: list[Host]) -> None:
     hosts[1].carry()
 
 
-def _spoilt(loss: float, delay_s: float) -> Callable[[Run], list[Host]]:
+def _spoilt(loss: float, loss_back: float, delay_s: float) -> Callable[[Run], list[Host]]:
     def begin(run: Run) -> list[Host]:
         hosts = _one_of_each(run)
         for host in hosts:
-            host.spoil(loss, delay_s)
+            host.spoil(loss, loss_back, delay_s)
         return hosts
 
     return begin
@@ -106,12 +106,13 @@ def _replicate(run: Run, hosts: list[Host]) -> None:
 FAULTS = {
     "cut": Fault(
         "a rollout host's link is down, a trainer host's frames vanish, for longer than leases; then both are back",
-        8.0,
+        12.0,
         _cut,
         _mend_cut,
     ),
-    "loss": Fault("a rollout host and a trainer host lose 1 % of all frames", 8.0, _spoilt(LOSS, 0.0), _carry),
-    "delay": Fault("what they send comes 200 ms late", 8.0, _spoilt(0.0, DELAY_S), _carry),
+    "one-way": Fault("frames reach these two, and theirs reach no host", 5.0, _spoilt(1.0, 0.0, 0.0), _carry),
+    "loss": Fault("a rollout host and a trainer host lose 1 % of all frames", 8.0, _spoilt(LOSS, LOSS, 0.0), _carry),
+    "delay": Fault("what they send comes 200 ms late", 8.0, _spoilt(0.0, 0.0, DELAY_S), _carry),
     "half-open": Fault(
         "both are removed: no FIN, no reset, no answer; later there are new hosts with their addresses",
         12.0,

@@ -200,14 +200,14 @@ class Host:
             run("ip", "link", "delete", f"{self.port}o")
         run("ip", "link", "set", self.port, "master", BRIDGE)
 
-    def spoil(self, loss: float, delay_s: float) -> None:
+    def spoil(self, loss: float, loss_back: float, delay_s: float) -> None:
         """Its frames pass through bad_link.py."""
         outside, port = f"{self.port}o", f"{self.port}q"
         run("ip", "link", "set", self.port, "nomaster")
         run("ip", "link", "add", outside, "type", "veth", "peer", "name", port)
         run("ip", "link", "set", port, "master", BRIDGE, "up")
         run("ip", "link", "set", outside, "up")
-        words = [self.port, outside, str(loss), str(delay_s), str(self._choose.randrange(1 << 30))]
+        words = [self.port, outside, str(loss), str(loss_back), str(delay_s), str(self._choose.randrange(1 << 30))]
         self._carrier = subprocess.Popen(
             [sys.executable, "-I", str(_HERE / "bad_link.py"), *words], stdout=subprocess.PIPE, text=True
         )
