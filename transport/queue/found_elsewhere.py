@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections import Counter, deque
@@ -395,10 +396,16 @@ class FoundElsewhere:
 
 
 async def _settled(groups: Sequence[tuple[Brought, list[int]]], ask: _Ask, said: dict[tuple[int, int], bool]) -> None:
-    for brought, at in groups:
+    async def settle(brought: Brought, at: list[int]) -> None:
         rows = brought.batch.rows if len(at) == len(brought.batch.rows) else brought.batch.rows[np.asarray(at, np.intp)]
         verdicts = await ask(brought, rows)
         said.update(((id(brought), position), good) for position, good in zip(at, verdicts.tolist(), strict=True))
+
+    # All at once: a ring that does not answer is waited for, and the others' answers and claims must not wait with it.
+    ended = await asyncio.gather(*(settle(*each) for each in groups), return_exceptions=True)
+    for error in ended:
+        if error is not None:
+            raise error
 
 
 def _key(held: _Held) -> tuple[int, int]:
