@@ -4,7 +4,7 @@
 
 Hosts are namespaces on one bridge. Every payload is accounted for: consumed once and right, or lost with its host, or
 reported with a reason. Exit status 1 if one is not, if the job does not get on, or if something is left behind.
-docs/CLUSTER_FAULTS.md has the rest.
+docs/SOAK.md has the rest.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ def main() -> int:
         print(f"there can be no cluster here: {error}", file=sys.stderr)
         return SKIPPED
     logging.basicConfig(level="ERROR")
+    from records import Options
     from report import show
-    from run import Options, Run
+    from run import Run
 
     began = time.monotonic()
 

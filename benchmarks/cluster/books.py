@@ -22,6 +22,7 @@ class _Writer:
     used: int = -1  # slots
     used_at: float = 0.0
     removed_in: int | None = None  # the fault with which its host was removed
+    cut_off_in: int | None = None  # the fault in which its host was out of reach for longer than its record lasts
 
 
 class Tally(NamedTuple):
@@ -31,7 +32,7 @@ class Tally(NamedTuple):
     again: int = 0  # claims of payloads that another claim had had before
     silent: int = 0  # consumed by a trainer that was removed before it could say so
     with_host: int = 0  # lost with the ring of a removed host
-    reported: int = 0  # ended by a report with its reason, the host removed
+    reported: int = 0  # ended by a report with its reason, the host removed or out of reach for long
     forgotten: int = 0  # consumed twice, or ended, after a Redis that forgot: allowed then
     lost: int = 0
     twice: int = 0
@@ -152,7 +153,10 @@ class Books:
         self._due(payload, now)
         self.outstanding.pop(payload, None)
         self._reported[payload] = self.fault, reason
-        removed_in = self._writer(payload[0]).removed_in
+        book = self._writer(payload[0])
+        removed_in = book.removed_in
+        if removed_in is None and "PayloadLostError" in reason:
+            removed_in = book.cut_off_in
         if self._consumed[payload]:
             self._twice(payload, f"consumed, and reported: {reason}")
         elif removed_in is not None:
@@ -175,6 +179,14 @@ class Books:
         self.last.pop(source, None)
         if writer is not None:
             self._writer(writer).removed_in = self.fault
+
+    def cut_off(self, writer: int) -> None:
+        """Its host was out of reach in this fault for so long that its payloads may count as lost."""
+        self._writer(writer).cut_off_in = self.fault
+
+    def used(self, writer: int) -> int:
+        """Slots of its ring that are not free, as it last said."""
+        return max(0, self._writer(writer).used)
 
     def questions(self) -> list[str]:
         """Tokens of claims in question whose payload has not been consumed by another trainer."""

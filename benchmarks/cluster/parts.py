@@ -37,6 +37,7 @@ SETTINGS = msgspec.structs.replace(
     claim_renew_s=1.5,
 )
 DIRECTORY_LEASE_S = 5.0
+LOST_AFTER_S = DIRECTORY_LEASE_S * 5 / 3  # the lease and its grace: payloads of who is out of reach for longer are lost
 FIRST_PORT = 7001
 REDIS_PORT = 6379
 

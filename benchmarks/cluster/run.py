@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import audit
 import msgspec
@@ -23,14 +23,24 @@ from clock import WallClock
 from faults import FAULTS, Fault, order
 from hosts import REDIS_ADDRESS, Host, make_bridge
 from journal import Reader
-from parts import DIRECTORY_LEASE_S, FIRST_PORT, REDIS_PORT, SETTINGS, Finding, Part, RolloutPart, TrainerPart, opened
+from parts import (
+    DIRECTORY_LEASE_S,
+    FIRST_PORT,
+    LOST_AFTER_S,
+    REDIS_PORT,
+    SETTINGS,
+    Part,
+    RolloutPart,
+    TrainerPart,
+    opened,
+)
+from records import Episode, Options, Process
 from redis_pair import RedisPair
 
 from transport.errors import QueueError
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-PAYLOADS_PER_S = 300.0  # of all rollouts together
 _LOOK_S = 0.05
 _ASK_EVERY_S = 1.0
 _SAY_EVERY_S = 10.0
@@ -42,39 +52,6 @@ _END_S = 30.0
 _CLOCKS_APART_S = 420
 _LAST_WORDS = 2000
 _HARVESTED = 5000
-
-
-class Options(NamedTuple):
-    """Of the command line."""
-
-    hosts: int
-    minutes: float
-    faults: list[str]
-    seed: int
-    finding: Finding
-    folder: Path
-    per_s: float = PAYLOADS_PER_S
-
-
-class Episode(NamedTuple):
-    """One fault. Times in seconds; None: not within the bound."""
-
-    number: int
-    name: str
-    hosts: list[str]
-    lasted_s: float
-    pause_s: float  # longest time without any delivery to anybody, from its beginning until all got on
-    others_s: float  # longest time that a trainer which the fault does not concern was without a delivery
-    back_s: float | None  # from its end until all concerned hosts had written and had consumed again
-    settled_s: float | None  # from its end until all that was published before had come to its end
-
-
-class _Process(NamedTuple):
-    host: Host
-    part: Part
-    process: subprocess.Popen[bytes]
-    reader: Reader
-    log: Path
 
 
 class Run:
@@ -96,7 +73,7 @@ class Run:
         self.trainer_hosts = others[half:]
         self._clocks: dict[Host, WallClock] = {}
         self.redis = RedisPair((of_redis[0], of_redis[1]), self._folder, self._clock_of) if of_redis else None
-        self._processes: list[_Process] = []
+        self._processes: list[Process] = []
         self._writers = 0
         self._run = secrets.token_hex(4)
         self._crashes: list[str] = []
@@ -154,7 +131,7 @@ class Run:
         log = self._folder / f"{part.name}.log"
         command = [sys.executable, str(HERE / script), msgspec.json.encode(part).decode()]
         process = host.popen(command, log, environment)
-        self._processes.append(_Process(host, part, process, Reader(part.journal), log))
+        self._processes.append(Process(host, part, process, Reader(part.journal), log))
 
     def remove(self, host: Host) -> None:
         """The host is gone without a word, and with it all it has."""
@@ -172,7 +149,7 @@ class Run:
         self.books.forgot_at = time.monotonic()
 
     # --- all the time ---------------------------------------------------------------------------------
-    def _hear(self, each: _Process) -> None:
+    def _hear(self, each: Process) -> None:
         for words in each.reader.lines():
             self.books.hear(each.part.name, words, time.monotonic())
 
@@ -296,6 +273,10 @@ class Run:
         for who in self.books.last:
             self.books.last[who] = max(self.books.last[who], began)  # pauses count from here
         hosts = fault.begin(self)
+        if fault.hold_s >= LOST_AFTER_S:
+            for each in self._processes:
+                if each.host in hosts and isinstance(each.part, RolloutPart):
+                    self.books.cut_off(each.part.writer)
         self._wait(fault.hold_s)
         fault.mend(self, hosts)
         now = time.monotonic()
@@ -344,6 +325,8 @@ class Run:
         stuck = self._until(drained, _SETTLE_S) is None
         if stuck:
             self._dump()
+        self._until(lambda: not any(map(self.books.used, writers)), _END_S)
+        self._left += [f"writer {each}: {self.books.used(each)} slots" for each in writers if self.books.used(each)]
         for script in (TrainerPart, RolloutPart):
             for each in self._processes:
                 if isinstance(each.part, script) and each.process.stdin is not None:

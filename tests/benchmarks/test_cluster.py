@@ -99,6 +99,14 @@ def test_a_report_of_a_host_that_lives_is_a_loss(story: Story) -> None:
     assert story.verdict() == Tally(delivered=2, lost=1)
 
 
+def test_a_report_that_a_host_is_lost_is_none_while_it_is_out_of_reach_for_long(story: Story) -> None:
+    story.books.cut_off(0)
+    story.books.report((0, 0), "discarded: PayloadLostError: why", 9.0)
+    story.books.report((0, 1), "dead: it crashes", 9.0)
+    story.hear("trainer-1.1", "C 0 0=2")
+    assert story.verdict() == Tally(delivered=1, reported=1, lost=1)
+
+
 def test_what_a_removed_trainer_had_asked_for_counts_when_the_ring_is_empty_and_not_before(story: Story) -> None:
     story.hear("trainer-1.1", "C 0 0=0 0=1")
     story.hear("trainer-1.1", "A 0 2=0=token")

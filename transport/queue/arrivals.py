@@ -9,6 +9,7 @@ lost its connection only still trains on what it has, and says so through its ne
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -66,14 +67,14 @@ class Arrivals:
         for token, (claim, link) in used.items():
             if token not in self._told:
                 untold.setdefault((link, claim.rank), []).append(token)
-        for (link, rank), tokens in untold.items():
-            self._told.update(tokens)
-            count = len(tokens)
-            for each in (link, *self._links(link.ring)):
-                if await each.used(rank, count):
-                    break
-            else:
-                self._late[link.ring, rank] += count
+        await asyncio.gather(*(self._tell(*each, tokens) for each, tokens in untold.items()))
+
+    async def _tell(self, link: TakeLink, rank: int, tokens: list[str]) -> None:
+        self._told.update(tokens)
+        for each in (link, *self._links(link.ring)):
+            if await each.used(rank, len(tokens)):
+                return
+        self._late[link.ring, rank] += len(tokens)
 
     async def tell_late(self, link: TakeLink) -> None:
         """There is a new connection: its ring hears what could not be said before."""
