@@ -177,6 +177,7 @@ lint: $(VENV)/installed ## ruff and mypy
 	@$(BIN)/ruff format --check .
 	@$(WAITING) mypy 30 $(BIN)/mypy
 	@MYPYPATH=.:benchmarks/soak $(WAITING) "mypy benchmarks/soak" 10 $(BIN)/mypy benchmarks/soak
+	@MYPYPATH=.:benchmarks/cluster:benchmarks/soak $(WAITING) "mypy benchmarks/cluster" 10 $(BIN)/mypy benchmarks/cluster
 	@MYPYPATH=.:benchmarks/soak:benchmarks/teardown $(WAITING) "mypy benchmarks/teardown" 10 $(BIN)/mypy benchmarks/teardown
 
 # Stamps in build/: the sanitizer builds and the model take a minute each and depend on nothing but their sources.
@@ -244,6 +245,11 @@ simulation: $(VENV)/installed ## simulated hosts and trainers with the real deci
 	@$(BIN)/python benchmarks/simulation --seeds $(or $(SEEDS),100) --jobs 2
 	@for fault in fencing forgotten-acks quarantine-for-ever never-lost lost-at-once renewal unbounded-pool early-confirmation; do \
 		$(BIN)/python benchmarks/simulation --plant $$fault --seeds 40 | tail -1 || exit 1; done
+
+CLUSTER_OPTIONS ?= --hosts 8
+.PHONY: cluster
+cluster: $(VENV)/installed ## a job on 8 hosts that are namespaces, cut off, removed, returned, late; every payload accounted for
+	@$(BIN)/python -P benchmarks/cluster --json build/cluster.json $(CLUSTER_OPTIONS)
 
 .PHONY: misuse
 misuse: $(VENV)/installed ## every public call misused in every way: wrong arguments, ends, forks, cancelled, interrupted at every line

@@ -459,3 +459,49 @@ def test_consuming_that_was_interrupted_is_repeated_with_the_same_answer(
         assert queue.ack_many(claims) == claims
         assert queue.depth().done == 3
         eventually(lambda: free(ring), "every slot is free")
+
+
+def test_a_consume_asks_all_rings_at_once_and_waits_for_none_before_it_asks_the_next(
+    prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    settings = Settings(watchdog_s=60.0)
+    with ring_of(prefix, settings) as one, ring_of(prefix, settings) as two, opened(prefix) as queue:
+        fill(one, 1)
+        fill(two, 1)
+        claims = some(queue, 2)
+        first, second = (one, two) if claims[0].ticket_id.startswith(one.ring_id) else (two, one)
+        [stopped] = listener_pids(first).values()
+        os.kill(stopped, signal.SIGSTOP)
+        accepted: list[Claim] = []
+        thread = threading.Thread(target=lambda: accepted.extend(queue.ack_many(claims)))
+        thread.start()
+        try:
+            eventually(lambda: free(second), "the ring that answers has heard that its payload is consumed")
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+            thread.join()
+        assert accepted == claims
+        eventually(lambda: free(first), "the other one has, too, when it goes on")
+
+
+def test_all_rings_hear_at_once_that_what_had_arrived_was_used(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setenv("TRANSPORT_READ_TIMEOUT_S", "60")
+    settings = Settings(watchdog_s=60.0)
+    with ring_of(prefix, settings) as one, ring_of(prefix, settings) as two, opened(prefix) as queue:
+        fill(one, 1)
+        fill(two, 1)
+        claims = some(queue, 2)
+        assert queue.ack_many(claims, trained=False) == claims
+        first, second = (one, two) if claims[0].ticket_id.startswith(one.ring_id) else (two, one)
+        [stopped] = listener_pids(first).values()
+        os.kill(stopped, signal.SIGSTOP)
+        thread = threading.Thread(target=lambda: queue.finish(claims))
+        thread.start()
+        try:
+            eventually(lambda: second.native.depth(0)["done"] == 1, "the ring that answers has counted it")
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+            thread.join()
+        eventually(lambda: first.native.depth(0)["done"] == 1, "the other one has, too, when it goes on")

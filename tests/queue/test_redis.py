@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import redis
+from helpers import eventually
 from hypothesis import settings
 from queue_conformance import LEASE_S, QueueConformance, ids, in_thread, ticket, tickets
 from queue_model import QueueMachine
@@ -164,6 +169,50 @@ def test_an_acknowledgement_that_was_done_unheard_is_given_to_who_asks_again(
         assert queue.depth() == QueueDepth(done=3)
         assert queue.ack_many(claims) == claims
         assert queue.ack_many(claims) == []  # it was told, and is not told twice
+
+
+def test_an_acknowledgement_that_was_done_unheard_is_given_after_the_remembered_answers_have_expired(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They expire at once where the server is started again on a host whose clock is a minute ahead."""
+    with RedisQueue(place(server), patience_s=0.0) as queue:
+        queue.publish(tickets(4))
+        first, discarded, *claims = queue.claim(4, consumer="a")
+        queue.ack(first)  # the script is there
+        lost = lose_answers(monkeypatch)
+        with pytest.raises(QueueUnavailableError):
+            queue.ack_many(claims)
+        lost.clear()
+        with pytest.raises(QueueUnavailableError):
+            queue.discard(discarded, "its bytes are wrong")
+        client = redis.Redis.from_url(server.place().partition("?")[0])
+        client.delete(*client.scan_iter("*answer*"))
+        client.close()
+        assert queue.ack_many(claims) == claims
+        assert queue.discard(discarded, "its bytes are wrong")
+        assert queue.ack_many(claims) == []
+        assert queue.depth() == QueueDepth(done=3, discarded=1)
+
+
+def test_a_connection_to_a_host_that_is_gone_without_a_word_ends_though_nothing_is_sent(server: RedisServer) -> None:
+    """The one that waits for wake-ups sends nothing: only the kernel's probes tell that its server is elsewhere."""
+    with RedisQueue(place(server)) as queue:
+        queue.claim(1, 0.01, consumer="a")
+        eventually(lambda: len(keepalive_s(server.port)) == 2, "one connection asks, one waits for wake-ups")
+        for idle_s, every_s, probes in keepalive_s(server.port):
+            assert idle_s + every_s * probes <= 30, "not the two hours of the kernel"
+
+
+def keepalive_s(port: int) -> list[tuple[int, int, int]]:
+    """Idle time, interval and number of the probes, of each connection of this process to a port."""
+    found = []
+    there = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_socket()]
+    for entry in there:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as each:
+            if each.getpeername()[1] == port and each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+                found.append(tuple(each.getsockopt(socket.IPPROTO_TCP, option) for option in options))
+    return found  # type: ignore[return-value]
 
 
 def test_nothing_is_lost_when_the_server_is_killed_and_starts_again() -> None:

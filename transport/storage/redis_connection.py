@@ -22,6 +22,7 @@ import logging
 import os
 import random
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,9 @@ _MOST_UNANSWERED = 256  # writes whose numbers are kept, the latest ones
 _COMMAND_TIMEOUT_S = 5.0  # upper limit, for a suspended server or a cut cable
 _HURRIED_TIMEOUT_S = 0.5  # of a process that ends: see hurry.py
 _LEAST_COMMAND_TIMEOUT_S = 0.25
+# Probes find a server that is gone without a word: the connection that waits for wake-ups sends nothing, and the
+# kernel's own probes begin after two hours.
+_PROBES = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
 _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
 _JOIN_S = 10.0
@@ -298,6 +302,7 @@ class RedisConnection:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             socket_keepalive=True,
+            socket_keepalive_options=_PROBES,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         )

@@ -308,6 +308,10 @@ MOVE = Script(
     + """
 local held, to, reason, delay = ARGV[5], ARGV[6], ARGV[7], tonumber(ARGV[8])
 local accepted, wake = {}, false
+-- Which call this is stands in the row that it moved. A call that is repeated because its answer was lost finds itself
+-- there when the remembered answer has expired, as all have when the server's clock has gone ahead by a minute.
+local call = string.match(KEYS[1], 'answers:(.*)$') .. '/' .. answer_field
+local mine = {}  -- found moved by this call, now or before
 local seqs, deliveries = {}, {}
 for at = 9, #ARGV, 2 do
     seqs[#seqs + 1] = string.match(ARGV[at], '%d+')
@@ -325,6 +329,10 @@ for at = 9, #ARGV, 2 do
             if row.attempts >= max_deliveries then target = 'dead' end
         end
         wake = move(delivery, row, target, reason, now + delay) or wake
+        row.call, mine[delivery] = call, true
+        accepted[#accepted + 1] = 1
+    elseif row.token == ARGV[at] and row.call == call and not mine[delivery] then
+        mine[delivery] = true
         accepted[#accepted + 1] = 1
     else
         accepted[#accepted + 1] = 0

@@ -1,0 +1,102 @@
+"""Cluster: a job on many hosts of one machine, while hosts, links, clocks and Redis fail.
+
+    python -P benchmarks/cluster --hosts 8 --minutes 3 --faults cut,half-open --seed 1 --json build/cluster.json
+
+Hosts are namespaces on one bridge. Every payload is accounted for: consumed once and right, or lost with its host, or
+reported with a reason. Exit status 1 if one is not, if the job does not get on, or if something is left behind.
+docs/SOAK.md has the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "soak"), str(HERE.parent.parent)]
+
+import isolation  # noqa: E402
+from faults import FAULTS  # noqa: E402
+
+if TYPE_CHECKING:
+    from parts import Finding
+
+FINDINGS: tuple[Finding, ...] = ("addresses", "directory", "redis")
+SKIPPED = 77
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    faults = "\n".join(f"  {name:15} {fault.about}" for name, fault in FAULTS.items())
+    parser = argparse.ArgumentParser(
+        description=f"{__doc__}\nfaults:\n{faults}", formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=8, help="4 to 64; two of them are for Redis where it is used")
+    parser.add_argument("--minutes", type=float, default=0.0, help="faults are repeated until then; one round at least")
+    parser.add_argument("--faults", default=",".join(FAULTS), help="of those below, with commas (default all)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--find", default="all", choices=("all", *FINDINGS), help="how trainers find payloads")
+    parser.add_argument("--per-s", type=float, default=300.0, help="payloads written in a second, by all rollouts")
+    parser.add_argument("--folder", type=Path, default=Path("build/cluster"), help="journals and logs; made anew")
+    parser.add_argument("--json", type=Path, help="where the report goes besides the table")
+    chosen = parser.parse_args()
+    chosen.faults = [name for name in chosen.faults.split(",") if name]
+    if unknown := set(chosen.faults) - set(FAULTS):
+        parser.error(f"unknown faults: {', '.join(sorted(unknown))}; there are {', '.join(FAULTS)}")
+    if not 4 <= chosen.hosts <= 64:
+        parser.error(f"--hosts {chosen.hosts}: give 4 to 64")
+    return chosen
+
+
+def main() -> int:
+    """The exit status."""
+    chosen = options()
+    try:
+        isolation.enter()
+        import hosts
+
+        if reason := hosts.why_not():
+            raise isolation.Refused(reason)
+    except isolation.Refused as error:
+        print(f"there can be no cluster here: {error}", file=sys.stderr)
+        return SKIPPED
+    logging.basicConfig(level="ERROR")
+    from records import Options
+    from report import show
+    from run import Run
+
+    began = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - began:6.1f} s  {what}", flush=True)
+
+    reports = []
+    for finding in FINDINGS if chosen.find == "all" else (chosen.find,):
+        say(f"{finding}: {chosen.hosts} hosts, seed {chosen.seed}")
+        run = Run(
+            Options(
+                hosts=chosen.hosts,
+                minutes=chosen.minutes / (len(FINDINGS) if chosen.find == "all" else 1),
+                faults=chosen.faults,
+                seed=chosen.seed,
+                finding=finding,
+                folder=chosen.folder.resolve() / finding,
+                per_s=chosen.per_s,
+            ),
+            say,
+        )
+        reports.append(run.run())
+        show(reports[-1])
+        if chosen.json is not None:
+            chosen.json.parent.mkdir(parents=True, exist_ok=True)
+            chosen.json.write_text(json.dumps(reports, indent=2) + "\n")
+    return 0 if all(each["passed"] for each in reports) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
