@@ -30,11 +30,11 @@ SETTINGS = (
 _CERTIFICATES = "/run/certificates.pem"
 PASSED_ON = ("PIP_", "SSL_", "http_", "https_")
 
-# Arguments: root, user, folder, and the command.
+# Arguments: chroot, which the image's PATH may not lead to; root, user, folder, and the command.
 _RUN = """
-mount -t proc proc "$1/proc" && mount --rbind /dev "$1/dev" && mount -t tmpfs -o size=1g tmpfs "$1/dev/shm" &&
-root=$1 user=$2 folder=$3 && shift 3 &&
-exec chroot --userspec="$user" "$root" sh -c 'cd "$0" && exec "$@"' "$folder" "$@"
+chroot=$1 root=$2 user=$3 folder=$4 && shift 4 &&
+mount -t proc proc "$root/proc" && mount --rbind /dev "$root/dev" && mount -t tmpfs -o size=1g tmpfs "$root/dev/shm" &&
+exec "$chroot" --userspec="$user" "$root" sh -c 'cd "$0" && exec "$@"' "$folder" "$@"
 """
 
 
@@ -120,9 +120,8 @@ class Image:
     def run(self, words: list[str]) -> None:
         """As the image's user, in its folder, with its environment and a /dev/shm of a gigabyte."""
         isolated = ["unshare", "--mount", "--propagation", "private", "sh", "-c", _RUN, "sh"]
-        done = subprocess.run(
-            [*isolated, str(self._root), self._user, self._folder, *words], env={**self._passed_on, **self._environment}
-        )
+        within = [str(shutil.which("chroot")), str(self._root), self._user, self._folder]
+        done = subprocess.run([*isolated, *within, *words], env={**self._passed_on, **self._environment})
         if done.returncode:
             raise SystemExit(f"{shlex.join(words)} ended with {done.returncode}")
 
