@@ -65,7 +65,8 @@ def interrupt_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[],
         monkeypatch.setattr(TakeLink, "_codes", codes)
         await asyncio.wait((future,))
         signal.pthread_kill(main, signal.SIGINT)
-        await asyncio.to_thread(raised.wait)
+        while not await asyncio.to_thread(raised.wait, 5.0):  # an interrupt may be lost in a library's callback
+            signal.pthread_kill(main, signal.SIGINT)
         return await codes(self, future)
 
     monkeypatch.setattr(TakeLink, "_codes", interrupted)
