@@ -88,16 +88,14 @@ class Frameworks:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
-        if not self._all or config.getvalue("dist") != "loadfile":
+        if config.getvalue("dist") != "loadfile":
             return None
-        from xdist.scheduler import LoadFileScheduling
+        from scheduling import Files, OneRay
 
-        class OneRay(LoadFileScheduling):
-            def _split_scope(self, nodeid: str) -> str:
-                file = super()._split_scope(nodeid)
-                return "ray" if file.startswith(STARTS_RAY) else file
-
-        return OneRay(config, log)
+        scheduler = OneRay(config, log) if self._all else Files(config, log)
+        if isinstance(scheduler, OneRay):
+            scheduler.starts_ray = STARTS_RAY
+        return scheduler
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
