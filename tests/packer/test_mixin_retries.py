@@ -73,6 +73,7 @@ class FakePayload:
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
+        self.nbytes = ticket.size
 
     def release(self) -> None:
         pass

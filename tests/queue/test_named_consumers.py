@@ -72,6 +72,24 @@ def test_names_are_known_over_a_wire(ring: SharedRingBuffer) -> None:
 
 
 @pytest.mark.ucx
+def test_what_came_from_elsewhere_is_not_lost_where_a_ring_here_has_no_such_name(ring: SharedRingBuffer) -> None:
+    with (
+        SharedRingBuffer.create(SCHEMA, slots=2, consumers=["reward"]) as second,
+        UCXXServer(ring, mode="thread") as server,
+        FoundRings(AtAddresses(f"127.0.0.1:{server.ports[0]}")) as queue,
+    ):
+        claims = queue.claim(1, 30.0, rank="reference", consumer="c")
+        queue.hand_out(second)
+        for _ in range(2):  # whichever is asked first
+            with pytest.raises(RankError, match="no consumer 'reference': it has reward"):
+                queue.claim(8, 30.0, rank="reference", consumer="c")
+        second.close()
+        while len(claims) < 3:
+            claims += queue.claim(8, 30.0, rank="reference", consumer="c")
+        assert len(queue.ack_many(claims)) == 3
+
+
+@pytest.mark.ucx
 @pytest.mark.parametrize("wire", ["mapped", "tcp"])
 def test_trainers_of_two_stages_each_train_on_every_payload(wire: Any, tmp_path: Path) -> None:
     name = f"named-{tmp_path.name[-8:]}-{wire}"

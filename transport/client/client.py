@@ -347,7 +347,7 @@ class UCXXClient(Reading, NeedsLoop):
 
     # --- acknowledgements and what else can be said about a payload ------------------------------------
     def ack(self, ticket: Ticket | str | bytes, rank: int = 0) -> bool:
-        """Acknowledge a payload; it goes with the next request to its ring, or alone after ``ack_delay_s``.
+        """Acknowledge a payload; it goes with the next request to its ring, or alone after ``ack_delay_s``. Any thread.
 
         Raises RankError for a rank that is not one of the ticket's readers.
         """
@@ -356,7 +356,6 @@ class UCXXClient(Reading, NeedsLoop):
         ring = self._mapped.find(ticket) if self._allows("mapped") else None
         if ring is not None:
             return ring.acknowledge(ticket, rank)
-        self._links.ports(ticket)  # makes the way to its ring known
         return self._deliveries.acknowledge(ticket, rank, None)
 
     async def discard(self, ticket: Ticket | str | bytes, timeout: float | None = None) -> bool:

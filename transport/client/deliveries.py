@@ -179,6 +179,6 @@ class Deliveries:
         return True
 
     def _tell(self, ticket: Ticket, ack: Ack, via: PortKey | None) -> None:
-        if self._links.routes.find(ticket.ring) is None:  # forgotten since it was read
+        if via is None or self._links.routes.find(ticket.ring) is None:  # never known, or forgotten since it was read
             self._links.ports(ticket)
         self._links.acknowledge(ack, via)

@@ -88,6 +88,11 @@ class ReceivedPayload(Mapping[str, Any]):
         return self.ticket.metadata
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the payload, with the gaps between tensors."""
+        return self.ticket.size
+
+    @property
     def data(self) -> Any:
         """The payload's bytes. Raises ClosedError after release."""
         data = self._data

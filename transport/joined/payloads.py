@@ -17,9 +17,10 @@ from typing import Any, Final, NamedTuple, Self
 from transport.client.blocking import BlockingClient
 from transport.client.client import UCXXClient
 from transport.client.payload import ReceivedPayload
-from transport.errors import PayloadDamagedError, SchemaError, TransportError, UsageError
+from transport.errors import InternalError, PayloadDamagedError, SchemaError, TransportError, UsageError
 from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
+from transport.schema import Layout
 from transport.ticket import Ticket
 
 Identity = tuple[str, int, int]
@@ -39,8 +40,8 @@ class _Part(NamedTuple):
     payload: ReceivedPayload | None
 
 
-class JoinedPayload(Mapping[str, Any]):
-    """Fields of a payload and of all its parents, by name.
+class JoinedPayload(ReceivedPayload):
+    """Fields of a payload and of all its parents, by name. Bytes, schema and layout are those of each part alone.
 
     Attributes:
         ticket: of the payload that was asked for.
@@ -51,11 +52,13 @@ class JoinedPayload(Mapping[str, Any]):
     def __init__(
         self, client: UCXXClient | BlockingClient, parts: Sequence[_Part], to_acknowledge: Sequence[_Part]
     ) -> None:
-        self._client = client
-        self._parts = len(parts)
-        self.to_acknowledge = list(to_acknowledge)
-        self.ticket = parts[0].ticket
+        first = parts[0]
         self.parts = [part.payload for part in parts if part.payload is not None]
+        wire = first.payload.wire if first.payload is not None else self.parts[0].wire
+        super().__init__(first.ticket, first.rank, wire, None, None, _never)
+        self._client = client
+        self._count = len(parts)
+        self.to_acknowledge = list(to_acknowledge)
         self._owners: dict[str, ReceivedPayload] = {}
         for payload in self.parts:
             for name in (each.name for each in payload.layout().placements):
@@ -69,12 +72,32 @@ class JoinedPayload(Mapping[str, Any]):
                 self._owners[name] = payload
 
     def __repr__(self) -> str:
-        return f"<JoinedPayload {self.ticket.name} of {self._parts} parts>"
+        return f"<JoinedPayload {self.ticket.name} of {self._count} parts>"
 
     @property
-    def metadata(self) -> dict[str, Any]:
-        """Of the payload that was asked for."""
-        return self.ticket.metadata
+    def nbytes(self) -> int:
+        """Bytes of all payloads that it was read from, each as a whole."""
+        return sum(payload.ticket.size for payload in self.parts)
+
+    @property
+    def data(self) -> Any:
+        """Raises UsageError: each part has bytes of its own."""
+        raise self._in_parts("bytes")
+
+    @property
+    def arrays(self) -> Mapping[str, Any]:
+        """Every field by name."""
+        return {name: self[name] for name in self}
+
+    def layout(self) -> Layout:
+        """Raises UsageError: each part has a layout of its own."""
+        raise self._in_parts("a layout")
+
+    def _in_parts(self, what: str) -> UsageError:
+        return UsageError(
+            f"payload {self.ticket.name} is joined of {self._count} parts, each with {what} of its own: use its "
+            "fields by name, or its parts; for batches the layout 'list' with a collate of yours"
+        )
 
     def __getitem__(self, name: str) -> Any:
         return self._owners[name][name]
@@ -90,6 +113,7 @@ class JoinedPayload(Mapping[str, Any]):
         accepted = False
         for ticket, rank, payload in self.to_acknowledge:
             accepted = self._client.ack(ticket, rank) if payload is None else payload.ack()
+        self.acknowledged = True
         return accepted
 
     def release(self) -> None:
@@ -112,11 +136,21 @@ class JoinedPayload(Mapping[str, Any]):
 
 
 class _Joining:
-    """Decides what is read next; no I/O."""
+    """Decides what is read next; no I/O.
+
+    Args:
+        kept: how many parts, from the first on, are the caller's, who releases them.
+    """
 
     def __init__(
-        self, client: UCXXClient | BlockingClient, ticket: Ticket, rank: int, fields: Sequence[str] | None
+        self,
+        client: UCXXClient | BlockingClient,
+        ticket: Ticket,
+        rank: int,
+        fields: Sequence[str] | None,
+        kept: int = 0,
     ) -> None:
+        self._kept = kept
         if client.acknowledges == "on_arrival":
             raise UsageError(
                 'joined payloads need a client with ack="manual": with "on_arrival" a part would be consumed before '
@@ -192,6 +226,11 @@ class _Joining:
         visit(self._ticket, self._rank)
         return list(ordered.values())
 
+    def others(self, ticket: Ticket) -> list[tuple[Ticket, int]]:
+        """The parts that are known, but for the first and this one, with the rank of each."""
+        neither = ticket.identity, self._ticket.identity
+        return [(part.ticket, part.rank) for part in self.to_acknowledge() if part.ticket.identity not in neither]
+
     def failed(self, ticket: Ticket, error: TransportError) -> TransportError:
         """The error for a part that cannot be read; what was read before is released, and stays unacknowledged."""
         self.drop()
@@ -201,9 +240,42 @@ class _Joining:
 
     def drop(self) -> None:
         """Release what was read."""
-        for part in self.parts:
+        for part in self.parts[self._kept :]:
             if part.payload is not None:
                 part.payload.release()
+
+
+def _never() -> bool:
+    raise InternalError("a joined payload is acknowledged part by part")
+
+
+def names_parents(payload: ReceivedPayload) -> bool:
+    """Whether the payload has the field that names its parents, as far as its schema is known here."""
+    return payload.schema is not None and FIELD in payload.schema.names
+
+
+async def join_to(client: UCXXClient, payload: ReceivedPayload, timeout: float | None = None) -> JoinedPayload:
+    """Read the parents of a payload that was read already. Where it raises, the payload is as it was.
+
+    A part that no reader will ever read has all others acknowledged: the payload cannot be read any more, so that they
+    would wait for nothing. Raises what `read_joined` raises.
+    """
+    joining = _Joining(client, payload.ticket, payload.rank, None, kept=1)
+    try:
+        joining.came(payload)
+        while (step := joining.next()) is not None:
+            try:
+                part = await client.read(step[0], rank=step[1], timeout=timeout)
+            except TransportError as error:
+                if error.unreadable:
+                    for ticket, rank in joining.others(step[0]):
+                        client.ack(ticket, rank)
+                raise joining.failed(step[0], error) from error
+            joining.came(part)
+        return JoinedPayload(client, joining.parts, joining.to_acknowledge())
+    except BaseException:
+        joining.drop()
+        raise
 
 
 def read_joined(

@@ -46,6 +46,7 @@ from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
+from transport.packer.joining import join_all, join_one
 from transport.packer.options import ClientOptions, check_options
 from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.packer.session import PackerSession, TicketLike, check_shared, open_session, resolved
@@ -89,6 +90,7 @@ class UCXXDataPackerMixin(WithBlock):
         max_policy_age: int | None = None,
         consumed: ConsumedRecord | None = None,
         progress: Progress | Literal["bar"] | None = None,
+        joined: bool = False,
         wire: WirePolicy | None = None,
         client: ClientOptions = _CLIENT,
         settings: Settings | None = None,
@@ -109,6 +111,8 @@ class UCXXDataPackerMixin(WithBlock):
             consumed: record from a checkpoint, so that a restarted trainer drops the payloads it has trained on.
             progress: called with (payloads done, payloads of the batch, bytes done) while a batch is fetched; "bar"
                 draws it on the terminal.
+            joined: a payload that names its parents (docs/STAGES.md) comes as a `JoinedPayload` of all parts, which is
+                consumed as a whole. ``schemas`` has those of the parents, too.
             client: further choices, for example ``client=ClientOptions(device="torch")``.
             wire, settings: default: the operator's configuration (config.py), which may also turn on metrics.
 
@@ -121,6 +125,8 @@ class UCXXDataPackerMixin(WithBlock):
         check_shared(queue, client.directory, settings, client.secret)
         if consumed is not None:
             expect(consumed, ConsumedRecord, "consumed", "a ConsumedRecord, as ConsumedRecord.from_bytes() makes it")
+        if not isinstance(joined, bool):
+            raise UsageError(f"joined={joined!r:.80}: give True or False")
         if ack not in ("on_consumed", "on_arrival"):
             raise UsageError(f"ack={ack!r}: choose 'on_consumed' or 'on_arrival'")
         self.cleanup_ucxx_packer()
@@ -140,6 +146,7 @@ class UCXXDataPackerMixin(WithBlock):
             record=consumed if consumed is not None else ConsumedRecord(settings),
             rank=rank,
             progress=progress,
+            joined=joined,
         )
         try:
             self._ucxx.warm_up(client.directory)
@@ -290,6 +297,10 @@ class UCXXDataPackerMixin(WithBlock):
                 try:
                     if fetched.payload is None:
                         fetched.payload = packer.thread.run(self._read_one(fetched, deadline))
+                    if packer.joined:
+                        packer.thread.run(join_one(packer, fetched, deadline))
+                        if fetched.error is not None:
+                            raise fetched.error
                 except TransportError as error:
                     fetched.error = error
                     packer.claims.report(FetchedBatch([fetched]))  # otherwise its claim is renewed for ever
@@ -342,6 +353,8 @@ class UCXXDataPackerMixin(WithBlock):
                 batch.rounds += 1
                 await self._round(packer, todo, batch, deadline)
                 todo = [item for item in todo if item.payload is None and item.error and item.error.retryable]
+            if packer.joined:
+                await join_all(packer, fetched, deadline)
             own_fault = next((item.error for item in fetched if isinstance(item.error, _OWN_FAULTS)), None)
             if own_fault is not None:
                 raise own_fault

@@ -147,7 +147,7 @@ class FetchedBatch:
     @property
     def bytes(self) -> int:
         """Payload bytes that arrived."""
-        return sum(payload.ticket.size for payload in self.payloads)
+        return sum(payload.nbytes for payload in self.payloads)
 
     def release(self) -> None:
         """Drop every payload without acknowledging what is not acknowledged."""

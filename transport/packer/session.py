@@ -50,6 +50,7 @@ class PackerSession:
         shown: contextlib.ExitStack,
         queue: TicketQueue | None = None,
         own_queue: bool = False,
+        joined: bool = False,
     ) -> None:
         self.client = client
         self.thread = thread
@@ -60,6 +61,7 @@ class PackerSession:
         self.progress = progress
         self.queue = queue
         self.own_queue = own_queue  # made for this session, and closed with it
+        self.joined = joined  # payloads that name parents come with them
         self._shown = shown  # whatever draws the progress
         self.prefetch: Prefetch[Sequence[TicketLike]] = Prefetch()
         self.fetching: Job[FetchedBatch] | None = None
@@ -196,6 +198,7 @@ def open_session(
     record: ConsumedRecord,
     rank: int | str,
     progress: Progress | Literal["bar"] | None,
+    joined: bool = False,
 ) -> PackerSession:
     """Loop, client, and the queue (None: of the rings of this host): all of them, or none where one cannot be had."""
     with contextlib.ExitStack() as undo:
@@ -210,7 +213,7 @@ def open_session(
         queue.connect(thread, client, schemas)
         shown = undo.enter_context(contextlib.ExitStack())
         show = shown.enter_context(bar("payloads")) if progress == "bar" else progress or silent
-        session = PackerSession(client, thread, settings, rank, claims(queue), record, show, shown, queue, own)
+        session = PackerSession(client, thread, settings, rank, claims(queue), record, show, shown, queue, own, joined)
         undo.pop_all()
     return session
 

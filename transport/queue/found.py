@@ -130,6 +130,8 @@ class FoundRings(TicketQueue):
         give_up = time.monotonic() + timeout_s
         while True:
             here, elsewhere = self._follow(rank, n, oldest_version)
+            if here and isinstance(rank, str):
+                self._here.queue.check_name(rank)  # before anything is claimed elsewhere
             slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
             claims: list[Claim] = []
             try:

@@ -152,6 +152,12 @@ class RingQueue(TicketQueue):
                 return claims
             self._wait(rings, seen, min(left_s, self._due_s(rings, rank), _SLICE_S), rung)
 
+    def check_name(self, consumer: str) -> None:
+        """RankError: a ring has no consumer of this name."""
+        for ring in self._rings.values():
+            if not ring.native.closed:
+                ring.rank_of(consumer)
+
     def _try_claim(
         self, rings: list[SharedRingBuffer], n: int, rank: int | str, consumer: str, oldest_version: int | None
     ) -> list[Claim]:

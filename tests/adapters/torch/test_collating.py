@@ -20,6 +20,7 @@ with warnings.catch_warnings():  # of what torch imports
 from torch.utils.data import default_collate
 
 from transport.adapters.torch import Sample, TicketDataset, TicketLoader, collate
+from transport.errors import UsageError
 from transport.packer.options import RingOptions
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue.sqlite import SQLiteQueue
@@ -95,6 +96,23 @@ def test_torchs_own_collate_takes_what_it_knows(written: Callable[..., str]) -> 
     assert batch.tensors["x"]["n"].tolist() == [0, 1, 2]
     assert batch.tensors["y"].tolist() == [0, 1, 2]
     assert batch.metadata["episode"].tolist() == [0, 1, 2]
+
+
+def test_a_payload_with_its_parents_is_one_sample(written: Callable[..., str]) -> None:
+    from transport import SharedRingBuffer
+    from transport.joined import with_parents
+
+    with SharedRingBuffer.create(slots=2, slot_bytes=4096) as first:
+        rolled = [first.write({"tokens": np.arange(3) + at, "prompt": f"{at}"}) for at in range(2)]
+        queue = written(*(with_parents({"reward": float(at)}, [each]) for at, each in enumerate(rolled)))
+        dataset = TicketDataset(queue, batch_size=2, fill_s=60, idle_s=0.0, collate=collate, joined=True)
+        [batch] = TicketLoader(dataset)
+        assert set(batch.tensors) == {"tokens", "prompt", "reward"}
+        assert batch.tensors["tokens"].tolist() == [[0, 1, 2], [1, 2, 3]]
+        assert batch.tensors["reward"].tolist() == [0, 1]
+        assert first._take(20.0)[0] != first._take(20.0)[0]  # both were acknowledged
+    with pytest.raises(UsageError, match="joined=True has several in one"):
+        TicketDataset(queue, layout="packed", joined=True)
 
 
 def column(*values: Any) -> Any:

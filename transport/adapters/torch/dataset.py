@@ -102,6 +102,11 @@ class TicketDataset(IterableDataset):  # type: ignore[misc]  # torch is not ther
                 f"layout={layout!r} reads to the host: leave ClientOptions(device=…) out, and give "
                 'shape={"memory": "torch"} for batches in device memory'
             )
+        if layout != "list" and options.get("joined"):
+            raise UsageError(
+                f"layout={layout!r} lays payloads of one schema out in place, and joined=True has several in one: use "
+                "the layout list, with collate="
+            )
         self._collate = collate
         self._fill_s, self._idle_s = fill_s, idle_s
         self._options = options

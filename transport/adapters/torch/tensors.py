@@ -13,6 +13,7 @@ from transport.client.device_reads import DevicePayload
 from transport.client.payload import ReceivedPayload
 from transport.devices.libraries import TORCH
 from transport.errors import MissingDependencyError
+from transport.joined.payloads import JoinedPayload
 from transport.runtime.installing import install
 
 try:
@@ -31,6 +32,8 @@ def tensors(payload: ReceivedPayload) -> dict[str, Any]:
         BufferUnsuitableError: torch has no such dtype.
         ClosedError: the payload was released.
     """
+    if isinstance(payload, JoinedPayload):
+        return {name: found for part in payload.parts for name, found in tensors(part).items() if name in payload}
     if isinstance(payload, DevicePayload):
         return dict(payload)
     data = payload.data

@@ -1,0 +1,223 @@
+"""Trainers whose payloads name parents: one joined payload, consumed as a whole; a part that is gone; lost claims."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transport import Schema, SharedRingBuffer, StaleSlotError, Ticket, Trainer, UCXXServer, UpTo
+from transport.errors import SchemaError, UsageError
+from transport.joined import PARENTS, JoinedPayload, Parent, with_parents, write_group
+from transport.packer.rollout import queued
+from transport.queue import RingQueue, SQLiteQueue, TicketQueue
+
+pytestmark = pytest.mark.ucx
+
+ROLLOUT = Schema.of(prompt=("text", UpTo(64)), tokens=("int32", UpTo(64)))
+REFERENCE = Schema.of(ref_logprobs=("float32", UpTo(64)), parents=PARENTS)
+REWARD = Schema.of(reward="float32", parents=PARENTS)
+SCHEMAS = [ROLLOUT, REFERENCE, REWARD]
+Make = Callable[..., Trainer]
+
+
+class Stages:
+    """A served ring for each stage, and a queue of what the last one wrote."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.all = [SharedRingBuffer.create(schema, slots=4) for schema in SCHEMAS]
+        self.rollout, self.reference, self.reward = self.all
+        self._servers = [UCXXServer(ring, mode="thread") for ring in self.all]
+        self.queue: TicketQueue = RingQueue([self.reward]) if kind == "rings" else SQLiteQueue(folder / "q.sqlite3")
+
+    def write(self, number: int) -> tuple[Ticket, Ticket, Ticket]:
+        """A rollout, and what two stages add, the second to both."""
+        rolled = self.rollout.write({"prompt": f"p{number}", "tokens": [number] * 3})
+        referenced = self.reference.write(with_parents({"ref_logprobs": [0.5] * number}, [rolled]))
+        rewarded = self.reward.write(with_parents({"reward": number}, [rolled, referenced]))
+        if isinstance(self.queue, SQLiteQueue):
+            self.queue.publish(queued(rewarded))
+        return rolled, referenced, rewarded
+
+    def all_free(self) -> bool:
+        """Whether every slot of every ring can be taken; waits for those that are being freed."""
+        taken = [(ring, ring._take(20.0)) for ring in self.all for _ in range(4)]
+        return all(ring.native.abort(*each) for ring, each in taken)
+
+    def __enter__(self) -> Stages:
+        for server in self._servers:
+            server.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.queue.close()
+        for server in self._servers:
+            server.__exit__(None, None, None)
+        for ring in self.all:
+            ring.close()
+
+
+@pytest.fixture(params=["rings", "sqlite"])
+def stages(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stages]:
+    with Stages(request.param, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(params=["mapped", "tcp"])
+def trainer(request: pytest.FixtureRequest, stages: Stages) -> Iterator[Make]:
+    opened: list[Trainer] = []
+
+    def make(**options: Any) -> Trainer:
+        wire = {"mapped", "tcp"} if request.param == "mapped" else {"tcp"}
+        given = {"schemas": SCHEMAS, "joined": True, "wire": wire, "queue": stages.queue, **options}
+        opened.append(Trainer(**given))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def fetched(trainer: Trainer, count: int) -> Any:
+    claims: list[Any] = []
+    while len(claims) < count:
+        claims += trainer.claim_tickets(count - len(claims), 30.0)
+    trainer.start_prefetch(claims)
+    return trainer.collect_prefetch()
+
+
+def test_a_trainer_gets_one_payload_of_all_parts_and_consumes_all(
+    stages: Stages, trainer: Callable[..., Trainer]
+) -> None:
+    for number in range(3):
+        stages.write(number)
+    loop = trainer()
+    batch = fetched(loop, 3)
+    assert [ring.statistics().free for ring in stages.all] == [1, 1, 1]
+    assert batch.bytes == sum(part.ticket.size for payload in batch.payloads for part in payload.parts)
+    for number, payload in enumerate(loop.consume(batch)):
+        assert isinstance(payload, JoinedPayload)
+        assert dict(payload)["prompt"] == f"p{number}"
+        assert set(payload) == {"prompt", "tokens", "ref_logprobs", "reward"}
+        assert payload["ref_logprobs"].tolist() == [0.5] * number
+        assert payload.acknowledged
+    del payload
+    batch.release()
+    loop.close()
+    assert stages.all_free()
+
+
+def test_the_policys_input_is_joined(stages: Stages, trainer: Make) -> None:
+    stages.write(1)
+    loop = trainer()
+    [claim] = loop.claim_tickets(1, 30.0)
+    assert set(loop.get_policy_input(claim)) == {"prompt", "tokens", "ref_logprobs", "reward"}
+    loop.close()
+    assert stages.all_free()
+
+
+def test_a_part_that_is_gone_fails_alone_and_frees_the_others(stages: Stages, trainer: Make) -> None:
+    written = [stages.write(number) for number in range(3)]
+    rolled, _, rewarded = written[1]
+    stages.rollout.discard(rolled)
+    loop = trainer()
+    batch = fetched(loop, 3)
+    assert [item.error is None for item in batch] == [True, False, True]
+    assert isinstance(batch[1].error, StaleSlotError)
+    assert f"payload {rewarded.name} cannot be read: its part {rolled.name}: " in str(batch[1].error)
+    assert [payload["prompt"] for payload in loop.consume(batch)] == ["p0", "p2"]
+    [failure] = stages.queue.failures()
+    assert rolled.name in failure.reason
+    batch.release()
+    loop.close()
+    gc.collect()
+    if isinstance(stages.queue, SQLiteQueue):  # it does not free what it discards
+        stages.reward.discard(rewarded)
+    assert stages.all_free()
+
+
+def test_an_abandoned_batch_can_be_claimed_again_with_all_parts(
+    stages: Stages, trainer: Callable[..., Trainer]
+) -> None:
+    stages.write(2)
+    loop = trainer()
+    batch = fetched(loop, 1)
+    loop.abandon(batch)
+    assert [payload["prompt"] for payload in loop.consume(fetched(loop, 1))] == ["p2"]
+    loop.close()
+    assert stages.all_free()
+
+
+def test_without_joined_the_parents_are_a_field(stages: Stages, trainer: Make) -> None:
+    stages.write(1)
+    loop = trainer(joined=False)
+    batch = fetched(loop, 1)
+    [payload] = batch.payloads
+    assert not isinstance(payload, JoinedPayload)
+    assert len(payload["parents"]) == 2
+    batch.release()
+
+
+def test_a_parent_whose_schema_is_unknown_is_an_error_that_names_it(
+    stages: Stages, trainer: Callable[..., Trainer]
+) -> None:
+    rolled, *_ = stages.write(1)
+    loop = trainer(schemas=[REWARD, REFERENCE])
+    batch = fetched(loop, 1)
+    assert isinstance(batch[0].error, SchemaError)
+    assert rolled.ring[:4] in str(batch[0].error)
+
+
+@pytest.mark.parametrize("wire", ["mapped", "tcp"])
+def test_samples_of_a_group_come_with_what_they_share(tmp_path: Path, wire: str) -> None:
+    with Stages("rings", tmp_path) as stages:
+        shared: dict[str, Any] = {"prompt": "shared", "tokens": [1]}
+        write_group(stages.rollout, shared, [{"reward": at} for at in range(3)], samples_ring=stages.reward)
+        with Trainer(schemas=SCHEMAS, joined=True, wire={wire, "tcp"}, queue=stages.queue) as loop:
+            batch = fetched(loop, 3)
+            found = [(each["prompt"], float(each["reward"])) for each in loop.consume(batch)]
+            assert found == [("shared", at) for at in range(3)]
+            batch.release()
+        assert stages.all_free()
+
+
+def test_payloads_that_are_consumed_on_arrival_are_so_with_all_parts(stages: Stages, trainer: Make) -> None:
+    stages.write(1)
+    loop = trainer(ack="on_arrival")
+    batch = fetched(loop, 1)
+    [payload] = batch.payloads
+    assert payload.acknowledged
+    batch.release()
+    assert len(loop.consume(batch)) == 1
+    loop.close()
+    assert stages.all_free()
+
+
+def test_bytes_and_layouts_are_those_of_the_parts(stages: Stages, trainer: Make) -> None:
+    stages.write(1)
+    batch = fetched(trainer(), 1)
+    [payload] = batch.payloads
+    for ask in (lambda: payload.data, payload.layout):
+        with pytest.raises(UsageError, match="is joined of 3 parts"):
+            ask()
+    batch.release()
+
+
+def test_joined_is_true_or_false() -> None:
+    with pytest.raises(UsageError, match="joined='yes'"):
+        Trainer(joined="yes")  # type: ignore[arg-type]
+
+
+def test_a_payload_that_two_parents_lead_to_by_different_ranks_is_acknowledged_for_both(tmp_path: Path) -> None:
+    with Stages("rings", tmp_path) as stages:
+        rolled = stages.rollout.write({"prompt": "p", "tokens": [1]}, readers=2)
+        referenced = stages.reference.write(with_parents({"ref_logprobs": [1.0]}, [Parent(rolled, 1)]))
+        stages.reward.write(with_parents({"reward": 1.0}, [rolled, referenced]))
+        with Trainer(schemas=SCHEMAS, joined=True, wire={"tcp"}, queue=stages.queue) as loop:
+            batch = fetched(loop, 1)
+            assert len(loop.consume(batch)) == 1
+            batch.release()
+        assert stages.all_free()

@@ -1,0 +1,68 @@
+"""Payloads of a batch that name parents become joined ones: each part is read, with the retries of a single read.
+
+What cannot be joined is an error of its item, and the rest of the batch comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait
+from transport.errors import TransportError
+from transport.joined.payloads import join_to, names_parents
+from transport.packer.prefetch import FetchedItem
+from transport.packer.session import PackerSession
+
+_AT_A_TIME: Final = 8
+
+
+async def join_all(packer: PackerSession, items: Sequence[FetchedItem], deadline: Deadline) -> None:
+    """`join_one` for all of them, some at a time."""
+    room = asyncio.Semaphore(_AT_A_TIME)
+
+    async def join(item: FetchedItem) -> None:
+        async with room:
+            await join_one(packer, item, deadline)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for item in items:
+                if item.payload is not None and names_parents(item.payload):
+                    tasks.create_task(join(item))
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+async def join_one(packer: PackerSession, item: FetchedItem, deadline: Deadline) -> None:
+    """The item's payload with all of its parents, if it names any; or the item's error."""
+    payload = item.payload
+    if payload is None or not names_parents(payload):
+        return
+    plan = Retry(packer.settings.calls_per_ticket, deadline, packer.settings, random.random)
+    while True:
+        match plan.step(time.monotonic()):
+            case Wait(seconds):
+                await asyncio.sleep(seconds)
+            case GiveUp(error):
+                item.payload, item.error = None, error.with_traceback(None)
+                payload.release()
+                return
+            case Try():
+                try:
+                    item.payload = await join_to(packer.client, payload, deadline.remaining(time.monotonic()))
+                    return
+                except TransportError as error:
+                    plan.failed(_bare(error), time.monotonic())
+
+
+def _bare(error: TransportError) -> TransportError:
+    """The error as a value: frames of its traceback, and of its cause's, would keep the payloads alive."""
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    return error
