@@ -35,7 +35,7 @@ from transport.weights.versions.copies import Copies, Held, attach
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_READS = 2  # buckets on the link at once from one parent: the second covers the time of an answer
+_READS = 3  # buckets on the link at once from one parent: two cover the time of an answer, which waits in a busy link
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
