@@ -10,9 +10,9 @@ import pytest
 
 from transport.cli import run
 from transport.cooldown import Ledger, Outcome, Phase
-from transport.cooldown.coordination import outcome_path
 from transport.cooldown.destinations.folder import Folder
 from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Note, Refusal, ReportKind, encode
+from transport.cooldown.restoring import outcome_path
 from transport.store.base import ABSENT
 from transport.store.sqlite import SQLiteStore
 

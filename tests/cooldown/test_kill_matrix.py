@@ -104,7 +104,7 @@ async def test_killed(job: ShardedRun, victim: str, phase: str, outcome: Outcome
         assert not list(job.root.glob("run/epoch-000000000007/*/*/manifest.json"))
     job.check_restored(6)
     for name in others:  # what they saved is where it was
-        files = job.path / "scratch" / HOSTS[name] / name / "epoch-000000000006"
+        files = job.path / "scratch" / HOSTS[name] / "run" / name / "epoch-000000000006"
         assert {path.relative_to(files).as_posix() for path in files.rglob("*") if path.is_file()} == set(model(name))
     assert job.record(7) == record
     counts = counted.setdefault(role_of(victim), {})

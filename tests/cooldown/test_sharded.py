@@ -322,8 +322,8 @@ async def test_members_prune_their_own_copies_only(job: ShardedRun) -> None:
         await host.open(epoch)
         members = [job.member(name, keep_steps=1 if name == "a0" else 9).cooldown(epoch) for name in HOSTS]
         await asyncio.gather(host.cooldown(epoch, epoch, HOSTS), *members)
-    assert sorted(path.name for path in (job.path / "scratch" / "a" / "a0").iterdir()) == ["epoch-000000000003"]
-    assert len(list((job.path / "scratch" / "a" / "a1").iterdir())) == 3
+    assert sorted(path.name for path in (job.path / "scratch/a/run/a0").iterdir()) == ["epoch-000000000003"]
+    assert len(list((job.path / "scratch/a/run/a1").iterdir())) == 3
 
 
 @asynchronous

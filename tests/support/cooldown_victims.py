@@ -34,7 +34,7 @@ COORDINATOR_PHASES = {
     "before the manifest": (CooldownHost, "_verify"),
     "manifest written": (coordination, "verified"),
     "verified, not recorded": (coordination.StoredCoordinator, "handle"),
-    "recorded, not copied": (coordination, "encode"),
+    "recorded, not copied": (coordination, "put_outcome"),
 }
 
 

@@ -48,6 +48,7 @@ class Job:
                     bucket_bytes=BUCKET,
                     address="127.0.0.1",
                     in_place=worker.tensors if in_place else None,
+                    delta=delta,  # means nothing here; members may share their options
                     options=EngineOptions(host=host, wires=frozenset({"tcp"}), **options),
                 )
                 ranks.append(ShardRank(engine, worker))

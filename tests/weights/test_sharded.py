@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import asynchronous
+from helpers import PATIENCE_S, asynchronous
 from shard_members import MODEL, Serving, checksum_of, local, served, version_of
 from sharded_job import BUCKET, job
 
@@ -75,7 +75,7 @@ async def test_no_rank_sends_more_than_its_share_and_every_host_receives_what_it
 
 
 @asynchronous
-async def test_a_relay_has_two_buckets_of_its_parent_on_the_link_so_that_it_soon_has_one_to_pass_on(
+async def test_a_relay_has_few_buckets_of_its_parent_on_the_link_so_that_it_soon_has_one_to_pass_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading: dict[int, int] = {}
@@ -86,18 +86,57 @@ async def test_a_relay_has_two_buckets_of_its_parent_on_the_link_so_that_it_soon
         reading[id(client)] = reading.get(id(client), 0) + 1
         most[id(client)] = max(most.get(id(client), 0), reading[id(client)])
         try:
+            if reading[id(client)] == wanted[id(client)]:
+                enough[id(client)].set()
+            async with asyncio.timeout(PATIENCE_S):
+                await enough[id(client)].wait()
+            for _ in range(50):  # another read could begin now
+                await asyncio.sleep(0)
             return await read(client, *arguments, **named)
         finally:
             reading[id(client)] -= 1
 
-    async with job(4, ["a", "b"], shape="chain") as made:
+    async with job(1, ["a"]) as one, job(4, ["a"]) as four:
+        for made in (one, four):
+            await made.manager.update(1)
+        clients = [id(made.ranks[0].engine._client) for made in (one, four)]
+        wanted, enough = dict(zip(clients, (3, 3), strict=True)), {each: asyncio.Event() for each in clients}
+        monkeypatch.setattr(UCXXClient, "read", counted)
+        for made in (one, four):
+            await made.manager.update(2)
+            made.serves(2)
+        assert most[clients[0]] == 3
+        assert most[clients[1]] in (3, 4), "one from each"
+
+
+@asynchronous
+async def test_a_relay_whose_child_is_slow_goes_on_reading_and_holds_no_memory_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with job(2, ["a", "b"], shape="chain") as made:
         await made.manager.update(1)
+        first, second = (rank.engine._client for rank in made.ranks)
+        reads = {first: 0, second: 0}
+        due = 0  # of the relay; unknown in the second update
+        enough = asyncio.Event()
+        read = UCXXClient.read
+
+        async def counted(client: UCXXClient, *arguments: Any, **named: Any) -> Any:
+            if due and client is second:
+                async with asyncio.timeout(PATIENCE_S):
+                    await enough.wait()
+            payload = await read(client, *arguments, **named)
+            reads[client] += 1
+            if due and reads[first] == due:
+                enough.set()
+            return payload
+
         monkeypatch.setattr(UCXXClient, "read", counted)
         await made.manager.update(2)
-        made.serves(2, 2)
-        first, relayed = (most[id(rank.engine._client)] for rank in made.ranks)
-        assert first > 2, "from each of its four parents"
-        assert relayed == 2
+        due, reads[first] = reads[first], 0
+        assert due > 16, "more than a ring and the memory for arrivals hold"
+        await made.manager.update(3)
+        made.serves(3, 3)
 
 
 def sizes(prefix: str) -> list[int]:

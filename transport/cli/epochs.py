@@ -39,8 +39,8 @@ def records_from_store(url: str | None, run: str | None) -> list[EpochRecord]:
 
 def records_from_destination(url: str, run: str | None) -> list[EpochRecord]:
     """The ended epochs of one run, as recorded at its destination."""
-    from transport.cooldown.coordination import recorded_outcomes
     from transport.cooldown.destinations.open import open_destination
+    from transport.cooldown.restoring import recorded_outcomes
 
     if run is None:
         raise UsageError("--destination needs --run, the run's name")

@@ -45,14 +45,11 @@ from transport.cooldown.epochs.records import (
     Report,
     ReportKind,
     check_name,
-    decode,
-    encode,
-    outcomes_folder,
     upload_folder,
 )
 from transport.cooldown.epochs.shares import NameConflict, complete, composed, set_name
 from transport.cooldown.epochs.stop import Stop
-from transport.cooldown.restoring import publish
+from transport.cooldown.restoring import epochs_at, publish, put_outcome
 from transport.cooldown.verify import Proof, RefusedUpload, verified
 from transport.errors import (
     ConfigurationError,
@@ -60,7 +57,7 @@ from transport.errors import (
     RunError,
     UsageError,
 )
-from transport.runtime.explaining import explained, explained_calls
+from transport.runtime.explaining import explained_calls
 from transport.store.base import ABSENT, Store
 
 log = logging.getLogger(__name__)
@@ -69,7 +66,6 @@ POLL_S: Final = 0.5  # between two looks at the clock
 AT_ONCE: Final = 4  # verifications
 OUTCOME_COPY_S: Final = 30.0
 PUBLISH_S: Final = 600.0
-_MOST_RECORD: Final = 16 << 20
 
 
 class StoredCoordinator:
@@ -224,12 +220,19 @@ class CooldownHost:
         self._wall = wall
 
     async def open(self, epoch: int | None = None) -> EpochRecord:
-        """Open an epoch, by default the one after the last. Its training begins.
+        """Open an epoch, by default the one after the last, in the store and at the destination. Its training begins.
 
-        Raises UsageError if this epoch was already opened.
+        Raises UsageError if this epoch was already opened, here or by a run of the same name with another store.
         """
+        there = await self._epochs_there()
+        if epoch in there and (await in_thread(self._ledger.look, epoch))[0] is None:
+            raise UsageError(
+                f"epoch {epoch} of run {self._ledger.run} is at {self.destination}, and not in this store: a run of "
+                f"this name had another store; open epoch {max(there) + 1}, or give the run another name"
+            )
         while True:
-            chosen = epoch if epoch is not None else max(await in_thread(self._ledger.epochs), default=0) + 1
+            known = {*await in_thread(self._ledger.epochs), *there}
+            chosen = epoch if epoch is not None else max(known, default=0) + 1
             record = EpochRecord(
                 run=self._ledger.run,
                 epoch=chosen,
@@ -243,6 +246,17 @@ class CooldownHost:
                 return record
             if epoch is not None:
                 raise UsageError(f"run {self._ledger.run}: epoch {epoch} was already opened; an epoch is opened once")
+
+    async def _epochs_there(self) -> set[int]:
+        """Epochs of the run of which something is at the destination; none if it cannot be listed now."""
+        call = in_thread(epochs_at, self.destination, self._ledger.run)
+        if not await settled(call, OUTCOME_COPY_S):
+            log.warning("run %s: timeout at %s; the epochs there are not known", self._ledger.run, self.destination)
+        elif isinstance(error := call.exception(), DestinationError):
+            log.warning("run %s: the epochs there are not known: %s", self._ledger.run, error)
+        else:
+            return call.result()
+        return set()
 
     async def cooldown(self, epoch: int, step: int, clients: Sequence[str] | Mapping[str, str]) -> EpochRecord:
         """Run the cooldown of an open epoch, or resume one that has begun; returns the record of its end.
@@ -347,7 +361,7 @@ class CooldownHost:
 
     async def _copy_outcome(self, record: EpochRecord, destination: Destination) -> None:
         """Write the outcome to the destination too, in case the store is lost."""
-        written = in_thread(destination.put, outcome_path(record.run, record.epoch), encode(record))
+        written = in_thread(put_outcome, record, destination)
         if not await settled(written, OUTCOME_COPY_S):
             log.warning("epoch %d: the outcome is in the store only: timeout at %s", record.epoch, destination.url)
         elif error := written.exception():
@@ -362,24 +376,3 @@ class CooldownHost:
             log.warning("epoch %d: its checkpoint is not published: %s", record.epoch, masked(str(error)))
         else:
             log.info("epoch %d: %s", record.epoch, call.result())
-
-
-def outcome_path(run: str, epoch: int) -> str:
-    """Path of an epoch's outcome at the destination."""
-    return f"{outcomes_folder(run)}/{epoch:012d}.json"
-
-
-@explained
-def recorded_outcomes(destination: Destination, run: str) -> dict[int, EpochRecord]:
-    """The ended epochs as recorded at the destination, for use when the store is lost. Blocks.
-
-    Raises DestinationError; StoreUnsuitableError for a file that is not a record.
-    """
-    found = {}
-    for name in destination.names(outcomes_folder(check_name(run, "run"))):
-        data = destination.read(f"{outcomes_folder(run)}/{name}", _MOST_RECORD) if name.endswith(".json") else None
-        if data is not None:
-            record = decode(data, EpochRecord)
-            if record.run == run and record.phase is Phase.ENDED:
-                found[record.epoch] = record
-    return found

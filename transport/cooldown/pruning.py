@@ -6,6 +6,7 @@ more. In an epoch that timed out, uploads that are complete may still be good, s
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple
 from transport.cooldown.destinations.base import Destination
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.records import EpochRecord, Outcome, Phase, is_upload, upload_folder
-from transport.cooldown.restoring import checkpoint_manifest, published_name
+from transport.cooldown.restoring import all_outcomes, checkpoint_manifest, published_name
 from transport.cooldown.upload import remove
 from transport.errors import CheckpointDamagedError, UsageError
 from transport.runtime.progress import Progress, silent
@@ -61,7 +62,9 @@ def plan(
             whole += _restorable(records[epoch], destination)
     surplus: list[Surplus] = []
     kept: list[tuple[str, str]] = []
-    for name in destination.names(run):
+    names = destination.names(run)
+    theirs = _of_other_stores(records, destination, run, names)
+    for name in names:
         found = _EPOCH.fullmatch(name)
         if found is None:
             continue
@@ -70,7 +73,7 @@ def plan(
         if record is None or record.phase is not Phase.ENDED:
             kept.append((f"{run}/{name}", "no record says that this epoch has ended"))
             continue
-        _plan_epoch(record, destination, epoch in old, unverified, surplus, kept)
+        _plan_epoch(record, destination, epoch in old, unverified, theirs.get(epoch, set()), surplus, kept)
     for path, _ in destination.leftovers(run):  # also of epochs in which nothing else is
         found = _EPOCH.fullmatch(path.removeprefix(f"{run}/").partition("/")[0])
         record = records.get(int(found[1])) if found else None
@@ -86,10 +89,15 @@ def _plan_epoch(
     destination: Destination,
     old: bool,
     unverified: bool,
+    theirs: set[str],
     surplus: list[Surplus],
     kept: list[tuple[str, str]],
 ) -> None:
     uploads = _uploads(record, destination)
+    kept += [
+        (_path(record, each), "a checkpoint that another store has recorded") for each in uploads if each in theirs
+    ]
+    uploads = [upload for upload in uploads if upload not in theirs]
     needed: set[str] = set()
     if record.checkpoint is not None:
         own = f"{record.checkpoint.client}/{record.checkpoint.attempt}"
@@ -114,6 +122,26 @@ def _plan_epoch(
             (_path(record, upload), "complete, but not verified in time") for upload in uploads if upload in needed
         ]
     surplus += [Surplus(record.epoch, "upload", _path(record, upload)) for upload in uploads if upload not in needed]
+
+
+def _of_other_stores(
+    records: Mapping[int, EpochRecord], destination: Destination, run: str, names: list[str]
+) -> dict[int, set[str]]:
+    """By epoch, the uploads of checkpoints that the destination's records have, and ``records`` have not.
+
+    A run of the same name with another store has made them: there they are good.
+    """
+    there = {int(found[1]) for name in names if (found := _EPOCH.fullmatch(name))}
+    theirs: dict[int, set[str]] = {}
+    for record in all_outcomes(destination, run, there):
+        ours = records.get(record.epoch)
+        if record.checkpoint is None or ours is None or ours.checkpoint == record.checkpoint:
+            continue
+        uploads = theirs.setdefault(record.epoch, set())
+        uploads.add(f"{record.checkpoint.client}/{record.checkpoint.attempt}")
+        with contextlib.suppress(CheckpointDamagedError):
+            uploads |= {file.upload for file in checkpoint_manifest(record, destination).files} - {""}
+    return theirs
 
 
 def carry_out(plan: Plan, destination: Destination, run: str, progress: Progress = silent) -> None:

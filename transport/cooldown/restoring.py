@@ -1,24 +1,48 @@
-"""Restore of a checkpoint to local files, with every byte verified. Blocks: run it in a thread."""
+"""Restore of a checkpoint to local files, with every byte verified; and the records of ended epochs beside them.
+
+Blocks: run it in a thread.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import secrets
 import shutil
 import threading
+from collections.abc import Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from transport.cooldown.blocking_calls import in_parallel
 from transport.cooldown.destinations.base import Destination
+from transport.cooldown.destinations.open import open_destination
 from transport.cooldown.epochs.manifest import File, Manifest
-from transport.cooldown.epochs.records import EpochRecord, Outcome, is_upload, upload_folder
+from transport.cooldown.epochs.records import (
+    EpochRecord,
+    Outcome,
+    Phase,
+    Refusal,
+    check_name,
+    decode,
+    encode,
+    is_upload,
+    outcomes_folder,
+    upload_folder,
+)
 from transport.cooldown.epochs.stop import Stop
 from transport.cooldown.verify import FILES_AT_ONCE, RefusedUpload, check_size, checked_pieces, reported_manifest
-from transport.errors import CheckpointDamagedError, NoCheckpointError, UsageError
+from transport.errors import CheckpointDamagedError, NoCheckpointError, StoreUnsuitableError, UsageError
 from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
+
+log = logging.getLogger(__name__)
+
+_MOST_RECORD: Final = 16 << 20
+_FOLDER: Final = re.compile(r"epoch-(\d{12})")
+_OUTCOME: Final = re.compile(r"(\d{12})(-[0-9a-f]{16})?\.json")
 
 
 class Restored(NamedTuple):
@@ -59,6 +83,10 @@ def restore(
     beside = into.with_name(f".{into.name}.{secrets.token_hex(8)}.partial")
     try:
         manifest = reported_manifest(destination, place, sha256)
+        if upload_folder(*manifest.identity) != place:
+            raise RefusedUpload(
+                Refusal.MANIFEST_ALTERED, f"the manifest belongs to another upload: {manifest.identity}"
+            )
         fetching = _Fetching(destination, manifest, beside, stop, progress)
         for file in manifest.files:
             (beside / file.name).parent.mkdir(parents=True, exist_ok=True)
@@ -149,3 +177,68 @@ class _Fetching:
             self._bytes += size
             self._done += done
             self._progress(self._done, len(self._manifest.files), self._bytes)
+
+
+# --- records of ended epochs at the destination -------------------------------------------------------
+def outcome_path(run: str, epoch: int, attempt: str = "") -> str:
+    """Path of an epoch's outcome at the destination. ``attempt``: of a checkpoint besides the first one there."""
+    return f"{outcomes_folder(run)}/{epoch:012d}{'-' if attempt else ''}{attempt}.json"
+
+
+def put_outcome(record: EpochRecord, destination: Destination) -> None:
+    """Write an outcome. A checkpoint that a run of this name with another store has recorded there stays.
+
+    What is read may be written by the other one at once; both open no epoch that they see at the destination.
+    """
+    path, data = outcome_path(record.run, record.epoch), encode(record)
+    found = destination.read(path, _MOST_RECORD)
+    if found is not None and found != data:
+        try:
+            theirs = decode(found, EpochRecord).checkpoint
+        except StoreUnsuitableError:
+            theirs = None
+        if theirs is not None and theirs != record.checkpoint:
+            log.error(
+                "run %s, epoch %d: %s has a checkpoint of another store; give each store's run a name of its own",
+                record.run,
+                record.epoch,
+                destination.url,
+            )
+            if record.checkpoint is None:
+                return
+            path = outcome_path(record.run, record.epoch, record.checkpoint.attempt)
+    destination.put(path, data)
+
+
+def epochs_at(url: str, run: str) -> set[int]:
+    """Epochs of a run of which something is at a destination."""
+    with open_destination(url) as destination:
+        folders = [_FOLDER.fullmatch(name) for name in destination.names(run)]
+        outcomes = [_OUTCOME.fullmatch(name) for name in destination.names(outcomes_folder(run))]
+    return {int(found[1]) for found in (*folders, *outcomes) if found is not None}
+
+
+@explained
+def recorded_outcomes(destination: Destination, run: str) -> dict[int, EpochRecord]:
+    """The ended epochs as recorded at the destination, for use when the store is lost. Blocks.
+
+    Raises DestinationError; StoreUnsuitableError for a file that is not a record.
+    """
+    found: dict[int, EpochRecord] = {}
+    for record in all_outcomes(destination, run):  # the first of an epoch is that of the run
+        found.setdefault(record.epoch, record)
+    return found
+
+
+def all_outcomes(destination: Destination, run: str, epochs: Collection[int] | None = None) -> Iterator[EpochRecord]:
+    """As `recorded_outcomes`, of these epochs, with those that other stores have recorded beside them."""
+    names = [name for name in destination.names(outcomes_folder(check_name(run, "run"))) if name.endswith(".json")]
+    for name in sorted(names, key=lambda name: name.removesuffix(".json")):
+        number = _OUTCOME.fullmatch(name)
+        if epochs is not None and (number is None or int(number[1]) not in epochs):
+            continue
+        data = destination.read(f"{outcomes_folder(run)}/{name}", _MOST_RECORD)
+        if data is not None:
+            record = decode(data, EpochRecord)
+            if record.run == run and record.phase is Phase.ENDED:
+                yield record

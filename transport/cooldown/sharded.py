@@ -66,7 +66,8 @@ class ShardedClient(Follower):
         save: writes this member's files of a step into an empty folder. It is called on every member, in a thread, and
             may call collectives; the caller runs no other collectives on the same group meanwhile. Names are unique
             among the members, unless the files are the same.
-        scratch: folder for local copies, the same path for all members of a host, and readable by them.
+        scratch: folder for local copies, the same path for all members of a host, and readable by them. It may serve
+            several runs.
         launch: the same text for all members of one launch of the job, and another one after a restart, such as a
             random text that rank 0 broadcasts.
         keep_steps: number of epochs whose local copies are kept after a cooldown.
@@ -97,7 +98,7 @@ class ShardedClient(Follower):
             raise ConfigurationError(f"takeover_s={takeover_s}: give seconds above 0")
         super().__init__(Ledger(store, run), name, patience_s)
         self._save = save
-        self._scratch = scratch.absolute() / name
+        self._scratch = scratch.absolute() / run / name
         if not launch:
             raise ConfigurationError(
                 "launch is missing: give the same text to all members of one launch of the job, and another one after "

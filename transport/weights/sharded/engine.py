@@ -168,7 +168,8 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         await self.finalize()
         self._feed = Feed(self._sender.lost)
         await self._feed.open(self._address)
-        proof = self._base.proof if self._base is not None else None if self._spoilt else self.proof
+        sent = None if self._base is None else self._base.proof
+        proof = sent or (None if self._spoilt else self.proof)  # a rank sends or receives
         described = ShardDescription(
             name=self.name,
             host=self._host,

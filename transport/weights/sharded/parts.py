@@ -164,6 +164,19 @@ class PartLanding:
         if found != frame.checksum:
             raise WeightsChecksumError(f"part {self.incoming.part}: checksum mismatch of a bucket with its changes")
 
+    def collect(self, bucket: Sequence[Chunk], memory: memoryview) -> None:
+        """The bytes of a bucket that is in its place. In a thread."""
+        flat = np.frombuffer(memory, np.uint8)
+        end = 0
+        for chunk in bucket:
+            flat[end : chunk.at] = 0
+            end = chunk.at + chunk.nbytes
+            target = self._target(chunk)
+            if target.flags.c_contiguous:
+                _ring.copy(memory[chunk.at : end], target.reshape(-1).view(np.uint8).data)
+            else:
+                flat[chunk.at : end].view(target.dtype).reshape(target.shape)[...] = target
+
     def placed(self) -> None:
         """A bucket is in its place, proven, and was relayed."""
         self._placing -= 1

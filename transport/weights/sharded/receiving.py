@@ -1,7 +1,8 @@
 """A receiver's side: its parts from several senders and relays at once, all of a version or nothing.
 
 Each parent has a task that follows its messages. Buckets are read side by side, as many as there is memory for, in
-whatever order they come. What arrived and was proven goes on to the children before its memory is used again.
+whatever order they come. What was proven in its place goes on to the children from there: a slow child delays no
+reading.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +35,7 @@ from transport.weights.versions.copies import Copies, Held, attach
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-_READS = 2  # buckets on the link at once from one parent: the second covers the time of an answer
+_READS = 3  # buckets on the link at once from one parent: two cover the time of an answer, which waits in a busy link
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
@@ -107,6 +109,7 @@ class ShardReceiving:
         parents = {source.parent for each in role.incoming for source in each.sources}
         self._link = asyncio.Semaphore(min(scratch.count, max(_READS, len(parents))))
         self._room = asyncio.Semaphore(scratch.count)
+        self._turn = asyncio.Lock()  # first come, first served
         self._version = -1
         self._held: list[Held] = []
         self._proven: set[int] = set()  # parts
@@ -227,18 +230,26 @@ class ShardReceiving:
     # --- one bucket -------------------------------------------------------------------------------------------
     async def _take(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket | None) -> None:
         """Read a bucket or its changes, put it into its place, relay it."""
+        kept = _NOTHING
         async with self._room:
             if ticket is None:
                 await in_thread(landing.change, bucket, frame, _NOTHING)
-                await relay(self._sender, self._feed, landing.incoming.wired, frame, _NOTHING, 0)
             else:
-                await self._read(landing, frame, bucket, ticket)
+                kept = await self._read(landing, frame, bucket, ticket)
+        if landing.incoming.wired:
+            fill = partial(landing.collect, bucket) if frame.records is None else partial(_copy_of, kept)
+            size, checksum = (0, 0) if ticket is None else (ticket.size, ticket.checksum or 0)
+            # A relay that waits for its children keeps none of the memory and threads that reading needs: this rank's
+            # link would idle, and with it those of all before it. One bucket waits, the others behind it, in order.
+            async with self._turn:
+                await relay(self._sender, self._feed, landing.incoming.wired, frame, checksum, size, fill)
         landing.placed()
         self._buckets, self._bytes = self._buckets + 1, self._bytes + (0 if ticket is None else ticket.size)
         self._progress(self._buckets, 0, self._bytes)
         self._finish(landing)
 
-    async def _read(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket) -> None:
+    async def _read(self, landing: PartLanding, frame: Slices, bucket: list[Chunk], ticket: Ticket) -> Bytes:
+        """Read a bucket into its place; returns its changes, if it has only these and they are relayed."""
         if self._client is None:
             raise InternalError("a replica that receives over a wire has no client")
         straight = landing.place_of(bucket) if frame.records is None else None
@@ -262,7 +273,7 @@ class ShardReceiving:
                 else:
                     await in_thread(landing.change, bucket, frame, data)
                 self._sender.bytes_copied += len(data)
-            await relay(self._sender, self._feed, landing.incoming.wired, frame, data, checksum)
+            return data.copy() if frame.records is not None and landing.incoming.wired else _NOTHING
         finally:
             self._scratch.give(scratch)
 
@@ -292,6 +303,10 @@ def children_of(role: Role) -> Sequence[str]:
     """The ranks that read buckets of this one's ring."""
     found = dict.fromkeys(name for each in role.outgoing for name in each.children)
     return list(found | dict.fromkeys(name for each in role.incoming for name in each.wired))
+
+
+def _copy_of(data: Bytes, memory: memoryview) -> None:
+    _ring.copy(memory, data.data)
 
 
 def _let_go(work: asyncio.Future[Held]) -> None:

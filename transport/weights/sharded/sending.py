@@ -7,7 +7,7 @@ the others while it holds fewer slots than there are. A receiver that is lost ta
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -251,27 +251,28 @@ async def relay(
     feed: Feed,
     children: tuple[str, ...],
     frame: Slices,
-    data: np.ndarray[Any, Any],
     checksum: int,
+    size: int,
+    fill: Callable[[memoryview], None],
 ) -> None:
-    """Send a bucket that arrived on to the children; none, if all are lost."""
+    """Send a bucket that arrived on to the children; none, if all are lost. ``fill`` writes its bytes, in a thread."""
     if not set(children) & set(sender.children):
         return
 
     def forward(ticket: bytes) -> Frame:
         return Slices(frame.part, frame.sender, frame.index, ticket, frame.records, frame.checksum)
 
-    if not len(data):  # nothing has changed
+    if not size:  # nothing has changed
         await feed.tell(forward(b""), children)
         return
     try:
-        lease = await sender.reserve(len(data), children)
+        lease = await sender.reserve(size, children)
     except ChildrenLostError:
         return  # a landing that loses all its children lands for its host
     try:
         lease.checksum = checksum
-        await in_thread(_ring.copy, lease.memory, data.data)
-        sender.bytes_copied += len(data)
+        await in_thread(fill, lease.memory)
+        sender.bytes_copied += size
         await sender.publish_to(lease, children, forward)
     except BaseException:
         lease.abort()
