@@ -11,7 +11,7 @@ from transport.store.directory import Directory, Serving
 from transport.store.memory import MemoryStore
 
 
-@pytest.mark.parametrize(("rings", "looks"), [(10, 40), (2000, 5), (20_000, 1)])
+@pytest.mark.parametrize(("rings", "looks"), [(10, 40), (2000, 3), (20_000, 1)])
 def test_the_more_rings_there_are_the_more_seldom_all_of_them_are_read(
     rings: int, looks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

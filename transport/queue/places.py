@@ -32,7 +32,7 @@ _UNNAMED: Final = "rollout-"
 _BEGINNING: Final = "/transport-"
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _STORE_EVERY_S: Final = 0.5
-_RINGS_A_SECOND: Final = 500  # that a reader reads from the store in the mean, however many there are
+_RINGS_A_SECOND: Final = 250  # that a reader reads from the store in the mean, however many there are
 _STORE_MOST_S: Final = LEASE_S * 2 / 3
 
 
