@@ -241,10 +241,11 @@ pictures: $(VENV)/installed ## docs/top.svg, docs/doctor.svg and docs/trace.png,
 	@$(BIN)/python benchmarks/pictures.py
 
 .PHONY: simulation
-simulation: $(VENV)/installed ## simulated hosts and trainers with the real decisions, SEEDS=100 seeds, and every planted fault
+simulation: $(VENV)/installed ## simulated hosts, trainers and members with the real decisions, SEEDS=100 seeds, and every planted fault
 	@$(BIN)/python benchmarks/simulation --seeds $(or $(SEEDS),100) --jobs 2
-	@for fault in fencing forgotten-acks quarantine-for-ever never-lost lost-at-once renewal unbounded-pool early-confirmation; do \
-		$(BIN)/python benchmarks/simulation --plant $$fault --seeds 40 | tail -1 || exit 1; done
+	@$(BIN)/python benchmarks/simulation --members --seeds $(or $(SEEDS),100) --jobs 2
+	@for fault in $$($(BIN)/python benchmarks/simulation --list-plants); do \
+		$(BIN)/python benchmarks/simulation --plant $$fault --seeds 60 | tail -1 || exit 1; done
 
 CLUSTER_OPTIONS ?= --hosts 8
 .PHONY: cluster

@@ -2,6 +2,7 @@
 
 python benchmarks/simulation --seed 17               # one, again and again the same
 python benchmarks/simulation --seeds 10000           # many small ones; a failing seed is printed
+python benchmarks/simulation --members --seeds 100   # rendezvous, election and the ends of epochs
 python benchmarks/simulation --scale --minutes 60    # 1 000 trainers and 10 000 hosts
 python benchmarks/simulation --plant fencing         # a planted fault, which must be found
 """
@@ -89,6 +90,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shards", action="store_true", help="the same as a hundred shards of 10 trainers, 100 hosts")
     parser.add_argument("--members", action="store_true", help="rendezvous, election and epochs, without payloads")
     parser.add_argument("--plant", choices=sorted(planted.PLANTS), help="a fault that must be found")
+    parser.add_argument("--list-plants", action="version", version=" ".join(planted.PLANTS), help="print their names")
     parser.add_argument("--report-every", type=int, default=0, metavar="SEEDS", help="print the totals so far")
     for name, kind in get_type_hints(Plan).items():
         option: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}

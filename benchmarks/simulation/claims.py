@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from accounts import Violation
@@ -22,6 +22,7 @@ from transport.wire.frames import Kind
 from transport.wire.library import engine
 
 ACCEPTED, REFUSED = 0, 1
+_KILLED: Final = 0.005  # of listeners, between a FINISH and its answer
 Where = tuple[int, int]  # slot, generation
 
 
@@ -174,11 +175,19 @@ class SimNative:
         self, future: Any, kind: Kind, rows: Any, delay_ms: int = 0, *, key: int = 0, arrived: bool = False
     ) -> None:
         claims = np.frombuffer(bytes(rows), TAKEN)
-        host, token = self._link.host, self.token
+        host = self._link.host
         if kind is Kind.OUTCOME:
             self._link.forward(future, lambda: host.claims.outcomes(key, claims))
         else:
-            self._link.forward(future, lambda: host.claims.end(kind, token, claims, delay_ms / 1000))
+            self._link.forward(future, lambda: self._ended(kind, claims, delay_ms / 1000))
+
+    def _ended(self, kind: Kind, claims: Rows, delay_s: float) -> list[int]:
+        host = self._link.host
+        codes: list[int] = host.claims.end(kind, self.token, claims, delay_s)
+        if kind is Kind.FINISH and host.world.rng.random() < _KILLED:
+            host.world.accounts.note(f"killed_listener {host.number}")
+            host.world.loop.call_soon(host.break_links, self._link.port[1])
+        return codes
 
     def end(self, future: Any, row: Any, how: Any, reason: str, consumer: str) -> None:
         claims = np.frombuffer(bytes(row), TAKEN)

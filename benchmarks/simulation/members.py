@@ -49,6 +49,8 @@ from transport.store.memory import MemoryStore
 RUN: Final = "run"
 _EPOCH_S: Final = 60.0  # between two cooldowns
 _COOLDOWN_S: Final = 40.0
+_OVERTAKEN: Final = 0.1  # of writes
+_STOPPED: Final = 0.003
 _SETTLE_S: Final = 400.0  # after the last fault
 
 
@@ -92,6 +94,8 @@ class _Line(Store):
         self.die_after -= 1
         if dies and self.die_before:
             raise Killed
+        if writes:
+            self._world.meanwhile(self._name)
         result = call()
         if dies:
             raise Killed
@@ -267,6 +271,7 @@ class Members:
         self._ended: dict[str, bytes] = {}  # epochs, as they ended
         self._ranks: dict[tuple[int, int], str] = {}  # by round and rank, of the incarnation
         self.most_records = 0
+        self._within = False  # a step of a member
 
     def run(self) -> Result:
         """Raises Violation."""
@@ -283,7 +288,8 @@ class Members:
         order = itertools.count(len(steps))
         known = len(self.members)
         while self.now < last_fault + _SETTLE_S:
-            self.now, _, member = heapq.heappop(steps)
+            due, _, member = heapq.heappop(steps)
+            self.now = max(self.now, due)
             self.accounts.now = self.now
             if fault_at <= self.now < last_fault:
                 fault_at = self.now + self.rng.expovariate(self.plan.faults_per_minute / 60.0)
@@ -314,6 +320,23 @@ class Members:
     def _closed(self) -> bool:
         current = next(iter(self._last.values()), None)
         return current is not None and current.phase is Phase.CLOSED
+
+    def meanwhile(self, name: str) -> None:
+        """Between what a member has read and what it writes others may step; it may be stopped there for a while."""
+        chance = self.rng.random()
+        if self._within or chance > _OVERTAKEN:
+            return
+        self._within = True
+        others = [member for member in self._living() if member.name != name]
+        seconds = self.rng.uniform(1.0, 25.0) if chance < _STOPPED else 0.0
+        until = self.now + seconds
+        while True:
+            for other in others if seconds else others and [self.rng.choice(others)]:
+                other.do(other.step)
+            if self.now >= until:
+                break
+            self.now += 1.0
+        self._within = False
 
     # --- faults ---------------------------------------------------------------------------------------------
     def _fault(self) -> None:

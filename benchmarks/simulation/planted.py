@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import members
 from plans import Plan
 
 from transport.client.acknowledgements import AckLedger
 from transport.client.attempts import RemoteReads
 from transport.client.pool import EndpointPool
 from transport.client.routes import PortQuarantine, Routes
+from transport.cooldown.epochs.coordinator import TABLE, Superseded
+from transport.cooldown.epochs.coordinator import State as EpochState
+from transport.cooldown.epochs.election import checkpointers
+from transport.errors import RetriesExhaustedError
 from transport.store.directory import Directory, Whereabouts
-from transport.testing import MemoryQueue
+from transport.store.memory import MemoryStore
+from transport.taking.outcomes import Outcomes
+from transport.taking.takers import Takers
+from transport.testing import MemoryQueue, memory_queue
+from transport.wire.frames import UNKNOWN
 
 
 class Plant(NamedTuple):
@@ -105,6 +114,60 @@ def _confirmed_too_early() -> None:
     RemoteReads._send = send  # type: ignore[method-assign]
 
 
+def _unreachable_is_lost() -> None:
+    RetriesExhaustedError.unreadable = True
+
+
+def _forgetful() -> None:
+    original = memory_queue._Contents.forget
+    memory_queue._Contents.forget = lambda self, keep: original(self, 0)  # type: ignore[method-assign]
+
+
+def _unanswered(code: int) -> Callable[[], None]:
+    async def of(self: Any, broken: Any, rows: Any, served: Any = None) -> list[int]:
+        return [code] * len(rows)
+
+    return _set(Outcomes, "of", of)
+
+
+def _never_opened_again() -> None:
+    original = Takers.lost
+
+    def lost(self: Any, name: str, now: float) -> None:
+        original(self, name, now)
+        self._places[name].due = float("inf")
+        self._next(self._places[name])
+
+    Takers.lost = lost  # type: ignore[method-assign]
+
+
+def _unfenced_store() -> None:
+    original = MemoryStore.put_many
+
+    def put_many(self: Any, changes: Any) -> Any:
+        free = [each._replace(expected=None) if each.key.endswith("/round") else each for each in changes]
+        return original(self, free)
+
+    MemoryStore.put_many = put_many  # type: ignore[method-assign]
+
+
+def _elected_by_arrival() -> None:
+    def elect(clients: Any, *, seed: int, epoch: int, algorithm: int = 1) -> tuple[str, ...]:
+        names = list(dict.fromkeys(clients))
+        return tuple(names[: checkpointers(len(names))])
+
+    members.elect = elect
+
+
+def _ended_again() -> None:
+    def again(self: Any, event: Any) -> Any:
+        return self._write()
+
+    TABLE[EpochState.DECIDED, Superseded] = again  # type: ignore[index]
+
+
+RINGS = Plan(faults_per_minute=12.0, rings=True, writes_per_s=0.5)
+
 PLANTS = {
     "fencing": Plant("an acknowledgement is accepted whoever has the claim by then", _unfenced),
     "forgotten-acks": Plant("acknowledgements of a connection that broke are forgotten", _forgotten),
@@ -113,5 +176,13 @@ PLANTS = {
     "lost-at-once": Plant("a ring that the directory does not have is lost without grace", _lost_at_once),
     "renewal": Plant("claims are not renewed, and not fenced", _no_lease),
     "unbounded-pool": Plant("the pool opens a connection for each read and keeps it", _unbounded),
+    "unreachable-is-lost": Plant("a host that cannot be reached counts as lost at once", _unreachable_is_lost),
+    "forgetful-queue": Plant("a finished ticket is forgotten while it is in its slot", _forgetful),
+    "unanswered-is-kept": Plant("a FINISH without an answer counts as accepted", _unanswered(0), RINGS),
+    "unanswered-is-dropped": Plant("no port is asked what became of a FINISH", _unanswered(UNKNOWN), RINGS),
+    "never-opened-again": Plant("a connection that broke is not opened again", _never_opened_again, RINGS),
+    "unfenced-round": Plant("a round is written over one that was not seen", _unfenced_store, members=True),
+    "elected-by-arrival": Plant("who is elected depends on the order of arrival", _elected_by_arrival, members=True),
+    "ended-again": Plant("a second coordinator writes over an epoch's end", _ended_again, members=True),
     "early-confirmation": Plant("a request confirms acknowledgements, not its answer", _confirmed_too_early),
 }

@@ -121,5 +121,7 @@ class RingTrainer:
     def _excused(self, host: Any, begun: float) -> bool:
         """No port of the ring could be asked in time."""
         return (
-            not host.alive or max(host.troubled_until, host.cut_until, self.stopped_until) >= begun or host.slow > 1.0
+            not host.alive
+            or max(host.troubled_until, host.cut_until, self.stopped_until) >= begun
+            or host.slow > 1000.0
         )

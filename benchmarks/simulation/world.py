@@ -277,9 +277,10 @@ class World:
         for port in ports:
             host.down.add(port)
             host.break_links(port)
+        if host.down.issuperset(host.ports):  # otherwise the other port answers
+            host.troubled_until = self.now + 21.0
         await asyncio.sleep(self.rng.uniform(0.1, 20.0))
         host.down.difference_update(ports)
-        host.troubled_until = self.now + 1.0
 
     async def _cut(self) -> None:
         host = self._host()
@@ -288,10 +289,12 @@ class World:
 
     async def _slow(self) -> None:
         host = self._host()
-        host.slow = self.rng.choice([20.0, 500.0, 5000.0])
-        await asyncio.sleep(self.rng.uniform(1.0, 60.0))
-        host.slow = 1.0
-        host.troubled_until = self.now + 20.0
+        for factor in (self.rng.choice([20.0, 500.0, 5000.0]), 1.0):
+            if host.slow > 1000.0:  # answers may still be on their way
+                host.troubled_until = self.now + 20.0
+            host.slow = factor
+            if factor > 1.0:
+                await asyncio.sleep(self.rng.uniform(1.0, 60.0))
 
     async def _kill(self) -> None:
         trainer = self.rng.choice(self.trainers)

@@ -11,6 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PLANTED = [
+    "elected-by-arrival",
+    "forgetful-queue",
+    "forgotten-acks",
+    "lost-at-once",
+    "never-lost",
+    "never-opened-again",
+    "quarantine-for-ever",
+    "unanswered-is-dropped",
+    "unanswered-is-kept",
+    "unbounded-pool",
+    "unreachable-is-lost",
+]  # within seconds; `make simulation` plants the others as well
 
 
 def simulation(*options: str) -> str:
@@ -26,19 +39,26 @@ def simulation(*options: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_seed_is_the_same_again_and_another_is_another() -> None:
-    digests = [re.findall(r"digest (\w+)", simulation("--seed", seed)) for seed in ("7", "7", "8")]
+@pytest.mark.parametrize("kind", ["--no-rings", "--rings", "--members"])
+def test_a_seed_is_the_same_again_and_another_is_another(kind: str) -> None:
+    digests = [re.findall(r"digest (\w+)", simulation(kind, "--seed", seed)) for seed in ("7", "7", "8")]
     assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.slow
-def test_some_seeds_find_nothing() -> None:
-    assert "0 failed" in simulation("--seeds", "4", "--faults-per-minute", "8")
+@pytest.mark.parametrize("kind", ["--no-rings", "--rings", "--members"])
+def test_some_seeds_find_nothing(kind: str) -> None:
+    assert " 0 failed" in simulation(kind, "--seeds", "4")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["forgotten-acks", "quarantine-for-ever", "never-lost", "lost-at-once", "unbounded-pool"]
-)
+@pytest.mark.parametrize(("kind", "hosts", "trainers"), [("--no-rings", 300, 30), ("--rings", 60, 6)])
+def test_many_hosts_find_nothing_either(kind: str, hosts: int, trainers: int) -> None:
+    sizes = ["--hosts", str(hosts), "--trainers", str(trainers), "--minutes", "1", "--writes-per-s", "0.02"]
+    assert " 0 failed" in simulation(kind, "--seed", "3", *sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(name: str) -> None:
     assert f"planted {name}: found" in simulation("--plant", name, "--seeds", "48")

@@ -21,7 +21,7 @@ from transport.config import configuration
 from transport.errors import ConfigurationError, RingError, UsageError
 from transport.queue.demands import Place
 from transport.ring.buffer import SharedRingBuffer
-from transport.store.directory import Directory, Serving
+from transport.store.directory import LEASE_S, Directory, Serving
 from transport.ticket import host_identity
 from transport.wire.addresses import LOOPBACK
 
@@ -32,6 +32,8 @@ _UNNAMED: Final = "rollout-"
 _BEGINNING: Final = "/transport-"
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _STORE_EVERY_S: Final = 0.5
+_RINGS_A_SECOND: Final = 250  # that a reader reads from the store in the mean, however many there are
+_STORE_MOST_S: Final = LEASE_S * 2 / 3
 
 
 def default_prefix() -> str:
@@ -172,7 +174,7 @@ class InDirectory:
             return
         here = host_identity()
         records = self._directory.all()
-        self._due = now + _STORE_EVERY_S
+        self._due = now + min(max(_STORE_EVERY_S, len(records) / _RINGS_A_SECOND), _STORE_MOST_S)
         self._known = {each.ring: each for each in records}
         self._here = {each.ring for each in records if each.host == here}
 

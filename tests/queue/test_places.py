@@ -1,0 +1,36 @@
+"""Where rings are looked for: what that costs the store that all trainers of a run share."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from transport.queue.places import InDirectory
+from transport.store.directory import Directory, Serving
+from transport.store.memory import MemoryStore
+
+
+@pytest.mark.parametrize(("rings", "looks"), [(10, 40), (2000, 3), (20_000, 1)])
+def test_the_more_rings_there_are_the_more_seldom_all_of_them_are_read(
+    rings: int, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 20 s of looking ten times a second."""
+    now, read = 0.0, 0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    serving = [
+        Serving(ring=f"{at:032x}", host="elsewhere", addresses=("10.0.0.1",), ports=(7001,), epoch=1)
+        for at in range(rings)
+    ]
+
+    def every(_: Directory) -> list[Serving]:
+        nonlocal read
+        read += 1
+        return serving
+
+    monkeypatch.setattr(Directory, "all", every)
+    places = InDirectory(Directory(MemoryStore()))
+    for step in range(200):
+        now = step / 10
+        assert len(places.served(())) == rings
+    assert read == looks
