@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Mapping
@@ -73,9 +74,11 @@ def why_not() -> str:
     """Why there can be no hosts; empty if there can. Call it inside (isolation.py)."""
     try:
         make_bridge()
-        probe = Host(0, Path("/tmp"), random.Random(0))
-        with contextlib.closing(probe):
-            probe.start()
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.closing(Host(0, Path(folder), random.Random(0))) as one,
+        ):
+            one.start()
     except (RuntimeError, OSError, TimeoutError) as error:
         return str(error)
     finally:

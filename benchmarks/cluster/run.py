@@ -46,6 +46,7 @@ _ASK_EVERY_S = 1.0
 _SAY_EVERY_S = 10.0
 _REDIS_PATIENCE_S = 0.5
 _CALM_S = 1.5  # between two faults
+_AROUND_S = 5.0  # of a fault, beside its length, as a rule
 _SETTLE_S = 60.0  # after that a fault counts as stuck
 _START_S = 120.0
 _END_S = 30.0
@@ -221,12 +222,14 @@ class Run:
             for turn in range(1000):
                 if not names or (turn and time.monotonic() > ends_at):
                     break
-                for name in order(self.options.seed + turn, names):
-                    number += 1
-                    if number > len(names) and time.monotonic() > ends_at:
+                todo = order(self.options.seed + turn, names)
+                for at, name in enumerate(todo):
+                    if turn and time.monotonic() > ends_at:
                         break
-                    left = max(0.0, ends_at - time.monotonic())
-                    self._say(f"fault {number}: {name}; {left:.0f} s left, and at least one round of {len(names)}")
+                    number += 1
+                    round_s = sum(FAULTS[each].hold_s + _AROUND_S for each in todo[at:])
+                    left_s = max(round_s if not turn else 0.0, ends_at - time.monotonic())
+                    self._say(f"fault {number}: {name}; about {left_s:.0f} s left")
                     self._episodes.append(self._suffer(number, name, FAULTS[name]))
             stuck = self._finish()
         finally:

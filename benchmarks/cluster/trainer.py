@@ -72,8 +72,9 @@ class Trainer(UCXXDataPackerMixin):
         if names:
             self.journal.say("K" if good else "R", _RANK, *names)
 
-    def train(self, batch: FetchedBatch) -> None:
+    def train(self, batch: object) -> None:
         """Compare, and consume what came."""
+        assert isinstance(batch, FetchedBatch)
         asked, again = [], 0
         for item in batch.items:
             if item.payload is None or item.claim is None:
@@ -121,9 +122,8 @@ def main() -> None:
             trainer.defer_prefetch(claims)
             fetching += 1
         if fetching == 2 or (fetching and not claims):
-            batch: FetchedBatch = trainer.collect_prefetch()  # type: ignore[assignment]
+            trainer.train(trainer.collect_prefetch())  # not kept: its views would keep slots of a mapped ring
             fetching -= 1
-            trainer.train(batch)
         elif not claims and select.select([sys.stdin], [], [], 0)[0]:
             break
     trainer.cleanup_ucxx_packer()
