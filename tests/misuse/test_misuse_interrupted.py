@@ -6,6 +6,7 @@ The suite interrupts each call at some of its lines; `make misuse` at all of the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from pathlib import Path
@@ -18,6 +19,7 @@ from misuse_records import ENDS, SCENES
 from misuse_scenes import Arguments, Scene
 
 from transport.errors import TransportError
+from transport.queue import Claim
 
 MOST = int(os.environ.get("MISUSE_LINES", "6"))  # of each call; make misuse: all
 WITH_LOOP = {"UCXXClient", "transport.rendezvous.Rendezvous"}  # they are cancelled: test_misuse_cancelled.py
@@ -50,7 +52,12 @@ def interrupted_calls(scene: Scene, name: str) -> tuple[int, list[str]]:
         except Exception as error:
             if fault := verdict(error):
                 faults.append(f"{name} at line {at}: {fault}")
-        give_back([*kept, *given.pop().values()])
+        arguments = given.pop().values()
+        for claim in (each for value in arguments for each in (value if isinstance(value, list) else [value])):
+            if isinstance(claim, Claim):  # which the call was to end
+                with contextlib.suppress(TransportError):
+                    scene.thing.retry(claim, 0.0, "interrupted")
+        give_back([*kept, *arguments])
         kept.clear()
     try:
         call(scene, name, scene.calls[name]())

@@ -13,7 +13,7 @@ import pytest
 from sleepers import Sleeper
 
 from transport.errors import UsageError
-from transport.runtime.loop_thread import LoopThread
+from transport.runtime.loop_thread import Job, LoopThread
 
 WATCHDOG_S = 30.0  # a bound on a wait that does not happen when the code is right
 
@@ -30,8 +30,8 @@ class HookedThread(LoopThread):
 
     hook: Callable[[Future[Any]], None]
 
-    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        future = super().submit(coroutine)
+    def submit(self, coroutine: Coroutine[Any, Any, Any], job: Job[Any] | None = None) -> Job[Any]:
+        future = super().submit(coroutine, job)
         self.hook(future)
         return future
 

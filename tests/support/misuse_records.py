@@ -313,7 +313,12 @@ def a_trainer() -> Iterator[Scene]:
 def local_transport() -> Iterator[Scene]:
     with LocalTransport(SCHEMA, slots=64) as local:
         calls: Calls = {"write": lambda: {"arrays": values(), "metadata": {"a": 1}}, "close": nothing}
-        yield Scene(local, calls)
+
+        def room() -> None:
+            for ticket in local.ring.tickets() if not local.ring.native.closed else ():
+                local.ring.discard(ticket)
+
+        yield Scene(local, calls, room=room)
 
 
 # --- runs -------------------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Job(Future[T]):
         super().__init__()
         self._loop = loop
         self._task: asyncio.Task[T] | None = None
+        self.submitted = False  # it may be on its way to the loop
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> None:
         """Start the coroutine. Called on the loop."""
@@ -88,6 +89,9 @@ class Job(Future[T]):
     def _cancel_task(self) -> None:
         if self._task is not None:
             self._task.cancel()
+        elif not self.done():  # an interrupt came before it was given to the loop, which has what came before this
+            super().cancel()
+            self.set_running_or_notify_cancel()
 
     def end(self) -> None:
         """Cancel, and wait until the coroutine has ended; whatever it raises is dropped."""
@@ -139,12 +143,13 @@ class LoopThread:
                 if not self._closed:
                     self._loop.call_soon_threadsafe(function, *arguments)
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Job[T]:
-        """Start ``coroutine`` on the loop. Raises ClosedError after close."""
+    def submit(self, coroutine: Coroutine[Any, Any, T], job: Job[T] | None = None) -> Job[T]:
+        """Start ``coroutine`` on the loop, as ``job`` if one is given. Raises ClosedError after close."""
         if not gone(self._pid):  # asked before the lock, which another thread may have held at the fork
             with self._ending:
                 if not self._closed:
-                    job: Job[T] = Job(self._loop)
+                    job = job or Job(self._loop)
+                    job.submitted = True
                     self._loop.call_soon_threadsafe(job.start, coroutine)
                     return job
         coroutine.close()
@@ -158,11 +163,14 @@ class LoopThread:
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise UsageError("this call waits for the background loop and was made on it, from one of its callbacks")
-        job = self.submit(coroutine)
+        job: Job[T] = Job(self._loop)
         try:
+            self.submit(coroutine, job)
             return job.result(timeout)
         except BaseException:  # an interrupt or a timeout, too: the coroutine ends before it is raised
-            job.end()
+            if job.submitted:
+                job.end()
+            coroutine.close()
             raise
 
     def close(self) -> None:

@@ -176,11 +176,22 @@ class _FileWriter(Writer):
 
 def _sync(folder: Path) -> None:
     """Names in a folder outlast a crash only once the folder itself is synced; some file systems cannot."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    opened = _Opened(folder)
     try:
-        os.fsync(descriptor)
+        os.fsync(opened.descriptor)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-    finally:
-        os.close(descriptor)
+
+
+class _Opened:
+    """A folder that is open as long as this object lives, so that an interrupt leaves no descriptor."""
+
+    descriptor = -1
+
+    def __init__(self, folder: Path) -> None:
+        self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
