@@ -94,9 +94,58 @@ def test_the_end_of_an_object_cuts_what_its_threads_wait_for(
 
 def test_what_has_begun_ends_with_the_block(queue: TicketQueue) -> None:
     with until_stopped() as stopped:
-        assert not hurry.begun()
+        assert hurry.until() == float("inf")
         os.kill(os.getpid(), signal.SIGTERM)
         assert stopped.wait(LONG_S)
-        assert hurry.begun()
-    assert not hurry.begun()
+        assert hurry.since() < hurry.until() < float("inf")
     assert hurry.until() == float("inf")
+
+
+def limit_s(queue: TicketQueue) -> float:
+    """Of one command."""
+    client = queue._connection._room().client  # type: ignore[attr-defined]
+    return float(client.connection_pool.connection_kwargs["socket_timeout"])
+
+
+def test_a_connection_that_outlives_an_end_has_its_own_limits_again(server: RedisServer, queue: TicketQueue) -> None:
+    assert server.process is not None
+    usual_s = limit_s(queue)
+    server.process.send_signal(signal.SIGSTOP)
+    with hurry.while_ending(0.1):
+        thread, _ = claim_in_a_thread(queue)
+        thread.join()
+        assert limit_s(queue) < usual_s
+    server.process.send_signal(signal.SIGCONT)
+    assert limit_s(queue) == usual_s
+    assert queue.claim(1, consumer="a") == []
+
+
+def test_a_server_that_was_away_before_an_end_is_asked_again(server: RedisServer) -> None:
+    with open_queue(server.place()) as queue:
+        queue._connection._patience_s = 0.2  # type: ignore[attr-defined]
+        server.kill()
+        with pytest.raises(QueueUnavailableError):
+            queue.claim(1, consumer="a")
+        server.start()
+        with hurry.while_ending(0.0):
+            assert queue.claim(1, consumer="a") == []
+
+
+def test_a_child_does_not_end_because_its_parent_does() -> None:
+    with hurry.while_ending(0.0):
+        child = os.fork()
+        if child == 0:
+            os._exit(int(hurry.until() != float("inf")))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_an_end_takes_its_steps_where_no_thread_can_start(queue: TicketQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr("_thread.start_new_thread", refused)
+    with hurry.while_ending():
+        assert queue.claim(1, consumer="a") == []
+    hurry.begin()
+    hurry.over()

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -80,3 +81,21 @@ def test_the_limit_is_logged_as_an_error(caplog: pytest.LogCaptureFixture) -> No
     assert [(each.levelno, each.getMessage()) for each in caplog.records] == [
         (logging.ERROR, "the server of ring x did not end within 9.0 s; given up: listeners [7]")
     ]
+
+
+@pytest.mark.parametrize("put", ["None", "object()"])
+def test_a_dump_needs_no_standard_error_of_python(put: str) -> None:
+    code = f"import sys; from transport.runtime.stacks import dump; sys.stderr = {put}; dump(); print('went on')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "went on\n"
+    assert "most recent call first" in done.stderr
+
+
+def test_stacks_do_not_go_into_a_file_that_has_the_place_of_standard_error(tmp_path: Path) -> None:
+    file = tmp_path / "checkpoint"
+    code = (
+        f"import os; from transport.runtime.stacks import dump; at = os.open({str(file)!r}, os.O_CREAT | os.O_RDWR);"
+        "assert at == 2; dump()"
+    )
+    subprocess.run(["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, code], check=True)
+    assert file.read_bytes() == b""

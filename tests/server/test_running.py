@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 from helpers import eventually
 
-from transport import SharedRingBuffer, _ring
+from transport import BlockingClient, SharedRingBuffer, UCXXServer, _ring
+from transport.runtime.signals import until_stopped
 from transport.server.process import ListenerConfig, is_ending, is_listener
 from transport.server.running import Processes
 from transport.settings import Settings
@@ -83,3 +85,41 @@ def test_a_process_that_is_gone_or_a_kernel_thread_is_not_ending() -> None:
         eventually(lambda: is_ending(child.pid), "a zombie has ended")
     assert not Path(f"/proc/{child.pid}").exists()
     assert not is_ending(child.pid)
+
+
+_SERVES = """
+from transport import SharedRingBuffer, UCXXServer
+with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring, UCXXServer(ring, (0,)) as server:
+    print(len(server.ports), flush=True)
+"""
+
+
+@pytest.mark.ucx
+def test_a_server_starts_where_standard_error_is_closed() -> None:
+    command = ["sh", "-c", 'exec "$0" -c "$1" 2>&-', sys.executable, _SERVES]
+    assert subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout == "1\n"
+
+
+@pytest.mark.ucx
+def test_a_drain_goes_on_when_the_supervisor_was_told_to_end_with_its_writer() -> None:
+    """As a scheduler does that sends SIGTERM to all processes of a job."""
+    with (
+        SharedRingBuffer.create(slots=2, slot_bytes=64) as ring,
+        UCXXServer(ring, addresses=("127.0.0.1",)) as server,
+        until_stopped() as stopped,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        ticket = ring.write_raw(b"unread")
+        assert isinstance(server._run, Processes)
+        supervisor = server._run._process
+        assert supervisor is not None
+        supervisor.send_signal(signal.SIGTERM)
+        supervisor.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopped.wait(10)
+        drained = pool.submit(server.close, 30.0)
+        eventually(lambda: any(owner.alive and owner.port for owner in ring.native.owners()), "a new listener")
+        with BlockingClient(wire={"tcp"}) as client:
+            assert bytes(client.read(ticket, timeout=25.0).data) == b"unread"
+        drained.result()
+        assert ring.statistics().ready == 0

@@ -133,6 +133,7 @@ def main() -> None:
     if os.geteuid() != 0:
         raise SystemExit("only root can make a root directory: run it with sudo")
     with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # it is the root directory of the image's user, too
         image = Image(Path(folder))
         for instruction, rest in steps(DOCKERFILE.read_text()):
             print(f"{instruction} {rest}", flush=True)

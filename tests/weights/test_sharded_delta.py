@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -11,13 +12,14 @@ from helpers import asynchronous
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from random_shardings import local, model, random_sharding
-from shard_members import SPARSE, Serving
+from shard_members import SPARSE, Serving, version_of
 from sharded_job import Job, job
 
 from transport.errors import ProtocolError, WeightsChecksumError
 from transport.schema import DTYPES, TensorSpec
 from transport.weights.plan.steps import Proof
 from transport.weights.sharded.changes import ShardBase, apply, encoded_size
+from transport.weights.sharded.engine import ShardEngine
 from transport.weights.sharded.parts import PartLanding
 from transport.weights.sharded.sending import gather
 from transport.weights.sharding import shards
@@ -265,3 +267,23 @@ async def test_a_changed_bucket_that_is_altered_raises_when_a_whole_version_cann
         made.serves(V)
         await made.manager.update(V + 2)
         made.serves(V + 2)
+
+
+@pytest.mark.ucx
+@asynchronous
+async def test_a_second_version_of_one_group_is_sent_whole() -> None:
+    async with job(1, ["a"], delta=True) as made:
+        await made.manager.update(V)
+        (trainer,), (rank,) = made.trainers, made.ranks
+        described = [await trainer.engine.prepare(), await rank.engine.prepare()]
+        of_trainers, of_ranks = ShardEngine.build_topology(1, 1, described)
+        assert of_ranks["base"] == [[V, of_ranks["base"][0][1]]]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(trainer.engine.init_process_group(roles=of_trainers["roles"][0]))
+            group.create_task(rank.engine.init_process_group(roles=of_ranks["roles"][0]))
+        for version in (V + 1, V + 2):
+            tensors = local(trainer.engine.layout, version_of(version))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(trainer.engine.send_weights(tensors, version))
+                received = group.create_task(rank.engine.receive(version))
+            assert received.result().proof.version == version

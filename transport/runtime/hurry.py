@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -19,7 +20,7 @@ from typing import Final, Protocol
 
 MOST_S: Final = 1.0
 
-_until: dict[object, float] = {}  # of each who has begun: monotonic time from which on no call waits
+_until: dict[object, tuple[float, float]] = {}  # of each who has begun: monotonic times, see `until` and `since`
 _SIGNAL: Final = "signal"
 
 
@@ -40,19 +41,25 @@ def watch(connection: Cuttable) -> None:
 
 def until() -> float:
     """Monotonic time from which on no call waits for a server that does not answer; inf: no end has begun."""
-    return min(_until.copy().values(), default=float("inf"))
+    return _first()[0]
 
 
-def begun() -> bool:
-    """Whether `begin` was called: this process was told to end."""
-    return _SIGNAL in _until
+def since() -> float:
+    """Monotonic time at which that end began; inf: none has."""
+    return _first()[1]
+
+
+def _first() -> tuple[float, float]:
+    return min(_until.copy().values(), default=(float("inf"), float("inf")))
 
 
 def begin(most_s: float = MOST_S) -> None:
     """The process ends. For signal handlers: it takes no lock that the interrupted code may hold."""
-    at = time.monotonic() + most_s
-    if _until.setdefault(_SIGNAL, at) == at and _connections:
-        _thread.start_new_thread(_cut_at, (_SIGNAL, at))
+    now = time.monotonic()
+    at = now + most_s, now
+    if _until.setdefault(_SIGNAL, at) is at and _connections:
+        with contextlib.suppress(RuntimeError):  # no more threads: calls end at their own limit
+            _thread.start_new_thread(_cut_at, (_SIGNAL, at))
 
 
 def over() -> None:
@@ -65,12 +72,13 @@ def while_ending(most_s: float = MOST_S) -> Iterator[None]:
     """While the block runs, calls of all threads wait for a silent server at most ``most_s`` seconds from now."""
     key = object()
     ended = threading.Event()
-    at = time.monotonic() + most_s
+    now = time.monotonic()
     cutting = threading.Thread(target=_cut_unless, args=(ended, most_s), name="transport hurry", daemon=True)
     try:
-        _until[key] = at
+        _until[key] = now + most_s, now
         if _connections:
-            cutting.start()
+            with contextlib.suppress(RuntimeError):  # no more threads: calls end at their own limit
+                cutting.start()
         yield
     finally:
         ended.set()
@@ -79,9 +87,9 @@ def while_ending(most_s: float = MOST_S) -> Iterator[None]:
             cutting.join()
 
 
-def _cut_at(key: object, at: float) -> None:
-    time.sleep(max(0.0, at - time.monotonic()))
-    if _until.get(key) == at:
+def _cut_at(key: object, at: tuple[float, float]) -> None:
+    time.sleep(max(0.0, at[0] - time.monotonic()))
+    if _until.get(key) is at:
         _cut()
 
 
@@ -93,3 +101,6 @@ def _cut_unless(ended: threading.Event, most_s: float) -> None:
 def _cut() -> None:
     for connection in list(_connections):
         connection.cut()
+
+
+os.register_at_fork(after_in_child=_until.clear)  # a child does not end because its parent does

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -54,12 +55,30 @@ class Slow:
         return max(0.0, min(most_s, self._most_s - (self._clock() - self._begun)))
 
 
+def enable() -> None:
+    """Have a crash write the stacks of all threads to standard error. For the main program of a process.
+
+    Where standard error is closed, descriptor 2 would be the next file that is opened: it becomes /dev/null.
+    """
+    try:
+        os.fstat(2)
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        if null != 2:
+            os.dup2(null, 2)
+            os.close(null)
+    faulthandler.enable(file=2)
+
+
 def dump() -> None:
-    """The stacks of all threads, and of the tasks of this thread's loop, to standard error."""
-    with contextlib.suppress(OSError, ValueError):
+    """The stacks of all threads, and of the tasks of this thread's loop, to standard error. Never raises."""
+    if sys.__stderr__ is None:
+        return  # descriptor 2 is a file of the program
+    with contextlib.suppress(Exception):  # of an object that a program has put in its place
         sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):
         faulthandler.dump_traceback(file=2)
-    with contextlib.suppress(RuntimeError, OSError, ValueError):  # no loop runs in this thread
+    with contextlib.suppress(Exception):  # also: no loop runs in this thread
         for task in asyncio.all_tasks():
             task.print_stack()
 

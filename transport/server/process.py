@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import logging
 import os
 import signal
@@ -186,7 +185,7 @@ async def _serve(config: ListenerConfig) -> int:
 def main() -> NoReturn:
     """Entry point. Exit status 0 after a graceful stop, 1 when it could not start."""
     keep_stdout_for_the_answer()
-    faulthandler.enable()
+    stacks.enable()
     try:
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=ListenerConfig)
     except msgspec.MsgspecError as error:  # the package was replaced under a running supervisor

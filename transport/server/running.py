@@ -22,7 +22,7 @@ import uvloop
 from transport import errors
 from transport.errors import ClosedError, InternalError, TransportError
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime import hurry, stacks
+from transport.runtime import stacks
 from transport.runtime.loop_thread import AtExit, gone
 from transport.server.after_writer import AfterWriter
 from transport.server.listener import Listener
@@ -109,6 +109,8 @@ class Processes:
                 [sys.executable, "-P", "-m", "transport.server.supervisor"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                # Where ours was closed, descriptor 2 may be a file of the program.
+                stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
                 start_new_session=True,  # Ctrl-C goes to the writer only, which stops its listeners gracefully
             )
             self._process = process
@@ -142,8 +144,6 @@ class Processes:
             pause_s = _RESTART_PAUSE_S if lived_s > _RESTART_MOST_S else min(2 * pause_s, _RESTART_MOST_S)
             if self._stopping.wait(pause_s):
                 return
-            if hurry.begun():
-                continue  # this process was told to end, as the supervisor was
             log.warning("the supervisor ended with status %d; restarting it", status)
             try:
                 report = self._spawn()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import faulthandler
 import itertools
 import logging
 import signal
@@ -385,7 +384,7 @@ async def _supervise(config: SupervisorConfig) -> int:
 def main() -> int:
     """Entry point. Exit status 0 after a graceful stop, 1 when a listener could not start."""
     keep_stdout_for_the_answer()
-    faulthandler.enable()
+    stacks.enable()
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=SupervisorConfig)
     logging.basicConfig(level=config.listener.log_level, handlers=[handler(config.listener.log_format, "supervisor")])
     try:

@@ -97,6 +97,7 @@ class _Room:
 
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
+        self.hurried = False  # the client's limits are those of an end
         self.condition = threading.Condition()
         self.rings = 0  # Invariant: this and `listener` are guarded by condition
         self.listener: threading.Thread | None = None
@@ -126,7 +127,7 @@ class RedisConnection:
         self._unanswered: dict[tuple[Any, ...], tuple[str, str]] = {}  # script, keys and arguments → hash and field
         self._client = secrets.token_hex(6)
         self._fields = itertools.count()
-        self._away = False  # the last attempt got no answer
+        self._failed_at = -1.0  # monotonic time of the last attempt, if it got no answer
         hurry.watch(self)
         try:
             self._check_server()
@@ -196,19 +197,19 @@ class RedisConnection:
         begun = time.monotonic()
         while True:
             room = self._room()
-            if self._away and time.monotonic() > hurry.until():
+            if self._failed_at > hurry.since() and time.monotonic() > hurry.until():
                 raise self._words.busy(f"the {self._words.what} at {self.name} is away, and this process is ending")
             try:
                 client = room.client
                 with self._translated():
                     answer = attempt(client)
-                self._away = False
+                self._failed_at = -1.0
                 return answer
             except (faults.ConnectionError, faults.TimeoutError, faults.ReadOnlyError, OSError) as error:
                 if room.client is not client:
                     continue  # `cut` has ended it, perhaps on its way from a server that answers
-                self._away = True
-                if (now := time.monotonic()) + pause_s > min(give_up_at, hurry.until()):
+                self._failed_at = now = time.monotonic()
+                if now + pause_s > min(give_up_at, hurry.until()):
                     ending = now + pause_s <= give_up_at
                     waited = f"{now - begun:.3g} s, and this process is ending"
                     patience = waited if ending else f"{self._patience_s:g} s"
@@ -289,6 +290,10 @@ class RedisConnection:
         room = self._rooms.get(os.getpid())
         if room is None:
             room = self._rooms.setdefault(os.getpid(), _Room(self._make_client()))
+            room.hurried = hurry.until() < float("inf")
+        if room.hurried and hurry.until() == float("inf"):  # the end is over, and this connection goes on
+            room.hurried = False
+            room.client = self._make_client()
         return room
 
     def _make_client(self) -> redis.Redis:
@@ -312,6 +317,7 @@ class RedisConnection:
         """End the calls that are in progress; those to come have a short limit. For a process that ends."""
         room = self._rooms.get(os.getpid())
         if room is not None:
+            room.hurried = True
             before, room.client = room.client, self._make_client()
             before.connection_pool.disconnect(inuse_connections=True)
 

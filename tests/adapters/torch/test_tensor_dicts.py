@@ -230,6 +230,37 @@ def test_what_contains_itself_is_an_error(ring: SharedRingBuffer) -> None:
         payload_of(TensorDict({"x": NonTensorData(many)}))
 
 
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["a", "a much longer identity"])[:1],
+        np.array([""]),
+        np.empty(0, "U5"),
+        np.array(["short"], "U32"),
+        np.array([b"a"], "S8"),
+    ],
+    ids=["slice", "empty text", "none", "wide", "bytes"],
+)
+def test_an_array_of_text_may_be_wider_than_its_items(ring: SharedRingBuffer, array: np.ndarray) -> None:
+    back = sent(ring, TensorDict({"x": NonTensorData(array)}))["x"]
+    assert back.dtype == array.dtype
+    assert back.tolist() == array.tolist()
+
+
+def test_an_array_of_text_that_is_too_large_is_refused_as_it_is_written() -> None:
+    array = np.broadcast_to(np.array(["x"], "U1000000"), (100,))
+    with pytest.raises(SchemaError, match="dtype=object"):
+        payload_of(TensorDict({"x": NonTensorData(array)}))
+
+
+def test_lists_that_are_nested_too_deep_are_an_error() -> None:
+    deep: list[Any] = []
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(SchemaError, match="deep"):
+        payload_of(TensorDict({"x": NonTensorData(deep)}))
+
+
 def test_other_payloads_and_values_are_refused(ring: SharedRingBuffer) -> None:
     with pytest.raises(SchemaError, match="expected a TensorDict, got a dict"):
         payload_of({"x": 1})

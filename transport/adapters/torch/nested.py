@@ -21,7 +21,7 @@ import numpy as np
 from transport.adapters.torch import tensors as _says_what_to_do_without_torch
 from transport.devices.arrays import is_torch
 from transport.errors import BufferUnsuitableError, PayloadDamagedError, SchemaError
-from transport.values.forms import MAX_VALUES
+from transport.values.forms import MAX_DEPTH, MAX_VALUES
 
 import torch  # isort: skip
 
@@ -34,6 +34,7 @@ _NONE: Final[Models] = MappingProxyType({})
 _PLAIN: Final = frozenset((type(None), bool, int, float, str, bytes))
 _TEXTS: Final = "US"  # kinds of numpy's dtypes: arrays of text, of bytes
 _TIMES: Final = "mM"
+_MOST_TEXT: Final = 256 << 20  # bytes of an array of text or bytes, whose items all take as much as its dtype says
 
 
 class Apart:
@@ -60,6 +61,8 @@ class Apart:
         self._count += 1
         if self._count > MAX_VALUES:
             raise SchemaError(f"{_dotted(path):.200}: there are more than {MAX_VALUES} values")
+        if len(path) > 4 * MAX_DEPTH:  # the writer allows MAX_DEPTH, in a form that has some levels more
+            raise SchemaError(f"{_dotted(path[:8]):.200}: values are nested more than {MAX_DEPTH} deep")
         kind = type(value)
         if kind in _PLAIN:
             return value
@@ -105,6 +108,11 @@ class Apart:
             self.marks.append(["array", *path])
             flat = [self.of(each, *path, "items", at) for at, each in enumerate(value.reshape(-1).tolist())]
             return {"dtype": "object", "shape": list(value.shape), "items": flat}
+        if value.dtype.kind in _TEXTS and value.dtype.itemsize * max(1, value.size) > _MOST_TEXT:
+            raise SchemaError(
+                f"{_dotted(path):.200}: an array of {value.size} times {value.dtype} has more than "
+                f"{_MOST_TEXT >> 20} MiB: give it as a list, or with dtype=object"
+            )
         items = value.view(np.int64) if value.dtype.kind in _TIMES else value.reshape(-1).tolist()
         return self._marked("array", path, {"dtype": value.dtype.str, "shape": list(value.shape), "items": items})
 
@@ -266,7 +274,7 @@ class Together:
             return made.reshape(shape)
         if kind.kind in _TIMES and isinstance(items, np.ndarray):
             return np.asarray(items.view(kind).reshape(shape))
-        if kind.kind not in _TEXTS or kind.itemsize > 4 * max(map(len, items), default=1):
+        if kind.kind not in _TEXTS or kind.itemsize * max(1, len(items)) > _MOST_TEXT:
             raise ValueError(f"an array of {kind}")
         made = np.array(items, kind)
         return made.reshape(shape)

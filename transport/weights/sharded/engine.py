@@ -265,6 +265,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         feed, role = self._feed, self._role
         if feed is None or role is None:
             raise UsageError(f"{self.name}: call init_process_group() before send_weights()")
+        self._role = msgspec.structs.replace(role, base=None)  # the group's next version is whole
         try:
             tensors = weights
             if not isinstance(tensors, Mapping):
@@ -293,6 +294,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         feed, role = self._feed, self._role
         if feed is None or role is None:
             raise UsageError(f"{self.name}: call init_process_group() before receive_weights()")
+        self._role = msgspec.structs.replace(role, base=None)  # the group's next version is whole
         if self._scratch is None:
             self._scratch = Scratch(self._in_flight)
         receiving = ShardReceiving(
