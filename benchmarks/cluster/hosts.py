@@ -119,7 +119,7 @@ class Host:
             [
                 *("unshare", *kinds, "--fork", "--kill-child", "--propagation", "private"),
                 *("sh", "-c", _ENTER, "sh", self.name, str(identity)),
-                *(sys.executable, "-I", "-S", "-c", _INIT),
+                *(sys.executable, "-P", "-I", "-S", "-c", _INIT),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

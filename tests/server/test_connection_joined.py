@@ -118,7 +118,7 @@ async def test_empty_payloads_are_joined_with_no_bytes(ring: SharedRingBuffer) -
         assert [(answer.code, answer.joined) for answer in answers] == [(0, None), (WRONG_KEY, None)]
         assert await peer.take(3, 1, 0) == b""
         await peer.settled()
-        assert ring.native.own_pins(nothing.slot) == 4
+        assert ring.native.own_pins(nothing.slot) == 1
         await peer.ask(ack(nothing), ack(something), Record(Kind.BYE))
         assert states(ring) == FREE
 
@@ -135,7 +135,7 @@ async def test_a_full_message_of_the_largest_small_payloads_is_joined(ring: Shar
             assert joined_bytes == frames.MAX_RECORDS * LIMIT
             assert [bytes(answer.joined or b"") for answer in answers] == data
         await peer.settled()
-        assert sum(ring.native.own_pins(ticket.slot) for ticket in tickets) == 3 * frames.MAX_RECORDS
+        assert sum(ring.native.own_pins(ticket.slot) for ticket in tickets) == frames.MAX_RECORDS, "one pin, however often"
         peer.tell(*map(ack, tickets))
         await peer.settled()
         assert states(ring) == FREE

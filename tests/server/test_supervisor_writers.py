@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from frozen import frozen
 from helpers import SHM, Child, asynchronous, eventually, is_running, listener_pids, parent_of
 from supervised import LOCAL, QUICK, bound, read_all, write
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.ucx
 # --- the writer -----------------------------------------------------------------------------------
 WRITER = """
 import sys, msgspec
+from frozen import frozen
 from helpers import noise
 from transport import SharedRingBuffer, UCXXServer
 from transport.settings import Settings
@@ -169,15 +171,13 @@ def has_pending(pid: int, number: signal.Signals) -> bool:
 def test_a_successor_killed_while_the_old_supervisor_ends_takes_no_payload_with_it(name: str) -> None:
     writer = Writer(name, 3, ports=1)
     (listener,) = writer.listeners.values()
-    with Child(TAKES_OVER, name) as successor, writer.child as child:
+    with Child(TAKES_OVER, name) as successor, writer.child as child, frozen(listener):
         assert successor.line() == "ready"
         child.kill()
-        os.kill(listener, signal.SIGSTOP)  # the supervisor has to wait for it
         successor.tell()
         assert successor.line() == "3"
-        eventually(lambda: has_pending(listener, signal.SIGTERM))
+        eventually(lambda: has_pending(listener, signal.SIGTERM))  # and the supervisor waits for it
         successor.kill()  # before it has a supervisor of its own
-    os.kill(listener, signal.SIGCONT)
     eventually(lambda: not is_running(listener))
 
     async def reading() -> None:

@@ -212,19 +212,25 @@ class _Joining:
         """All parts, each after its own parents, once for each rank by which it is reached."""
         read = {(part.ticket.identity, part.rank): part.payload for part in self.parts}
         ordered: dict[tuple[Identity, int], _Part] = {}
-        begun: set[tuple[Identity, int]] = set()
-
-        def visit(ticket: Ticket, rank: int) -> None:
-            reached = ticket.identity, rank
-            if reached in begun:
-                return
-            begun.add(reached)
-            for parent in self._named.get(ticket.identity, ()):
-                visit(parent.ticket, check_rank(parent, rank, ticket))
-            ordered[reached] = _Part(ticket, rank, read.get(reached))
-
-        visit(self._ticket, self._rank)
+        self._order(self._ticket, self._rank, set(), ordered, read)
         return list(ordered.values())
+
+    # A method: a function that calls itself keeps what it refers to until the collector runs, here memory of slots.
+    def _order(
+        self,
+        ticket: Ticket,
+        rank: int,
+        begun: set[tuple[Identity, int]],
+        ordered: dict[tuple[Identity, int], _Part],
+        read: Mapping[tuple[Identity, int], ReceivedPayload | None],
+    ) -> None:
+        reached = ticket.identity, rank
+        if reached in begun:
+            return
+        begun.add(reached)
+        for parent in self._named.get(ticket.identity, ()):
+            self._order(parent.ticket, check_rank(parent, rank, ticket), begun, ordered, read)
+        ordered[reached] = _Part(ticket, rank, read.get(reached))
 
     def others(self, ticket: Ticket) -> list[tuple[Ticket, int]]:
         """The parts that are known, but for the first and this one, with the rank of each."""

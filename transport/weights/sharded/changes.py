@@ -28,10 +28,10 @@ _STEP = 64
 
 
 class Changed(NamedTuple):
-    """``data``: what the records describe, one behind another; their offsets are those in the bucket."""
+    """``values``: what the records describe, one behind another; their offsets are those in the bucket."""
 
     records: tuple[Fields, ...]
-    data: Bytes
+    values: Bytes
 
 
 class StreamBase:

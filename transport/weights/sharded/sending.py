@@ -167,7 +167,7 @@ class ShardSending:
         assert stream.base is not None
         checksum = await in_thread(self._gather, new.data, bucket, self._on_device(bucket))
         changed = await in_thread(stream.base.changed, index, bucket, new, out)
-        data, records = (new, None) if changed is None else (changed.data, changed.records)
+        data, records = (new, None) if changed is None else (changed.values, changed.records)
 
         def frame(ticket: bytes) -> Frame:
             return Slices(stream.part, stream.sender, index, ticket, records, 0 if records is None else checksum)
