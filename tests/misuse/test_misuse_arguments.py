@@ -48,7 +48,8 @@ LEFT_OUT = {
     ("UCXXClient", "hand_in"), ("transport.rendezvous.Rendezvous", "over"), ("UCXXClient", "UCXXClient"),
     ("transport.rendezvous.Rendezvous", "finish"), ("transport.rendezvous.Rendezvous", "restart"),
     ("transport.rendezvous.Rendezvous", "wait_closed"), ("transport.cooldown.Ledger", "newest_checkpoint"),
-    ("transport.queue.RingQueue", "announce"), ("transport.queue.RingQueue", "latest"),
+    ("transport.queue.RingQueue", "check_name"), ("transport.queue.RingQueue", "announce"),
+    ("transport.queue.RingQueue", "latest"),
 }  # fmt: skip
 
 

@@ -54,9 +54,10 @@ def interrupted_calls(scene: Scene, name: str) -> tuple[int, list[str]]:
                 faults.append(f"{name} at line {at}: {fault}")
         arguments = given.pop().values()
         for claim in (each for value in arguments for each in (value if isinstance(value, list) else [value])):
-            if isinstance(claim, Claim):  # which the call was to end
+            retry = getattr(scene.thing, "retry", None)
+            if retry is not None and isinstance(claim, Claim):  # which the call was to end
                 with contextlib.suppress(TransportError):
-                    scene.thing.retry(claim, 0.0, "interrupted")
+                    retry(claim, 0.0, "interrupted")
         give_back([*kept, *arguments])
         kept.clear()
     try:

@@ -135,7 +135,9 @@ async def test_a_full_message_of_the_largest_small_payloads_is_joined(ring: Shar
             assert joined_bytes == frames.MAX_RECORDS * LIMIT
             assert [bytes(answer.joined or b"") for answer in answers] == data
         await peer.settled()
-        assert sum(ring.native.own_pins(ticket.slot) for ticket in tickets) == frames.MAX_RECORDS, "one pin, however often"
+        assert sum(ring.native.own_pins(ticket.slot) for ticket in tickets) == frames.MAX_RECORDS, (
+            "one pin, however often"
+        )
         peer.tell(*map(ack, tickets))
         await peer.settled()
         assert states(ring) == FREE

@@ -156,7 +156,7 @@ def constructors() -> Iterator[Scene]:
                 lambda: {
                     "schemas": [SCHEMA], "queue": MemoryQueue(), "rank": 0, "consumer": None, "ack": "on_consumed",
                     "max_policy_age": None, "consumed": None, "progress": None, "wire": {"tcp"},
-                    "client": transport.ClientOptions(), "settings": Settings(),
+                    "client": transport.ClientOptions(), "settings": Settings(), "joined": False,
                 },
             ),
             "SQLiteQueue": (
@@ -165,7 +165,7 @@ def constructors() -> Iterator[Scene]:
             ),
             "RingQueue": (queue.RingQueue, lambda: {"rings": [ring], **limits}),
             "FoundRings": (queue.FoundRings, lambda: {"places": OnThisHost("misuse-"), "store": None, **limits}),
-            "MemoryQueue": (MemoryQueue, lambda: {**limits, "clock": time.monotonic}),
+            "MemoryQueue": (MemoryQueue, lambda: {**limits, "clock": time.monotonic, "keep_finished": 10}),
             "SQLiteStore": (store.SQLiteStore, lambda: {"path": folder / "s.db", **shared}),
             "Archive": (Archive, lambda: {"path": folder / "archive"}),
             "Rules": (Rules, lambda: {name: getattr(Rules(), name) for name in Rules.__struct_fields__}),

@@ -52,6 +52,7 @@ from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.packer.session import PackerSession, TicketLike, check_shared, open_session, resolved
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
+from transport.ring.consumers import check_consumer
 from transport.runtime.arguments import expect, several, waiting, whole
 from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress
@@ -120,7 +121,7 @@ class UCXXDataPackerMixin(WithBlock):
             ConfigurationError: the operator's configuration is wrong.
         """
         schemas = several(schemas, Schema, "schemas", "several Schemas, in a list")
-        rank = rank if isinstance(rank, str) else whole(rank, "rank")
+        rank = check_consumer(rank, "rank") if isinstance(rank, str) else whole(rank, "rank")
         check_options(client=(client, ClientOptions))
         check_shared(queue, client.directory, settings, client.secret)
         if consumed is not None:

@@ -10,6 +10,7 @@ from transport.config import lease_or_configured
 from transport.errors import RankError, UsageError
 from transport.queue.base import Claim, QueuedTicket
 from transport.ring.buffer import MAX_READERS
+from transport.ring.consumers import check_consumer
 from transport.runtime.arguments import at_least, expect, seconds, several, whole
 
 _TICKETS = "a QueuedTicket or several of them (transport.packer.rollout.queued makes one of a Ticket)"
@@ -71,6 +72,7 @@ def claimed(
 ) -> tuple[int, float, int, int | None]:
     """The arguments of a `claim`, without the consumer. UsageError, RankError: nothing can be claimed so."""
     if isinstance(rank, str):
+        check_consumer(rank, "rank of claim()")
         raise RankError(
             f"rank={rank!r:.80}: this queue does not know the names of consumers, rings do; give the number that the "
             "ring's rank_of() has for it"
@@ -86,7 +88,7 @@ def claimed_by_name(
     """The same for queues whose rings know the names of consumers."""
     n = number(n, "n of claim()")
     seconds(timeout_s, "timeout_s of claim()")
-    rank = rank if isinstance(rank, str) else number(rank, "rank of claim()")
+    rank = check_consumer(rank, "rank of claim()") if isinstance(rank, str) else number(rank, "rank of claim()")
     claimable(n, rank)
     expect(consumer, str, "consumer of claim()", "a name for reports")
     return n, float(timeout_s), rank, number_or_none(oldest_version, "oldest_version of claim()")

@@ -61,6 +61,14 @@ def consumers_of(text: str) -> Consumers:
     return found
 
 
+def check_consumer(rank: str, what: str) -> str:
+    """A name that a ring may have, as ``what`` is one. RankError for other text: ``"0"`` is not rank 0."""
+    name, colon, own = rank.partition(":")
+    if not _NAME.fullmatch(name) or (colon and not (own.isdecimal() and len(own) < 3)):
+        raise RankError(f"{what} got a str: give a whole number, or a consumer's name, not {rank!r:.80}")
+    return rank
+
+
 def rank_of(consumers: Consumers, consumer: str | int, rank: int | None = None) -> int:
     """The rank of the payload's readers that this consumer's own rank is; an int is a rank already.
 
