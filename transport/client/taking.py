@@ -105,6 +105,10 @@ class TakeLink(Finishing):
         """Whether the connection is gone, and with it every claim."""
         return self._closed or not self.link.usable
 
+    @property
+    def _longest_answer_s(self) -> float:
+        return self._settings.read_timeout(0)
+
     # --- taking -------------------------------------------------------------------------------------
     @explained
     async def take(
