@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
@@ -253,12 +254,16 @@ class FoundRings(TicketQueue):
         if not elsewhere:
             return self._here.queue.ack_many(here, trained=trained) if here else []
         # Elsewhere first: interrupted there, the repeated call gets the same answers.
+        if not here:
+            return self._elsewhere.ack_many(elsewhere, trained=trained)
         accepted = self._elsewhere.ack_many(elsewhere, trained=trained)
-        return _in_order(claims, [*accepted, *(self._here.queue.ack_many(here, trained=trained) if here else [])])
+        return _in_order(claims, [*accepted, *self._here.queue.ack_many(here, trained=trained)])
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.finish`."""
         here, elsewhere = self._apart(claims, "finish")
+        if not here:
+            return self._elsewhere.finish(elsewhere)
         return _in_order(claims, [*self._elsewhere.finish(elsewhere), *self._here.queue.finish(here)])
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
@@ -343,5 +348,10 @@ class FoundRings(TicketQueue):
 
 
 def _in_order(claims: Sequence[Claim], kept: Sequence[Claim]) -> list[Claim]:
-    chosen = {id(claim) for claim in kept}
-    return [claim for claim in claims if id(claim) in chosen]
+    left = Counter(id(claim) for claim in kept)  # a claim may be given twice, and was accepted once
+    ordered = []
+    for claim in claims:
+        if left[id(claim)]:
+            left[id(claim)] -= 1
+            ordered.append(claim)
+    return ordered

@@ -23,10 +23,10 @@ from transport.errors import (
     VersionMismatchError,
     WireNotAllowedError,
 )
-from transport.queue.arrivals import Arrivals
+from transport.queue.arrivals import Arrivals, Arrived
 from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
 from transport.queue.demands import Brought, Demands, Place
-from transport.queue.ends import UNTRAINED, Answers, End, Held
+from transport.queue.ends import UNTRAINED, Answers, End, Group, Held, Said
 from transport.queue.rings import consumer_of, token_of
 from transport.runtime.loop_thread import LoopThread
 from transport.taking.batch import Verdicts
@@ -76,8 +76,8 @@ class FoundElsewhere:
         self._ranks: dict[int | str, _Rank] = {}
         self._changed = threading.Condition()  # guards what follows, and what came
         self._held: dict[str, Held] = {}
-        self._answers = Answers()
-        self.arrivals = Arrivals(self._links_to)
+        self._answers = Answers(self._changed, self._note)
+        self.arrivals = Arrivals(self._links_to, self._note_use)
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
         self._closed = False
@@ -232,7 +232,8 @@ class FoundElsewhere:
         """Give up claims without waiting for the answer."""
         with self._changed:
             for claim in claims:
-                if (held := self._held.pop(claim.token, None)) is not None:
+                held = self._held.pop(claim.token, None)
+                if held is not None and not self._answers.give_up(held):
                     self._count(_ring_of(claim), claim.rank, claimed=-1)
                     self._let_go(held.brought, held.at, held.at + 1)
 
@@ -281,12 +282,23 @@ class FoundElsewhere:
         thread = self._thread
         if found and thread is not None and not thread.closed:
             thread.run(self.arrivals.tell(found))
-        ours = [claim for claim in claims if found.pop(claim.token, None) is not None]
+        ended: dict[str, Arrived] = {}
+        try:
+            self.arrivals.end(found, ended)
+            ours = {
+                claim.token: claim for claim in claims if claim.token in ended
+            }  # one that is given twice counts once
+            for token, claim in ours.items():
+                if ended[token].telling is None:  # every connection is closed
+                    self._note_use(claim)
+            return list(ours.values())
+        except BaseException:  # an interrupt: the call that is repeated gets them
+            self.arrivals.put_back(ended)
+            raise
+
+    def _note_use(self, claim: Claim) -> None:
         with self._changed:
-            for claim in ours:
-                self.arrivals.end(claim)
-                self._count(_ring_of(claim), claim.rank, arrived=-1, done=1)
-        return ours
+            self._count(_ring_of(claim), claim.rank, arrived=-1, done=1)
 
     def _links_to(self, ring: str) -> list[TakeLink]:
         return [link for of in self._ranks.values() for link in of.demands.links if link.ring == ring]
@@ -312,7 +324,8 @@ class FoundElsewhere:
         then, and what happened is counted.
         """
         taken: dict[str, Held] = {}
-        groups: dict[int, tuple[Brought, list[int]]] = {}
+        answered: dict[Held, Said] = {}
+        groups: dict[int, Group] = {}
         try:
             with self._changed:
                 for claim in claims:
@@ -322,32 +335,39 @@ class FoundElsewhere:
                     taken[claim.token] = held
                     del self._held[claim.token]
                     if held not in self._answers:
-                        groups.setdefault(id(held.brought), (held.brought, []))[1].append(held.at)
+                        groups.setdefault(id(held.brought), (held.brought, {}))[1][held.at] = claim
             if groups:
                 self._settle(list(groups.values()), end, consumer_of(claims[0]))
+            accepted: dict[str, Claim] = {}
+            with self._changed:
+                for claim in claims:
+                    if (ended := taken.get(claim.token)) is None:
+                        continue
+                    if (said := self._answers.look(ended)) is None:
+                        del taken[claim.token]
+                        self._count(_ring_of(claim), claim.rank, claimed=-1)
+                        continue
+                    answered[ended] = said
+                    if said.accepted and said.end.what == end.what:
+                        accepted[claim.token] = claim
+                self._answers.drop(answered)
+            return list(accepted.values())
         except BaseException:  # an interrupt: the call that is repeated gets the answers of this one
             with self._changed:
+                self._answers.put_back(answered)
                 self._held.update(taken)
             raise
-        accepted: list[Claim] = []
-        with self._changed:
-            for claim in claims:
-                if (ended := taken.pop(claim.token, None)) is None:
-                    continue
-                self._count(_ring_of(claim), claim.rank, claimed=-1)
-                said = self._answers.take(ended)
-                if said is not None and said.accepted:
-                    self._note(claim, ended, said.end)
-                    if said.end.what == end.what:
-                        accepted.append(claim)
-        return accepted
 
-    def _note(self, claim: Claim, held: Held, end: End) -> None:
-        """Count a claim that has ended so."""
+    def _note(self, claim: Claim, brought: Brought, said: Said | None) -> None:
+        """Count a claim whose ring has answered. On the loop, so that an interrupt cannot count it twice or not."""
+        self._count(_ring_of(claim), claim.rank, claimed=-1)
+        if said is None or not said.accepted:
+            return
+        end = said.end
         what = end.what
         amounts = {"discarded" if what == "aged" else what: 1}
         if what == "arrived":
-            self.arrivals.add(claim, held.brought.link)
+            self.arrivals.add(claim, brought.link)
         elif what == "dead":
             amounts["retried"] = 1
         elif what == "aged":
@@ -358,7 +378,7 @@ class FoundElsewhere:
             failure = Failure(claim.ticket_id, claim.rank, state, claim.attempts, consumer_of(claim), end.reason)
             self.failures.append(failure)
 
-    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], end: End, consumer: str) -> None:
+    def _settle(self, groups: Sequence[Group], end: End, consumer: str) -> None:
         """Have the answers, which come on the loop, so that no interrupt comes in between."""
         thread = self._thread
         if thread is not None and not thread.closed:  # otherwise every connection is closed as well
