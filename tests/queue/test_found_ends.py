@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import secrets
 import signal
@@ -226,6 +227,15 @@ def test_claims_that_are_given_up_while_their_ring_is_asked_leave_no_answer(
     assert (known["claimed"], known["aged"]) == (0, 1)
 
 
+@pytest.mark.parametrize("delay_s", [5e9, 1e20])
+def test_a_long_delay_is_as_long_as_the_wire_can_say(ring: SharedRingBuffer, queue: FoundRings, delay_s: float) -> None:
+    ring.write_raw(b"for later")
+    [claim] = some(queue, 1)
+    assert queue.retry(claim, delay_s)
+    assert ring.native.depth(0)["ready"] == 1
+    assert not queue.claim(1, 0.3, consumer="test")
+
+
 # --- claims that are lost between rings here and elsewhere ----------------------------------------------
 class Both:
     """A ring that is mapped, and one that is only reached over the network."""
@@ -311,3 +321,72 @@ def test_a_batch_that_is_consumed_counts_as_used_while_older_claims_are_held(
         assert (takers.in_hand, takers.unused) == (1, 0)
     assert queue.ack(held)
     assert (takers.in_hand, takers.unused) == (0, 0)
+
+
+def come(queue: FoundRings) -> None:
+    """Wait until something lies ready."""
+    rank = queue._elsewhere.rank(0)
+    queue._elsewhere.want(0, 2, None)
+    eventually(lambda: rank.came, "it has come")
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize(
+    "claim",
+    [
+        lambda queue: queue._elsewhere.claim(1, 0.0, 0, "test", None),
+        lambda queue: queue.claim(1, 0.0, consumer="test"),
+    ],
+    ids=["elsewhere", "of all"],
+)
+def test_a_claim_that_is_interrupted_anywhere_loses_no_payload(
+    ring: SharedRingBuffer, queue: FoundRings, claim: Callable[[FoundRings], list[Claim]]
+) -> None:
+    lines, goes_on = 0, True
+    while goes_on:
+        lines += 1
+        ring.write_many([{"data": np.zeros(1)}] * 2)
+        claims: list[Claim] = []
+        come(queue)
+        goes_on = interrupted(lines, lambda claims=claims: claims.extend(claim(queue)))  # type: ignore[misc]
+        assert bool(claims) != goes_on
+        claims += some(queue, 2 - len(claims))
+        assert queue.ack_many(claims) == claims, f"interrupted at line {lines}"
+    assert lines > 20
+    takers = queue._elsewhere.rank(0).demands._takers
+    eventually(lambda: (takers.in_hand, takers.unused) == (0, 0), "it knows of nothing in hand")
+    known = queue._elsewhere.depth(None, set())
+    assert (known["claimed"], known["done"]) == (0, 2 * lines)
+    assert not queue._elsewhere._held
+
+
+def test_a_take_that_is_interrupted_anywhere_loses_no_payload(ring: SharedRingBuffer, queue: FoundRings) -> None:
+    lines, goes_on = 0, True
+    while goes_on:
+        lines += 1
+        ring.write_raw(b"one")
+        come(queue)
+        taken: list[Any] = []
+        goes_on = interrupted(lines, lambda taken=taken: taken.append(queue._elsewhere.take(2, 0.0, 0)))  # type: ignore[misc]
+        if goes_on:
+            taken.append(queue.take(2, 5.0))
+        assert taken[0] is not None, f"interrupted at line {lines}"
+        assert queue.consume(taken[0]).all()
+    assert lines > 10
+
+
+def test_a_batch_whose_consumption_was_interrupted_is_consumed_with_the_same_answer(
+    ring: SharedRingBuffer, queue: FoundRings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring.write_raw(b"in a batch")
+    brought = queue.take(1, 15.0)
+    assert brought is not None
+    go_on = interrupt_before_the_answer(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        queue.consume(brought)
+    go_on()
+    assert queue.consume(brought).tolist() == [True]
+    assert queue.consume(brought).tolist() == [False]
+    del brought
+    gc.collect()
+    assert not queue._elsewhere._finishing

@@ -136,16 +136,19 @@ class FoundRings(TicketQueue):
             slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
             claims: list[Claim] = []
             try:
-                self._claim(claims, n, slice_s, rank, consumer, oldest_version, here=here, elsewhere=elsewhere)
-            except TransportError:
-                if not claims:
-                    raise  # else the next call meets it again: what was claimed is the caller's
+                try:
+                    self._claim(claims, n, slice_s, rank, consumer, oldest_version, here=here, elsewhere=elsewhere)
+                except TransportError:
+                    if not claims:
+                        raise  # else the next call meets it again: what was claimed is the caller's
+                if claims:
+                    return claims
             except BaseException:  # an interrupt: no caller has these claims
                 self._return(claims)
                 raise
-            if claims or time.monotonic() >= give_up:
-                if not claims and elsewhere:
-                    self._elsewhere.explain(rank)
+            if time.monotonic() >= give_up:
+                if elsewhere:
+                    self._elsewhere.explain(rank, known=here)
                 return claims
             if not here and not elsewhere:
                 self._closed.wait(slice_s)
@@ -175,9 +178,8 @@ class FoundRings(TicketQueue):
         if here and elsewhere and next(self._turns) % 2:
             of_this_host(0.0)
         if elsewhere and len(claims) < n:
-            claims.extend(
-                self._elsewhere.claim(n - len(claims), 0.0 if here else wait_s, rank, consumer, oldest_version)
-            )
+            wait_elsewhere_s = 0.0 if here else wait_s
+            claims += self._elsewhere.claim(n - len(claims), wait_elsewhere_s, rank, consumer, oldest_version)
         if here and len(claims) < n:
             of_this_host(0.0 if claims else wait_s)
 
@@ -207,8 +209,13 @@ class FoundRings(TicketQueue):
                 self._closed.wait(min(left_s, _SLICE_S))
 
     def consume(self, brought: Brought) -> Verdicts:
-        """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others."""
-        return self.consume_soon(brought).result()
+        """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.
+
+        After an interrupt the repeated call has the answer of the first.
+        """
+        verdicts = self.consume_soon(brought).result()
+        self._elsewhere.told(brought)
+        return verdicts
 
     def consume_soon(self, brought: Brought, payloads: TakenPayloads | None = None) -> Future[Verdicts]:
         """`consume` without waiting: the next batch may be taken while the answer of this one is on its way.
