@@ -17,7 +17,7 @@ from transport.queue.arrivals import Arrivals
 from transport.queue.base import Claim
 from transport.taking.batch import TakenBatch
 from transport.taking.outcomes import Outcomes
-from transport.wire.frames import Ended, Kind
+from transport.wire.frames import MOST_UNANSWERED, Ended, Kind
 
 pytestmark = pytest.mark.ucx
 
@@ -251,3 +251,38 @@ async def test_payloads_that_were_used_are_counted_once_where_the_answer_to_it_i
             assert ring.native.depth(0)["done"] == 2
             await arrivals.tell(arrivals.of(claims[2:4]))  # the connection is gone: the other one says it
             assert (ring.native.depth(0)["done"], ring.native.depth(0)["lost"]) == (4, 1)
+
+
+@pytest.mark.parametrize("then", ["finish", "end", "used"])
+@asynchronous
+async def test_a_listener_that_stopped_with_a_full_window_of_unanswered_ends_keeps_no_later_one_waiting(
+    then: str,
+) -> None:
+    with (
+        SharedRingBuffer.create(slots=MOST_UNANSWERED + 1, slot_bytes=64) as ring,
+        UCXXServer(ring, ports=(0,), settings=settings_with(watchdog_s=LONG_S)),
+    ):
+        for _ in range(MOST_UNANSWERED + 1):
+            ring.write_raw(b"one")
+        [address] = addresses(ring)
+        [stopped] = [each.pid for each in ring.native.owners() if address.endswith(f":{each.port}")]
+        async with tcp(settings=settings_with(read_timeout_s=1.0)) as client:
+            first, second = await client.take(address, MOST_UNANSWERED), await client.take(address, 1)
+            link = link_of(second)
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                consuming = asyncio.ensure_future(link.finish(first.rows))
+                await until(lambda: link._unanswered == MOST_UNANSWERED, "everything is sent")
+                consuming.cancel()  # no longer watches its connection
+                with pytest.raises(asyncio.CancelledError):
+                    await consuming
+                async with asyncio.timeout(LONG_S / 4):
+                    if then == "finish":
+                        assert (await link.finish(second.rows)).tolist() == [False]
+                    elif then == "end":
+                        assert (await link.end(second.rows, Ended.DISCARDED, "", "")).tolist() == [False]
+                    else:
+                        assert not await link.used(0, 1)
+                assert link.lost
+            finally:
+                os.kill(stopped, signal.SIGCONT)

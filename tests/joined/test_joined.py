@@ -281,6 +281,27 @@ def test_a_parent_is_acknowledged_before_every_payload_that_names_it(rings: Ring
     payload.release()
 
 
+def test_a_parent_without_a_reader_for_a_rank_by_which_its_child_was_not_read_is_left_out() -> None:
+    """As where two stages each read the same payload, whose own parent has one reader."""
+    schemas = [Schema.of(**{name: "int32"}, parents=PARENTS) for name in ("read_twice", "middle", "last")]
+    source = Schema.of(document="int32")
+    with (
+        SharedRingBuffer.create(source, slots=1) as sources,
+        SharedRingBuffer.create(schemas[0], slots=1) as twice,
+        SharedRingBuffer.create(schemas[1], slots=1) as middles,
+        SharedRingBuffer.create(schemas[2], slots=1) as lasts,
+        BlockingClient(schemas=[source, *schemas], wire={"mapped"}, ack="manual") as reader,
+    ):
+        document = sources.write({"document": 1})
+        shared = twice.write(with_parents({"read_twice": 2}, [document]), readers=2)
+        middle = middles.write(with_parents({"middle": 3}, [Parent(shared, 1)]))
+        last = lasts.write(with_parents({"last": 4}, [Parent(shared, 0), Parent(middle, 0)]))
+        payload = read_joined(reader, last)
+        assert payload.ack()
+        payload.release()
+        assert [ring.statistics().free for ring in (sources, twice, middles, lasts)] == [1, 1, 1, 1]
+
+
 _DIES = """
 import os, signal, sys
 from transport import BlockingClient, Schema

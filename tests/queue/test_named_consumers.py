@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import eventually
 
 from transport import RingOptions, Rollout, Schema, SharedRingBuffer, Trainer, UCXXServer
 from transport.errors import RankError, UsageError
@@ -146,3 +147,29 @@ def test_a_rollout_writes_for_its_named_consumers() -> None:
         assert rollout.ring.rank_of("train:1") == 2
     with pytest.raises(UsageError, match="for its 3 named ranks"):
         Rollout(SCHEMA, slots=2, mode="thread", readers=2, ring=RingOptions(consumers=CONSUMERS))
+
+
+@pytest.mark.ucx
+def test_a_ring_elsewhere_without_names_keeps_no_one_from_the_rings_that_know_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    name = f"named-{tmp_path.name[-8:]}-some"
+    with (
+        SharedRingBuffer.create(SCHEMA, prefix=name, slots=8, consumers=["train"]) as knows,
+        SharedRingBuffer.create(SCHEMA, prefix=name, slots=8) as without,
+        UCXXServer(knows, mode="thread"),
+        UCXXServer(without, mode="thread"),
+        found(name) as queue,
+    ):
+        demands = queue._elsewhere.rank("train").demands
+        assert queue.claim(1, rank="train", consumer="c") == []
+        eventually(lambda: len(demands.links) == 2, "both are connected")
+        eventually(lambda: [type(fault) for fault in demands.faults.values()] == [RankError], "one has refused")
+        assert queue.claim(1, rank="train", consumer="c") == []
+        knows.write({"x": 1})
+        claims = queue.claim(1, 30.0, rank="train", consumer="c")
+        assert queue.ack_many(claims) == claims
+        with pytest.raises(RankError, match="no consumer 'rewards'"):
+            while True:
+                assert not queue.claim(1, 1.0, rank="rewards", consumer="c")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from transport.errors import PayloadLostError, UnreachableError
 from transport.store.directory import Directory, Finder, Serving, Whereabouts
 from transport.store.memory import MemoryStore
+from transport.store.sqlite import SQLiteStore
 from transport.testing import a_ticket
 
 
@@ -73,6 +75,21 @@ def test_a_finder_looks_for_absent_rings_until_they_are_there_or_it_ends() -> No
         assert [task.cancelled() for task in looking] == [True]
         assert await finder.after(ticket, UnreachableError("away")) is None
         assert not [task for task in asyncio.all_tasks() if task.get_name() == "transport directory"]
+
+    asyncio.run(run())
+
+
+def test_a_finder_whose_store_is_closed_looks_no_more_and_hides_no_error(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = SQLiteStore(tmp_path / "store.sqlite3")
+        finder = Finder(Directory(store, lease_s=0.03), grace_s=1e6)
+        assert await finder.after(a_ticket(), UnreachableError("away")) is None
+        [looking] = [task for task in asyncio.all_tasks() if task.get_name() == "transport directory"]
+        store.close()
+        await asyncio.wait((looking,), timeout=60)
+        assert looking.exception() is None
+        assert await finder.after(a_ticket(), UnreachableError("away")) is None
+        finder.end()
 
     asyncio.run(run())
 

@@ -105,6 +105,10 @@ class TakeLink(Finishing):
         """Whether the connection is gone, and with it every claim."""
         return self._closed or not self.link.usable
 
+    @property
+    def _longest_answer_s(self) -> float:
+        return self._settings.read_timeout(0)
+
     # --- taking -------------------------------------------------------------------------------------
     @explained
     async def take(
@@ -405,8 +409,9 @@ class TakeLink(Finishing):
 
         Those whose connection breaks meanwhile are back with its end, without the delay.
         """
-        if not 0 <= delay_s < 1e9:
+        if not delay_s >= 0:
             raise UsageError(f"delay_s={delay_s}: give seconds, 0 or more")
+        delay_s = min(delay_s, _LONGEST_DELAY_S)
         given_back = np.zeros(len(rows), np.bool_)
         futures = [] if self.lost else self._settle(Kind.GIVE_BACK, rows, math.ceil(delay_s * 1000))
         for each, future in enumerate(futures):

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, Self
 from transport.client.blocking import BlockingClient
 from transport.client.client import UCXXClient
 from transport.client.payload import ReceivedPayload
-from transport.errors import InternalError, PayloadDamagedError, SchemaError, TransportError, UsageError
+from transport.errors import InternalError, PayloadDamagedError, RankError, SchemaError, TransportError, UsageError
 from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
 from transport.schema import Layout
@@ -229,7 +229,13 @@ class _Joining:
             return
         begun.add(reached)
         for parent in self._named.get(ticket.identity, ()):
-            self._order(parent.ticket, check_rank(parent, rank, ticket), begun, ordered, read)
+            try:
+                its_rank = check_rank(parent, rank, ticket)
+            except RankError:
+                if reached in read:
+                    raise
+                continue  # it was read by another rank, and its parent has no reader that stands for this one
+            self._order(parent.ticket, its_rank, begun, ordered, read)
         ordered[reached] = _Part(ticket, rank, read.get(reached))
 
     def others(self, ticket: Ticket) -> list[tuple[Ticket, int]]:

@@ -10,6 +10,7 @@ lost its connection only still trains on what it has, and says so through its ne
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,16 @@ from collections.abc import Callable, Iterable, Mapping
 from transport.client.taking import TakeLink
 from transport.queue.base import Claim
 
-Arrived = tuple[Claim, TakeLink]
+log = logging.getLogger(__name__)
+
+
+class Arrived:
+    """A claim that was acknowledged on arrival, through this connection."""
+
+    def __init__(self, claim: Claim, link: TakeLink) -> None:
+        self.claim = claim
+        self.link = link
+        self.telling: asyncio.Task[None] | None = None  # its ring that it was used; belongs to the loop
 
 
 class Arrivals:
@@ -25,14 +35,16 @@ class Arrivals:
 
     Args:
         links: the connections of the moment to a ring, by its id.
+        used: is called on the loop, once for each claim, when its ring is told that it was used.
     """
 
-    def __init__(self, links: Callable[[str], Iterable[TakeLink]]) -> None:
+    def __init__(
+        self, links: Callable[[str], Iterable[TakeLink]], used: Callable[[Claim], object] = lambda claim: None
+    ) -> None:
         self._links = links
+        self._used = used
         self._lock = threading.Lock()
         self._arrived: dict[str, Arrived] = {}  # by token
-        self._told: set[str] = set()  # of them, by a call that was interrupted
-        self._telling: set[asyncio.Task[None]] = set()  # belongs to the loop
         self._late: Counter[tuple[str, int]] = Counter()  # used, by ring and rank, when no connection could say so
 
     def __contains__(self, token: str) -> bool:
@@ -44,7 +56,7 @@ class Arrivals:
     def add(self, claim: Claim, link: TakeLink) -> None:
         """It was acknowledged through this connection."""
         with self._lock:
-            self._arrived[claim.token] = claim, link
+            self._arrived[claim.token] = Arrived(claim, link)
 
     def of(self, claims: Iterable[Claim]) -> dict[str, Arrived]:
         """Those of the claims that have arrived, by token."""
@@ -54,37 +66,54 @@ class Arrivals:
     def deliveries(self) -> set[tuple[str, int]]:
         """Ticket and rank of each."""
         with self._lock:
-            return {(claim.ticket_id, claim.rank) for claim, _ in self._arrived.values()}
+            return {(each.claim.ticket_id, each.claim.rank) for each in self._arrived.values()}
 
-    def end(self, claim: Claim) -> None:
-        """The trainer has used it, and its ring has counted it."""
+    def end(self, used: Iterable[str], ended: dict[str, Arrived]) -> None:
+        """Their rings have counted these. Those that no other call has ended are in ``ended``, after an error too."""
         with self._lock:
-            self._arrived.pop(claim.token, None)
-            self._told.discard(claim.token)
+            for token in used:
+                if token in self._arrived:
+                    ended[token] = self._arrived.pop(token)
+
+    def put_back(self, ended: Mapping[str, Arrived]) -> None:
+        """No caller knows of their end."""
+        with self._lock:
+            self._arrived.update(ended)
 
     async def tell(self, used: Mapping[str, Arrived]) -> None:
-        """Tell their rings that they were used; where this is interrupted and repeated, they are told once."""
-        untold: Counter[tuple[TakeLink, int]] = Counter()
-        for token, (claim, link) in used.items():
-            if token not in self._told:
-                untold[link, claim.rank] += 1
-        self._told.update(used)
-        for (link, rank), count in untold.items():
-            task = asyncio.get_running_loop().create_task(self._tell(link, rank, count))
-            self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
-        await asyncio.shield(asyncio.gather(*self._telling))  # of an interrupted call, too
+        """Tell their rings that they were used: once, whether this is interrupted and repeated or called twice."""
+        untold: dict[tuple[TakeLink, int], list[Arrived]] = {}
+        for each in used.values():
+            if each.telling is None:
+                untold.setdefault((each.link, each.claim.rank), []).append(each)
+        for (link, rank), group in untold.items():
+            task = asyncio.get_running_loop().create_task(self._tell(link, rank, len(group)))
+            for each in group:
+                each.telling = task
+                self._used(each.claim)
+        under_way = {each.telling for each in used.values() if each.telling is not None and not each.telling.done()}
+        await asyncio.shield(asyncio.gather(*under_way, return_exceptions=True))
 
     async def _tell(self, link: TakeLink, rank: int, count: int) -> None:
-        for each in (link, *self._links(link.ring)):
-            if await each.used(rank, count):
-                return
-        self._late[link.ring, rank] += count
+        told = False
+        try:
+            for each in (link, *self._links(link.ring)):
+                if await each.used(rank, count):
+                    told = True
+                    return
+        except Exception as error:
+            log.error("ring %s was not told of %d payloads, and is later", link.ring[:8], count, exc_info=error)
+        finally:
+            if not told:
+                self._late[link.ring, rank] += count
 
     async def tell_late(self, link: TakeLink) -> None:
         """There is a new connection: its ring hears what could not be said before."""
-        for (ring, rank), count in list(self._late.items()):
-            if ring == link.ring:
-                del self._late[ring, rank]
-                if not await link.used(rank, count):
-                    self._late[ring, rank] += count
+        for ring, rank in list(self._late):
+            if ring == link.ring and (count := self._late.pop((ring, rank), 0)):
+                told = False
+                try:
+                    told = await link.used(rank, count)
+                finally:
+                    if not told:
+                        self._late[ring, rank] += count

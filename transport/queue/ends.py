@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from transport.queue.base import Claim
 from transport.queue.demands import Brought
 from transport.taking.batch import Rows, Verdicts
 from transport.wire.frames import Ended
 
 UNTRAINED: Final = {"discarded": Ended.DISCARDED, "dead": Ended.DEAD, "aged": Ended.AGED}
+
+
+_Key = tuple[int, int]
 
 
 class End(NamedTuple):
@@ -38,7 +43,7 @@ class Held(NamedTuple):
     at: int
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> _Key:
         """Of it while `brought` lives."""
         return id(self.brought), self.at
 
@@ -51,51 +56,90 @@ class Said(NamedTuple):
     brought: Brought
 
 
+Group = tuple[Brought, dict[int, Claim]]
+"""Claims of one `Brought`, by position."""
+
+
 class Answers:
     """What rings have said of claims and no caller has been told yet.
 
-    `ask` belongs to the client's loop, the others to any thread.
+    `ask` belongs to the client's loop, the others to any thread that has the lock.
+
+    Args:
+        lock: may be acquired again by the thread that has it.
+        ended: is called once for each claim that was asked about, on the loop, where no interrupt comes, under the
+            lock; None: its answer did not come, and no caller waits for it any more.
     """
 
-    def __init__(self) -> None:
-        self._said: dict[tuple[int, int], Said] = {}
-        self._asking: dict[tuple[int, int], asyncio.Task[None]] = {}  # belongs to the loop
+    def __init__(
+        self, lock: AbstractContextManager[Any], ended: Callable[[Claim, Brought, Said | None], object]
+    ) -> None:
+        self._lock = lock
+        self._ended = ended
+        self._said: dict[_Key, Said] = {}
+        self._asking: dict[_Key, asyncio.Task[None]] = {}
+        self._given_up: set[_Key] = set()  # of them
 
     def __contains__(self, held: Held) -> bool:
         return held.key in self._said
 
-    def take(self, held: Held) -> Said | None:
-        """The answer, which is forgotten; None: there is none, because every connection is closed."""
-        return self._said.pop(held.key, None)
+    def look(self, held: Held) -> Said | None:
+        """The answer; None: there is none, because every connection is closed."""
+        return self._said.get(held.key)
 
-    async def ask(self, groups: Sequence[tuple[Brought, list[int]]], end: End, consumer: str) -> None:
+    def drop(self, answered: Iterable[Held]) -> None:
+        """The caller has these answers."""
+        for held in answered:
+            self._said.pop(held.key, None)
+
+    def put_back(self, answered: Mapping[Held, Said]) -> None:
+        """The caller was interrupted before it had them."""
+        self._said.update((held.key, said) for held, said in answered.items())
+
+    def give_up(self, held: Held) -> bool:
+        """No caller will ask for it. False: the ring has not been asked how it ends."""
+        if held.key in self._asking:
+            self._given_up.add(held.key)
+            return True
+        return self._said.pop(held.key, None) is not None
+
+    async def ask(self, groups: Sequence[Group], end: End, consumer: str) -> None:
         """Have the answers for these claims, of a first question that is under way or has been answered meanwhile, too.
 
         Where this is cancelled the question goes on.
         """
         waited: dict[asyncio.Task[None], None] = {}
-        for brought, positions in groups:
-            fresh = []
-            for at in positions:
-                key = Held(brought, at).key
-                if (asking := self._asking.get(key)) is not None:
-                    waited[asking] = None
-                elif key not in self._said:
-                    fresh.append(at)
-            if fresh:
-                task = asyncio.get_running_loop().create_task(self._ask(brought, fresh, end, consumer))
-                self._asking.update((Held(brought, at).key, task) for at in fresh)
-                waited[task] = None
+        with self._lock:
+            for brought, claims in groups:
+                fresh = {}
+                for at, claim in claims.items():
+                    key = Held(brought, at).key
+                    if (asking := self._asking.get(key)) is not None:
+                        waited[asking] = None
+                    elif key not in self._said:
+                        fresh[at] = claim
+                if fresh:
+                    task = asyncio.get_running_loop().create_task(self._ask(brought, fresh, end, consumer))
+                    self._asking.update((Held(brought, at).key, task) for at in fresh)
+                    waited[task] = None
         await asyncio.shield(asyncio.gather(*waited))
 
-    async def _ask(self, brought: Brought, positions: list[int], end: End, consumer: str) -> None:
+    async def _ask(self, brought: Brought, claims: dict[int, Claim], end: End, consumer: str) -> None:
         rows = brought.batch.rows
-        if len(positions) < len(rows):
-            rows = rows[np.asarray(positions, np.intp)]
+        if len(claims) < len(rows):
+            rows = rows[np.asarray(list(claims), np.intp)]
+        answers: list[Said | None] = [None] * len(claims)
         try:
             verdicts = await end.asked(brought, rows, consumer)
-            for at, accepted in zip(positions, verdicts.tolist(), strict=True):
-                self._said[Held(brought, at).key] = Said(end, accepted, brought)
+            answers = [Said(end, accepted, brought) for accepted in verdicts.tolist()]
         finally:
-            for at in positions:
-                del self._asking[Held(brought, at).key]
+            with self._lock:
+                for (at, claim), said in zip(claims.items(), answers, strict=True):
+                    key = Held(brought, at).key
+                    del self._asking[key]
+                    given_up = key in self._given_up
+                    self._given_up.discard(key)
+                    if said is not None or given_up:
+                        self._ended(claim, brought, said)
+                    if said is not None and not given_up:
+                        self._said[key] = said

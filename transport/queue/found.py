@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
@@ -135,16 +136,19 @@ class FoundRings(TicketQueue):
             slice_s = max(0.0, min(give_up - time.monotonic(), _SLICE_S))
             claims: list[Claim] = []
             try:
-                self._claim(claims, n, slice_s, rank, consumer, oldest_version, here=here, elsewhere=elsewhere)
-            except TransportError:
-                if not claims:
-                    raise  # else the next call meets it again: what was claimed is the caller's
+                try:
+                    self._claim(claims, n, slice_s, rank, consumer, oldest_version, here=here, elsewhere=elsewhere)
+                except TransportError:
+                    if not claims:
+                        raise  # else the next call meets it again: what was claimed is the caller's
+                if claims:
+                    return claims
             except BaseException:  # an interrupt: no caller has these claims
                 self._return(claims)
                 raise
-            if claims or time.monotonic() >= give_up:
-                if not claims and elsewhere:
-                    self._elsewhere.explain(rank)
+            if time.monotonic() >= give_up:
+                if elsewhere:
+                    self._elsewhere.explain(rank, known=here)
                 return claims
             if not here and not elsewhere:
                 self._closed.wait(slice_s)
@@ -174,9 +178,8 @@ class FoundRings(TicketQueue):
         if here and elsewhere and next(self._turns) % 2:
             of_this_host(0.0)
         if elsewhere and len(claims) < n:
-            claims.extend(
-                self._elsewhere.claim(n - len(claims), 0.0 if here else wait_s, rank, consumer, oldest_version)
-            )
+            wait_elsewhere_s = 0.0 if here else wait_s
+            claims += self._elsewhere.claim(n - len(claims), wait_elsewhere_s, rank, consumer, oldest_version)
         if here and len(claims) < n:
             of_this_host(0.0 if claims else wait_s)
 
@@ -206,8 +209,13 @@ class FoundRings(TicketQueue):
                 self._closed.wait(min(left_s, _SLICE_S))
 
     def consume(self, brought: Brought) -> Verdicts:
-        """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others."""
-        return self.consume_soon(brought).result()
+        """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.
+
+        After an interrupt the repeated call has the answer of the first.
+        """
+        verdicts = self.consume_soon(brought).result()
+        self._elsewhere.told(brought)
+        return verdicts
 
     def consume_soon(self, brought: Brought, payloads: TakenPayloads | None = None) -> Future[Verdicts]:
         """`consume` without waiting: the next batch may be taken while the answer of this one is on its way.
@@ -253,12 +261,16 @@ class FoundRings(TicketQueue):
         if not elsewhere:
             return self._here.queue.ack_many(here, trained=trained) if here else []
         # Elsewhere first: interrupted there, the repeated call gets the same answers.
+        if not here:
+            return self._elsewhere.ack_many(elsewhere, trained=trained)
         accepted = self._elsewhere.ack_many(elsewhere, trained=trained)
-        return _in_order(claims, [*accepted, *(self._here.queue.ack_many(here, trained=trained) if here else [])])
+        return _in_order(claims, [*accepted, *self._here.queue.ack_many(here, trained=trained)])
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.finish`."""
         here, elsewhere = self._apart(claims, "finish")
+        if not here:
+            return self._elsewhere.finish(elsewhere)
         return _in_order(claims, [*self._elsewhere.finish(elsewhere), *self._here.queue.finish(here)])
 
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
@@ -343,5 +355,10 @@ class FoundRings(TicketQueue):
 
 
 def _in_order(claims: Sequence[Claim], kept: Sequence[Claim]) -> list[Claim]:
-    chosen = {id(claim) for claim in kept}
-    return [claim for claim in claims if id(claim) in chosen]
+    left = Counter(id(claim) for claim in kept)  # a claim may be given twice, and was accepted once
+    ordered = []
+    for claim in claims:
+        if left[id(claim)]:
+            left[id(claim)] -= 1
+            ordered.append(claim)
+    return ordered

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -20,16 +22,18 @@ from transport.errors import (
     ClosedError,
     MissingDependencyError,
     RankError,
+    TransportError,
     VersionMismatchError,
     WireNotAllowedError,
 )
-from transport.queue.arrivals import Arrivals
+from transport.queue.arrivals import Arrivals, Arrived
 from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
 from transport.queue.demands import Brought, Demands, Place
-from transport.queue.ends import UNTRAINED, Answers, End, Held
+from transport.queue.ends import UNTRAINED, Answers, End, Group, Held, Said
 from transport.queue.rings import consumer_of, token_of
+from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.loop_thread import LoopThread
-from transport.taking.batch import Verdicts
+from transport.taking.batch import TakenBatch, Verdicts
 from transport.taking.batches import TakenPayloads
 
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
@@ -76,11 +80,13 @@ class FoundElsewhere:
         self._ranks: dict[int | str, _Rank] = {}
         self._changed = threading.Condition()  # guards what follows, and what came
         self._held: dict[str, Held] = {}
-        self._answers = Answers()
-        self.arrivals = Arrivals(self._links_to)
+        self._answers = Answers(self._changed, self._note)
+        self.arrivals = Arrivals(self._links_to, self._note_use)
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
         self._closed = False
+        # Belongs to the loop. A batch that the caller has dropped is asked about by no one.
+        self._finishing: WeakKeyDictionary[TakenBatch, asyncio.Task[Verdicts]] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"<FoundElsewhere {len(self._held)} claims>"
@@ -169,13 +175,22 @@ class FoundElsewhere:
                     of.unsaid.clear()
                 self._changed.wait(wait_s)
             while of.came:
-                brought, at = of.came.popleft()
+                came = of.came[0]
+                brought, at = came
                 if brought.link.lost:
+                    of.came.popleft()
                     continue  # they are anybody's by now
                 if at:  # the others were claimed one by one
                     brought = brought._replace(batch=brought.batch.part(at, len(brought.batch)))
-                of.unsaid[id(brought)] = brought
-                return brought
+                try:
+                    of.unsaid[id(brought)] = brought
+                    of.came.popleft()
+                    return brought
+                except BaseException:  # an interrupt: the next call has it
+                    of.unsaid.pop(id(brought), None)
+                    if not any(each is came for each in of.came):
+                        of.came.appendleft(came)
+                    raise
         return None
 
     def finish_batch(self, brought: Brought, payloads: TakenPayloads | None = None) -> Future[Verdicts]:
@@ -188,51 +203,77 @@ class FoundElsewhere:
             ended: Future[Verdicts] = Future()
             ended.set_result(np.zeros(len(brought.batch if payloads is None else payloads), np.bool_))
             return ended
-        if payloads is not None:
-            return thread.submit(payloads.consume())
-        return thread.submit(brought.demands.finish(brought, brought.batch.rows))
+        return thread.submit(self._finished(brought, payloads))
+
+    async def _finished(self, brought: Brought, payloads: TakenPayloads | None) -> Verdicts:
+        """Repeated after an interrupt this is the same question, with the same answer."""
+        asking = self._finishing.get(brought.batch)
+        if asking is None or (asking.done() and (asking.cancelled() or asking.exception() is not None)):
+            end = brought.demands.finish(brought, brought.batch.rows) if payloads is None else payloads.consume()
+            asking = self._finishing[brought.batch] = asyncio.get_running_loop().create_task(end)
+        return await asyncio.shield(asking)
+
+    def told(self, brought: Brought) -> None:
+        """The caller has the answer of `finish_batch`; a further call asks anew."""
+        self._finishing.pop(brought.batch, None)
 
     def claim(self, n: int, wait_s: float, rank: int | str, consumer: str, oldest_version: int | None) -> list[Claim]:
         """Up to ``n`` of what has come, the first that came first."""
         of = self.rank(rank)
         claims: list[Claim] = []
         aged: list[Claim] = []
-        rest: tuple[Brought, int, int] | None = None  # payloads that are out of `came` and no claims yet
         try:
             with self._changed:
                 if not of.came:
                     self._changed.wait(wait_s)
                 while of.came and len(claims) < n:
-                    brought, begin = of.came.popleft()
+                    came = of.came[0]
+                    brought, begin = came
                     if brought.link.lost:
+                        of.came.popleft()
                         continue  # others may have claimed them by now
                     end = min(len(brought.batch), begin + n - len(claims))
-                    rest = brought, begin, end
-                    if end < len(brought.batch):
-                        of.came.appendleft((brought, end))
-                    self._use(brought, end - begin)
-                    for at in range(begin, end):
-                        claim = self._claimed(brought, at, rank, consumer)
-                        version = claim.policy_version
-                        old = None not in (version, oldest_version) and version < oldest_version  # type: ignore[operator]
-                        (aged if old else claims).append(claim)
-                        rest = brought, at + 1, end
+                    of_ring = self.counts.setdefault(brought.batch.ring, Counter())
+                    its_rank = int(brought.batch.rows["rank"][begin])
+                    try:
+                        if end < len(brought.batch):
+                            of.came[0] = brought, end
+                        else:
+                            of.came.popleft()
+                        for at in range(begin, end):
+                            claim = self._claimed(brought, at, its_rank, consumer)
+                            version = claim.policy_version
+                            old = None not in (version, oldest_version) and version < oldest_version  # type: ignore[operator]
+                            (aged if old else claims).append(claim)
+                        self._use(brought, end - begin)
+                        of_ring[its_rank, "claimed"] += end - begin  # last: what is given up below is not counted
+                    except BaseException:
+                        if not any(each is came for each in of.came):
+                            self._unclaim(brought, begin, end)
+                        raise
             while aged:  # asked for when an older policy would do
                 claim = aged[0]
                 self._end([claim], End("aged", too_old(claim.policy_version or 0, oldest_version or 0)))
                 del aged[0]
+            return claims
         except BaseException:  # an interrupt: no caller has these claims
             self.forget([*claims, *aged])
-            if rest is not None and rest[1] < rest[2]:
-                self._let_go(*rest)
             raise
-        return claims
+
+    def _unclaim(self, brought: Brought, begin: int, end: int) -> None:
+        """Give up payloads of which some have become claims."""
+        for token, held in list(self._held.items()):
+            if held.brought is brought and begin <= held.at < end:
+                del self._held[token]
+        self._use(brought, end - begin)
+        self._let_go(brought, begin, end)
 
     def forget(self, claims: Sequence[Claim]) -> None:
         """Give up claims without waiting for the answer."""
         with self._changed:
             for claim in claims:
-                if (held := self._held.pop(claim.token, None)) is not None:
+                held = self._held.pop(claim.token, None)
+                if held is not None and not self._answers.give_up(held):
                     self._count(_ring_of(claim), claim.rank, claimed=-1)
                     self._let_go(held.brought, held.at, held.at + 1)
 
@@ -244,20 +285,22 @@ class FoundElsewhere:
         if self._thread is not None:
             self._thread.soon(brought.demands.used, brought, count)
 
-    def _claimed(self, brought: Brought, at: int, rank: int | str, consumer: str) -> Claim:
+    def _claimed(self, brought: Brought, at: int, rank: int, consumer: str) -> Claim:
         payload = brought.batch[at]
-        rank = int(brought.batch.rows["rank"][at]) if isinstance(rank, str) else rank
         token = token_of(payload.name, rank, payload.attempts, consumer)
         self._held[token] = Held(brought, at)
-        self._count(brought.batch.ring, rank, claimed=1)
         return Claim(payload.name, payload.encoded, rank, payload.attempts, token, payload.policy_version)
 
-    def explain(self, rank: int | str) -> None:
-        """Raise why nothing can come, where this process's own configuration keeps it from every place."""
+    def explain(self, rank: int | str, *, known: bool = False) -> None:
+        """Raise why nothing can come, where this process's own configuration keeps it from every place.
+
+        ``known``: another ring has the consumer of this name; those that have not are left out.
+        """
         demands = self.rank(rank).demands
         faults = list(demands.faults.values())
+        known = known or any(_knows(link, rank) for link in demands.links)
         for fault in faults:
-            unknown_name = isinstance(rank, str) and isinstance(fault, RankError)
+            unknown_name = isinstance(fault, RankError) and not known
             if unknown_name or (not demands.connected and isinstance(fault, _OWN_FAULTS)):
                 raise fault
 
@@ -281,12 +324,23 @@ class FoundElsewhere:
         thread = self._thread
         if found and thread is not None and not thread.closed:
             thread.run(self.arrivals.tell(found))
-        ours = [claim for claim in claims if found.pop(claim.token, None) is not None]
+        ended: dict[str, Arrived] = {}
+        try:
+            self.arrivals.end(found, ended)
+            ours = {
+                claim.token: claim for claim in claims if claim.token in ended
+            }  # one that is given twice counts once
+            for token, claim in ours.items():
+                if ended[token].telling is None:  # every connection is closed
+                    self._note_use(claim)
+            return list(ours.values())
+        except BaseException:  # an interrupt: the call that is repeated gets them
+            self.arrivals.put_back(ended)
+            raise
+
+    def _note_use(self, claim: Claim) -> None:
         with self._changed:
-            for claim in ours:
-                self.arrivals.end(claim)
-                self._count(_ring_of(claim), claim.rank, arrived=-1, done=1)
-        return ours
+            self._count(_ring_of(claim), claim.rank, arrived=-1, done=1)
 
     def _links_to(self, ring: str) -> list[TakeLink]:
         return [link for of in self._ranks.values() for link in of.demands.links if link.ring == ring]
@@ -312,7 +366,8 @@ class FoundElsewhere:
         then, and what happened is counted.
         """
         taken: dict[str, Held] = {}
-        groups: dict[int, tuple[Brought, list[int]]] = {}
+        answered: dict[Held, Said] = {}
+        groups: dict[int, Group] = {}
         try:
             with self._changed:
                 for claim in claims:
@@ -322,32 +377,39 @@ class FoundElsewhere:
                     taken[claim.token] = held
                     del self._held[claim.token]
                     if held not in self._answers:
-                        groups.setdefault(id(held.brought), (held.brought, []))[1].append(held.at)
+                        groups.setdefault(id(held.brought), (held.brought, {}))[1][held.at] = claim
             if groups:
                 self._settle(list(groups.values()), end, consumer_of(claims[0]))
+            accepted: dict[str, Claim] = {}
+            with self._changed:
+                for claim in claims:
+                    if (ended := taken.get(claim.token)) is None:
+                        continue
+                    if (said := self._answers.look(ended)) is None:
+                        del taken[claim.token]
+                        self._count(_ring_of(claim), claim.rank, claimed=-1)
+                        continue
+                    answered[ended] = said
+                    if said.accepted and said.end.what == end.what:
+                        accepted[claim.token] = claim
+                self._answers.drop(answered)
+            return list(accepted.values())
         except BaseException:  # an interrupt: the call that is repeated gets the answers of this one
             with self._changed:
+                self._answers.put_back(answered)
                 self._held.update(taken)
             raise
-        accepted: list[Claim] = []
-        with self._changed:
-            for claim in claims:
-                if (ended := taken.pop(claim.token, None)) is None:
-                    continue
-                self._count(_ring_of(claim), claim.rank, claimed=-1)
-                said = self._answers.take(ended)
-                if said is not None and said.accepted:
-                    self._note(claim, ended, said.end)
-                    if said.end.what == end.what:
-                        accepted.append(claim)
-        return accepted
 
-    def _note(self, claim: Claim, held: Held, end: End) -> None:
-        """Count a claim that has ended so."""
+    def _note(self, claim: Claim, brought: Brought, said: Said | None) -> None:
+        """Count a claim whose ring has answered. On the loop, so that an interrupt cannot count it twice or not."""
+        self._count(_ring_of(claim), claim.rank, claimed=-1)
+        if said is None or not said.accepted:
+            return
+        end = said.end
         what = end.what
         amounts = {"discarded" if what == "aged" else what: 1}
         if what == "arrived":
-            self.arrivals.add(claim, held.brought.link)
+            self.arrivals.add(claim, brought.link)
         elif what == "dead":
             amounts["retried"] = 1
         elif what == "aged":
@@ -358,7 +420,7 @@ class FoundElsewhere:
             failure = Failure(claim.ticket_id, claim.rank, state, claim.attempts, consumer_of(claim), end.reason)
             self.failures.append(failure)
 
-    def _settle(self, groups: Sequence[tuple[Brought, list[int]]], end: End, consumer: str) -> None:
+    def _settle(self, groups: Sequence[Group], end: End, consumer: str) -> None:
         """Have the answers, which come on the loop, so that no interrupt comes in between."""
         thread = self._thread
         if thread is not None and not thread.closed:  # otherwise every connection is closed as well
@@ -387,6 +449,15 @@ class FoundElsewhere:
             self._changed.notify_all()
         self._ring()
         self.disconnect(None)
+
+
+def _knows(link: TakeLink, rank: int | str) -> bool:
+    """Whether the ring of this connection has the rank, as far as its listener has said."""
+    try:
+        rank_of(consumers_of(link.link.consumers), rank)
+    except TransportError:
+        return False
+    return True
 
 
 def _closed_on(thread: LoopThread, demands: Demands) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from transport.errors import (
+    ClosedError,
     LinkError,
     PayloadLostError,
     StoreError,
@@ -328,7 +329,7 @@ class Finder:
             return self._whereabouts.found(ticket, serving, self._clock())
         except PayloadLostError as lost:
             raise lost from error
-        except (StoreError, TicketError) as unknown:
+        except (StoreError, TicketError, ClosedError) as unknown:
             log.warning("directory lookup of ring %s failed: %s", ticket.ring[:8], unknown)
             return None
         finally:
@@ -344,7 +345,9 @@ class Finder:
                     return
                 try:
                     absent = await asyncio.to_thread(self._directory.absent, rings)
-                except StoreError as error:
+                except ClosedError:
+                    return
+                except TransportError as error:
                     log.warning("looking for %d absent rings failed: %s", len(rings), error)
                 else:
                     self._whereabouts.looked(rings, set(absent), self._clock())

@@ -43,6 +43,15 @@ class Finishing(ABC):
     def lost(self) -> bool:
         """Whether the connection is gone, and with it every claim."""
 
+    @property
+    @abstractmethod
+    def _longest_answer_s(self) -> float:
+        """How long an answer may take at most."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End the connection and every claim. Idempotent."""
+
     @abstractmethod
     def _settle(self, kind: Kind, rows: Rows, delay_ms: int, arrived: bool = False) -> list[asyncio.Future[Any]]:
         """Send the end of these claims; the answers of the messages."""
@@ -87,10 +96,17 @@ class Finishing(ABC):
             asked.append(_Asked(chunk, range(len(chunk)), future))
 
     async def _room_for(self, count: int) -> bool:
-        """Wait until so many more may be unanswered: the ring keeps the last ones. False: the connection is gone."""
+        """Wait until so many more may be unanswered: the ring keeps the last ones. False: the connection is gone.
+
+        It ends here if no answer comes in time: whoever asked may have been cancelled, and no longer watches it.
+        """
         while self._unanswered + count > frames.MOST_UNANSWERED and not self.lost:
             self._answered.clear()
-            await self._answered.wait()
+            try:
+                async with asyncio.timeout(self._longest_answer_s):
+                    await self._answered.wait()
+            except TimeoutError:
+                self.abort()
         return not self.lost
 
     def _sent(self, future: asyncio.Future[Any], count: int) -> None:

@@ -1,0 +1,90 @@
+"""Payloads from rings elsewhere that have arrived: each ring hears once of their use, whatever another one does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from helpers import asynchronous, until
+
+from transport.queue.arrivals import Arrivals
+from transport.queue.base import Claim
+
+
+class Link:
+    """A connection; ``answered``: set when it may answer."""
+
+    def __init__(self, ring: str, error: Exception | None = None) -> None:
+        self.ring = ring
+        self.error = error
+        self.asked = 0
+        self.answered = asyncio.Event()
+
+    async def used(self, rank: int, count: int) -> bool:
+        self.asked += count
+        await self.answered.wait()
+        if self.error is not None:
+            raise self.error
+        return True
+
+
+def arrived(arrivals: Arrivals, link: Any) -> Claim:
+    claim = Claim(f"{link.ring}/0/1", b"", 0, 1, f"token of {link.ring}", None)
+    arrivals.add(claim, link)
+    return claim
+
+
+@asynchronous
+async def test_a_ring_that_does_not_answer_keeps_calls_about_others_waiting_for_nothing() -> None:
+    arrivals, stopped, live = Arrivals(lambda _: []), Link("stopped"), Link("live")
+    first, second = arrived(arrivals, stopped), arrived(arrivals, live)
+    waiting = asyncio.create_task(arrivals.tell(arrivals.of([first])))
+    await until(lambda: stopped.asked == 1, "it is asked")
+    live.answered.set()
+    async with asyncio.timeout(5.0):
+        await arrivals.tell(arrivals.of([second]))
+    assert not waiting.done()
+    stopped.answered.set()
+    await waiting
+
+
+@asynchronous
+async def test_an_error_at_one_ring_is_no_error_at_another_and_it_is_told_later() -> None:
+    arrivals, broken, live = Arrivals(lambda _: []), Link("broken", OSError("no thread")), Link("live")
+    first, second = arrived(arrivals, broken), arrived(arrivals, live)
+    broken.answered.set()
+    live.answered.set()
+    await arrivals.tell(arrivals.of([first, second]))
+    assert (broken.asked, live.asked) == (1, 1)
+    again: Any = Link("broken")
+    again.answered.set()
+    await arrivals.tell_late(again)
+    assert again.asked == 1
+
+
+@asynchronous
+async def test_a_connection_that_fails_while_it_hears_what_was_late_leaves_it_to_the_next() -> None:
+    arrivals, lost = Arrivals(lambda _: []), Link("ring", OSError("gone"))
+    lost.answered.set()
+    await arrivals.tell(arrivals.of([arrived(arrivals, lost)]))
+    failing: Any = Link("ring", OSError("gone again"))
+    failing.answered.set()
+    with pytest.raises(OSError, match="again"):
+        await arrivals.tell_late(failing)
+    last: Any = Link("ring")
+    last.answered.set()
+    await arrivals.tell_late(last)
+    assert last.asked == 1
+
+
+@asynchronous
+async def test_two_calls_that_have_found_the_same_claim_tell_its_ring_once() -> None:
+    arrivals, link = Arrivals(lambda _: []), Link("ring")
+    link.answered.set()
+    claim = arrived(arrivals, link)
+    one, two = arrivals.of([claim]), arrivals.of([claim])
+    await arrivals.tell(one)
+    arrivals.end(one, {})
+    await arrivals.tell(two)
+    assert link.asked == 1
