@@ -12,7 +12,6 @@ import pytest
 from helpers import eventually
 
 from transport import SharedRingBuffer, UCXXServer
-from transport.runtime import hurry
 from transport.server.process import is_listener
 from transport.server.running import Processes
 
@@ -47,26 +46,6 @@ def test_a_stopped_process_of_a_server_ends_with_it(whom: str, capfd: pytest.Cap
         assert supervisor.returncode == 0
         assert listeners_of(ring) == []
     assert "killing" not in capfd.readouterr().err
-
-
-def test_a_supervisor_that_ends_with_its_program_is_not_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        SharedRingBuffer.create(slots=2, slot_bytes=100) as ring,
-        UCXXServer(ring, (0,), addresses=("127.0.0.1",)) as server,
-    ):
-        supervisor = supervisor_of(server)
-        hurry.begin()
-        try:
-            supervisor.send_signal(signal.SIGTERM)
-            supervisor.wait()
-            eventually(lambda: listeners_of(ring) == [])
-            watcher = server._run._watcher  # type: ignore[union-attr]
-            assert watcher is not None
-            watcher.join(1.0)  # longer than its pause
-            assert supervisor_of(server) is supervisor
-        finally:
-            hurry.over()
-    assert "restarting" not in caplog.text
 
 
 def test_what_runs_after_a_writer_ends_with_the_supervisor_though_it_was_stopped(tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ def test_old_shards_and_changes_give_new_shards_whatever_the_shardings(seed: int
                             data = new[chunk.at : chunk.at + chunk.nbytes]
                             target[...] = data.view(target.dtype).reshape(target.shape)
                     else:
-                        assert len(found.data) == encoded_size(found.records) < len(new)
-                        assert apply(bucket, targets, found.records, found.data.copy()) == checksum
+                        assert len(found.values) == encoded_size(found.records) < len(new)
+                        assert apply(bucket, targets, found.records, found.values.copy()) == checksum
                     assert (kept.image(index, len(new)) == new).all()
-                    sent, whole = sent + len(new if found is None else found.data), whole + len(new)
+                    sent, whole = sent + len(new if found is None else found.values), whole + len(new)
                 kept.complete = True
             base.end(Proof(version, 0))
             assert base.proof == Proof(version, 0)

@@ -213,7 +213,7 @@ class FoundRings(TicketQueue):
 
         After an interrupt the repeated call has the answer of the first.
         """
-        verdicts = self.consume_soon(brought).result()
+        verdicts = self._consumed(brought, None).result()
         self._elsewhere.told(brought)
         return verdicts
 
@@ -222,6 +222,11 @@ class FoundRings(TicketQueue):
 
         ``payloads``: the batch that `placed` made of it.
         """
+        ended = self._consumed(brought, payloads)
+        ended.add_done_callback(lambda _: self._elsewhere.told(brought))  # the future has the answer
+        return ended
+
+    def _consumed(self, brought: Brought, payloads: TakenPayloads | None) -> Future[Verdicts]:
         self._check_open()
         return self._elsewhere.finish_batch(brought, payloads)
 
