@@ -204,7 +204,7 @@ def test_a_rank_that_fails_takes_all_back_to_the_version_before(meeting: Meeting
         senders[1].tensors = {name: value for name, value in missing.items() if name != "gate"}
         errors = update(2)
         assert isinstance(errors[1], SchemaError)
-        assert all(isinstance(error, WeightsError) for error in (errors[0], *errors[2:]))
+        assert all(isinstance(error, WeightsError) for error in (errors[0], *errors[2:])), errors
         if in_place:
             assert all(
                 serves(model, 1) or member.engine.spoilt for model, member in zip(models, receivers, strict=True)
@@ -317,3 +317,13 @@ def test_dtensors_describe_their_own_shards() -> None:
 
     with pytest.raises(UsageError, match="Shard and Replicate can be sent"):
         of_dtensors([("a", Tensor(array, [Partial(0)], (0,), (1,)))])
+
+
+def test_a_transfer_that_takes_too_long_names_its_rank_and_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def for_ever(*_: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with Member(of_training(Training(0)), sends=True, **OPTIONS) as member:
+        monkeypatch.setattr(member.engine, "send_weights", for_ever)
+        with pytest.raises(WeightsTimeoutError, match=r"sender 0: version 3 was not transferred within 0\.1 s"):
+            member.transfer(3, 0.1)

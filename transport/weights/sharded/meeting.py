@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 
 import msgspec
 
-from transport.errors import StoreError, UsageError, WeightsError, WeightsTimeoutError
+from transport.errors import StoreError, TransportError, UsageError, WeightsError, WeightsTimeoutError
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import TensorSpec
 from transport.store.base import ABSENT, Store
@@ -108,11 +108,19 @@ class Member:
         return self._loop.run(coroutine, timeout_s)
 
     def transfer(self, version: int, timeout_s: float) -> None:
-        """Send or receive a version."""
-        if self.sends:
-            self.run(self.engine.send_weights(self.tensors, version), timeout_s)
-        else:
-            self.run(self.engine.receive(version), timeout_s)
+        """Send or receive a version. WeightsTimeoutError: it took longer than this."""
+        try:
+            if self.sends:
+                self.run(self.engine.send_weights(self.tensors, version), timeout_s)
+            else:
+                self.run(self.engine.receive(version), timeout_s)
+        except TimeoutError as error:
+            if isinstance(error, TransportError):
+                raise
+            raise WeightsTimeoutError(
+                f"{self.name}: version {version} was not transferred within {timeout_s:g} s; "
+                "look at the other ranks' logs"
+            ) from error
 
     def arrays(self) -> dict[str, Any]:
         """The tensors of the version that was received last."""
