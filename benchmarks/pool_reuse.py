@@ -3,7 +3,7 @@
     python benchmarks/pool_reuse.py --servers 10000 --reads-per-s 100
 
 The real pool on a made-up clock: reads go to servers chosen at random, one listener each, one after the other; the pool
-opens, keeps and closes as it does in a client (`transport/client/pool.py`). docs/SCALING.md quotes it.
+opens, keeps and closes as it does in a client (`transport/client/connections/pool.py`). docs/SCALING.md quotes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from transport.client.pool import EndpointPool
+from transport.client.connections.pool import EndpointPool
 from transport.settings import Settings
 
 WARM_UP_S = 120.0  # longer than an idle connection lives

@@ -25,11 +25,11 @@ from queue_conformance import ticket as queued_ticket
 
 from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXRolloutMixin, config
 from transport.cli import run as command
-from transport.client.acknowledgements import Ack, AckLedger
-from transport.client.attempts import grouped
-from transport.client.pool import EndpointPool
+from transport.client.connections.acknowledgements import Ack, AckLedger
+from transport.client.connections.pool import EndpointPool
+from transport.client.connections.routes import PortQuarantine
+from transport.client.grouping import grouped
 from transport.client.retry import backoff_ceiling
-from transport.client.routes import PortQuarantine
 from transport.errors import ReadTimeoutError, RetriesExhaustedError
 from transport.observe.metrics import configured_exporter
 from transport.packer.claims import ClaimBook
@@ -191,7 +191,7 @@ def limit_of_a_connection(found: Configuration) -> float:
     real = asyncio.timeout
 
     def timeout(seconds: float | None) -> Any:
-        if sys._getframe(1).f_globals["__name__"] == "transport.client.connection":
+        if sys._getframe(1).f_globals["__name__"] == "transport.client.connections.connection":
             limits.append(seconds or 0.0)
         return real(seconds)
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 import accounts
 from claims import Claims, Demand, SimNative
 
-from transport.client.acknowledgements import Ack
-from transport.client.connection import Answer, Want
+from transport.client.connections.acknowledgements import Ack
+from transport.client.connections.connection import Answer, Want
 from transport.errors import (
     BusyError,
     ChecksumError,
@@ -188,7 +188,7 @@ class SimWorker:
 
 
 class SimLink:
-    """In the place of `transport.client.connection.Link`: what the client sees of a connection."""
+    """In the place of `transport.client.connections.connection.Link`: what the client sees of a connection."""
 
     world: Any = None
     count = 0

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import members
 from plans import Plan
 
-from transport.client.acknowledgements import AckLedger
 from transport.client.attempts import RemoteReads
-from transport.client.pool import EndpointPool
-from transport.client.routes import PortQuarantine, Routes
+from transport.client.connections.acknowledgements import AckLedger
+from transport.client.connections.pool import EndpointPool
+from transport.client.connections.routes import PortQuarantine, Routes
 from transport.cooldown.epochs.coordinator import TABLE, Superseded
 from transport.cooldown.epochs.coordinator import State as EpochState
 from transport.cooldown.epochs.election import checkpointers
@@ -119,8 +119,8 @@ def _unreachable_is_lost() -> None:
 
 
 def _forgetful() -> None:
-    original = memory_queue._Contents.forget
-    memory_queue._Contents.forget = lambda self, keep: original(self, 0)  # type: ignore[method-assign]
+    original = memory_queue.Contents.forget
+    memory_queue.Contents.forget = lambda self, keep: original(self, 0)  # type: ignore[method-assign]
 
 
 def _unanswered(code: int) -> Callable[[], None]:

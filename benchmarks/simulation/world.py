@@ -18,7 +18,7 @@ from ring_trainers import RingTrainer
 from trainers import Trainer
 
 from transport.client import client as client_module
-from transport.client import lending
+from transport.client.connections import lending
 from transport.errors import PayloadLostError, StoreUnavailableError, TransportError
 from transport.packer.rollout import queued
 from transport.queue.base import finished

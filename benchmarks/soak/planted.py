@@ -317,7 +317,7 @@ PLANTS = {
         "what a broken connection may not have finished counts as consumed, and another trainer's end of it as well",
         "duplicated",
         {
-            "transport.client.taking": _finishes_are_lost,
+            "transport.client.takes.link": _finishes_are_lost,
             "transport.taking.outcomes": _outcomes_are(True),
             "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
         },
@@ -327,7 +327,7 @@ PLANTS = {
         "the ring does not know what a connection that broke had finished",
         "lost",
         {
-            "transport.client.taking": _answers_are_lost,
+            "transport.client.takes.link": _answers_are_lost,
             "transport.taking.outcomes": _outcomes_are(False),
             "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
         },
@@ -337,7 +337,7 @@ PLANTS = {
         "the claims of a dead connection are its trainer's",
         "duplicated",
         {
-            "transport.client.taking": _finishes_are_lost,
+            "transport.client.takes.link": _finishes_are_lost,
             "transport.queue.found_elsewhere": _dead_connections_hold,
             "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
         },
@@ -347,7 +347,7 @@ PLANTS = {
         "what is given back is not, over the network",
         "lost",
         {
-            "transport.client.taking": _nothing_is_given_back,
+            "transport.client.takes.link": _nothing_is_given_back,
             "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
         },
         queues=("rings",),
@@ -410,7 +410,7 @@ PLANTS = {
         {
             "transport.ring.buffer": _bytes_are_flipped,
             "transport.ticket": _nothing_is_verified,
-            "transport.client.taking": _takes_are_not_verified,
+            "transport.client.takes.link": _takes_are_not_verified,
         },
     ),
     "segments-stay": Plant(

@@ -1,4 +1,4 @@
-// Link for transport/client/connection.py.
+// Link for transport/client/connections/connection.py.
 #include <nanobind/stl/shared_ptr.h>
 
 #include <array>

@@ -3,7 +3,7 @@
  *
  * A message carries acknowledgements and at most one READ, a listener handles the messages of a connection in order, and
  * each READ has one answer. A loss empties both directions at once; whatever had been handled before stays handled, so
- * every prefix is tried. The client is as transport/client/acknowledgements.py: pending, sent with a message, confirmed by the answer to
+ * every prefix is tried. The client is as transport/client/connections/acknowledgements.py: pending, sent with a message, confirmed by the answer to
  * that message or a later one, pending again when the connection is lost, to go through any other. The same ticket may
  * be handed to the client again at any time (a claim that came back), so what it has had is told by ledger and record.
  *

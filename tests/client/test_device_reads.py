@@ -13,7 +13,7 @@ import pytest
 from helpers import asynchronous, every_wire, free, noise, over_ucx, serving, settings_with, states, until
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, _ring
-from transport.client.connection import Want
+from transport.client.connections.connection import Want
 from transport.client.device_reads import DevicePayload
 from transport.client.retry import Deadline
 from transport.devices.libraries import parse_device

@@ -11,7 +11,7 @@ from scripted_listener import INLINE, ScriptedListener
 from scripted_listener import ticket as ticket_of
 
 from transport import BlockingClient, Schema, SharedRingBuffer, StaleSlotError, Ticket, UCXXServer, UpTo, _ring
-from transport.client.connection import Want
+from transport.client.connections.connection import Want
 from transport.errors import ChecksumError, SchemaError, UsageError
 from transport.testing import LocalTransport
 from transport.wire import frames

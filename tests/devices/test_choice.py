@@ -9,7 +9,7 @@ import pytest
 from helpers import asynchronous, noise, serving
 
 from transport import UCXXClient
-from transport.client import lending
+from transport.client.connections import lending
 from transport.client.device_reads import _DIRECT_BYTES
 from transport.devices.streams import address_of
 from transport.wires import user_settings

@@ -18,7 +18,7 @@ from helpers import eventually
 from interrupted_lines import interrupted
 
 from transport import SharedRingBuffer, UCXXServer
-from transport.client.taking import TakeLink
+from transport.client.takes.link import TakeLink
 from transport.errors import RingFullError
 from transport.queue import Claim, FoundRings
 from transport.queue.places import OnThisHost

@@ -13,7 +13,7 @@ from helpers import asynchronous, eventually
 from packers import SCHEMA
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.client.taking import TakeLink
+from transport.client.takes.link import TakeLink
 from transport.errors import TransportError, UnreachableError
 from transport.queue import Claim, FoundRings
 from transport.queue.found_elsewhere import FoundElsewhere

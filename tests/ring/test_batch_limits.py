@@ -91,7 +91,7 @@ with SharedRingBuffer.create(schema, slots=2) as ring:
 
 
 def test_memory_returns_to_its_pool_with_the_last_view_and_not_before(ring: SharedRingBuffer) -> None:
-    from transport.ring.landing import _POOL
+    from transport.devices.landing import _POOL
 
     gc.collect()
     before = _POOL.lent

@@ -15,7 +15,7 @@ import pytest
 from rich.pretty import pretty_repr
 
 import transport
-from transport.client.acknowledgements import Ack
+from transport.client.connections.acknowledgements import Ack
 from transport.errors import MissingDependencyError
 from transport.packer.mixin import FetchedBatch, FetchedItem
 from transport.packer.options import ClientOptions, ServerOptions

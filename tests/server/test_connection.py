@@ -29,7 +29,7 @@ from scripted_peer import (
     states,
 )
 
-from transport.client.connection import Link, Want
+from transport.client.connections.connection import Link, Want
 from transport.errors import StaleSlotError
 from transport.ring.buffer import SharedRingBuffer
 from transport.server.connection import Connection

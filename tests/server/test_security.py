@@ -18,7 +18,7 @@ from scripted_peer import Peer, Stage
 
 import transport
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.client.connection import Link
+from transport.client.connections.connection import Link
 from transport.errors import AuthenticationError, ProtocolError, WrongRingError
 from transport.server.process import ListenerConfig, is_listener, send
 from transport.server.supervisor import SupervisorConfig

@@ -221,6 +221,8 @@ PAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 # Bases of SharedRingBuffer: those of the first are on its own page, those of the second on the next.
 _PARTS = {
     "transport.SharedRingBuffer": {"transport.ring.life", "transport.ring.attachment"},
+    "transport.UCXXClient": {"transport.client.takes.calls"},
+    "transport.UCXXRolloutMixin": {"transport.packer.writing"},
     "transport.taking.batches.TakenPayloads": set(),
 }
 
@@ -331,7 +333,8 @@ def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 def _members(thing: type, title: str) -> Iterator[tuple[str, Any]]:
     """Public methods and properties that the class defines, in its order; then those of bases without a section."""
-    bases = [base for base in thing.__mro__[1:] if base.__module__ in _PARTS.get(title, set())]
+    parts = _PARTS.get(title if title.startswith("transport.") else f"transport.{title}", set())
+    bases = [base for base in thing.__mro__[1:] if base.__module__ in parts]
     seen: set[str] = set()
     for kind in (thing, *bases):
         for name, member in vars(kind).items():

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import frame_codec
 
-from transport.client.connection import Link, Want
+from transport.client.connections.connection import Link, Want
 from transport.settings import Settings
 from transport.ticket import Ticket
 from transport.wire import frames

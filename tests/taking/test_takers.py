@@ -235,7 +235,7 @@ def cost_of_an_event(places: int) -> int:
         takers.step(1.0)
         assert takers.next_due(1.0) == 1.1
 
-    return lines_of(takers_module, events)
+    return lines_of(events, takers_module)
 
 
 def test_an_event_costs_little_more_with_thousands_of_places_than_with_a_few() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from costs import lines_of
@@ -12,7 +12,7 @@ from queue_model import QueueMachine
 
 from transport.errors import ClosedError
 from transport.queue.base import QueuedTicket
-from transport.testing import MemoryQueue, memory_queue
+from transport.testing import MemoryQueue, memory_contents, memory_queue
 
 
 class MemoryHarness:
@@ -66,13 +66,14 @@ def costs_with(deliveries: int) -> list[int]:
     queue.publish([QueuedTicket(f"{'0' * 32}/{at}/1", b"ticket") for at in range(deliveries)])
     queue.ack_many(queue.claim(deliveries // 2, consumer="a"))
     claims = queue.claim(10, consumer="a")
-    return [
-        lines_of(memory_queue, lambda: queue.claim(10, consumer="a")),
-        lines_of(memory_queue, lambda: queue.renew(claims)),
-        lines_of(memory_queue, lambda: queue.retry(claims[0], 5.0)),
-        lines_of(memory_queue, lambda: queue.ack_many(claims[1:])),
-        lines_of(memory_queue, queue.depth),
+    calls: list[Callable[[], object]] = [
+        lambda: queue.claim(10, consumer="a"),
+        lambda: queue.renew(claims),
+        lambda: queue.retry(claims[0], 5.0),
+        lambda: queue.ack_many(claims[1:]),
+        queue.depth,
     ]
+    return [lines_of(call, memory_queue, memory_contents) for call in calls]
 
 
 def test_a_call_costs_little_more_with_many_deliveries_than_with_few() -> None:

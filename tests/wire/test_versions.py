@@ -15,7 +15,7 @@ from scripted_listener import ScriptedListener
 from scripted_peer import Stage
 
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXServer, _ring
-from transport.client import connection
+from transport.client.connections import connection
 from transport.errors import AuthenticationError, LayoutError, LinkError, ProtocolError, VersionMismatchError
 from transport.observe import overview
 from transport.queue import Claim, open_queue

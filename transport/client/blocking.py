@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from transport.client.client import UCXXClient, WirePolicy
-from transport.client.connections import CONCURRENCY, Place
+from transport.client.connections.warming import CONCURRENCY, Place
 from transport.client.device_reads import DeviceReceive, target_of
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
-from transport.client.taking import MOST_BYTES
+from transport.client.takes.link import MOST_BYTES
 from transport.client.trace import Trace
 from transport.errors import ClosedError, UsageError
 from transport.ring.batch_shape import ShapeArguments

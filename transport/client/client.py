@@ -15,32 +15,29 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Any, Literal, NoReturn, Self, Unpack
+from typing import Any, Literal, NoReturn, Self
 
 from transport.client.attempts import RemoteReads
-from transport.client.connections import CONCURRENCY, Links, Place, Warming
+from transport.client.connections.links import Links
+from transport.client.connections.pool import port_of
+from transport.client.connections.warming import CONCURRENCY, Place, Warming
 from transport.client.deliveries import Deliveries
 from transport.client.device_reads import DeviceReads, DeviceReceive
 from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ClientStatistics, ReadOutcome, ReceivedPayload
-from transport.client.pool import port_of
-from transport.client.reading import Reading
+from transport.client.reading_many import ReadingMany
 from transport.client.status_socket import StatusSocket
-from transport.client.taking import MOST_BYTES, Taking
+from transport.client.takes.calls import TakeCalls
+from transport.client.takes.taking import Taking
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
-from transport.errors import BatchTooLargeError, ClosedError, UsageError
-from transport.ring.batch_shape import ShapeArguments
-from transport.ring.batches import MAX_DELIVERIES
+from transport.errors import UsageError
 from transport.runtime.arguments import expect, several
 from transport.runtime.explaining import explained
 from transport.runtime.needs_loop import NeedsLoop, check_place, running_loop
 from transport.schema import Schema
 from transport.settings import DEFAULTS, Settings
 from transport.store.directory import Directory, Finder
-from transport.taking.batch import TakenBatch
-from transport.taking.batches import TakenPayloads
-from transport.taking.plans import Plan, Taker, taken_in_place
 from transport.ticket import Ticket
 from transport.wire.frames import Kind, Record, SlotFate, fate_of
 from transport.wires import Wire, named_wires
@@ -50,7 +47,7 @@ log = logging.getLogger(__name__)
 WirePolicy = Literal["auto"] | Wire | Iterable[Wire]
 
 
-class UCXXClient(Reading, NeedsLoop):
+class UCXXClient(ReadingMany, TakeCalls, NeedsLoop):
     """Reads payloads by ticket. Make it inside a running loop; `async with` closes it.
 
     Args:
@@ -201,120 +198,6 @@ class UCXXClient(Reading, NeedsLoop):
         async with contextlib.aclosing(self._fetch_many(tickets, rank, timeout, concurrency, fields)) as outcomes:
             async for outcome in outcomes:
                 yield self._handed_over(outcome)
-
-    # --- taking -------------------------------------------------------------------------------------
-    async def take(
-        self,
-        address: str,
-        n: int,
-        *,
-        most_bytes: int = MOST_BYTES,
-        wait_s: float = 0.0,
-        rank: int | str = 0,
-        oldest_version: int | None = None,
-        most_attempts: int = 0,
-        fields: Sequence[str] | None = None,
-    ) -> TakenBatch:
-        """Take up to ``n`` payloads from the ring that is served at ``address`` ("host:port"), without tickets.
-
-        No other consumer of this rank gets them until they are consumed or given back; a connection that is lost gives
-        all of its payloads back. Without any for ``wait_s`` the batch is empty. Cancelling it loses nothing.
-
-        Args:
-            most_bytes: of all payloads together; a single larger one comes alone.
-            oldest_version: payloads of an older policy are discarded instead.
-            most_attempts: payloads that were claimed so often are discarded instead; 0: no limit.
-            fields: names of those that are wanted; the bytes of others are not moved. The tickets of such a batch are
-                of a payload that has these fields only, and ``most_bytes`` still counts whole payloads.
-
-        Raises:
-            SchemaError: a payload has no such field, or its schema is not known here; all are given back.
-            BatchTooLargeError: there is no memory for what would come, or has come; all are given back.
-            UsageError: nothing was asked.
-            VersionMismatchError: the listener is of an older build that gives nothing out by itself.
-            BusyError: the listener is shutting down, or this client has more demands or claims than it may.
-            LinkError kinds: no connection, or it broke and the claims of its payloads have ended.
-        """
-        self._check_open()
-        link = await self._taking.link(port_of(address))
-        try:
-            return await link.take(
-                n,
-                most_bytes=most_bytes,
-                wait_s=wait_s,
-                rank=rank,
-                oldest_version=oldest_version,
-                most_attempts=most_attempts,
-                verify=self._verify,
-                fields=fields,
-            )
-        except MemoryError as error:
-            raise BatchTooLargeError("there is no memory for the answer; ask for fewer most_bytes") from error
-
-    @explained
-    async def take_batch(
-        self,
-        address: str,
-        n: int,
-        *,
-        wait_s: float = 0.0,
-        schema: Schema | None = None,
-        most_bytes: int = MOST_BYTES,
-        rank: int | str = 0,
-        oldest_version: int | None = None,
-        max_deliveries: int = MAX_DELIVERIES,
-        **shape: Unpack[ShapeArguments],
-    ) -> TakenPayloads:
-        """`take`, as one batch; empty when nothing came in time. Each tensor is copied once, to where it belongs.
-
-        What arrives with wrong bytes is left out and may be taken again, until ``max_deliveries``. The other arguments
-        are those of `take`.
-
-        Args:
-            schema: of the payloads; None: the one that this client was given.
-            shape: layout, fill, pad_to, out, memory, most_memory, verify and fields, as for
-                `SharedRingBuffer.claim_batch`; the checksums of a list, and of some fields, are compared, too.
-
-        Raises:
-            SchemaError, UsageError, MissingDependencyError: nothing was asked; but SchemaError, too, for payloads of
-                another schema, with which all are given back.
-            BufferUnsuitableError, BatchTooLargeError: as for `SharedRingBuffer.claim_batch`. All
-                payloads are given back.
-            BusyError, VersionMismatchError, LinkError kinds: as for `take`.
-        """
-        plan, take = self._batch_plan(
-            address,
-            n,
-            schema,
-            shape,
-            most_bytes=most_bytes,
-            rank=rank,
-            oldest_version=oldest_version,
-            most_attempts=max_deliveries,
-        )
-        return await taken_in_place(plan, take, wait_s)
-
-    @explained
-    def _batch_plan(
-        self, address: str, n: int, schema: Schema | None, shape: ShapeArguments, **demand: Any
-    ) -> tuple[Plan, Taker]:
-        """What `take_batch` asks for, and how."""
-        port = port_of(address)
-        plan = Plan(schema, self._taking.schemas, self._verify, shape)
-
-        async def take(wait_s: float, verify: bool) -> TakenBatch:
-            self._check_open()
-            link = await self._taking.link(port)
-            return await link.take(n, wait_s=wait_s, verify=verify, fields=plan.fields, schema=plan.whole, **demand)
-
-        return plan, take
-
-    @property
-    def taking(self) -> Taking:
-        """Connections that hold claims."""
-        if self._closed:
-            raise ClosedError("this client is closed")
-        return self._taking
 
     @property
     def acknowledges(self) -> AckMode:

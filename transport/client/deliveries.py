@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from transport.client.acknowledgements import Ack
-from transport.client.connections import Links
+from transport.client.connections.acknowledgements import Ack
+from transport.client.connections.links import Links
+from transport.client.connections.pool import PortKey
 from transport.client.device_reads import DevicePayload
 from transport.client.mapped import MappedRings
 from transport.client.payload import AckMode, ReceivedPayload
-from transport.client.pool import PortKey
 from transport.client.trace import Trace, key_of
 from transport.devices.buffers import BufferPool
 from transport.devices.targets import Target

@@ -1,10 +1,6 @@
 """UCXXDataPackerMixin: a trainer's data packer reads payloads by ticket, prefetched, and trains on each once.
 
-Three layers of retry share one deadline:
-
-    layer 3  `_ucxx_dp_fetch_all`   rounds over the batch, for retryable failures         rounds_per_batch
-    layer 2    `_read_one`            fresh calls for one ticket                            calls_per_ticket
-    layer 1      `UCXXClient.read`      rotation over the ring's ports                        attempts_per_read
+`fetching.py` has the retries of a batch.
 
 Consumption (with a queue): a payload is consumed when `queue.ack` returned True for its claim; only then is its slot
 acknowledged and only then may it be trained on. The claims of a killed trainer are claimed again by another one.
@@ -15,12 +11,9 @@ them from the trainer's thread only.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
-import contextlib
 import logging
 import os
-import random
 import socket
 import time
 from collections.abc import Sequence
@@ -30,23 +23,19 @@ import msgspec
 
 from transport.client.client import WirePolicy
 from transport.client.payload import AckMode, ReceivedPayload
-from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
+from transport.client.retry import Deadline
 from transport.config import configuration
 from transport.errors import (
-    AuthenticationError,
-    ClosedError,
-    MissingDependencyError,
     StaleSlotError,
     TransportError,
     UsageError,
-    VersionMismatchError,
-    WireNotAllowedError,
 )
 from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
-from transport.packer.joining import join_all, join_one
+from transport.packer.fetching import Fetching
+from transport.packer.joining import join_one
 from transport.packer.options import ClientOptions, check_options
 from transport.packer.prefetch import FetchedBatch, FetchedItem
 from transport.packer.session import PackerSession, TicketLike, check_shared, open_session, resolved
@@ -66,17 +55,13 @@ log = logging.getLogger(__name__)
 
 _CLIENT = ClientOptions()  # what setup_ucxx_packer() takes where nothing is said
 _BATCH = "the batch that collect_prefetch() returned"
-# With these errors no payload can be read until this trainer's configuration is changed.
-_OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
 
 
-class UCXXDataPackerMixin(WithBlock):
+class UCXXDataPackerMixin(Fetching, WithBlock):
     """Mix into a data packer, before its base class; `get_policy_input` then also takes tickets.
 
     `Trainer` is one by itself. A ``with`` cleans up at its end.
     """
-
-    _ucxx: PackerSession | None = None
 
     # --- life ---------------------------------------------------------------------------------------
     @explained
@@ -166,12 +151,6 @@ class UCXXDataPackerMixin(WithBlock):
                 self._ucxx = None
                 raise
             self._ucxx = None
-
-    @property
-    def _packer(self) -> PackerSession:
-        if self._ucxx is None:
-            raise ClosedError("call setup_ucxx_packer() first")
-        return self._ucxx
 
     # --- claiming and consuming -------------------------------------------------------------------------
     def claim_tickets(self, n: int, timeout_s: float = 0.0, *, policy_version: int | None = None) -> list[Claim]:
@@ -316,102 +295,6 @@ class UCXXDataPackerMixin(WithBlock):
     def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:
         """The policy's input from a payload; override it. Default: its arrays by name."""
         return dict(payload)
-
-    # --- layers 2 and 3 -----------------------------------------------------------------------------------
-    async def _read_one(self, item: FetchedItem, deadline: Deadline, calls: int | None = None) -> ReceivedPayload:
-        """Layer 2: fresh calls for one ticket. Errors that are not retryable (such as StaleSlotError) end it."""
-        packer = self._packer
-        ticket, rank = item.ticket, packer.rank_of(item)
-        limit = packer.settings.calls_per_ticket if calls is None else calls
-        plan = Retry(limit, deadline, packer.settings, random.random)
-        while True:
-            match plan.step(time.monotonic()):
-                case Wait(seconds):
-                    await asyncio.sleep(seconds)
-                case GiveUp(error):
-                    raise error
-                case Try():
-                    now = time.monotonic()
-                    try:
-                        return await packer.client.read(ticket, rank=rank, timeout=deadline.remaining(now))
-                    except TransportError as error:
-                        plan.failed(error, time.monotonic())
-
-    async def _ucxx_dp_fetch_all(self, items: Sequence[TicketLike], deadline: Deadline) -> FetchedBatch:
-        """Layer 3: rounds over the batch; each round repeats the retryable failures of the previous one."""
-        packer = self._packer
-        started = time.monotonic()
-        fetched = [packer.item(each) for each in items]
-        todo = [item for item in fetched if not item.duplicate and not packer.take_in(item)]
-        batch = FetchedBatch(fetched)
-        try:
-            while todo and batch.rounds < packer.settings.rounds_per_batch:
-                if batch.rounds:
-                    pause = backoff(batch.rounds, packer.settings, random.random)
-                    if deadline.passed(time.monotonic() + pause):
-                        break
-                    await asyncio.sleep(pause)
-                batch.rounds += 1
-                await self._round(packer, todo, batch, deadline)
-                todo = [item for item in todo if item.payload is None and item.error and item.error.retryable]
-            if packer.joined:
-                await join_all(packer, fetched, deadline)
-            own_fault = next((item.error for item in fetched if isinstance(item.error, _OWN_FAULTS)), None)
-            if own_fault is not None:
-                raise own_fault
-        except BaseException as error:
-            batch.release()
-            if isinstance(error, Exception):  # after a cancellation the caller cleans up
-                claims = [item.claim for item in fetched if item.claim is not None]
-                try:
-                    await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
-                except TransportError as second:  # the first error is what the trainer must see
-                    log.warning(
-                        "%d claims were not given back to the queue; their leases will end: %s", len(claims), second
-                    )
-            raise
-        for item in fetched:
-            if item.duplicate:  # the ring may not have its acknowledgement yet
-                with contextlib.suppress(TransportError):  # best effort: the batch is complete without it
-                    packer.client.ack(item.ticket, packer.rank_of(item))
-        batch.seconds = time.monotonic() - started
-        if not packer.claims.to_report(batch):
-            return batch
-        try:
-            await asyncio.to_thread(packer.claims.report, batch)
-        except TransportError as error:  # the payloads are here; `consume` reports again
-            log.warning("failures of a batch were not reported to the queue, consume() retries: %s", error)
-        return batch
-
-    async def _round(
-        self, packer: PackerSession, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline
-    ) -> None:
-        """One call for every ticket, with small payloads in shared messages; then the remaining calls for failures."""
-        by_rank: dict[int, dict[tuple[str, int, int], list[FetchedItem]]] = {}
-        for item in todo:
-            by_rank.setdefault(packer.rank_of(item), {}).setdefault(item.ticket.identity, []).append(item)
-        again: list[FetchedItem] = []
-        for rank, by_identity in by_rank.items():  # one, unless rings have different numbers for this trainer's name
-            tickets = [items[0].ticket for items in by_identity.values()]
-            timeout = deadline.at - time.monotonic()
-            outcomes = packer.client.read_many(tickets, rank=rank, timeout=max(timeout, 0.0))
-            async with contextlib.aclosing(outcomes):
-                async for outcome in outcomes:
-                    for item in by_identity[outcome.ticket.identity]:
-                        item.payload, item.error = outcome.payload, outcome.error
-                        if outcome.error is not None and outcome.error.retryable:
-                            again.append(item)
-                    packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
-        calls = packer.settings.calls_per_ticket - 1
-        if calls < 1:
-            return
-        for item in again:
-            try:
-                item.payload = await self._read_one(item, deadline, calls)
-                item.error = None
-            except TransportError as error:
-                item.error = error.with_traceback(None)  # its frames would keep payloads of this batch alive
-            packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
 
     def ucxx_statistics(self) -> PackerStatistics:
         """Counters at this moment."""

@@ -9,64 +9,48 @@ with Worker() as worker:
 from __future__ import annotations
 
 import contextlib
-import logging
-import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 import msgspec
 
 from transport.config import configuration
-from transport.errors import ClosedError, RingFullError, TransportError, UsageError
+from transport.errors import TransportError, UsageError
 from transport.observe.metrics import Exporter, configured_exporter
 from transport.packer.options import RingOptions, ServerOptions, check_options
-from transport.packer.publisher import Publisher, PublishMode, Waiting
+from transport.packer.publisher import Publisher, PublishMode
 from transport.packer.republish import MODULE, Republishing
 from transport.packer.session import check_shared
-from transport.packer.unpublished import Finished, queued, queued_many, reconciled, ticket_id
+from transport.packer.unpublished import Finished, queued, ticket_id
 from transport.packer.with_block import WithBlock
-from transport.queue import arguments
+from transport.packer.writing import Writing
 from transport.queue.base import TicketQueue
 from transport.queue.found import FoundRings
 from transport.queue.places import default_prefix
 from transport.queue.rings import RingQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.states import RingStatistics
-from transport.ring.writes import Tickets, metadata_of
 from transport.runtime import hurry
-from transport.runtime.arguments import seconds, whole
+from transport.runtime.arguments import whole
 from transport.runtime.explaining import explained
 from transport.schema import Schema
 from transport.server.after_writer import AfterWriter
 from transport.server.server import UCXXServer
 from transport.settings import Settings
 from transport.store.directory import Announcement
-from transport.ticket import Ticket
 
 __all__ = ["UCXXRolloutMixin", "queued", "ticket_id"]
 
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_RECONCILE_EVERY_S = 5.0  # while the ring is full
 _RING, _SERVER = RingOptions(), ServerOptions()  # what setup_ucxx() takes where nothing is said
 
 
-class UCXXRolloutMixin(WithBlock):
+class UCXXRolloutMixin(Writing, WithBlock):
     """Mix into a rollout worker. Belongs to the worker's thread.
 
     `Rollout` is one by itself. A ``with`` cleans up at its end.
     """
 
-    _ucxx_ring: SharedRingBuffer | None = None
     _ucxx_server: UCXXServer | None = None
-    _ucxx_queue: TicketQueue | None = None
-    _ucxx_publisher: Publisher | None = None
-    _ucxx_unsure = False  # a write was interrupted: its payload may be in the ring and not published
     _ucxx_announcement: Announcement | None = None
-    _ucxx_readers = 1
-    _ucxx_grouped = False
     _ucxx_exporter: Exporter | None = None
 
     @explained
@@ -184,183 +168,6 @@ class UCXXRolloutMixin(WithBlock):
                 made.close(keep_unread=made.native.taken_over)
             raise
         return made
-
-    @property
-    def ring(self) -> SharedRingBuffer:
-        """The worker's ring. Raises ClosedError before setup and after cleanup."""
-        if self._ucxx_ring is None:
-            raise ClosedError("call setup_ucxx() first")
-        return self._ucxx_ring
-
-    @explained
-    def write_to_buffer(
-        self,
-        trajectory: Mapping[str, Any],
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        policy_version: int | None = None,
-        deadline_s: float | None = None,
-        timeout_s: float | None = None,
-    ) -> Ticket:
-        """Write one trajectory and have its ticket published, see ``publish`` of `setup_ucxx`.
-
-        While the ring is full, it is reconciled with the queue every few seconds. Raises what `SharedRingBuffer.write`
-        raises, and what the queue's `publish` raised: in the background, for tickets of earlier calls, and this call
-        wrote nothing; with publish="immediate", for this one. Its payload is then withdrawn, unless the outcome is
-        unknown (`QueueUnavailableError`): then it stays in the ring, and its ticket is published by a later call.
-        """
-        version = arguments.number_or_none(policy_version, "policy_version of write_to_buffer()")
-        ring = self.ring
-
-        def write(timeout_s: float) -> Ticket:
-            return ring.write(
-                trajectory,
-                readers=self._ucxx_readers,
-                metadata=metadata,
-                policy_version=version,
-                deadline_s=deadline_s,
-                timeout_s=timeout_s,
-            )
-
-        ticket = self._written(write, timeout_s)
-        publisher = self._ucxx_publisher
-        if publisher is not None:
-            waiting = [Waiting(queued(ticket), self._deliveries, version)]
-            try:
-                publisher.add(waiting)
-            except BaseException as error:
-                for _ in publisher.refused(error, waiting):
-                    with contextlib.suppress(TransportError):
-                        ring.discard(ticket)
-                raise
-        self._ucxx_unsure = False
-        return ticket
-
-    @explained
-    def write_many_to_buffer(
-        self,
-        trajectories: Iterable[Mapping[str, Any]],
-        *,
-        metadata: Mapping[str, Any] | Iterable[Mapping[str, Any] | None] | None = None,
-        policy_version: int | None = None,
-        deadline_s: float | None = None,
-        timeout_s: float | None = None,
-    ) -> Tickets:
-        """Write many trajectories in one call, which costs a fraction of as many `write_to_buffer`; their tickets.
-
-        Raises what `SharedRingBuffer.write_many` raises: with RingFullError, ``written`` has the tickets of those
-        payloads that were written, and these are published. Errors of publishing are as with `write_to_buffer`, but no
-        payload is withdrawn: what was written stays in the ring, and is published by a later call.
-        """
-        version = arguments.number_or_none(policy_version, "policy_version of write_many_to_buffer()")
-        batch = list(trajectories)
-        each = metadata_of(metadata, len(batch))
-        ring = self.ring
-        encoded: list[bytes] = []
-        full: list[bool] = []  # not empty: the ring was full
-        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-
-        def write(timeout_s: float) -> None:
-            # What fits now, so that its tickets are published before this call waits; then the next one alone.
-            few = ring.slot_count if timeout_s <= 0 or not full else 1
-            part = slice(len(encoded), len(encoded) + few)
-            try:
-                done = ring.write_many(
-                    batch[part],
-                    readers=self._ucxx_readers,
-                    metadata=each[part],
-                    policy_version=version,
-                    deadline_s=deadline_s,
-                    timeout_s=timeout_s if few == 1 else 0.0,
-                )
-            except RingFullError as error:
-                if isinstance(error.written, Tickets):
-                    self._publish_many(error.written, version)
-                    encoded.extend(error.written.encoded)
-                error.written = Tickets(encoded)
-                if few == 1 or timeout_s <= 0:
-                    raise
-                full.append(True)
-                return
-            full.clear()
-            self._publish_many(done, version)
-            encoded.extend(done.encoded)
-
-        while len(encoded) < len(batch):
-            self._written(write, None if timeout_s is None else max(give_up - time.monotonic(), 0.0))
-            self._ucxx_unsure = False
-        return Tickets(encoded)
-
-    def _publish_many(self, tickets: Tickets, version: int | None) -> None:
-        if self._ucxx_publisher is not None and len(tickets):
-            self._ucxx_publisher.add([Waiting(each, self._deliveries, version) for each in queued_many(tickets)])
-
-    def _written(self, write: Callable[[float], T], timeout_s: float | None) -> T:
-        """What ``write`` gives, which is called again while the ring is full, and until the time is over."""
-        ring, publisher = self.ring, self._ucxx_publisher
-        give_up = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        if self._ucxx_unsure:
-            self._find_interrupted()
-        while True:
-            if publisher is not None and not publisher.room(0.0 if ring.overflow == "error" else give_up):
-                raise RingFullError(
-                    f"the tickets of {ring.slot_count} payloads are not published yet: the queue is slower than the "
-                    "writer, or does not answer"
-                )
-            self._ucxx_unsure = publisher is not None  # until its ticket is with the publisher
-            try:
-                return write(min(_RECONCILE_EVERY_S, max(give_up - time.monotonic(), 0.0)))
-            except RingFullError:
-                self._ucxx_unsure = False
-                # A trainer that was killed between the queue's and the ring's acknowledgement leaves slots unfreed.
-                _, freed = self.reconcile()
-                if not freed and (ring.overflow == "error" or time.monotonic() >= give_up):
-                    raise
-            except Exception:
-                self._ucxx_unsure = False  # nothing was written
-                raise
-
-    def _find_interrupted(self) -> None:
-        """A write was interrupted (Ctrl-C): what it may have put into the ring is published."""
-        self.reconcile()
-        self._ucxx_unsure = False
-
-    @property
-    def _deliveries(self) -> int:
-        return 1 if self._ucxx_grouped else self._ucxx_readers
-
-    def flush_ucxx(self, timeout_s: float | None = None) -> None:
-        """Wait until the queue has the tickets of everything that was written.
-
-        Raises:
-            TimeoutError: it has not after ``timeout_s``; publishing continues.
-            QueueError kinds: an attempt failed; with publish="background" another one follows.
-        """
-        seconds(timeout_s, "timeout_s of flush_ucxx()", none=True)
-        if self._ucxx_publisher is not None:
-            if self._ucxx_unsure:
-                self._find_interrupted()
-            self._ucxx_publisher.flush(timeout_s)
-
-    def reconcile(self) -> tuple[int, int]:
-        """Make ring and queue agree after either restarted; returns (tickets published again, slots freed).
-
-        Unread payloads that the queue does not have are published again; those it records as finished are freed.
-        """
-        ring, queue, publisher = self.ring, self._ucxx_queue, self._ucxx_publisher
-        if queue is None:
-            return 0, 0
-        # What the publisher has is not unknown; read before the ring, so that none is missed in between.
-        waiting = set() if publisher is None else publisher.pending()
-        published, freed = reconciled(ring, queue, grouped=self._ucxx_grouped, waiting=waiting)
-        if published and not ring.native.taken_over:  # a writer that was killed may not have published its last one
-            log.warning(
-                "%d unread payloads were unknown to the queue and are published again; if the queue lost its records, "
-                "they may be trained on twice",
-                published,
-            )
-        log.debug("reconciled ring %s: %d published again, %d freed", ring.ring_id[:8], published, freed)
-        return published, freed
 
     def ring_statistics(self) -> RingStatistics:
         """States and counters of the ring."""

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from transport.client.acknowledgements import Identity
 from transport.client.client import UCXXClient, WirePolicy
+from transport.client.connections.acknowledgements import Identity
 from transport.client.payload import ClientStatistics, ReceivedPayload
 from transport.errors import ClosedError, RankError
 from transport.observe.metrics import Exporter

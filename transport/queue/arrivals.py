@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from transport.client.taking import TakeLink
+from transport.client.takes.link import TakeLink
 from transport.queue.base import Claim
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,8 @@ from transport.wire.library import engine
 if TYPE_CHECKING:
     import numpy as np
 
-    from transport.client.taking import TakeLink, Taking
+    from transport.client.takes.link import TakeLink
+    from transport.client.takes.taking import Taking
     from transport.wire.frames import Ended
 
 log = logging.getLogger(__name__)

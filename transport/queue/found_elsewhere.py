@@ -1,4 +1,7 @@
-"""Claims of rings elsewhere: each came with its payload, and is held by a connection of the client's loop."""
+"""Claiming from rings elsewhere: demands of each rank bring claims with their payloads, over the client's connections.
+
+`held_elsewhere.py` has what is claimed, and how it ends.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from transport import _ring
 from transport.client.client import UCXXClient
-from transport.client.taking import MOST_BYTES, TakeLink
+from transport.client.takes.link import MOST_BYTES, TakeLink
 from transport.config import configuration
 from transport.errors import (
     AuthenticationError,
@@ -26,11 +28,11 @@ from transport.errors import (
     VersionMismatchError,
     WireNotAllowedError,
 )
-from transport.queue.arrivals import Arrivals, Arrived
-from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
+from transport.queue.base import Claim, too_old
 from transport.queue.demands import Brought, Demands, Place
-from transport.queue.ends import UNTRAINED, Answers, End, Group, Held, Said
-from transport.queue.rings import consumer_of, token_of
+from transport.queue.ends import End, Held
+from transport.queue.held_elsewhere import HeldElsewhere, ring_of
+from transport.queue.rings import token_of
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.loop_thread import LoopThread
 from transport.taking.batch import TakenBatch, Verdicts
@@ -39,7 +41,6 @@ from transport.taking.batches import TakenPayloads
 _BATCHES: Final = 3  # that lie unused or are asked for: one is being looked at, one has come, one is on its way
 _CLAIMS: Final = 16  # of which the largest says how large a batch is: some claim until they have a whole one
 _LOOK_S: Final = 0.25
-_MOST_FAILURES: Final = 256
 # With these a place stays unreachable until this process is configured otherwise.
 _OWN_FAULTS: Final = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
 
@@ -55,7 +56,7 @@ class _Rank:
         self.wanted: tuple[int, int | None] | None = None
 
 
-class FoundElsewhere:
+class FoundElsewhere(HeldElsewhere):
     """Claims over the network. Any thread but the client's.
 
     Args:
@@ -70,20 +71,13 @@ class FoundElsewhere:
         max_deliveries: int,
         ring: Callable[[], object] = lambda: None,
     ) -> None:
+        super().__init__(max_deliveries)
         self._served = served
         self._ring = ring
-        self._most_attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
         self._starting = threading.Lock()  # guards thread, client and ranks
-        self._thread: LoopThread | None = None
         self._client: UCXXClient | None = None
         self._own = False
         self._ranks: dict[int | str, _Rank] = {}
-        self._changed = threading.Condition()  # guards what follows, and what came
-        self._held: dict[str, Held] = {}
-        self._answers = Answers(self._changed, self._note)
-        self.arrivals = Arrivals(self._links_to, self._note_use)
-        self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
-        self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
         self._closed = False
         # Belongs to the loop. A batch that the caller has dropped is asked about by no one.
         self._finishing: WeakKeyDictionary[TakenBatch, asyncio.Task[Verdicts]] = WeakKeyDictionary()
@@ -274,7 +268,7 @@ class FoundElsewhere:
             for claim in claims:
                 held = self._held.pop(claim.token, None)
                 if held is not None and not self._answers.give_up(held):
-                    self._count(_ring_of(claim), claim.rank, claimed=-1)
+                    self._count(ring_of(claim), claim.rank, claimed=-1)
                     self._let_go(held.brought, held.at, held.at + 1)
 
     def _let_go(self, brought: Brought, begin: int, end: int) -> None:
@@ -304,142 +298,8 @@ class FoundElsewhere:
             if unknown_name or (not demands.connected and isinstance(fault, _OWN_FAULTS)):
                 raise fault
 
-    def holds(self, claim: Claim) -> bool:
-        """Whether the claim was made here, and has not ended by this process's own doing."""
-        return claim.token in self._held or claim.token in self.arrivals
-
-    def came(self, claim: Claim) -> Came | None:
-        """The payload of a claim."""
-        held = self._held.get(claim.token)
-        return None if held is None else Came(held.brought.link.link.wire, held.brought.batch.data(held.at))
-
-    # --- the ends of claims ---------------------------------------------------------------------------
-    def ack_many(self, claims: Sequence[Claim], *, trained: bool) -> list[Claim]:
-        """Consume; those that were accepted."""
-        return self._end(claims, End("done" if trained else "arrived"))
-
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """Of what arrived; those that were not finished before. If their connection is lost, the next one says so."""
-        found = self.arrivals.of(claims)
-        thread = self._thread
-        if found and thread is not None and not thread.closed:
-            thread.run(self.arrivals.tell(found))
-        ended: dict[str, Arrived] = {}
-        try:
-            self.arrivals.end(found, ended)
-            ours = {
-                claim.token: claim for claim in claims if claim.token in ended
-            }  # one that is given twice counts once
-            for token, claim in ours.items():
-                if ended[token].telling is None:  # every connection is closed
-                    self._note_use(claim)
-            return list(ours.values())
-        except BaseException:  # an interrupt: the call that is repeated gets them
-            self.arrivals.put_back(ended)
-            raise
-
-    def _note_use(self, claim: Claim) -> None:
-        with self._changed:
-            self._count(_ring_of(claim), claim.rank, arrived=-1, done=1)
-
     def _links_to(self, ring: str) -> list[TakeLink]:
         return [link for of in self._ranks.values() for link in of.demands.links if link.ring == ring]
-
-    def retry(self, claim: Claim, delay_s: float, reason: str) -> bool:
-        """Give back; what was claimed for the last time is dead."""
-        end = End("dead", reason) if claim.attempts >= self._most_attempts else End("retried", delay_s=delay_s)
-        return bool(self._end([claim], end))
-
-    def discard(self, claim: Claim, reason: str) -> bool:
-        """End the delivery; its ring records the reason."""
-        return bool(self._end([claim], End("discarded", reason)))
-
-    def renew(self, claim: Claim) -> bool:
-        """Whether it is held; the connection says that this process is alive, from the client's loop."""
-        held = self._held.get(claim.token)
-        return claim.token in self.arrivals if held is None else not held.brought.link.lost
-
-    def _end(self, claims: Sequence[Claim], end: End) -> list[Claim]:
-        """End claims: those for which it was accepted.
-
-        After an interrupt the repeated call has the answers of the first. A call that asks for another end is refused
-        then, and what happened is counted.
-        """
-        taken: dict[str, Held] = {}
-        answered: dict[Held, Said] = {}
-        groups: dict[int, Group] = {}
-        try:
-            with self._changed:
-                for claim in claims:
-                    held = self._held.get(claim.token)
-                    if held is None:
-                        continue
-                    taken[claim.token] = held
-                    del self._held[claim.token]
-                    if held not in self._answers:
-                        groups.setdefault(id(held.brought), (held.brought, {}))[1][held.at] = claim
-            if groups:
-                self._settle(list(groups.values()), end, consumer_of(claims[0]))
-            accepted: dict[str, Claim] = {}
-            with self._changed:
-                for claim in claims:
-                    if (ended := taken.get(claim.token)) is None:
-                        continue
-                    if (said := self._answers.look(ended)) is None:
-                        del taken[claim.token]
-                        self._count(_ring_of(claim), claim.rank, claimed=-1)
-                        continue
-                    answered[ended] = said
-                    if said.accepted and said.end.what == end.what:
-                        accepted[claim.token] = claim
-                self._answers.drop(answered)
-            return list(accepted.values())
-        except BaseException:  # an interrupt: the call that is repeated gets the answers of this one
-            with self._changed:
-                self._answers.put_back(answered)
-                self._held.update(taken)
-            raise
-
-    def _note(self, claim: Claim, brought: Brought, said: Said | None) -> None:
-        """Count a claim whose ring has answered. On the loop, so that an interrupt cannot count it twice or not."""
-        self._count(_ring_of(claim), claim.rank, claimed=-1)
-        if said is None or not said.accepted:
-            return
-        end = said.end
-        what = end.what
-        amounts = {"discarded" if what == "aged" else what: 1}
-        if what == "arrived":
-            self.arrivals.add(claim, brought.link)
-        elif what == "dead":
-            amounts["retried"] = 1
-        elif what == "aged":
-            amounts["aged"] = 1
-        self._count(_ring_of(claim), claim.rank, **amounts)
-        if what in UNTRAINED:
-            state = DeliveryState.DEAD if what == "dead" else DeliveryState.DISCARDED
-            failure = Failure(claim.ticket_id, claim.rank, state, claim.attempts, consumer_of(claim), end.reason)
-            self.failures.append(failure)
-
-    def _settle(self, groups: Sequence[Group], end: End, consumer: str) -> None:
-        """Have the answers, which come on the loop, so that no interrupt comes in between."""
-        thread = self._thread
-        if thread is not None and not thread.closed:  # otherwise every connection is closed as well
-            thread.run(self._answers.ask(groups, end, consumer))
-
-    def _count(self, ring: str, rank: int, **amounts: int) -> None:
-        counts = self.counts.setdefault(ring, Counter())
-        for name, amount in amounts.items():
-            counts[rank, name] += amount
-
-    def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
-        """What this process knows of rings that are not seen from here."""
-        sums: Counter[str] = Counter()
-        with self._changed:
-            for ring, counts in self.counts.items():
-                if ring not in but:
-                    for (of, name), amount in counts.items():
-                        sums[name] += amount * (rank is None or of == rank)
-        return sums
 
     def close(self) -> None:
         """What is claimed can be claimed by others. Idempotent."""
@@ -481,7 +341,3 @@ def _made() -> tuple[LoopThread, UCXXClient]:
     except BaseException:
         thread.close()
         raise
-
-
-def _ring_of(claim: Claim) -> str:
-    return claim.ticket_id.partition("/")[0]

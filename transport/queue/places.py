@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 from typing import Final, Protocol
 
 from transport import _ring
-from transport.client.pool import port_of
+from transport.client.connections.pool import port_of
 from transport.config import configuration
 from transport.errors import ConfigurationError, RingError, UsageError
 from transport.queue.demands import Place

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
+from transport.devices.landing import landing_for
 from transport.errors import RankError, SchemaError, UsageError
-from transport.ring.batch import Batch, Part, gathered
+from transport.ring.batch import Batch, Part
 from transport.ring.batch_shape import BatchLayout, Shape, ShapeArguments
-from transport.ring.landing import landing_for
+from transport.ring.gathering import gathered
 from transport.ring.several import claim_any
 from transport.runtime.arguments import whole
 

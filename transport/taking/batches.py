@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from transport import _ring
+from transport.devices.landing import Landing
 from transport.errors import SchemaError
-from transport.ring.batch import B, Batch, gathered
+from transport.ring.batch import Batch
 from transport.ring.batch_shape import Shape
-from transport.ring.landing import Landing
+from transport.ring.gathering import B, gathered
 from transport.schema import Schema
 from transport.taking.parts import TakenPart
 

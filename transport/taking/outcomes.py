@@ -47,7 +47,7 @@ class Served(NamedTuple):
 
 
 class Link(Protocol):
-    """What is used of a connection (transport/client/connection.py)."""
+    """What is used of a connection (transport/client/connections/connection.py)."""
 
     port: PortKey
     ports: tuple[int, ...]

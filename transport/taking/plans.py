@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
+from transport.devices.landing import Landing, landing_for
 from transport.errors import BatchTooLargeError, SchemaError
 from transport.ring.batch_shape import Shape, ShapeArguments
 from transport.ring.batches import PayloadBatch
-from transport.ring.landing import Landing, landing_for
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import Schema
 from transport.taking.batch import TakenBatch

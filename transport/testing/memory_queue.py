@@ -8,11 +8,9 @@ next, are kept in order, and what has finished is forgotten as elsewhere.
 from __future__ import annotations
 
 import heapq
-import itertools
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Self, TypeVar
 
 from transport.errors import ClosedError
@@ -30,106 +28,13 @@ from transport.queue.base import (
     too_old,
 )
 from transport.runtime.explaining import explained_calls
+from transport.testing.memory_contents import Contents, Delivery
 
-_NEVER: Final = float("inf")
 _RECHECK_S: Final = 0.02  # the clock may be a test's own, which wakes no thread
 
 Found = TypeVar("Found")
 
-
 _FAILED: Final = (DeliveryState.DISCARDED, DeliveryState.DEAD, DeliveryState.LOST)
-
-
-class _Delivery:
-    """One ticket for one rank."""
-
-    def __init__(self, sequence: int, ticket: QueuedTicket, rank: int, policy_version: int | None) -> None:
-        self.sequence = sequence
-        self.ticket = ticket
-        self.rank = rank
-        self.policy_version = policy_version
-        self.state = DeliveryState.READY
-        self.attempts = 0
-        self.not_before = 0.0
-        self.lease_ends = 0.0
-        self.consumer = ""
-        self.reason = ""
-        self.offered = False  # Invariant: whether it is in `_Contents.ready`
-        self.due_at = _NEVER  # of its entry in `_Contents.times`; others of it there are void
-
-    @property
-    def token(self) -> str:
-        return f"{self.sequence}:{self.attempts}"
-
-    @property
-    def held(self) -> bool:
-        return self.state in (DeliveryState.CLAIMED, DeliveryState.ARRIVED)
-
-    def held_by(self, claim: Claim) -> bool:
-        return self.held and claim.token == self.token
-
-    def __lt__(self, other: _Delivery) -> bool:
-        return self.sequence < other.sequence
-
-
-class _Contents:
-    """What all handles of one queue share."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.deliveries: dict[tuple[str, int], _Delivery] = {}  # in the order of publication
-        self.readers: dict[str, int] = {}
-        self.counts: dict[int, Counter[str]] = {}  # by state, and of what has happened
-        self.notices: dict[str, Notice] = {}
-        self.sequence = itertools.count(1)
-        # Invariant: each delivery that is ready is in `ready` of its rank, or in `times` until it may be claimed.
-        self.ready: dict[int, list[_Delivery]] = {}
-        self.times: list[tuple[float, int, int, _Delivery]] = []  # ends of leases and delays, or earlier
-        self.finished: deque[str] = deque()  # tickets, in the order in which they did
-
-    def count(self, rank: int, name: str, amount: int = 1) -> None:
-        self.counts.setdefault(rank, Counter())[name] += amount
-
-    def offer(self, delivery: _Delivery) -> None:
-        """It can be claimed."""
-        if not delivery.offered:
-            delivery.offered = True
-            heapq.heappush(self.ready.setdefault(delivery.rank, []), delivery)
-
-    def look_again(self, delivery: _Delivery, at: float) -> None:
-        """When the time has come, or sooner, `due` returns it."""
-        if at < delivery.due_at:
-            delivery.due_at = at
-            heapq.heappush(self.times, (at, delivery.sequence, delivery.rank, delivery))
-
-    def due(self, now: float) -> Iterator[_Delivery]:
-        while self.times and self.times[0][0] <= now:
-            at, _, _, delivery = heapq.heappop(self.times)
-            if at == delivery.due_at:
-                delivery.due_at = _NEVER
-                yield delivery
-
-    def move(self, delivery: _Delivery, to: DeliveryState) -> None:
-        """The only function that changes a state after publication."""
-        self.count(delivery.rank, delivery.state.value, -1)
-        self.count(delivery.rank, to.value)
-        delivery.state = to
-        if to.final and all(each.state.final for each in self.of(delivery.ticket.id)):
-            self.finished.append(delivery.ticket.id)
-
-    def of(self, ticket_id: str) -> list[_Delivery]:
-        return [self.deliveries[ticket_id, rank] for rank in range(self.readers[ticket_id])]
-
-    def forget(self, keep: int) -> None:
-        """All but the last tickets that have finished."""
-        while len(self.finished) > keep:
-            ticket_id = self.finished.popleft()
-            known = self.readers.get(ticket_id)
-            if known is None or not all(each.state.final for each in self.of(ticket_id)):
-                continue  # it was requeued, and finishes again
-            for rank in range(known):
-                del self.deliveries[ticket_id, rank]
-            del self.readers[ticket_id]
 
 
 @explained_calls
@@ -155,7 +60,7 @@ class MemoryQueue(TicketQueue):
         self._max_deliveries, self._keep_finished = arguments.bounds(max_deliveries, keep_finished)
         self._clock = clock
         self._closed = False
-        self._contents = _Contents()
+        self._contents = Contents()
 
     def __repr__(self) -> str:
         return f"<MemoryQueue of {len(self._contents.deliveries)} deliveries{' closed' if self._closed else ''}>"
@@ -191,7 +96,7 @@ class MemoryQueue(TicketQueue):
                 self._contents.readers[ticket.id] = readers
                 sequence = next(self._contents.sequence)
                 for rank in range(readers):
-                    delivery = _Delivery(sequence, ticket, rank, policy_version)
+                    delivery = Delivery(sequence, ticket, rank, policy_version)
                     self._contents.deliveries[ticket.id, rank] = delivery
                     self._contents.count(rank, DeliveryState.READY.value)
                     self._contents.offer(delivery)
@@ -381,10 +286,10 @@ class MemoryQueue(TicketQueue):
         if self._closed:
             raise ClosedError("the queue is closed")
 
-    def _of(self, claim: Claim) -> _Delivery | None:
+    def _of(self, claim: Claim) -> Delivery | None:
         return self._contents.deliveries.get((claim.ticket_id, claim.rank))
 
-    def _offer(self, delivery: _Delivery, now: float) -> None:
+    def _offer(self, delivery: Delivery, now: float) -> None:
         """A delivery that is ready again can be claimed, at once or after its delay."""
         if delivery.not_before > now:
             self._contents.look_again(delivery, delivery.not_before)

@@ -18,8 +18,9 @@ from transport.client.device_reads import DevicePayload
 from transport.client.payload import ReceivedPayload
 from transport.devices.host_tensors import as_tensors
 from transport.errors import InternalError, SchemaError, UsageError
-from transport.ring.batch import Batch, gathered
+from transport.ring.batch import Batch
 from transport.ring.batch_shape import Shape
+from transport.ring.gathering import gathered
 
 
 def tensor_batch(payloads: Sequence[ReceivedPayload], shape: Shape) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Answering:
                 raise UsageError(f"unknown method {request.method!r} of a member")
             result = await self._call(request.method, request.arguments)
             answer = Answer(request.id, msgspec.to_builtins(result))
-        except Exception as error:
+        except Exception as error:  # the process that asked raises it there: this one goes on to answer others
             answer = Answer(request.id, None, (type(error).__name__, " | ".join([str(error), *_notes(error)])))
         self._say(answer)
 

@@ -22,8 +22,8 @@ from scripted_listener import (
     want,
 )
 
-from transport.client.acknowledgements import Ack
-from transport.client.connection import Want
+from transport.client.connections.acknowledgements import Ack
+from transport.client.connections.connection import Want
 from transport.errors import (
     InternalError,
 )

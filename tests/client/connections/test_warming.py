@@ -11,7 +11,7 @@ import pytest
 from helpers import asynchronous, noise, serving, settings_with, until
 
 from transport import BlockingClient, SharedRingBuffer, UCXXClient, UCXXServer
-from transport.client.connection import Link
+from transport.client.connections.connection import Link
 from transport.errors import ClosedError, UsageError
 
 pytestmark = pytest.mark.ucx

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transport import _ring, errors
-from transport.client.acknowledgements import Ack
+from transport.client.connections.acknowledgements import Ack
 from transport.errors import (
     AuthenticationError,
     ChecksumError,

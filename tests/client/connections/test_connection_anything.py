@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scripted_listener import INLINE, ScriptedListener, Side, in_order, joined, want
 
-from transport.client.connection import Link
+from transport.client.connections.connection import Link
 from transport.errors import LengthMismatchError, LinkError, ProtocolError
 from transport.testing import run
 from transport.wire import frames

@@ -14,8 +14,8 @@ from scripted_endpoint import ScriptedEndpoint, ScriptedWorker, scenario
 from scripted_listener import RING, ScriptedListener, Side
 
 from transport import errors
-from transport.client import connection
-from transport.client.connection import Link, new_tag_base, refusal
+from transport.client.connections import connection
+from transport.client.connections.connection import Link, new_tag_base, refusal
 from transport.errors import (
     AuthenticationError,
     BusyError,

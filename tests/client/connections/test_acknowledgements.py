@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transport.client.acknowledgements import Ack, AckLedger
+from transport.client.connections.acknowledgements import Ack, AckLedger
 from transport.settings import DEFAULTS
 
 DELAY = DEFAULTS.ack_delay_s

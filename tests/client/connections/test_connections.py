@@ -14,10 +14,10 @@ import pytest
 from helpers import asynchronous, cut_connections, noise, over_ucx, serving, settings_with, stalled, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.client.acknowledgements import Ack
-from transport.client.connection import Link
-from transport.client.connections import Links
-from transport.client.pool import PortKey
+from transport.client.connections.acknowledgements import Ack
+from transport.client.connections.connection import Link
+from transport.client.connections.links import Links
+from transport.client.connections.pool import PortKey
 from transport.errors import ClosedError, LinkError, RankError
 from transport.wire.frames import Kind, Record
 
@@ -201,7 +201,7 @@ async def test_a_flush_that_fails_by_a_fault_of_ours_keeps_no_link(caplog: pytes
 # --- routes ------------------------------------------------------------------------------------------------
 @asynchronous
 async def test_the_ring_being_read_is_not_forgotten_for_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.client.routes._MOST_ROUTES", 2)
+    monkeypatch.setattr("transport.client.connections.routes._MOST_ROUTES", 2)
     with serving(slots=4, slot_bytes=1000) as (ring, _):
         ticket = ring.write_raw(noise(100))
         async with UCXXClient(wire={"tcp"}, ack="manual") as client:
@@ -226,7 +226,7 @@ FEW = 8
 async def test_an_acknowledgement_is_not_forgotten_with_the_route_to_its_ring(
     monkeypatch: pytest.MonkeyPatch, sent: bool
 ) -> None:
-    monkeypatch.setattr("transport.client.routes._MOST_ROUTES", FEW)
+    monkeypatch.setattr("transport.client.connections.routes._MOST_ROUTES", FEW)
     with serving(slots=4, slot_bytes=1000) as (ring, server):
         ticket = ring.write_raw(noise(100))
         async with UCXXClient(wire={"tcp"}, ack="manual") as client:
@@ -248,7 +248,7 @@ async def test_an_acknowledgement_is_not_forgotten_with_the_route_to_its_ring(
 
 @asynchronous
 async def test_rings_that_are_read_keep_their_routes_while_others_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.client.routes._MOST_ROUTES", FEW)
+    monkeypatch.setattr("transport.client.connections.routes._MOST_ROUTES", FEW)
     with serving(slots=4, slot_bytes=1000) as (ring, _):
         ticket = ring.write_raw(noise(100))
         async with UCXXClient(wire={"tcp"}, ack="manual") as client:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from transport.client.acknowledgements import AckLedger
-from transport.client.pool import PortKey
+from transport.client.connections.acknowledgements import AckLedger
+from transport.client.connections.pool import PortKey
 from transport.errors import UnreachableError
 from transport.settings import _PORT_QUARANTINE_SEC, DEFAULTS, Settings
 from transport.ticket import Ticket, host_identity

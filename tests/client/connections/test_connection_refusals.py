@@ -19,7 +19,7 @@ from scripted_listener import (
 )
 
 from transport import _ring
-from transport.client.connection import Want
+from transport.client.connections.connection import Want
 from transport.errors import (
     BusyError,
     ChecksumError,

@@ -14,7 +14,7 @@ from scripted_listener import ScriptedListener, Side, ticket
 from scripted_peer import LARGE, Peer, Stage
 
 from transport import SharedRingBuffer
-from transport.client.taking import TakeLink
+from transport.client.takes.link import TakeLink
 from transport.devices.buffers import BufferPool
 from transport.errors import LinkError, ProtocolError
 from transport.settings import DEFAULTS

@@ -22,7 +22,7 @@ from scripted_listener import (
     want,
 )
 
-from transport.client.connection import Link, Want
+from transport.client.connections.connection import Link, Want
 from transport.errors import (
     ConnectionLostError,
     LinkError,

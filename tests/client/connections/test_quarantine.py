@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transport.client.routes import _PORT_QUARANTINE_SEC, PortQuarantine
+from transport.client.connections.routes import _PORT_QUARANTINE_SEC, PortQuarantine
 from transport.settings import DEFAULTS
 
 A, B, C = ("h", 1), ("h", 2), ("h", 3)

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transport.client.pool import _POOL_ENDPOINT_MAX_AGE_S, EndpointPool
+from transport.client.connections.pool import _POOL_ENDPOINT_MAX_AGE_S, EndpointPool
 from transport.errors import InternalError
 from transport.settings import DEFAULTS
 

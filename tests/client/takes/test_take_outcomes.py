@@ -12,7 +12,7 @@ import pytest
 from helpers import asynchronous, eventually, settings_with, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
-from transport.client.taking import TakeLink
+from transport.client.takes.link import TakeLink
 from transport.queue.arrivals import Arrivals
 from transport.queue.base import Claim
 from transport.taking.batch import TakenBatch

@@ -1,7 +1,7 @@
 """Lending the connections of a client: an idle one, a new one, or the next that comes back.
 
 Pool, routes and quarantine say what to do; this file does it: opens, lends, takes back, parts, breaks off. It belongs
-to the client's loop. `connections.py` adds what has to be done without being asked.
+to the client's loop. `links.py` adds what has to be done without being asked.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from transport.client.acknowledgements import AckLedger
-from transport.client.connection import Link, new_tag_base
-from transport.client.pool import EndpointPool, PoolCounts, PortKey
-from transport.client.routes import PortQuarantine, Routes
+from transport.client.connections.acknowledgements import AckLedger
+from transport.client.connections.connection import Link, new_tag_base
+from transport.client.connections.pool import EndpointPool, PoolCounts, PortKey
+from transport.client.connections.routes import PortQuarantine, Routes
 from transport.errors import (
     ClosedError,
     DeadlineExceededError,

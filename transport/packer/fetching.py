@@ -1,0 +1,141 @@
+"""Fetching a batch for a trainer: calls for each ticket, and rounds over all of them, under one deadline.
+
+layer 3  `_ucxx_dp_fetch_all`   rounds over the batch, for retryable failures         rounds_per_batch
+layer 2    `_read_one`            fresh calls for one ticket                            calls_per_ticket
+layer 1      `UCXXClient.read`      rotation over the ring's ports                        attempts_per_read
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Sequence
+
+from transport.client.payload import ReceivedPayload
+from transport.client.retry import Deadline, GiveUp, Retry, Try, Wait, backoff
+from transport.errors import (
+    AuthenticationError,
+    ClosedError,
+    MissingDependencyError,
+    TransportError,
+    VersionMismatchError,
+    WireNotAllowedError,
+)
+from transport.packer.joining import join_all
+from transport.packer.prefetch import FetchedBatch, FetchedItem
+from transport.packer.session import PackerSession, TicketLike
+
+log = logging.getLogger(__name__)
+
+# With these errors no payload can be read until this trainer's configuration is changed.
+_OWN_FAULTS = (AuthenticationError, MissingDependencyError, VersionMismatchError, WireNotAllowedError)
+
+
+class Fetching:
+    """Layers 2 and 3 of a data packer's retries, on its loop."""
+
+    _ucxx: PackerSession | None = None
+
+    @property
+    def _packer(self) -> PackerSession:
+        if self._ucxx is None:
+            raise ClosedError("call setup_ucxx_packer() first")
+        return self._ucxx
+
+    async def _read_one(self, item: FetchedItem, deadline: Deadline, calls: int | None = None) -> ReceivedPayload:
+        """Layer 2: fresh calls for one ticket. Errors that are not retryable (such as StaleSlotError) end it."""
+        packer = self._packer
+        ticket, rank = item.ticket, packer.rank_of(item)
+        limit = packer.settings.calls_per_ticket if calls is None else calls
+        plan = Retry(limit, deadline, packer.settings, random.random)
+        while True:
+            match plan.step(time.monotonic()):
+                case Wait(seconds):
+                    await asyncio.sleep(seconds)
+                case GiveUp(error):
+                    raise error
+                case Try():
+                    now = time.monotonic()
+                    try:
+                        return await packer.client.read(ticket, rank=rank, timeout=deadline.remaining(now))
+                    except TransportError as error:
+                        plan.failed(error, time.monotonic())
+
+    async def _ucxx_dp_fetch_all(self, items: Sequence[TicketLike], deadline: Deadline) -> FetchedBatch:
+        """Layer 3: rounds over the batch; each round repeats the retryable failures of the previous one."""
+        packer = self._packer
+        started = time.monotonic()
+        fetched = [packer.item(each) for each in items]
+        todo = [item for item in fetched if not item.duplicate and not packer.take_in(item)]
+        batch = FetchedBatch(fetched)
+        try:
+            while todo and batch.rounds < packer.settings.rounds_per_batch:
+                if batch.rounds:
+                    pause = backoff(batch.rounds, packer.settings, random.random)
+                    if deadline.passed(time.monotonic() + pause):
+                        break
+                    await asyncio.sleep(pause)
+                batch.rounds += 1
+                await self._round(packer, todo, batch, deadline)
+                todo = [item for item in todo if item.payload is None and item.error and item.error.retryable]
+            if packer.joined:
+                await join_all(packer, fetched, deadline)
+            own_fault = next((item.error for item in fetched if isinstance(item.error, _OWN_FAULTS)), None)
+            if own_fault is not None:
+                raise own_fault
+        except BaseException as error:
+            batch.release()
+            if isinstance(error, Exception):  # after a cancellation the caller cleans up
+                claims = [item.claim for item in fetched if item.claim is not None]
+                try:
+                    await asyncio.to_thread(packer.claims.give_back, claims, f"{type(error).__name__}: {error}")
+                except TransportError as second:  # the first error is what the trainer must see
+                    log.warning(
+                        "%d claims were not given back to the queue; their leases will end: %s", len(claims), second
+                    )
+            raise
+        for item in fetched:
+            if item.duplicate:  # the ring may not have its acknowledgement yet
+                with contextlib.suppress(TransportError):  # best effort: the batch is complete without it
+                    packer.client.ack(item.ticket, packer.rank_of(item))
+        batch.seconds = time.monotonic() - started
+        if not packer.claims.to_report(batch):
+            return batch
+        try:
+            await asyncio.to_thread(packer.claims.report, batch)
+        except TransportError as error:  # the payloads are here; `consume` reports again
+            log.warning("failures of a batch were not reported to the queue, consume() retries: %s", error)
+        return batch
+
+    async def _round(
+        self, packer: PackerSession, todo: list[FetchedItem], batch: FetchedBatch, deadline: Deadline
+    ) -> None:
+        """One call for every ticket, with small payloads in shared messages; then the remaining calls for failures."""
+        by_rank: dict[int, dict[tuple[str, int, int], list[FetchedItem]]] = {}
+        for item in todo:
+            by_rank.setdefault(packer.rank_of(item), {}).setdefault(item.ticket.identity, []).append(item)
+        again: list[FetchedItem] = []
+        for rank, by_identity in by_rank.items():  # one, unless rings have different numbers for this trainer's name
+            tickets = [items[0].ticket for items in by_identity.values()]
+            timeout = deadline.at - time.monotonic()
+            outcomes = packer.client.read_many(tickets, rank=rank, timeout=max(timeout, 0.0))
+            async with contextlib.aclosing(outcomes):
+                async for outcome in outcomes:
+                    for item in by_identity[outcome.ticket.identity]:
+                        item.payload, item.error = outcome.payload, outcome.error
+                        if outcome.error is not None and outcome.error.retryable:
+                            again.append(item)
+                    packer.progress(len(batch.payloads), len(batch.items), batch.bytes)
+        calls = packer.settings.calls_per_ticket - 1
+        if calls < 1:
+            return
+        for item in again:
+            try:
+                item.payload = await self._read_one(item, deadline, calls)
+                item.error = None
+            except TransportError as error:
+                item.error = error.with_traceback(None)  # its frames would keep payloads of this batch alive
+            packer.progress(len(batch.payloads), len(batch.items), batch.bytes)

@@ -1,0 +1,180 @@
+"""Claims of rings elsewhere that are held: their payloads, how they end, and what this process counts of them."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Final
+
+from transport import _ring
+from transport.client.takes.link import TakeLink
+from transport.queue.arrivals import Arrivals, Arrived
+from transport.queue.base import Came, Claim, DeliveryState, Failure
+from transport.queue.demands import Brought
+from transport.queue.ends import UNTRAINED, Answers, End, Group, Held, Said
+from transport.queue.rings import consumer_of
+from transport.runtime.loop_thread import LoopThread
+
+_MOST_FAILURES: Final = 256
+
+
+class HeldElsewhere(ABC):
+    """The claims that this process holds of rings elsewhere, and their ends. Any thread but the client's.
+
+    Args:
+        max_deliveries: claims in vain after which a delivery is dead.
+    """
+
+    def __init__(self, max_deliveries: int) -> None:
+        self._most_attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
+        self._thread: LoopThread | None = None  # the client's
+        self._changed = threading.Condition()  # guards what follows
+        self._held: dict[str, Held] = {}
+        self._answers = Answers(self._changed, self._note)
+        self.arrivals = Arrivals(self._links_to, self._note_use)
+        self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
+        self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
+
+    @abstractmethod
+    def _links_to(self, ring: str) -> list[TakeLink]:
+        """The connections to a ring."""
+
+    def holds(self, claim: Claim) -> bool:
+        """Whether the claim was made here, and has not ended by this process's own doing."""
+        return claim.token in self._held or claim.token in self.arrivals
+
+    def came(self, claim: Claim) -> Came | None:
+        """The payload of a claim."""
+        held = self._held.get(claim.token)
+        return None if held is None else Came(held.brought.link.link.wire, held.brought.batch.data(held.at))
+
+    # --- the ends of claims ---------------------------------------------------------------------------
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool) -> list[Claim]:
+        """Consume; those that were accepted."""
+        return self._end(claims, End("done" if trained else "arrived"))
+
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Of what arrived; those that were not finished before. If their connection is lost, the next one says so."""
+        found = self.arrivals.of(claims)
+        thread = self._thread
+        if found and thread is not None and not thread.closed:
+            thread.run(self.arrivals.tell(found))
+        ended: dict[str, Arrived] = {}
+        try:
+            self.arrivals.end(found, ended)
+            # One that is given twice counts once.
+            ours = {claim.token: claim for claim in claims if claim.token in ended}
+            for token, claim in ours.items():
+                if ended[token].telling is None:  # every connection is closed
+                    self._note_use(claim)
+            return list(ours.values())
+        except BaseException:  # an interrupt: the call that is repeated gets them
+            self.arrivals.put_back(ended)
+            raise
+
+    def _note_use(self, claim: Claim) -> None:
+        with self._changed:
+            self._count(ring_of(claim), claim.rank, arrived=-1, done=1)
+
+    def retry(self, claim: Claim, delay_s: float, reason: str) -> bool:
+        """Give back; what was claimed for the last time is dead."""
+        end = End("dead", reason) if claim.attempts >= self._most_attempts else End("retried", delay_s=delay_s)
+        return bool(self._end([claim], end))
+
+    def discard(self, claim: Claim, reason: str) -> bool:
+        """End the delivery; its ring records the reason."""
+        return bool(self._end([claim], End("discarded", reason)))
+
+    def renew(self, claim: Claim) -> bool:
+        """Whether it is held; the connection says that this process is alive, from the client's loop."""
+        held = self._held.get(claim.token)
+        return claim.token in self.arrivals if held is None else not held.brought.link.lost
+
+    def _end(self, claims: Sequence[Claim], end: End) -> list[Claim]:
+        """End claims: those for which it was accepted.
+
+        After an interrupt the repeated call has the answers of the first. A call that asks for another end is refused
+        then, and what happened is counted.
+        """
+        taken: dict[str, Held] = {}
+        answered: dict[Held, Said] = {}
+        groups: dict[int, Group] = {}
+        try:
+            with self._changed:
+                for claim in claims:
+                    held = self._held.get(claim.token)
+                    if held is None:
+                        continue
+                    taken[claim.token] = held
+                    del self._held[claim.token]
+                    if held not in self._answers:
+                        groups.setdefault(id(held.brought), (held.brought, {}))[1][held.at] = claim
+            if groups:
+                self._settle(list(groups.values()), end, consumer_of(claims[0]))
+            accepted: dict[str, Claim] = {}
+            with self._changed:
+                for claim in claims:
+                    if (ended := taken.get(claim.token)) is None:
+                        continue
+                    if (said := self._answers.look(ended)) is None:
+                        del taken[claim.token]
+                        self._count(ring_of(claim), claim.rank, claimed=-1)
+                        continue
+                    answered[ended] = said
+                    if said.accepted and said.end.what == end.what:
+                        accepted[claim.token] = claim
+                self._answers.drop(answered)
+            return list(accepted.values())
+        except BaseException:  # an interrupt: the call that is repeated gets the answers of this one
+            with self._changed:
+                self._answers.put_back(answered)
+                self._held.update(taken)
+            raise
+
+    def _note(self, claim: Claim, brought: Brought, said: Said | None) -> None:
+        """Count a claim whose ring has answered. On the loop, so that an interrupt cannot count it twice or not."""
+        self._count(ring_of(claim), claim.rank, claimed=-1)
+        if said is None or not said.accepted:
+            return
+        end = said.end
+        what = end.what
+        amounts = {"discarded" if what == "aged" else what: 1}
+        if what == "arrived":
+            self.arrivals.add(claim, brought.link)
+        elif what == "dead":
+            amounts["retried"] = 1
+        elif what == "aged":
+            amounts["aged"] = 1
+        self._count(ring_of(claim), claim.rank, **amounts)
+        if what in UNTRAINED:
+            state = DeliveryState.DEAD if what == "dead" else DeliveryState.DISCARDED
+            failure = Failure(claim.ticket_id, claim.rank, state, claim.attempts, consumer_of(claim), end.reason)
+            self.failures.append(failure)
+
+    def _settle(self, groups: Sequence[Group], end: End, consumer: str) -> None:
+        """Have the answers, which come on the loop, so that no interrupt comes in between."""
+        thread = self._thread
+        if thread is not None and not thread.closed:  # otherwise every connection is closed as well
+            thread.run(self._answers.ask(groups, end, consumer))
+
+    def _count(self, ring: str, rank: int, **amounts: int) -> None:
+        counts = self.counts.setdefault(ring, Counter())
+        for name, amount in amounts.items():
+            counts[rank, name] += amount
+
+    def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
+        """What this process knows of rings that are not seen from here."""
+        sums: Counter[str] = Counter()
+        with self._changed:
+            for ring, counts in self.counts.items():
+                if ring not in but:
+                    for (of, name), amount in counts.items():
+                        sums[name] += amount * (rank is None or of == rank)
+        return sums
+
+
+def ring_of(claim: Claim) -> str:
+    """The ring that the payload of a claim is in."""
+    return claim.ticket_id.partition("/")[0]
