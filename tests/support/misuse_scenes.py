@@ -142,6 +142,7 @@ def a_ring() -> Iterator[Scene]:
             "settle": nothing,
             "reclaim": nothing,
             "close": lambda: {"keep_unread": False},
+            "rank_of": lambda: {"consumer": 0, "rank": None}, "readers_of": lambda: {"readers": 1},
         }  # fmt: skip
         yield Scene(ring, calls, intact, room=room)
 

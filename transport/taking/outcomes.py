@@ -59,7 +59,7 @@ class Link(Protocol):
 
 
 class Links(Protocol):
-    """Opens and ends connections (transport/client/connections.py)."""
+    """Opens and ends connections (transport/client/connections/links.py)."""
 
     async def open_apart(self, port: PortKey, ring: str = "") -> Any: ...
 
