@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_payloads import busy, bytes_of, free_device_memory, opened, why_not
+from gpu_payloads import busy, bytes_of, free_device_memory, why_not
 
 from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer
 from transport.errors import BatchTooLargeError
@@ -20,19 +20,6 @@ every_source = pytest.mark.parametrize("wire", ["mapped", "tcp"])
 every_layout = pytest.mark.parametrize("layout", ["padded", "packed"])
 
 SCHEMA = Schema.of(tokens=("int32", UpTo(100_000)), mask=("bool", UpTo(50), 3), reward=("float32",))
-
-
-@pytest.fixture(scope="module")
-def device() -> Any:
-    """The real CuPy."""
-    return opened()
-
-
-@pytest.fixture(scope="module")
-def torch(device: Any) -> Any:
-    found = pytest.importorskip("torch", reason="torch is not installed")
-    found.zeros(3, device="cuda").sum().item()
-    return found
 
 
 @pytest.fixture

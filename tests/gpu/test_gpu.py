@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_payloads import SCHEMA, busy, bytes_of, free_device_memory, host_values, opened, to_device, why_not
+from gpu_payloads import SCHEMA, busy, bytes_of, free_device_memory, host_values, to_device, why_not
 from helpers import Child, eventually, noise, read_bytes
 
 from transport import BlockingClient, SharedRingBuffer, Ticket, UCXXClient, UCXXServer
@@ -29,19 +29,6 @@ every_wire = pytest.mark.parametrize("wire", ["mapped", "shm", "tcp"])
 every_library = pytest.mark.parametrize("library", ["cupy", "torch"])
 
 WRITER = "import gpu_payloads; gpu_payloads.write_on_request()"
-
-
-@pytest.fixture(scope="module")
-def device() -> Any:
-    """The real CuPy."""
-    return opened()
-
-
-@pytest.fixture(scope="module")
-def torch(device: Any) -> Any:
-    found = pytest.importorskip("torch", reason="torch is not installed")
-    found.zeros(3, device="cuda").sum().item()
-    return found
 
 
 @pytest.fixture(scope="module")

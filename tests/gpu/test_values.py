@@ -7,24 +7,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_payloads import busy, opened, why_not
+from gpu_payloads import busy, why_not
 
 from transport import BlockingClient, SharedRingBuffer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one")]
-
-
-@pytest.fixture(scope="module")
-def device() -> Any:
-    """The real CuPy."""
-    return opened()
-
-
-@pytest.fixture(scope="module")
-def torch(device: Any) -> Any:
-    found = pytest.importorskip("torch", reason="torch is not installed")
-    found.zeros(3, device="cuda").sum().item()
-    return found
 
 
 def sent(value: Any, **options: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gpu_payloads import busy, bytes_of, opened, to_device, why_not
+from gpu_payloads import busy, bytes_of, to_device, why_not
 from helpers import asynchronous
 from weights_engines import build, engine, engines, transfer
 from weights_members import checksum_of, version_of
@@ -32,19 +32,6 @@ pytestmark = [
 ]
 
 every_library = pytest.mark.parametrize("library", ["cupy", "torch"])
-
-
-@pytest.fixture(scope="module")
-def device() -> Any:
-    """The real CuPy."""
-    return opened()
-
-
-@pytest.fixture(scope="module")
-def torch(device: Any) -> Any:
-    found = pytest.importorskip("torch", reason="torch is not installed")
-    found.zeros(3, device="cuda").sum().item()
-    return found
 
 
 async def received(made: list[RingEngine], version: int, weights: Any) -> list[Held]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from found_rings import LONG_S, ring_of, some
 from helpers import eventually, free
 from packers import SCHEMA, Packer, Worker, fetch, write
 
@@ -24,35 +22,7 @@ from transport.store import SQLiteStore
 from transport.store.directory import Announcement, Directory
 
 pytestmark = pytest.mark.ucx
-LONG_S = 30.0
 both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"found-{secrets.token_hex(4)}-"
-
-
-@contextlib.contextmanager
-def ring_of(prefix: str, **arguments: Any) -> Iterator[SharedRingBuffer]:
-    arguments = {"slots": 8, "slot_bytes": 4096, **arguments}
-    with SharedRingBuffer.create(prefix=prefix, **arguments) as ring, UCXXServer(ring, mode="thread"):
-        yield ring
-
-
-@pytest.fixture
-def over(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", wire)
-
-
-def some(queue: FoundRings, n: int, **arguments: Any) -> list[Claim]:
-    """So many claims, however many calls it takes."""
-    claims: list[Claim] = []
-    while len(claims) < n:
-        came = queue.claim(n - len(claims), LONG_S, consumer="test", **arguments)
-        assert came
-        claims += came
-    return claims
 
 
 def payload_of(queue: FoundRings, claim: Claim) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import secrets
 import signal
 import threading
 import time
@@ -14,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from found_rings import here_and_elsewhere, ring_of, some
 from helpers import eventually
 from interrupted_lines import interrupted
 
-from transport import SharedRingBuffer, UCXXServer
+from transport import SharedRingBuffer
 from transport.client.takes.link import TakeLink
 from transport.errors import RingFullError
 from transport.queue import Claim, FoundRings
@@ -29,16 +29,8 @@ SLOTS = 16
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"ends-{secrets.token_hex(4)}-"
-
-
-@pytest.fixture
 def ring(prefix: str) -> Iterator[SharedRingBuffer]:
-    with (
-        SharedRingBuffer.create(prefix=prefix, slots=SLOTS, slot_bytes=4096) as made,
-        UCXXServer(made, mode="thread"),
-    ):
+    with ring_of(prefix, slots=SLOTS) as made:
         yield made
 
 
@@ -47,15 +39,6 @@ def queue(prefix: str, ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
     with FoundRings(OnThisHost(prefix)) as opened:
         yield opened
-
-
-def some(queue: FoundRings, count: int) -> list[Claim]:
-    claims: list[Claim] = []
-    give_up = time.monotonic() + 15
-    while len(claims) < count:
-        assert time.monotonic() < give_up, f"only {len(claims)} came"
-        claims += queue.claim(count - len(claims), 1.0, consumer="test")
-    return claims
 
 
 def interrupt_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
@@ -237,38 +220,12 @@ def test_a_long_delay_is_as_long_as_the_wire_can_say(ring: SharedRingBuffer, que
 
 
 # --- claims that are lost between rings here and elsewhere ----------------------------------------------
-class Both:
-    """A ring that is mapped, and one that is only reached over the network."""
-
-    directory = None
-
-    def __init__(self, mapped: str, served: str) -> None:
-        self.prefix = mapped
-        self._mapped, self._served = OnThisHost(mapped), OnThisHost(served)
-
-    def segments(self) -> Any:
-        return self._mapped.segments()
-
-    def served(self, mapped: Any) -> Any:
-        return self._served.served(mapped)
-
-    def close(self) -> None:
-        self._mapped.close()
-        self._served.close()
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RingFullError, MemoryError], ids=lambda error: error.__name__)
 @pytest.mark.parametrize("failing", ["here", "elsewhere"])
 def test_an_error_in_one_half_of_a_claim_loses_no_claims_of_the_other(
     monkeypatch: pytest.MonkeyPatch, error: type[BaseException], failing: str
 ) -> None:
-    names = [f"halves-{secrets.token_hex(4)}-" for _ in range(2)]
-    with (
-        SharedRingBuffer.create(prefix=names[0], slots=16, slot_bytes=4096) as here,
-        SharedRingBuffer.create(prefix=names[1], slots=16, slot_bytes=4096) as elsewhere,
-        UCXXServer(elsewhere, mode="thread"),
-        FoundRings(Both(*names)) as queue,
-    ):
+    with here_and_elsewhere() as (here, elsewhere, queue):
         good, bad = (elsewhere, here) if failing == "here" else (here, elsewhere)
         good.write_raw(b"first")
         assert queue.ack(*some(queue, 1))

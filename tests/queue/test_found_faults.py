@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import secrets
 import signal
 import socket
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from found_rings import LONG_S, some
 from helpers import Child, dead_port, eventually, free, listener_pids, parent_of
 
 from transport import Schema, SharedRingBuffer, UCXXServer
@@ -24,7 +24,6 @@ from transport.queue.places import OnThisHost
 from transport.settings import Settings
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
-LONG_S = 30.0
 NUMBERED = Schema.of(number=("int64",))
 both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
 
@@ -95,16 +94,6 @@ class Gone(OnThisHost):
         return {"gone": Place(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
 
 
-@pytest.fixture
-def prefix() -> str:
-    return f"faults-{secrets.token_hex(4)}-"
-
-
-@pytest.fixture
-def over(wire: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", wire)
-
-
 @contextlib.contextmanager
 def ring_of(prefix: str, settings: Settings | None = None, **arguments: object) -> Iterator[SharedRingBuffer]:
     with (
@@ -116,15 +105,6 @@ def ring_of(prefix: str, settings: Settings | None = None, **arguments: object) 
 
 def fill(ring: SharedRingBuffer, count: int) -> None:
     ring.write_many([{"number": np.int64(number)} for number in range(count)], timeout_s=LONG_S)
-
-
-def some(queue: FoundRings, n: int) -> list[Claim]:
-    claims: list[Claim] = []
-    while len(claims) < n:
-        came = queue.claim(n - len(claims), LONG_S, consumer="test")
-        assert came, f"{len(claims)} of {n} came"
-        claims += came
-    return claims
 
 
 def opened(prefix: str) -> FoundRings:

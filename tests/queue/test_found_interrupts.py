@@ -3,67 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from found_rings import here_and_elsewhere, some
 from helpers import asynchronous, eventually
 from packers import SCHEMA
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.takes.link import TakeLink
 from transport.errors import TransportError, UnreachableError
-from transport.queue import Claim, FoundRings
+from transport.queue import FoundRings
 from transport.queue.found_elsewhere import FoundElsewhere
-from transport.queue.places import OnThisHost
 from transport.settings import Settings
 from transport.wire.joining import address_of
 
 pytestmark = pytest.mark.ucx
 
 
-class Both:
-    """A ring that is mapped, and one that is only reached over the network."""
-
-    directory = None
-
-    def __init__(self, mapped: str, served: str) -> None:
-        self.prefix = mapped
-        self._mapped, self._served = OnThisHost(mapped), OnThisHost(served)
-
-    def segments(self) -> Any:
-        return self._mapped.segments()
-
-    def served(self, mapped: Any) -> Any:
-        return self._served.served(mapped)
-
-    def close(self) -> None:
-        self._mapped.close()
-        self._served.close()
-
-
 @pytest.fixture
 def both() -> Iterator[tuple[SharedRingBuffer, SharedRingBuffer, FoundRings]]:
     """The mapped ring, the other one, and a queue of both."""
-    names = [f"interrupts-{secrets.token_hex(4)}-" for _ in range(2)]
-    with (
-        SharedRingBuffer.create(prefix=names[0], slots=16, slot_bytes=4096) as here,
-        SharedRingBuffer.create(prefix=names[1], slots=16, slot_bytes=4096) as elsewhere,
-        UCXXServer(elsewhere, mode="thread"),
-        FoundRings(Both(*names)) as queue,
-    ):
-        yield here, elsewhere, queue
-
-
-def some(queue: FoundRings, count: int) -> list[Claim]:
-    claims: list[Claim] = []
-    give_up = time.monotonic() + 15
-    while len(claims) < count:
-        assert time.monotonic() < give_up, f"only {len(claims)} came"
-        claims += queue.claim(count - len(claims), 1.0, consumer="test")
-    return claims
+    with here_and_elsewhere() as made:
+        yield made
 
 
 @pytest.mark.parametrize("end", ["ack_many", "finish"])

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import pytest
+from found_rings import LONG_S, HereAndElsewhere, ring_of
 from helpers import eventually
 from queue_waits import in_thread
 
-from transport import SharedRingBuffer, UCXXServer
 from transport.errors import ClosedError
 from transport.queue import Claim, FoundRings
-from transport.queue.demands import Place
 from transport.queue.found_elsewhere import FoundElsewhere
-from transport.queue.places import OnThisHost
 
 pytestmark = pytest.mark.ucx
-LONG_S = 30.0
-
-
-@pytest.fixture
-def prefix() -> str:
-    return f"both-{secrets.token_hex(4)}-"
-
-
-@contextlib.contextmanager
-def ring_of(prefix: str) -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(prefix=prefix, slots=8, slot_bytes=64) as ring, UCXXServer(ring, mode="thread"):
-        yield ring
 
 
 def claimed(queue: FoundRings) -> bytes:
@@ -44,22 +27,6 @@ def claimed(queue: FoundRings) -> bytes:
     del came
     assert queue.ack(claim)
     return data
-
-
-class HereAndElsewhere(OnThisHost):
-    """Rings of one prefix are mapped, those of another one are asked over the network."""
-
-    def __init__(self, here: str, elsewhere: str) -> None:
-        super().__init__(here)
-        self._others = OnThisHost(elsewhere)
-
-    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
-        """The others."""
-        return {name: place._replace(segment=None) for name, place in self._others.served(mapped).items()}
-
-    def close(self) -> None:
-        self._others.close()
-        super().close()
 
 
 def test_a_trainer_waits_for_rings_here_and_elsewhere_without_looking_at_either(

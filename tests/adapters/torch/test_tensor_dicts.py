@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,27 +12,16 @@ import pytest
 if importlib.util.find_spec("torch") is None or importlib.util.find_spec("tensordict") is None:
     pytest.skip("torch is not installed, and tensordict with it", allow_module_level=True)
 
+import sameness
 import torch
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict
 
-from transport import BlockingClient, SharedRingBuffer, UCXXServer
+from transport import BlockingClient, SharedRingBuffer
 from transport.adapters.torch.tensor_dicts import payload_of, tensordict_of
 from transport.errors import PayloadDamagedError, SchemaError, UsageError
 from transport.joined import read_joined, with_parents
 
 pytestmark = pytest.mark.ucx
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=4, slot_bytes=1 << 18) as made:
-        yield made
-
-
-@pytest.fixture(params=["mapped", "tcp"])
-def client(request: pytest.FixtureRequest, ring: SharedRingBuffer) -> Iterator[BlockingClient]:
-    with UCXXServer(ring, mode="thread"), BlockingClient(wire={request.param}, ack="manual") as made:
-        yield made
 
 
 def sent(ring: SharedRingBuffer, batch: Any) -> Any:
@@ -45,39 +33,18 @@ def sent(ring: SharedRingBuffer, batch: Any) -> Any:
     return back
 
 
+def parts(value: Any) -> Any:
+    if isinstance(value, TensorDict):
+        of = {key: value.get(key) for key in sorted(value.keys())}
+        return [value.batch_size, value.device, list(value.names), of]
+    if isinstance(value, NonTensorStack):
+        return [value.batch_size, value.stack_dim, value.tolist()]
+    return [value.batch_size, value.data] if isinstance(value, NonTensorData) else None
+
+
 def same(one: Any, other: Any) -> None:
     """Fail unless both are equal, with their types."""
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert (one.dtype, one.layout) == (other.dtype, other.layout)
-        if one.is_nested:
-            same(list(one.unbind()), list(other.unbind()))
-        else:
-            assert one.shape == other.shape
-            assert torch.equal(one, other)
-    elif isinstance(one, TensorDict):
-        assert (one.batch_size, one.device, list(one.names)) == (other.batch_size, other.device, list(other.names))
-        assert set(one.keys()) == set(other.keys())
-        for key in one.keys():  # noqa: SIM118  # a TensorDict iterates over its batch
-            same(one.get(key), other.get(key))
-    elif isinstance(one, NonTensorStack):
-        assert (one.batch_size, one.stack_dim) == (other.batch_size, other.stack_dim)
-        same(one.tolist(), other.tolist())
-    elif isinstance(one, NonTensorData):
-        assert one.batch_size == other.batch_size
-        same(one.data, other.data)
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        same(list(one.values()), list(other.values()))
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for mine, its in zip(one, other, strict=True):
-            same(mine, its)
-    elif isinstance(one, np.ndarray):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        same(one.tolist(), other.tolist())
-    else:
-        assert one == other
+    sameness.same(one, other, parts)
 
 
 def every_kind() -> TensorDict:
@@ -215,7 +182,7 @@ def test_what_cannot_travel_is_named(ring: SharedRingBuffer, value: Any, told: s
     batch = TensorDict({"x": value()}, batch_size=[2])
     with pytest.raises(UsageError, match=told):
         ring.write(payload_of(batch))
-    assert ring.statistics().free == 4
+    assert ring.statistics().free == 8
 
 
 def test_what_contains_itself_is_an_error(ring: SharedRingBuffer) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,12 @@ import verl_adapter  # noqa: F401  # first: what verl imports warns
 if importlib.util.find_spec("verl") is None:
     pytest.skip("verl is not installed: pip install verl", allow_module_level=True)
 
+import sameness
 import torch
 from tensordict import TensorDict
 from verl.protocol import DataProto
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport import BlockingClient, Schema, SharedRingBuffer, UpTo
 from transport.adapters.verl.data import data_proto_of, payload_of
 from transport.errors import PayloadDamagedError, SchemaError, UsageError
 from transport.joined import read_joined, with_parents
@@ -57,41 +57,15 @@ def a_batch(rows: int = 4) -> DataProto:
     )
 
 
+def parts(value: Any) -> Any:
+    if not isinstance(value, DataProto):
+        return None
+    return [dict(value.batch.items()), value.batch.batch_size, value.non_tensor_batch, value.meta_info]
+
+
 def same(one: Any, other: Any) -> None:
     """Fail unless both are equal, with their types."""
-    assert type(one) is type(other)
-    if isinstance(one, DataProto):
-        same(dict(one.batch.items()), dict(other.batch.items()))
-        assert one.batch.batch_size == other.batch.batch_size
-        same(one.non_tensor_batch, other.non_tensor_batch)
-        same(one.meta_info, other.meta_info)
-    elif isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, np.ndarray):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        same(one.tolist(), other.tolist())
-    elif isinstance(one, dict):
-        assert list(one) == list(other)
-        same(list(one.values()), list(other.values()))
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for mine, its in zip(one, other, strict=True):
-            same(mine, its)
-    else:
-        assert one == other
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=8, slot_bytes=1 << 17) as made:
-        yield made
-
-
-@pytest.fixture(params=["mapped", "tcp"])
-def client(request: pytest.FixtureRequest, ring: SharedRingBuffer) -> Iterator[BlockingClient]:
-    with UCXXServer(ring, mode="thread"), BlockingClient(wire={request.param}, ack="manual") as made:
-        yield made
+    sameness.same(one, other, parts)
 
 
 def test_a_batch_comes_back_equal_with_types(ring: SharedRingBuffer, client: BlockingClient) -> None:

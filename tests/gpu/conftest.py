@@ -1,0 +1,22 @@
+"""Fixtures of the tests that need a CUDA device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gpu_payloads import opened
+
+
+@pytest.fixture(scope="module")
+def device() -> Any:
+    """The real CuPy."""
+    return opened()
+
+
+@pytest.fixture(scope="module")
+def torch(device: Any) -> Any:
+    """The real torch, whose context on the device is made."""
+    found = pytest.importorskip("torch", reason="torch is not installed")
+    found.zeros(3, device="cuda").sum().item()
+    return found

@@ -1,0 +1,61 @@
+"""What the tests of `FoundRings` share: rings with a listener, places of rings here and elsewhere, claims that come."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from transport import SharedRingBuffer, UCXXServer
+from transport.queue import Claim, FoundRings
+from transport.queue.demands import Place
+from transport.queue.places import OnThisHost
+
+LONG_S = 30.0
+
+
+@contextlib.contextmanager
+def ring_of(prefix: str, **arguments: Any) -> Iterator[SharedRingBuffer]:
+    """A ring whose name begins with ``prefix``, served by this process."""
+    arguments = {"slots": 8, "slot_bytes": 4096, **arguments}
+    with SharedRingBuffer.create(prefix=prefix, **arguments) as ring, UCXXServer(ring, mode="thread"):
+        yield ring
+
+
+class HereAndElsewhere(OnThisHost):
+    """Rings of one prefix are mapped, those of another one are asked over the network."""
+
+    def __init__(self, here: str, elsewhere: str) -> None:
+        super().__init__(here)
+        self._others = OnThisHost(elsewhere)
+
+    def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
+        """The others."""
+        return {name: place._replace(segment=None) for name, place in self._others.served(mapped).items()}
+
+    def close(self) -> None:
+        self._others.close()
+        super().close()
+
+
+@contextlib.contextmanager
+def here_and_elsewhere() -> Iterator[tuple[SharedRingBuffer, SharedRingBuffer, FoundRings]]:
+    """A mapped ring, one that is asked over the network, and a queue of both."""
+    here, there = (f"{where}-{secrets.token_hex(4)}-" for where in ("here", "there"))
+    with (
+        SharedRingBuffer.create(prefix=here, slots=16, slot_bytes=4096) as mapped,
+        ring_of(there, slots=16) as other,
+        FoundRings(HereAndElsewhere(here, there)) as queue,
+    ):
+        yield mapped, other, queue
+
+
+def some(queue: FoundRings, n: int, **arguments: Any) -> list[Claim]:
+    """So many claims, however many calls it takes."""
+    claims: list[Claim] = []
+    while len(claims) < n:
+        came = queue.claim(n - len(claims), LONG_S, consumer="test", **arguments)
+        assert came, f"{len(claims)} of {n} came"
+        claims += came
+    return claims
