@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 from helpers import asynchronous, eventually, settings_with, until
@@ -65,78 +66,90 @@ def broken_between(batch: TakenBatch, *then: Callable[[], object]) -> None:
     link._outcome = lost  # type: ignore[method-assign]
 
 
+class Taken(NamedTuple):
+    """Payloads that a client has taken through the first of a ring's listeners, and the address of the second."""
+
+    client: UCXXClient
+    batch: TakenBatch
+    first: str
+    second: str
+
+
+@contextlib.asynccontextmanager
+async def taken(ring: SharedRingBuffer, count: int = 1, *, ports: int = 2, **arguments: Any) -> AsyncIterator[Taken]:
+    for _ in range(count):
+        ring.write_raw(b"a payload")
+    with UCXXServer(ring, ports=(0,) * ports):
+        found = addresses(ring)
+        async with tcp(**arguments) as client:
+            yield Taken(client, await client.take(found[0], count), found[0], found[-1])
+
+
+def killed_after_the_end(ring: SharedRingBuffer, of: Taken, *then: Callable[[], object]) -> None:
+    """The listener is killed when the ring has done what the next message asks, and its answer is lost."""
+    broken_between(
+        of.batch,
+        lambda: eventually(lambda: ring.statistics().free == SLOTS, "the ring has ended the claims"),
+        *then,
+        lambda: kill_listener(ring, of.first),
+    )
+
+
+@contextlib.contextmanager
+def stopped(ring: SharedRingBuffer, address: str) -> Iterator[None]:
+    """The listener at this address does not run."""
+    [listener] = [each.pid for each in ring.native.owners() if address.endswith(f":{each.port}")]
+    os.kill(listener, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(listener, signal.SIGCONT)
+
+
+async def comes_again(of: Taken) -> None:
+    """The payload is taken through the other port, for the second time, and consumed."""
+    again = await of.client.take(of.second, 1, wait_s=LONG_S)
+    assert (again[0].attempts, (await again.consume()).tolist()) == (2, [True])
+
+
 @asynchronous
 async def test_what_was_consumed_before_its_listener_was_killed_is_told_by_another_port(ring: SharedRingBuffer) -> None:
-    for _ in range(3):
-        ring.write_raw(b"trained on")
-    with UCXXServer(ring, ports=(0, 0)):
-        first = addresses(ring)[0]
-        async with tcp() as client:
-            batch = await client.take(first, 3)
-            broken_between(
-                batch,
-                lambda: eventually(lambda: ring.statistics().free == SLOTS, "the ring has consumed them"),
-                lambda: kill_listener(ring, first),
-            )
-            assert (await batch.consume()).tolist() == [True] * 3
+    async with taken(ring, 3) as of:
+        killed_after_the_end(ring, of)
+        assert (await of.batch.consume()).tolist() == [True] * 3
 
 
 @asynchronous
 async def test_a_listener_that_was_started_again_tells_what_its_killed_predecessor_accepted(
     ring: SharedRingBuffer,
 ) -> None:
-    ring.write_raw(b"trained on")
-    with UCXXServer(ring, ports=(0,)):
-        [first] = addresses(ring)
-        async with tcp() as client:
-            batch = await client.take(first, 1)
-            broken_between(
-                batch,
-                lambda: eventually(lambda: ring.statistics().free == SLOTS, "the ring has consumed it"),
-                lambda: [ring.write_raw(b"the slot anew") for _ in range(SLOTS)],
-                lambda: kill_listener(ring, first),
-            )
-            assert (await batch.consume()).tolist() == [True]
+    async with taken(ring, ports=1) as of:
+        killed_after_the_end(ring, of, lambda: [ring.write_raw(b"the slot anew") for _ in range(SLOTS)])
+        assert (await of.batch.consume()).tolist() == [True]
 
 
 @asynchronous
 async def test_what_was_not_consumed_when_its_listener_was_killed_is_refused_and_anothers(
     ring: SharedRingBuffer,
 ) -> None:
-    ring.write_raw(b"not yet")
-    with UCXXServer(ring, ports=(0, 0)):
-        first, second = addresses(ring)
-        async with tcp() as client:
-            batch = await client.take(first, 1)
-            settle = link_of(batch)._settle
+    async with taken(ring) as of:
+        settle = link_of(of.batch)._settle
 
-            def never_sent(kind: Kind, *arguments: Any) -> Any:
-                kill_listener(ring, first)
-                return settle(kind, *arguments)
+        def never_sent(kind: Kind, *arguments: Any) -> Any:
+            kill_listener(ring, of.first)
+            return settle(kind, *arguments)
 
-            link_of(batch)._settle = never_sent  # type: ignore[assignment,method-assign]
-            again, verdicts = await asyncio.gather(client.take(second, 1, wait_s=LONG_S), batch.consume())
-            assert verdicts.tolist() == [False]
-            assert again[0].attempts == 2
-            assert (await again.consume()).tolist() == [True]
+        link_of(of.batch)._settle = never_sent  # type: ignore[assignment,method-assign]
+        _, verdicts = await asyncio.gather(comes_again(of), of.batch.consume())
+        assert verdicts.tolist() == [False]
 
 
 @asynchronous
 async def test_a_finish_that_a_stopped_listener_has_not_seen_is_refused_when_it_goes_on(ring: SharedRingBuffer) -> None:
-    ring.write_raw(b"asked about while its listener was stopped")
-    with UCXXServer(ring, ports=(0, 0)):
-        first, second = addresses(ring)
-        [stopped] = [each.pid for each in ring.native.owners() if first.endswith(f":{each.port}")]
-        async with tcp(settings=settings_with(read_timeout_s=0.5)) as client:
-            batch = await client.take(first, 1)
-            os.kill(stopped, signal.SIGSTOP)
-            try:
-                assert (await batch.consume()).tolist() == [False]
-            finally:
-                os.kill(stopped, signal.SIGCONT)
-            again = await client.take(second, 1, wait_s=LONG_S)
-            assert again[0].attempts == 2
-            assert (await again.consume()).tolist() == [True]
+    async with taken(ring, settings=settings_with(read_timeout_s=0.5)) as of:
+        with stopped(ring, of.first):
+            assert (await of.batch.consume()).tolist() == [False]
+        await comes_again(of)
 
 
 @asynchronous
@@ -177,56 +190,34 @@ async def test_a_ring_that_is_gone_leaves_its_finishes_unknown(
 async def test_an_end_that_was_done_before_its_listener_was_killed_is_told_by_another_port(
     ring: SharedRingBuffer, how: Ended
 ) -> None:
-    ring.write_raw(b"of no use")
-    with UCXXServer(ring, ports=(0, 0)):
-        first = addresses(ring)[0]
-        async with tcp() as client:
-            batch = await client.take(first, 1)
-            broken_between(
-                batch,
-                lambda: eventually(lambda: ring.statistics().free == SLOTS, "the ring has ended it"),
-                lambda: kill_listener(ring, first),
-            )
-            assert (await link_of(batch).end(batch.rows, how, "no use", "trainer 0")).tolist() == [True]
-            assert [reason for *_, reason, _, _ in ring.native.failures()] == ["no use"]
-            # Of the same claim another end was never done.
-            assert await client._taking.outcomes.of(link_of(batch).link, batch.rows) == [1]
+    async with taken(ring) as of:
+        killed_after_the_end(ring, of)
+        link, rows = link_of(of.batch), of.batch.rows
+        assert (await link.end(rows, how, "no use", "trainer 0")).tolist() == [True]
+        assert [reason for *_, reason, _, _ in ring.native.failures()] == ["no use"]
+        # Of the same claim another end was never done.
+        assert await of.client._taking.outcomes.of(link.link, rows) == [1]
 
 
 @asynchronous
 async def test_an_end_that_a_killed_listener_had_not_seen_is_refused_and_the_payload_comes_again(
     ring: SharedRingBuffer,
 ) -> None:
-    ring.write_raw(b"not ended")
-    with UCXXServer(ring, ports=(0, 0)):
-        first, second = addresses(ring)
-        [stopped] = [each.pid for each in ring.native.owners() if first.endswith(f":{each.port}")]
-        async with tcp(settings=settings_with(read_timeout_s=0.5)) as client:
-            batch = await client.take(first, 1)
-            os.kill(stopped, signal.SIGSTOP)
-            try:
-                ended = await link_of(batch).end(batch.rows, Ended.DISCARDED, "no use", "trainer 0")
-                assert ended.tolist() == [False]
-            finally:
-                os.kill(stopped, signal.SIGCONT)
-            again = await client.take(second, 1, wait_s=LONG_S)
-            assert again[0].attempts == 2
-            assert (await again.consume()).tolist() == [True]
-            assert ring.native.failures() == []
+    async with taken(ring, settings=settings_with(read_timeout_s=0.5)) as of:
+        with stopped(ring, of.first):
+            ended = await link_of(of.batch).end(of.batch.rows, Ended.DISCARDED, "no use", "trainer 0")
+            assert ended.tolist() == [False]
+        await comes_again(of)
+        assert ring.native.failures() == []
 
 
 @asynchronous
 async def test_what_is_given_back_while_its_connection_breaks_is_given_back(ring: SharedRingBuffer) -> None:
-    ring.write_raw(b"for another")
-    with UCXXServer(ring, ports=(0, 0)):
-        first, second = addresses(ring)
-        async with tcp() as client:
-            batch = await client.take(first, 1)
-            broken_between(batch, lambda: kill_listener(ring, first))
-            assert (await batch.give_back()).tolist() == [True]
-            assert (await batch.give_back()).tolist() == [False]
-            again = await client.take(second, 1, wait_s=LONG_S)
-            assert (again[0].attempts, (await again.consume()).tolist()) == (2, [True])
+    async with taken(ring) as of:
+        broken_between(of.batch, lambda: kill_listener(ring, of.first))
+        assert (await of.batch.give_back()).tolist() == [True]
+        assert (await of.batch.give_back()).tolist() == [False]
+        await comes_again(of)
 
 
 @asynchronous
