@@ -7,7 +7,7 @@ from collections import deque
 from typing import Any, Final
 
 from accounts import Violation
-from hosts import TRAINER
+from trainer_process import TrainerProcess
 
 from transport import UCXXClient
 from transport.queue.demands import Brought, Demands
@@ -22,26 +22,17 @@ _GIVEN_BACK: Final = 0.02  # of batches
 _DISCARDED: Final = 0.01
 
 
-class RingTrainer:
+class RingTrainer(TrainerProcess):
     """One process that takes batches from whatever ring has some, trains on them, and consumes them, until killed."""
 
     def __init__(self, world: Any, number: int) -> None:
-        self.world = world
-        self.number = number
-        self.born = 0
-        self.client: UCXXClient | None = None
+        super().__init__(world, number)
         self.demands: Demands | None = None
-        self.tasks: list[asyncio.Task[None]] = []
         self.came = deque[Brought]()
-        self.last_trained = 0.0
-        self.stopped_until = 0.0  # as by SIGSTOP
 
     def start(self) -> None:
         """A new process."""
-        self.born += 1
-        self.name = f"trainer {self.number}.{self.born}"
-        before = TRAINER.set(self)
-        try:
+        with self.new_process():
             self.client = UCXXClient(wire={"tcp"}, ack="manual", settings=self.world.settings)
             self.came = deque()
             self._arrived = asyncio.Event()
@@ -56,9 +47,6 @@ class RingTrainer:
             )
             self.demands.want(_BATCHES, BATCH, None)
             self.tasks = [asyncio.get_running_loop().create_task(self._work())]
-        finally:
-            TRAINER.reset(before)
-        self.last_trained = self.world.now
 
     @staticmethod
     def _find(places: InDirectory) -> Any:
@@ -68,16 +56,11 @@ class RingTrainer:
         self.came.append(brought)
         self._arrived.set()
 
-    def kill(self) -> None:
-        """SIGKILL: nothing is said to anybody; the kernel closes the connections."""
-        for task in self.tasks:
-            task.cancel()
-        self.tasks = []
+    def end(self) -> None:
+        """End the demands."""
         if self.demands is not None:
             self.demands.close()
-        if self.client is not None:
-            self.client.end()
-        self.client = self.demands = None
+        self.demands = None
 
     async def _work(self) -> None:
         world = self.world

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 from typing import Any, Final
 
 from accounts import Violation, shown
-from hosts import TRAINER
+from trainer_process import TrainerProcess
 
 from transport import UCXXClient
 from transport.errors import QueueUnavailableError, TransportError
@@ -22,48 +21,26 @@ _WAIT_S: Final = 5.0
 _READ_S: Final = 60.0
 
 
-class Trainer:
+class Trainer(TrainerProcess):
     """One process that claims, reads, trains and acknowledges, until it is killed."""
 
     def __init__(self, world: Any, number: int) -> None:
-        self.world = world
-        self.number = number
-        self.born = 0
-        self.client: UCXXClient | None = None
-        self.tasks: list[asyncio.Task[None]] = []
+        super().__init__(world, number)
         self.held: dict[str, Claim] = {}
-        self.last_trained = 0.0
-        self.stopped_until = 0.0  # as by SIGSTOP
 
     def start(self) -> None:
         """A new process."""
-        self.born += 1
-        self.name = f"trainer {self.number}.{self.born}"
-        self.record = ConsumedRecord(self.world.settings)
-        before = TRAINER.set(self)
-        try:
+        with self.new_process():
+            self.record = ConsumedRecord(self.world.settings)
             self.client = UCXXClient(
                 wire={"tcp"}, ack="manual", directory=Directory(self.world.store), settings=self.world.settings
             )
-        finally:
-            TRAINER.reset(before)
-        assert self.client._finder is not None
-        self.client._finder._clock = lambda: self.world.loop.jump.now  # its default was bound before time was virtual
-        self.held = {}
-        loop = asyncio.get_running_loop()
-        context = contextvars.copy_context()
-        context.run(TRAINER.set, self)
-        self.tasks = [loop.create_task(work, context=context) for work in (self._work(), self._renew())]
-        self.last_trained = self.world.now
-
-    def kill(self) -> None:
-        """SIGKILL: nothing is said to anybody; the kernel closes the connections."""
-        for task in self.tasks:
-            task.cancel()
-        self.tasks = []
-        if self.client is not None:
-            self.client.end()
-        self.client = None
+            assert self.client._finder is not None
+            # its default was bound before time was virtual
+            self.client._finder._clock = lambda: self.world.loop.jump.now
+            self.held = {}
+            loop = asyncio.get_running_loop()
+            self.tasks = [loop.create_task(work) for work in (self._work(), self._renew())]
 
     async def _queue(self, name: str, *arguments: Any, **named: Any) -> Any:
         """A call to the queue, which may be away, and whose answer may be lost."""

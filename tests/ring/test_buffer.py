@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -26,12 +25,6 @@ from transport.errors import (
 )
 
 STEPS = Schema.of(obs=("float32", UpTo(10), 3), done=("bool", UpTo(10)), version=("int64",))
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=4, slot_bytes=1000) as made:
-        yield made
 
 
 # --- writing -----------------------------------------------------------------------------------------

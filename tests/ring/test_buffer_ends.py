@@ -20,12 +20,6 @@ THREE = Schema.of(x=("uint8", 3))
 
 
 @pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=4, slot_bytes=1000) as made:
-        yield made
-
-
-@pytest.fixture
 def other(ring: SharedRingBuffer) -> Iterator[SharedRingBuffer]:
     """A second writer of the same ring, which is closed under its users."""
     with SharedRingBuffer.attach(ring.name, role="writer") as attached:

@@ -46,12 +46,6 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=4, slot_bytes=1000) as made:
-        yield made
-
-
-@pytest.fixture
 def name(request: pytest.FixtureRequest) -> Iterator[str]:
     unique = f"/transport-ring-{abs(hash(request.node.nodeid)):x}"
     yield unique

@@ -9,8 +9,9 @@ NonTensorData, NonTensorStacks, nested (jagged) tensors and arrays of objects tr
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from transport.adapters.torch.nested import Apart, Models, Together, shape_of
@@ -91,6 +92,19 @@ def found_fields(
     return said, entries
 
 
+@contextlib.contextmanager
+def fitting(*further: type[Exception]) -> Iterator[None]:
+    """In it a structure is made of a payload's fields. PayloadDamagedError: it does not fit them.
+
+    ``further``: what the framework raises then, besides the usual errors.
+    """
+    misfits: tuple[type[Exception], ...] = (ValueError, TypeError, LookupError, RuntimeError, *further)
+    try:
+        yield
+    except misfits as error:
+        raise PayloadDamagedError(f"{STRUCTURE}: this does not fit the payload's fields: {error}") from error
+
+
 def payload_of(batch: Any) -> dict[str, Any]:
     """The fields of a TensorDict, for `SharedRingBuffer.write`; gradients, locks and devices stay behind.
 
@@ -118,7 +132,5 @@ def tensordict_of(payload: Mapping[str, Any], *, copy: bool = True) -> Any:
     """
     tensordict_class()
     said, entries = found_fields(payload, "TensorDict", copy=copy)
-    try:
+    with fitting():
         return _made(said, entries, copy=copy)
-    except (ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise PayloadDamagedError(f"{STRUCTURE}: this does not fit the payload's fields: {error}") from error

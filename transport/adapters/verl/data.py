@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from transport.adapters.torch.nested import shape_of
 from transport.adapters.torch.nested import tensordict_of as _tensordict
-from transport.adapters.torch.tensor_dicts import STRUCTURE, Fields, found_fields, tensordict_class
-from transport.errors import MissingDependencyError, PayloadDamagedError, SchemaError
+from transport.adapters.torch.tensor_dicts import STRUCTURE, Fields, fitting, found_fields, tensordict_class
+from transport.errors import MissingDependencyError, SchemaError
 from transport.runtime.installing import install
 
 __all__ = ["STRUCTURE", "data_proto_of", "payload_of"]
@@ -67,8 +67,6 @@ def data_proto_of(payload: Mapping[str, Any], *, copy: bool = True) -> Any:
         {name.removeprefix(prefix): each for name, each in entries.items() if name.startswith(prefix)}
         for prefix in (_BATCH, _OTHERS)
     )
-    try:
+    with fitting(AssertionError):
         found = None if said["batch"] is None else _tensordict(said["batch"], batch, copy=copy)
         return kind(found, others, entries.get(_META, {}))
-    except (ValueError, TypeError, LookupError, RuntimeError, AssertionError) as error:
-        raise PayloadDamagedError(f"{STRUCTURE}: this does not fit the payload's fields: {error}") from error
