@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import struct
-from collections.abc import Iterator
-from typing import Any
 
-import frame_codec
 import numpy as np
 import pytest
 from helpers import Child, asynchronous, until
-from scripted_peer import Stage
+from takes import LONG_S, SLOTS, addresses, contents, depth, tcp
 
-from transport import Schema, SharedRingBuffer, TensorSpec, UCXXClient, UCXXServer, _ring
-from transport.errors import (
-    BusyError,
-    ClosedError,
-    ConnectionLostError,
-    LinkError,
-    UsageError,
-    VersionMismatchError,
-)
+from transport import Schema, SharedRingBuffer, TensorSpec, UCXXServer, _ring
 from transport.settings import Settings
-from transport.taking.batch import TAKEN, TakenBatch
+from transport.taking.batch import TAKEN
 from transport.wire import frames
-from transport.wire.frames import Kind, Record
 from transport.wire.library import engine
 
 pytestmark = pytest.mark.ucx
 
-SLOTS = 8
-LONG_S = 60.0
 
 # A trainer: takes what it is told to, says what it got, and consumes when told.
 TRAINER = """
@@ -51,29 +36,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
-
-
-def addresses(ring: SharedRingBuffer) -> list[str]:
-    return [f"127.0.0.1:{port}" for port in ring.native.ports()]
-
-
-def tcp(**arguments: Any) -> UCXXClient:
-    return UCXXClient(wire={"tcp"}, **arguments)
-
-
-def depth(ring: SharedRingBuffer) -> tuple[int, int]:
-    counts = ring.native.depth(0)
-    return counts["ready"], counts["claimed"]
-
-
-def contents(batch: TakenBatch) -> list[bytes]:
-    return [bytes(payload.data) for payload in batch]
 
 
 # --- taking -------------------------------------------------------------------------------------------
@@ -270,211 +232,8 @@ async def test_a_listener_that_is_killed_loses_its_claims_and_another_port_has_t
             assert (await again.consume()).tolist() == [True]
 
 
-# --- waiting ----------------------------------------------------------------------------------------------
-@asynchronous
-async def test_a_demand_waits_and_is_answered_by_the_next_publish(ring: SharedRingBuffer) -> None:
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
-            for number in range(20):
-                waiting = asyncio.create_task(client.take(addresses(ring)[0], 4, wait_s=LONG_S))
-                await asyncio.sleep(0.001 * (number % 3))
-                ring.write_raw(bytes([number]))
-                batch = await waiting
-                assert contents(batch) == [bytes([number])]
-                assert (await batch.consume()).all()
-
-
-@asynchronous
-async def test_a_demand_that_has_waited_is_answered_with_nothing(ring: SharedRingBuffer) -> None:
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
-            batch = await client.take(addresses(ring)[0], 4, wait_s=0.05)
-            assert len(batch) == 0
-            assert (await batch.consume()).tolist() == []
-
-
-@asynchronous
-async def test_cancelled_demands_lose_nothing_and_take_nothing(ring: SharedRingBuffer) -> None:
-    with UCXXServer(ring, mode="thread"):
-        [address] = addresses(ring)
-        async with tcp() as client:
-            await client.take(address, 1)
-            for number in range(30):
-                doomed = asyncio.create_task(client.take(address, 8, wait_s=LONG_S))
-                await asyncio.sleep(0.0005 * (number % 4))
-                ring.write_raw(bytes([number]))
-                if number % 2:
-                    await asyncio.sleep(0.0003 * (number % 5))
-                doomed.cancel()
-                await asyncio.gather(doomed, return_exceptions=True)
-                found = doomed.result() if not doomed.cancelled() else await client.take(address, 8, wait_s=LONG_S)
-                assert contents(found) == [bytes([number])]
-                assert (await found.consume()).tolist() == [True]
-            assert ring.statistics().free == SLOTS
-
-
-@asynchronous
-async def test_a_client_that_closes_gives_back_what_it_holds_and_its_demands(ring: SharedRingBuffer) -> None:
-    ring.write_raw(b"held")
-    async with Stage(ring) as stage:
-        address, service = f"127.0.0.1:{stage.port}", stage.listener._service
-        assert service is not None
-        async with tcp() as client:
-            assert len(await client.take(address, 1)) == 1
-            waiting = asyncio.create_task(client.take(address, 1, wait_s=LONG_S))
-            await until(lambda: service.waiting == 1, "it waits")
-        with pytest.raises((LinkError, ClosedError)):
-            await waiting
-        await until(lambda: depth(ring) == (1, 0), "it is anybody's")
-        await until(lambda: service.waiting == 0, "its demand is gone, too")
-        with pytest.raises(ClosedError):
-            await client.take(address, 1)
-
-
-@asynchronous
-async def test_a_listener_that_stops_tells_those_who_wait(ring: SharedRingBuffer) -> None:
-    async with Stage(ring) as stage, tcp() as client:
-        waiting = asyncio.create_task(client.take(f"127.0.0.1:{stage.port}", 1, wait_s=LONG_S))
-        service = stage.listener._service
-        assert service is not None
-        await until(lambda: service.waiting == 1, "it waits")
-        await stage.listener.stop(0.0)
-        with pytest.raises((BusyError, ConnectionLostError)):
-            await waiting
-
-
-# --- what is refused --------------------------------------------------------------------------------------
-@asynchronous
-async def test_arguments_that_cannot_be_are_refused_before_anything_is_asked(ring: SharedRingBuffer) -> None:
-    with UCXXServer(ring, mode="thread"):
-        [address] = addresses(ring)
-        async with tcp() as client:
-            for wrong in (
-                {"n": 0},
-                {"n": 257},
-                {"n": 1, "most_bytes": -1},
-                {"n": 1, "most_bytes": 1 << 31},
-                {"n": 1, "rank": 16},
-                {"n": 1, "most_attempts": 2048},
-                {"n": 1, "wait_s": -1.0},
-                {"n": 1, "wait_s": float("nan")},
-            ):
-                with pytest.raises(UsageError):
-                    await client.take(address, **wrong)  # type: ignore[arg-type]
-            for nowhere in ("", "host", "host:", ":1", "host:0", "host:99999"):
-                with pytest.raises(UsageError, match="host:port"):
-                    await client.take(nowhere, 1)
-
-
-GOOD = Record(Kind.TAKE, slot=1, rank=0, length=100)
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [GOOD._replace(slot=0)],
-        [GOOD._replace(slot=257)],
-        [GOOD._replace(slot=2**32 - 1)],
-        [GOOD._replace(length=(1 << 30) + 1)],
-        [GOOD._replace(length=2**64 - 1)],
-        [GOOD._replace(rank=16)],
-        [GOOD._replace(rank=255)],
-        [GOOD._replace(attempts=2048)],
-        [GOOD, GOOD],
-        [Record(Kind.STATE), GOOD],
-        [GOOD, Record(Kind.BYE)],
-    ],
-    ids=str,
-)
-@asynchronous
-async def test_a_malformed_demand_ends_its_connection_and_takes_nothing(
-    ring: SharedRingBuffer, records: list[Record]
-) -> None:
-    ring.write_raw(b"not for them")
-    async with Stage(ring) as stage:
-        peer = await stage.connected()
-        peer.send(frame_codec.encode_control(0, records))
-        await until(lambda: peer.task.done(), "the connection has ended")
-        assert depth(ring) == (1, 0)
-
-
-@asynchronous
-async def test_claims_that_are_not_the_connections_own_are_refused(ring: SharedRingBuffer) -> None:
-    ring.write_raw(b"somebody else's")
-    async with Stage(ring) as stage, tcp() as client:
-        batch = await client.take(f"127.0.0.1:{stage.port}", 1)
-        row = batch.rows[0]
-        peer = await stage.connected()
-        own = Record(Kind.FINISH, int(row["slot"]), int(row["generation"]), int(row["rank"]), attempts=1)
-        records = [
-            own,
-            own._replace(kind=Kind.GIVE_BACK),
-            own._replace(attempts=2),
-            own._replace(slot=SLOTS),
-            own._replace(slot=2**32 - 1),
-            own._replace(rank=255),
-        ]
-        answers = await peer.ask(*records)
-        assert [answer.code for answer in answers] == [1] * len(records)
-        assert depth(ring) == (0, 1)
-        assert (await batch.consume()).tolist() == [True]
-
-
-@asynchronous
-async def test_a_connection_has_a_limited_number_of_demands_that_wait(ring: SharedRingBuffer) -> None:
-    with UCXXServer(ring, mode="thread"):
-        [address] = addresses(ring)
-        async with tcp() as client:
-            await client.take(address, 1)
-            demands = [asyncio.create_task(client.take(address, 1, wait_s=LONG_S)) for _ in range(5)]
-            done, waiting = await asyncio.wait(demands, return_when=asyncio.FIRST_COMPLETED)
-            [refused] = done
-            assert isinstance(refused.exception(), BusyError)
-            for number in range(4):
-                ring.write_raw(bytes([number]))
-            taken = [contents(await demand)[0] for demand in waiting]
-            assert sorted(taken) == [bytes([number]) for number in range(4)]
-
-
-@asynchronous
-async def test_a_listener_of_an_older_version_is_told_apart(
-    ring: SharedRingBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ring.write_raw(b"still read by ticket")
-    monkeypatch.setattr(frames, "VERSION", 2)  # what this client speaks at most: the connection's version is 2
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
-            with pytest.raises(VersionMismatchError, match="speaks wire version 2, and taking needs 3"):
-                await client.take(addresses(ring)[0], 1)
-            assert depth(ring) == (1, 0)
-
-
 # --- native code --------------------------------------------------------------------------------------------
 def test_the_row_is_that_of_native_code() -> None:
     assert TAKEN.itemsize == 48
     assert engine().TAKING_VERSION == frames.TAKING_VERSION
     assert engine().room_for(1, 0) >= 16 + 48 + _ring.NOTE_CAPACITY
-
-
-def test_a_client_without_taking_makes_no_thread() -> None:
-    """The thread that waits for a publish is there only once a demand has waited."""
-    script = """
-import asyncio, json, os
-from transport import SharedRingBuffer, UCXXClient, UCXXServer
-async def main():
-    threads = lambda: len(os.listdir("/proc/self/task"))
-    with SharedRingBuffer.create(slots=2, slot_bytes=64) as ring:
-        with UCXXServer(ring, mode="thread"):
-            async with UCXXClient(wire={"tcp"}) as client:
-                address = f"127.0.0.1:{ring.native.ports()[0]}"
-                await client.take(address, 1)
-                before = threads()
-                await client.take(address, 1, wait_s=0.01)
-                waited = threads()
-        after = threads()
-        print(json.dumps([waited - before, after < waited]))
-asyncio.run(main())
-"""
-    with Child(script) as child:
-        assert json.loads(child.line()) == [1, True]
-        assert child.wait() == 0

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import Child, asynchronous, until
+from helpers import asynchronous, until
+from take_batches import SCHEMA, SLOTS, address, given_back, payload, tcp
+from takes import depth
 
-from transport import BlockingClient, Schema, SharedRingBuffer, UCXXClient, UCXXServer
+from transport import BlockingClient, Schema, SharedRingBuffer, UCXXServer
 from transport.errors import (
     BatchTooLargeError,
     ClosedError,
@@ -22,46 +22,17 @@ from transport.errors import (
     UsageError,
 )
 from transport.ring.batch_shape import Shape
-from transport.schema import DTYPES, UpTo
+from transport.schema import UpTo
 from transport.taking.batches import in_place
 from transport.taking.parts import TakenPart
 
 pytestmark = pytest.mark.ucx
-
-SCHEMA = Schema.of(tokens=("int32", UpTo(8)), mask=("bool", UpTo(5), 3), reward=("bfloat16",))
-SLOTS = 16
-
-
-def payload(number: int) -> dict[str, Any]:
-    rows = number % 9
-    return {
-        "tokens": np.arange(rows, dtype=np.int32) + number,
-        "mask": np.full((number % 6, 3), number % 2, np.bool_),
-        "reward": np.asarray(number, DTYPES["bfloat16"]),
-    }
 
 
 @pytest.fixture
 def ring() -> Iterator[SharedRingBuffer]:
     with SharedRingBuffer.create(SCHEMA, slots=SLOTS) as made:
         yield made
-
-
-def address(ring: SharedRingBuffer) -> str:
-    return f"127.0.0.1:{ring.native.ports()[0]}"
-
-
-def tcp(**arguments: Any) -> UCXXClient:
-    return UCXXClient(wire={"tcp"}, **{"schemas": [SCHEMA], **arguments})
-
-
-def depth(ring: SharedRingBuffer) -> tuple[int, int]:
-    counts = ring.native.depth(0)
-    return counts["ready"], counts["claimed"]
-
-
-async def given_back(ring: SharedRingBuffer, ready: int) -> None:
-    await until(lambda: depth(ring) == (ready, 0), "every claim has ended")
 
 
 def spoil(ring: SharedRingBuffer, slot: int) -> None:
@@ -286,55 +257,6 @@ async def test_a_client_with_no_schema_or_several_says_which_is_to_be_given(ring
                 assert len(await client.take_batch(address(ring), 1, schema=SCHEMA)) == 0
 
 
-# --- the ends of the claims -----------------------------------------------------------------------
-@asynchronous
-async def test_a_batch_that_nobody_holds_any_more_gives_its_payloads_back(ring: SharedRingBuffer) -> None:
-    ring.write_many([payload(2), payload(3)])
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
-            batch = await client.take_batch(address(ring), 1, layout="packed")
-            kept = batch["tokens"]
-            del batch
-            gc.collect()
-            await given_back(ring, 2)
-            async with await client.take_batch(address(ring), 1, layout="padded"):
-                pass
-            await given_back(ring, 2)
-            assert kept.tolist() == [2, 3]
-
-
-@asynchronous
-async def test_a_cancelled_demand_leaves_its_payload_to_another(ring: SharedRingBuffer) -> None:
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client, tcp() as other:
-            await client.take_batch(address(ring), 1)
-            waiting = asyncio.ensure_future(client.take_batch(address(ring), 1, wait_s=60.0))
-            await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            ring.write_many([payload(1)])
-            batch = await other.take_batch(address(ring), 1, wait_s=60.0)
-            assert (await batch.consume()).all()
-
-
-@asynchronous
-async def test_a_lost_connection_ends_the_claims_and_the_arrays_stay(ring: SharedRingBuffer) -> None:
-    ring.write_many([payload(4)])
-    with UCXXServer(ring, mode="thread"):
-        client = tcp()
-        batches = [await client.take_batch(address(ring), 1, layout="packed")]
-        await client.close()
-        await given_back(ring, 1)
-        [batch] = batches
-        assert batch["tokens"].tolist() == [4, 5, 6, 7]
-        assert batch.renew() == 0
-        assert (await batch.consume()).tolist() == [False]
-        batch.release()
-        with pytest.raises(ClosedError):
-            await client.take_batch(address(ring), 1)
-
-
 @asynchronous
 async def test_a_large_payload_is_verified_as_it_is_copied() -> None:
     schema = Schema.of(data=("uint8", UpTo(1 << 20)), end=("int64", 2))
@@ -349,72 +271,3 @@ async def test_a_large_payload_is_verified_as_it_is_copied() -> None:
         await given_back(ring, 1)
         async with tcp(schemas=[schema], verify=False) as client:
             assert len(await client.take_batch(address(ring), 2, layout="padded")) == 1
-
-
-TRAINER = """
-import asyncio, os, sys
-from transport import Schema, UCXXClient
-from transport.schema import UpTo
-
-async def main():
-    schema = Schema.of(tokens=("int32", UpTo(8)), mask=("bool", UpTo(5), 3), reward=("bfloat16",))
-    async with UCXXClient(wire={"tcp"}, schemas=[schema]) as client:
-        batch = await client.take_batch(sys.argv[1], 8, layout=sys.argv[2], wait_s=60)
-        print(len(batch), flush=True)
-        await asyncio.sleep(600)
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("layout", ["list", "packed"])
-@asynchronous
-async def test_what_a_killed_trainer_had_in_a_batch_is_another_ones(ring: SharedRingBuffer, layout: Any) -> None:
-    ring.write_many([payload(4), payload(5)])
-    with UCXXServer(ring, mode="thread"):
-        with Child(TRAINER, address(ring), layout) as child:
-            assert await asyncio.to_thread(child.line) == "2"
-            assert depth(ring) == (0, 2)
-            child.process.kill()
-        async with tcp() as client:
-            batch = await client.take_batch(address(ring), 8, layout=layout, wait_s=60.0)
-            found = len(batch)
-            assert (await batch.consume()).all()
-            while found < 2:
-                batch = await client.take_batch(address(ring), 8, layout=layout, wait_s=60.0)
-                found += len(batch)
-                assert (await batch.consume()).all()
-    await until(lambda: ring.native.state_counts() == (SLOTS, 0, 0, 0), "every slot is free")
-
-
-@asynchronous
-async def test_a_killed_listener_ends_the_claims_of_a_batch_and_its_arrays_stay(ring: SharedRingBuffer) -> None:
-    ring.write_many([payload(4)])
-    with UCXXServer(ring, log_level="ERROR"):
-        async with tcp() as client:
-            batch = await client.take_batch(address(ring), 1, layout="packed", wait_s=60.0)
-            [doomed] = [each.pid for each in ring.native.owners() if each.port]
-            os.kill(doomed, signal.SIGKILL)
-            await until(lambda: batch.renew() == 0, "the connection is known to be lost")
-            assert (await batch.consume()).tolist() == [False]
-            assert batch["tokens"].tolist() == [4, 5, 6, 7]
-            await given_back(ring, 1)
-
-
-@asynchronous
-async def test_a_forked_child_ends_no_claims_of_its_parents_connection(ring: SharedRingBuffer) -> None:
-    ring.write_many([payload(4)])
-    with UCXXServer(ring, mode="thread"):
-        async with tcp() as client:
-            batch = await client.take_batch(address(ring), 1, layout="packed")
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    good = batch["tokens"].tolist() == [4, 5, 6, 7]
-                    batch.release()
-                    os._exit(0 if good else 1)
-                finally:
-                    os._exit(2)
-            assert os.waitstatus_to_exitcode((await asyncio.to_thread(os.waitpid, pid, 0))[1]) == 0
-            assert depth(ring) == (0, 1)
-            assert (await batch.consume()).tolist() == [True]

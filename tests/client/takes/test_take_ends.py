@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import frame_codec
 import pytest
 from helpers import asynchronous, until
 from scripted_peer import LARGE, Peer, Stage
+from takes import LONG_S, SLOTS, tcp
 
 from transport import SharedRingBuffer, UCXXClient
 from transport.taking.batch import TakenBatch
@@ -17,18 +17,6 @@ from transport.wire import frames
 from transport.wire.frames import Ended, Kind, Record
 
 pytestmark = pytest.mark.ucx
-SLOTS = 8
-LONG_S = 60.0
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
-
-
-def tcp() -> UCXXClient:
-    return UCXXClient(wire={"tcp"})
 
 
 def counts(ring: SharedRingBuffer) -> dict[str, int]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from helpers import asynchronous, until
 from scripted_peer import LARGE, Peer, Stage
+from takes import LONG_S, SLOTS, depth, tcp
 
-from transport import SharedRingBuffer, UCXXClient
+from transport import SharedRingBuffer
 from transport.errors import ClosedError
 from transport.ticket import Ticket
 from transport.wire import frames
@@ -19,24 +18,7 @@ from transport.wire.frames import Kind, Record
 
 pytestmark = pytest.mark.ucx
 
-SLOTS = 8
-LONG_S = 60.0
 LONG_MS = 60_000
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
-
-
-def tcp(**arguments: Any) -> UCXXClient:
-    return UCXXClient(wire={"tcp"}, **arguments)
-
-
-def depth(ring: SharedRingBuffer) -> tuple[int, int]:
-    counts = ring.native.depth(0)
-    return counts["ready"], counts["claimed"]
 
 
 def demand(count: int = 1, wait_ms: int = 0) -> Record:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from helpers import asynchronous, eventually, settings_with, until
+from takes import LONG_S, SLOTS, addresses, tcp
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.client.takes.link import TakeLink
@@ -21,23 +22,6 @@ from transport.taking.outcomes import Outcomes
 from transport.wire.frames import MOST_UNANSWERED, Ended, Kind
 
 pytestmark = pytest.mark.ucx
-
-SLOTS = 8
-LONG_S = 60.0
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=4096) as made:
-        yield made
-
-
-def addresses(ring: SharedRingBuffer) -> list[str]:
-    return [f"127.0.0.1:{port}" for port in ring.native.ports()]
-
-
-def tcp(**arguments: Any) -> UCXXClient:
-    return UCXXClient(wire={"tcp"}, **arguments)
 
 
 def link_of(batch: TakenBatch) -> TakeLink:
