@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import re
-from pathlib import Path
-
 import msgspec
 import pytest
+from coordinators import CLIENTS, ELECTED, RECORD, checkpoint, in_cooldown, report, verify
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transport.cooldown.epochs import coordinator as module
 from transport.cooldown.epochs.coordinator import (
     LOOK_AGAIN_S,
     MOST_GAP_S,
     MOST_UNELECTED,
-    TABLE,
     Begin,
     Coordinator,
     Event,
@@ -33,44 +28,13 @@ from transport.cooldown.epochs.coordinator import (
 from transport.cooldown.epochs.election import elect
 from transport.cooldown.epochs.records import (
     SET,
-    Checkpoint,
     EpochRecord,
-    Note,
     Outcome,
     Phase,
     Refusal,
     Report,
     ReportKind,
-    decode,
-    encode,
 )
-from transport.errors import StoreUnsuitableError
-
-CLIENTS = tuple("abcdef")
-RECORD = EpochRecord(run="run", epoch=7, destination="file:///d", cooldown_s=60.0, seed=8)
-ELECTED = elect(CLIENTS, seed=8, epoch=7)
-
-
-def report(
-    client: str = "c", attempt: str = "0" * 16, kind: ReportKind = ReportKind.UPLOADED, **other: object
-) -> Report:
-    fields = {"run": "run", "epoch": 7, "client": client, "kind": kind, "attempt": attempt, "manifest_sha256": "ab"}
-    return Report(**{**fields, **other})  # type: ignore[arg-type]
-
-
-def checkpoint(of: Report) -> Checkpoint:
-    return Checkpoint(client=of.client, attempt=of.attempt, manifest_sha256=of.manifest_sha256, files=1, bytes=1)
-
-
-def in_cooldown(now: float = 0.0) -> Coordinator:
-    machine = Coordinator(RECORD)
-    machine.handle(Begin(3, CLIENTS))
-    machine.tick(now)
-    return machine
-
-
-def verify(machine: Coordinator, of: Report) -> list[Report]:
-    return [action.report for action in machine.handle(Reported(of)) if isinstance(action, Verify)]
 
 
 # --- the way through ------------------------------------------------------------------------------------
@@ -384,42 +348,3 @@ def test_it_ends_by_a_verified_report_of_an_elected_client_or_by_time(events: li
         elif cooling and isinstance(event, Ticked):
             assert watched < 2 * RECORD.cooldown_s
             assert watched < RECORD.cooldown_s or asked, "nothing is being verified"
-
-
-# --- what is stored -------------------------------------------------------------------------------------
-def test_enums_are_stored_by_name() -> None:
-    machine = in_cooldown()
-    machine.handle(Reported(report("x")))
-    verify(machine, report())
-    machine.handle(Verified(report(), checkpoint(report())))
-    stored = json.loads(encode(machine.record))
-    assert (stored["phase"], stored["outcome"]) == ("ended", "checkpointed")
-    assert stored["notes"]["x"] == {
-        "kind": "uploaded",
-        "attempt": "0" * 16,
-        "refusal": "not_elected",
-        "detail": "run run, epoch 7",
-    }
-    assert decode(encode(machine.record), EpochRecord) == machine.record
-    for enum in (Phase, Outcome, ReportKind, Refusal):
-        assert all(member.value == member.name.lower() for member in enum)
-
-
-@pytest.mark.parametrize(
-    "data", [b"", b"{}", b"\xff", b'{"run":1}', encode(RECORD).replace(b'"layout":1', b'"layout":3')]
-)
-def test_what_is_no_record_is_refused(data: bytes) -> None:
-    with pytest.raises(StoreUnsuitableError):
-        decode(data, EpochRecord)
-
-
-def test_an_unread_note_has_a_default() -> None:
-    assert decode(encode(RECORD), EpochRecord).notes == {}
-    assert Note(kind=ReportKind.FAILED).refusal is None
-
-
-def test_the_page_has_the_table() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "COOLDOWN.md").read_text("utf-8")
-    rows = re.findall(r"^\| (\w+) \| `(\w+)` \|", page, re.MULTILINE)
-    assert rows == [(state.name, event.__name__) for state, event in TABLE]
-    assert module.__doc__

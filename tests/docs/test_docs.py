@@ -1,19 +1,18 @@
-"""The documentation runs, names only what exists, and has the numbers that the code has.
+"""The documentation runs, describes the whole interface, and has the numbers that the code has.
 
 * Every ``python`` block of README.md, CONTRIBUTING.md and docs/ runs, each in a namespace and an empty folder of its
   own; one after ``<!-- not run: reason -->`` is skipped with its reason, one after ``<!-- needs: package -->`` where
   that is not installed. Every file in examples/ runs as a program.
-* Paths, modules, classes, attributes, settings, make targets and commands in backticks exist, and links resolve.
 * No page has more than 2 000 words, but the CHANGELOG.
 * Tables that repeat code (settings, rules, ceilings, layouts, status codes, transitions, UCX settings) equal it.
 
-``python tests/docs/test_docs.py`` writes the generated tables anew.
+test_names.py looks whether what the pages name exists. ``python tests/docs/test_docs.py`` writes the generated tables
+anew.
 """
 
 from __future__ import annotations
 
 import ast
-import builtins
 import importlib
 import importlib.util
 import re
@@ -29,6 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "support"))  # pytest 
 
 import api_page
 import frame_codec
+from doc_pages import PAGES, ROOT, classes, page_parameters, sources
 
 from transport import config, errors, wires
 from transport.client.retry import attempts_of_read, backoff_ceiling, worst_case_attempts, worst_case_wait
@@ -36,13 +36,8 @@ from transport.observe import metrics
 from transport.settings import DEFAULTS
 from transport.wire import frames
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MOST_WORDS = 2000
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-FOLDERS = ("transport", "native", "tests", "docs", "examples", "benchmarks", ".ci")
-
-page_parameters = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 # --- code that runs -----------------------------------------------------------------------------------
@@ -82,160 +77,7 @@ def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# --- names that exist ---------------------------------------------------------------------------------
-def without_code(text: str) -> str:
-    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-
-
-def in_backticks(page: Path) -> list[str]:
-    return re.findall(r"`([^`\n]+)`", without_code(page.read_text(encoding="utf-8")))
-
-
-@cache
-def sources(*folders: str) -> str:
-    """All source text, in which an identifier must occur to exist."""
-    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.*"))]
-    text = "\n".join(
-        path.read_text(encoding="utf-8")
-        for path in files
-        if path.suffix in {".py", ".pyi", ".hpp", ".cpp", ".pml"} and path.name != Path(__file__).name
-    )
-    return text + (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-
-
-@cache
-def identifiers() -> frozenset[str]:
-    return frozenset(re.findall(r"[A-Za-z_]\w*", sources("transport", "native", "tests", "benchmarks")))
-
-
-@cache
-def classes() -> dict[str, tuple[set[str], list[str]]]:
-    """Every class of the package: what it has, and the names of its bases."""
-    found: dict[str, tuple[set[str], list[str]]] = {}
-    for path in [*(ROOT / "transport").rglob("*.py"), *(ROOT / "transport").rglob("*.pyi")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                members = {
-                    name
-                    for each in ast.walk(node)
-                    for name in (
-                        [each.name]
-                        if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
-                        else [each.id]
-                        if isinstance(each, ast.Name)
-                        else [each.attr]
-                        if isinstance(each, ast.Attribute)
-                        else []
-                    )
-                }
-                found[node.name] = members, [base.id for base in node.bases if isinstance(base, ast.Name)]
-    return found
-
-
-def has_member(class_name: str, member: str) -> bool:
-    members, bases = classes().get(class_name, (set(), []))
-    return member in members or any(has_member(base, member) for base in bases)
-
-
-@cache
-def type_aliases() -> frozenset[str]:
-    return frozenset(re.findall(r"^([A-Z]\w*)(?:: TypeAlias)? = ", sources("transport"), re.MULTILINE))
-
-
-@cache
-def native_types() -> frozenset[str]:
-    return frozenset(re.findall(r"(?:class|struct) (?:alignas\(\d+\) )?(\w+)", sources("native")))
-
-
-def module_has(dotted: str) -> bool:
-    """Whether ``transport.a.b`` is a module, or something that a module's file defines."""
-    path = ROOT / dotted.replace(".", "/")
-    if path.is_dir() or path.with_suffix(".py").exists() or path.with_suffix(".pyi").exists():
-        return True
-    home, _, name = dotted.rpartition(".")
-    file = ROOT / f"{home.replace('.', '/')}.py"
-    file = file if file.exists() else file.with_suffix("") / "__init__.py"
-    return file.exists() and bool(re.search(rf"\b{re.escape(name)}\b", file.read_text(encoding="utf-8")))
-
-
-def problem_with(word: str, page: Path) -> str | None:
-    """Why a word in backticks does not exist; None where it does, or is not a name of this project."""
-    if word == config.FILE_NAME:
-        return None
-    if word.startswith(config.PREFIX) and word.isupper() and word != "TRANSPORT_…":
-        build = word in sources("native")
-        known = build or word == config.FILE_VARIABLE or word.removeprefix(config.PREFIX).lower() in config.MEANINGS
-        return None if known else "no such setting"
-    path = re.fullmatch(r"([\w./-]+?)(?:::\w+)?", word)
-    if path and (
-        word.startswith(tuple(f"{folder}/" for folder in FOLDERS)) or re.search(r"\.(py|hpp|cpp|md)$", path[1])
-    ):
-        places = (ROOT, page.parent, ROOT / "transport", ROOT / "native", ROOT / "tests")
-        return None if any((place / path[1]).exists() for place in places) else "no such file"
-    room = re.fullmatch(r"([a-z]+)(?:/\w+)+", word)
-    if room and (ROOT / "transport" / room[1]).is_dir():  # as the pages on the code name a file
-        exists = (ROOT / "transport" / word).is_dir() or (ROOT / "transport" / f"{word}.py").exists()
-        return None if exists else "no such file in transport/"
-    if re.fullmatch(r"transport(\.\w+)+", word):
-        return None if module_has(word) else "no such module, nor a name in one"
-    if command := re.fullmatch(r"make (\S+).*", word):
-        return None if command[1] in make_targets() else "no such target in the Makefile"
-    if command := re.fullmatch(r"transport ([a-z]\w*)\b.*", word):
-        return None if (ROOT / "transport" / "cli" / f"{command[1]}.py").exists() else "no such command"
-    if named := re.fullmatch(r"([A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*)(?:(?:\.|::)(\w+))?(?:\(.*\))?", word):
-        name, member = named[1], named[2]
-        if name in native_types() or name in type_aliases() or hasattr(builtins, name):
-            return None
-        if name not in classes():
-            return "no such class"
-        return None if member is None or has_member(name, member) else f"{name} has no {member}"
-    if named := re.fullmatch(r"(_?[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+)(?:\(.*\))?(?:=.*)?", word):
-        foreign = named[1].startswith(("UCX_", "RAPIDS_", "LD_"))
-        chosen = named[1] in wires._CHOSEN
-        return None if foreign or chosen or named[1] in identifiers() else "no such name in the source"
-    return None
-
-
-@cache
-def make_targets() -> frozenset[str]:
-    return frozenset(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-
-
-@page_parameters
-def test_what_stands_in_backticks_exists(page: Path) -> None:
-    problems = {word: problem for word in in_backticks(page) if (problem := problem_with(word, page))}
-    assert not problems
-
-
-@page_parameters
-def test_commands_in_console_blocks_exist(page: Path) -> None:
-    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    for line in "".join(blocks).splitlines():
-        words = line.removeprefix("$ ").split("#")[0].split()
-        if words[:1] == ["make"] and len(words) > 1:
-            assert words[1] in make_targets(), line
-        for word in words:
-            if word.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
-                assert (ROOT / word.split("::")[0]).exists(), line
-
-
-def slugs(page: Path) -> set[str]:
-    """Anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
-
-
-@page_parameters
-def test_links_resolve(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
-        if re.match(r"https?://", target):
-            continue
-        file, _, anchor = target.partition("#")
-        linked = (page.parent / file).resolve() if file else page
-        assert linked.exists(), target
-        assert not anchor or anchor in slugs(linked), target
-
-
+# --- the pages ----------------------------------------------------------------------------------------
 @page_parameters
 def test_a_page_is_short(page: Path) -> None:
     if page.name != "CHANGELOG.md":  # a list that grows, of which one reads a part

@@ -6,39 +6,23 @@ import contextlib
 import gc
 import os
 import signal
-import socket
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
 import pytest
+from found_processes import TRAINER, WRITER, fill, opened, ring_of
 from found_rings import LONG_S, some
-from helpers import Child, dead_port, eventually, free, listener_pids, parent_of
+from helpers import Child, dead_port, eventually, free, listener_pids
 
-from transport import Schema, SharedRingBuffer, UCXXServer
-from transport.queue import Claim, DeliveryState, FoundRings, QueueDepth, open_queue
+from transport.queue import FoundRings
 from transport.queue.demands import Place
-from transport.queue.found_elsewhere import FoundElsewhere
 from transport.queue.places import OnThisHost
 from transport.settings import Settings
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
-NUMBERED = Schema.of(number=("int64",))
 both = pytest.mark.parametrize("wire", ["mapped", "tcp"])
 
-# Claims as many as it is told to, says how many, and consumes what it holds when it is told to.
-TRAINER = """
-import sys
-from transport.queue import open_queue
-with open_queue(sys.argv[1]) as queue:
-    claims = []
-    while len(claims) < int(sys.argv[2]):
-        claims += queue.claim(int(sys.argv[2]) - len(claims), 30.0, consumer="child")
-    print(len(claims), flush=True)
-    sys.stdin.readline()
-    print(len(queue.ack_many(claims)), flush=True)
-"""
 
 # Consumes until nothing has come for a second, and says the numbers of what was accepted.
 GREEDY = """
@@ -58,29 +42,6 @@ with open_queue(sys.argv[1]) as queue:
     print(*found, flush=True)
 """
 
-# Writes numbered payloads into a ring of its own, then waits.
-WRITER = """
-import sys
-import numpy as np
-from transport import Schema
-from transport.packer.rollout import UCXXRolloutMixin
-from transport.packer.options import ServerOptions
-from transport.queue import open_queue
-from transport.settings import Settings
-class Worker(UCXXRolloutMixin): ...
-worker = Worker()
-with open_queue(sys.argv[1]) as queue:
-    worker.setup_ucxx(
-        Schema.of(number=("int64",)), slots=64, queue=queue, settings=Settings(linger_s=20.0),
-        server=ServerOptions(addresses=("127.0.0.1",)),
-    )
-    for number in range(int(sys.argv[2])):
-        worker.write_to_buffer({"number": number})
-    print("written", flush=True)
-    sys.stdin.readline()
-    worker.cleanup_ucxx(drain_s=20.0)
-"""
-
 
 class Gone(OnThisHost):
     """Finds one ring, whose segment has gone since."""
@@ -92,25 +53,6 @@ class Gone(OnThisHost):
     def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
         """It."""
         return {"gone": Place(("127.0.0.1",), (self._port,), "gone", f"/transport-{self.prefix}gone")}
-
-
-@contextlib.contextmanager
-def ring_of(prefix: str, settings: Settings | None = None, **arguments: object) -> Iterator[SharedRingBuffer]:
-    with (
-        SharedRingBuffer.create(NUMBERED, prefix=prefix, slots=32) as ring,
-        UCXXServer(ring, settings=settings or Settings(), addresses=("127.0.0.1",), **arguments),  # type: ignore[arg-type]
-    ):
-        yield ring
-
-
-def fill(ring: SharedRingBuffer, count: int) -> None:
-    ring.write_many([{"number": np.int64(number)} for number in range(count)], timeout_s=LONG_S)
-
-
-def opened(prefix: str) -> FoundRings:
-    queue = open_queue(f"rings:{prefix}")
-    assert isinstance(queue, FoundRings)
-    return queue
 
 
 @both
@@ -249,42 +191,6 @@ def test_no_trainer_hoards(prefix: str, wire: str, over: None) -> None:
         assert slow.ack_many(held) == held
 
 
-@both
-def test_what_had_arrived_at_a_killed_trainer_is_lost_and_reported(prefix: str, wire: str, over: None) -> None:
-    trainer = TRAINER.replace(
-        "print(len(claims), flush=True)", "print(len(queue.ack_many(claims, trained=False)), flush=True)"
-    )
-    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
-        fill(ring, 5)
-        with Child(trainer, f"rings:{prefix}", 5) as child:
-            assert child.line() == "5"
-            assert queue.depth().arrived == 5
-            child.kill()
-        assert queue.claim(1, 0.5, consumer="test") == []
-        eventually(lambda: queue.depth() == QueueDepth(lost=5), "they are counted as lost")
-        [failure] = queue.failures()
-        assert (failure.state, failure.rank) == (DeliveryState.LOST, 0)
-        assert "5 had arrived at a consumer" in failure.reason
-        eventually(lambda: free(ring), "no slot is pinned")
-
-
-def test_what_had_arrived_through_a_killed_listener_is_done_when_its_trainer_says_so(
-    prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    with ring_of(prefix) as ring, opened(prefix) as queue:
-        fill(ring, 4)
-        claims = some(queue, 4)
-        assert queue.ack_many(claims, trained=False) == claims
-        [doomed] = listener_pids(ring).values()
-        os.kill(doomed, signal.SIGKILL)
-        eventually(lambda: ring.native.reclaim() or queue.depth().lost == 4, "the listener's count is lost")
-        assert queue.finish(claims) == claims
-        fill(ring, 1)
-        assert queue.ack_many(some(queue, 1))
-        eventually(lambda: queue.depth() == QueueDepth(done=5), "the next listener has heard of it")
-
-
 def test_a_trainer_that_is_killed_with_a_demand_that_waits_leaves_nothing(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,67 +227,6 @@ def test_a_claim_that_waits_in_a_thread_ends_with_the_queue(prefix: str, monkeyp
         assert ended == ["ClosedError"]
 
 
-def test_what_was_consumed_is_told_by_a_listener_that_has_another_port_by_then(
-    prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    with (
-        SharedRingBuffer.create(NUMBERED, prefix=prefix, slots=32) as ring,
-        contextlib.ExitStack() as later,
-        UCXXServer(ring, addresses=("127.0.0.1",)) as server,
-        opened(prefix) as queue,
-    ):
-        fill(ring, 3)
-        claims = some(queue, 3)
-        [link] = {queue._elsewhere._held[claim.token].brought.link for claim in claims}
-        outcome, [before] = link._outcome, ring.native.ports()
-
-        async def lost(future: Any, limit_s: float, what: str) -> Any:
-            if what != "the end of claims":
-                return await outcome(future, limit_s, what)
-            link._outcome = outcome  # type: ignore[method-assign]
-            eventually(lambda: free(ring), "the ring has consumed them")
-            server.close()
-            taken = later.enter_context(socket.socket())
-            taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            taken.bind(("0.0.0.0", before))
-            taken.listen()
-            later.enter_context(UCXXServer(ring, addresses=("127.0.0.1",)))
-            assert before not in ring.native.ports()
-            link.link.abort()
-            return await outcome(future, limit_s, what)
-
-        link._outcome = lost  # type: ignore[method-assign]
-        assert queue.ack_many(claims) == claims
-
-
-def test_what_was_consumed_is_told_by_a_ring_that_nobody_serves(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    with opened(prefix) as queue, Child(WRITER, f"rings:{prefix}", 3) as writer:
-        assert writer.line() == "written"
-        claims = some(queue, 3)
-        [name] = queue.places.segments()
-        [link] = {queue._elsewhere._held[claim.token].brought.link for claim in claims}
-        outcome = link._outcome
-
-        async def lost(future: Any, limit_s: float, what: str) -> Any:
-            if what != "the end of claims":
-                return await outcome(future, limit_s, what)
-            link._outcome = outcome  # type: ignore[method-assign]
-            eventually(lambda: free(ring), "the ring has consumed them")
-            listeners = list(listener_pids(ring).values())
-            os.kill(parent_of(listeners[0]), signal.SIGKILL)
-            writer.kill()
-            for each in listeners:
-                os.kill(each, signal.SIGKILL)
-            link.link.abort()
-            return await outcome(future, limit_s, what)
-
-        link._outcome = lost  # type: ignore[method-assign]
-        with SharedRingBuffer.attach(name, role="observer") as ring:
-            assert queue.ack_many(claims) == claims
-
-
 def test_a_demand_whose_connection_was_lost_before_it_was_made_is_made_again(
     prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -415,73 +260,3 @@ def test_a_ring_that_went_before_it_was_connected_to_is_no_fault_of_the_wires_th
         assert queue.claim(1, 0.1, consumer="test") == []
         eventually(lambda: queue._elsewhere.rank(0).demands.faults, "it was tried")
         assert queue.claim(1, 0.1, consumer="test") == []
-
-
-@pytest.mark.parametrize("wire", ["tcp"])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_consuming_that_was_interrupted_is_repeated_with_the_same_answer(
-    prefix: str, wire: str, over: None, when: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settle = FoundElsewhere._settle
-
-    def interrupted(*arguments: Any) -> Any:
-        monkeypatch.setattr(FoundElsewhere, "_settle", settle)
-        if when == "after":  # the ring has consumed them, and nobody was told
-            settle(*arguments)
-        raise KeyboardInterrupt
-
-    with ring_of(prefix, mode="thread") as ring, opened(prefix) as queue:
-        fill(ring, 3)
-        claims = some(queue, 3)
-        monkeypatch.setattr(FoundElsewhere, "_settle", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            queue.ack_many(claims)
-        assert queue.ack_many(claims) == claims
-        assert queue.depth().done == 3
-        eventually(lambda: free(ring), "every slot is free")
-
-
-def test_a_consume_asks_all_rings_at_once_and_waits_for_none_before_it_asks_the_next(
-    prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    settings = Settings(watchdog_s=60.0)
-    with ring_of(prefix, settings) as one, ring_of(prefix, settings) as two, opened(prefix) as queue:
-        fill(one, 1)
-        fill(two, 1)
-        claims = some(queue, 2)
-        first, second = (one, two) if claims[0].ticket_id.startswith(one.ring_id) else (two, one)
-        [stopped] = listener_pids(first).values()
-        os.kill(stopped, signal.SIGSTOP)
-        accepted: list[Claim] = []
-        thread = threading.Thread(target=lambda: accepted.extend(queue.ack_many(claims)))
-        thread.start()
-        try:
-            eventually(lambda: free(second), "the ring that answers has heard that its payload is consumed")
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-            thread.join()
-        assert accepted == claims
-        eventually(lambda: free(first), "the other one has, too, when it goes on")
-
-
-def test_all_rings_hear_at_once_that_what_had_arrived_was_used(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    monkeypatch.setenv("TRANSPORT_READ_TIMEOUT_S", "60")
-    settings = Settings(watchdog_s=60.0)
-    with ring_of(prefix, settings) as one, ring_of(prefix, settings) as two, opened(prefix) as queue:
-        fill(one, 1)
-        fill(two, 1)
-        claims = some(queue, 2)
-        assert queue.ack_many(claims, trained=False) == claims
-        first, second = (one, two) if claims[0].ticket_id.startswith(one.ring_id) else (two, one)
-        [stopped] = listener_pids(first).values()
-        os.kill(stopped, signal.SIGSTOP)
-        thread = threading.Thread(target=lambda: queue.finish(claims))
-        thread.start()
-        try:
-            eventually(lambda: second.native.depth(0)["done"] == 1, "the ring that answers has counted it")
-        finally:
-            os.kill(stopped, signal.SIGCONT)
-            thread.join()
-        eventually(lambda: first.native.depth(0)["done"] == 1, "the other one has, too, when it goes on")

@@ -6,43 +6,23 @@ import collections
 import enum
 import math
 import socket
-import string
-import struct
 from typing import Any
 
 import hypothesis.strategies as st
 import ml_dtypes
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from PIL import Image
+from value_fields import aligned, arrays, field
 
 from transport import _ring
-from transport.errors import PayloadDamagedError, SchemaError
+from transport.errors import SchemaError
 from transport.ring.packing import flat, pack_into
-from transport.schema import DTYPES, Schema, UpTo
-from transport.values.decoding import field_value, text_of, value_of
+from transport.schema import Schema, UpTo
+from transport.values.decoding import value_of
 from transport.values.encoding import pieces_of, text_bytes
-from transport.values.forms import HEAD, MAGIC, MAX_DEPTH, MAX_VALUES
-
-
-def field(value: object, name: str = "field") -> np.ndarray:
-    """The bytes of a field with this value, read-only, at a multiple of 64 in memory."""
-    pieces = pieces_of(value, name)
-    [size] = pieces.shape
-    layout, arrays = flat(Schema.of(field=("value", UpTo(size))).layout((size,)), [pieces])
-    memory = aligned(size)
-    memory[:] = 0xAA  # what a slot held before
-    pack_into(layout, arrays, memory.data, checksum=True)
-    memory.flags.writeable = False
-    return memory
-
-
-def aligned(size: int) -> np.ndarray:
-    memory = np.empty(size + 64, np.uint8)
-    start = -memory.ctypes.data % 64
-    return memory[start : start + size]
+from transport.values.forms import MAX_DEPTH, MAX_VALUES
 
 
 def sent(value: object) -> Any:
@@ -68,18 +48,6 @@ KEYS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(max_size=8),
     st.tuples(st.integers(), st.text()),
 )  # fmt: skip
-DTYPE_NAMES = st.sampled_from(sorted(DTYPES))
-
-
-@st.composite
-def arrays(draw: st.DrawFn) -> np.ndarray:
-    dtype = DTYPES[draw(DTYPE_NAMES)]
-    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=3)))
-    count = math.prod(shape)
-    data = draw(st.binary(min_size=count * dtype.itemsize, max_size=count * dtype.itemsize))
-    if dtype == np.bool_:
-        data = bytes(byte & 1 for byte in data)
-    return np.frombuffer(data, dtype).reshape(shape)
 
 
 LEAVES = st.one_of(
@@ -189,13 +157,6 @@ def test_an_image_with_a_palette_comes_back_with_its_transparency(transparency: 
     assert found.convert("RGBA") == image.convert("RGBA")
 
 
-@pytest.mark.parametrize("size", [(0, 1 << 17), (1 << 17, 0)])
-def test_an_image_of_many_empty_rows_is_refused(size: tuple[int, int]) -> None:
-    with pytest.raises(SchemaError, match="one without any is at most 65536"):
-        pieces_of([Image.new("L", size)], "x")
-    damaged(tree(form(7, "L", *size, 0, 0, None, b"", [])))
-
-
 class Point(tuple[int, ...]):
     """A tuple of a class of its own."""
 
@@ -264,185 +225,3 @@ def test_text_of_another_type_and_half_surrogates_are_refused() -> None:
         text_bytes(1, "prompt")
     with pytest.raises(SchemaError, match=r"^prompt: this text is not UTF-8"):
         text_bytes("\udc80", "prompt")
-
-
-# --- bytes that a peer made up -----------------------------------------------------------------------
-def damaged(memory: bytes | np.ndarray) -> PayloadDamagedError:
-    with pytest.raises(PayloadDamagedError) as caught:
-        value_of(np.frombuffer(bytes(memory), np.uint8), "field")
-    return caught.value
-
-
-def tree(encoded: bytes, body: bytes = b"") -> bytes:
-    """A field with this tree."""
-    head = HEAD.pack(MAGIC, len(encoded)) + encoded
-    return head + bytes(-len(head) % 64) + body
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"", "no multiple of 64"),
-        (bytes(64), "begin with"),
-        (HEAD.pack(MAGIC, 57) + bytes(56), "57 bytes of a tree are more than there are"),
-        (HEAD.pack(MAGIC, 0xFFFFFFFF) + bytes(56), "more than there are"),
-        (tree(b""), "cut off"),
-        (tree(b"\x01\x01"), "behind the tree"),
-        (tree(b"\x01", bytes(64)), "belong to nothing"),
-        (tree(b"\xdd\xff\xff\xff\xff"), "cut off"),
-        (tree(b"\xdf\xff\xff\xff\xff"), "cut off"),
-        (tree(b"\xc6\xff\xff\xff\xff"), "cut off"),
-        (tree(b"\xc9\xff\xff\xff\xff\x01"), "cut off"),
-        (tree(b"\x91" * 5000 + b"\xc0"), "nested too deep"),
-        (tree(b"\xc1"), "MessagePack does not have"),
-        (tree(b"\xd4\x09\x90"), "form that is not known"),
-        (tree(b"\xd6\xff\0\0\0\0"), "form that is not known"),  # a timestamp
-        (tree(b"\xd4\x01\xc0"), "no array"),
-        (tree(b"\xd5\x01\x90\x90"), "behind a form"),
-        (tree(b"\xa2\xff\xfe"), "invalid start byte"),
-        (tree(b"\xd4\x02\x90"), "argument"),
-        (tree(b"\x81\x80\x01"), "hashable"),
-    ],
-)
-def test_bytes_that_lie_are_refused(data: bytes, message: str) -> None:
-    assert message in str(damaged(data))
-
-
-def form(code: int, *items: Any) -> bytes:
-    import msgspec
-
-    return msgspec.msgpack.encode(msgspec.msgpack.Ext(code, msgspec.msgpack.encode(items)))
-
-
-@pytest.mark.parametrize(
-    "items",
-    [
-        ("float32", [17], 0),
-        ("float32", [1], 64),
-        ("float32", [1], -64),
-        ("float32", [1], 4),
-        ("float32", [1], 1 << 63),
-        ("float32", [-1], 0),
-        ("float32", [1 << 62, 4], 0),
-        ("float32", [1 << 63, 2], 0),
-        ("float32", [0, 1 << 62], 0),
-        ("float32", [1.0], 0),
-        ("float32", [True], 0),
-        ("float32", 1, 0),
-        ("float32", [1], None),
-        ("float32", [1] * 33, 0),
-        ("object", [1], 0),
-        ("V8", [1], 0),
-        (None, [1], 0),
-        (["float32"], [1], 0),
-    ],
-)
-def test_an_array_outside_of_its_field_is_refused(items: Any) -> None:
-    damaged(tree(form(2, *items), bytes(64)))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        form(3, "float32", b"12345"),
-        form(3, "float32", b"12345678"),
-        form(3, "float32", "1234"),
-        form(4, 0, 65),
-        form(5, "1"),
-        form(6, "1", 2),
-        form(8, 1),
-        form(8, [], 1),
-        form(7, "RGB", 100000, 100000, 0, 64, None, b"", []),
-        form(7, "RGB", -1, -1, 0, 3, None, b"", []),
-        form(7, "RGB", 1, 1, 64, 3, None, b"", []),
-        form(7, "none", 1, 1, 0, 3, None, b"", []),
-        form(7, "P", 1, 1, 0, 1, "nothing", b"xyz", []),
-        form(7, "RGB", 1, 1, 0, 3, None, b"", 7),
-        form(7, "RGB", 0, 1 << 30, 0, 0, None, b"", []),
-        form(7, "P", 1, 1, 0, 1, "RGB", "xyz", []),
-        form(7, "P", 1, 1, 0, 1, "RGB", bytes(2000), []),
-        form(7, "P", 1, 1, 0, 1, "RGB", [1, None], []),
-        form(7, "P", 1, 1, 0, 1, "RGB", 5, []),
-        form(7, "P", 1, 1, 0, 1, 7, bytes(3), []),
-        form(7, "L", 1, 1, 0, 1, "RGB", bytes(3), []),
-        form(7, "P", 1, 1, 0, 1, "RGB", bytes(3), ["transparency", bytes(300)]),
-        form(7, "P", 1, 1, 0, 1, "RGB", bytes(3), ["transparency", 256]),
-        form(7, "P", 1, 1, 0, 1, "RGB", bytes(3), ["transparency", [1]]),
-    ],
-)
-def test_other_forms_that_lie_are_refused(data: bytes) -> None:
-    damaged(tree(data, bytes(64)))
-
-
-def test_more_values_than_a_field_has_are_refused() -> None:
-    many = 5 * MAX_VALUES
-    assert "too many values" in str(damaged(tree(b"\xdd" + many.to_bytes(4, "big") + bytes(many))))
-
-
-@given(st.binary(max_size=400))
-@settings(max_examples=2000, deadline=None)
-def test_any_bytes_are_a_value_or_damaged(data: bytes) -> None:
-    for each in (data + bytes(-len(data) % 64), tree(data, bytes(128))):
-        try:
-            value_of(np.frombuffer(each, np.uint8), "field")
-        except PayloadDamagedError as error:
-            assert str(error).startswith("field: these ")
-
-
-FLIPS = 20_000
-
-
-def test_flipped_bytes_are_a_value_or_damaged_and_never_read_outside() -> None:
-    """So many fields of which one to three bytes differ. Every array that comes out lies in its field."""
-    random = np.random.default_rng(7)
-    image = Image.new("P", (3, 3))
-    sources = [
-        field({"a": np.arange(20), "b": [np.float32(1), (1, "x" * 20)], "c": b"1" * 1500, 3: {"k": 1 << 90, "z": 1j}}),
-        field([image, np.zeros((3, 4), np.float32), [np.zeros((2, 2)) for _ in range(5)]]),
-        field([[string.printable], {"role": "user", "content": ["a", 1, None, True, 2.5]}] * 4),
-    ]
-    refused = 0
-    for number in range(FLIPS):
-        source = sources[number % len(sources)]
-        memory = source.copy()
-        (tree_bytes,) = HEAD.unpack_from(memory)[1:]
-        for _ in range(random.integers(1, 4)):
-            memory[random.integers(0, HEAD.size + tree_bytes)] = random.integers(0, 256)
-        try:
-            found = value_of(memory, "field")
-        except PayloadDamagedError:
-            refused += 1
-            continue
-        for array in inner_arrays(found):
-            assert array.size == 0 or within(array, memory)
-    assert FLIPS * 0.3 < refused < FLIPS
-
-
-def inner_arrays(value: Any) -> list[np.ndarray]:
-    if isinstance(value, np.ndarray):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [array for each in value for array in inner_arrays(each)]
-    if isinstance(value, dict):
-        return [array for each in value.values() for array in inner_arrays(each)]
-    return []
-
-
-def within(array: np.ndarray, memory: np.ndarray) -> bool:
-    first = memory.ctypes.data
-    return first <= array.ctypes.data and array.ctypes.data + array.nbytes <= first + memory.nbytes
-
-
-def test_text_that_is_not_utf8_is_damaged() -> None:
-    with pytest.raises(PayloadDamagedError, match=r"^prompt: these 2 bytes are not UTF-8 text"):
-        text_of(np.frombuffer(b"\xc3\x28", np.uint8), "prompt")
-
-
-def test_many_names_for_the_same_bytes_are_refused_before_they_are_copied() -> None:
-    """A field of 500 kB that asks for 6 GB."""
-    shared = 200 * 1024
-    tree = msgspec.msgpack.encode([msgspec.msgpack.Ext(4, msgspec.msgpack.encode([0, shared]))] * 30_000)
-    field = struct.pack("<4sI", b"val1", len(tree)) + tree
-    field += bytes(-len(field) % 64) + bytes(shared)
-    with pytest.raises(PayloadDamagedError, match="of 614400 bytes in 504832"):
-        field_value("value", np.frombuffer(field, np.uint8), "v")

@@ -1,0 +1,66 @@
+"""What a cooldown stores of an epoch: names, defaults, bytes that are no record, the table of its page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from coordinators import RECORD, checkpoint, in_cooldown, report, verify
+
+from transport.cooldown.epochs import coordinator as module
+from transport.cooldown.epochs.coordinator import (
+    TABLE,
+    Reported,
+    Verified,
+)
+from transport.cooldown.epochs.records import (
+    EpochRecord,
+    Note,
+    Outcome,
+    Phase,
+    Refusal,
+    ReportKind,
+    decode,
+    encode,
+)
+from transport.errors import StoreUnsuitableError
+
+
+def test_enums_are_stored_by_name() -> None:
+    machine = in_cooldown()
+    machine.handle(Reported(report("x")))
+    verify(machine, report())
+    machine.handle(Verified(report(), checkpoint(report())))
+    stored = json.loads(encode(machine.record))
+    assert (stored["phase"], stored["outcome"]) == ("ended", "checkpointed")
+    assert stored["notes"]["x"] == {
+        "kind": "uploaded",
+        "attempt": "0" * 16,
+        "refusal": "not_elected",
+        "detail": "run run, epoch 7",
+    }
+    assert decode(encode(machine.record), EpochRecord) == machine.record
+    for enum in (Phase, Outcome, ReportKind, Refusal):
+        assert all(member.value == member.name.lower() for member in enum)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"\xff", b'{"run":1}', encode(RECORD).replace(b'"layout":1', b'"layout":3')]
+)
+def test_what_is_no_record_is_refused(data: bytes) -> None:
+    with pytest.raises(StoreUnsuitableError):
+        decode(data, EpochRecord)
+
+
+def test_an_unread_note_has_a_default() -> None:
+    assert decode(encode(RECORD), EpochRecord).notes == {}
+    assert Note(kind=ReportKind.FAILED).refusal is None
+
+
+def test_the_page_has_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "COOLDOWN.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\w+) \| `(\w+)` \|", page, re.MULTILINE)
+    assert rows == [(state.name, event.__name__) for state, event in TABLE]
+    assert module.__doc__

@@ -1,0 +1,131 @@
+"""Names, commands and links that stand in the documentation exist."""
+
+from __future__ import annotations
+
+import builtins
+import re
+from functools import cache
+from pathlib import Path
+
+from doc_pages import ROOT, classes, page_parameters, sources
+
+from transport import config, wires
+
+FOLDERS = ("transport", "native", "tests", "docs", "examples", "benchmarks", ".ci")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def in_backticks(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", without_code(page.read_text(encoding="utf-8")))
+
+
+@cache
+def identifiers() -> frozenset[str]:
+    return frozenset(re.findall(r"[A-Za-z_]\w*", sources("transport", "native", "tests", "benchmarks")))
+
+
+def has_member(class_name: str, member: str) -> bool:
+    members, bases = classes().get(class_name, (set(), []))
+    return member in members or any(has_member(base, member) for base in bases)
+
+
+@cache
+def type_aliases() -> frozenset[str]:
+    return frozenset(re.findall(r"^([A-Z]\w*)(?:: TypeAlias)? = ", sources("transport"), re.MULTILINE))
+
+
+@cache
+def native_types() -> frozenset[str]:
+    return frozenset(re.findall(r"(?:class|struct) (?:alignas\(\d+\) )?(\w+)", sources("native")))
+
+
+def module_has(dotted: str) -> bool:
+    """Whether ``transport.a.b`` is a module, or something that a module's file defines."""
+    path = ROOT / dotted.replace(".", "/")
+    if path.is_dir() or path.with_suffix(".py").exists() or path.with_suffix(".pyi").exists():
+        return True
+    home, _, name = dotted.rpartition(".")
+    file = ROOT / f"{home.replace('.', '/')}.py"
+    file = file if file.exists() else file.with_suffix("") / "__init__.py"
+    return file.exists() and bool(re.search(rf"\b{re.escape(name)}\b", file.read_text(encoding="utf-8")))
+
+
+def problem_with(word: str, page: Path) -> str | None:
+    """Why a word in backticks does not exist; None where it does, or is not a name of this project."""
+    if word == config.FILE_NAME:
+        return None
+    if word.startswith(config.PREFIX) and word.isupper() and word != "TRANSPORT_…":
+        build = word in sources("native")
+        known = build or word == config.FILE_VARIABLE or word.removeprefix(config.PREFIX).lower() in config.MEANINGS
+        return None if known else "no such setting"
+    path = re.fullmatch(r"([\w./-]+?)(?:::\w+)?", word)
+    if path and (
+        word.startswith(tuple(f"{folder}/" for folder in FOLDERS)) or re.search(r"\.(py|hpp|cpp|md)$", path[1])
+    ):
+        places = (ROOT, page.parent, ROOT / "transport", ROOT / "native", ROOT / "tests")
+        return None if any((place / path[1]).exists() for place in places) else "no such file"
+    room = re.fullmatch(r"([a-z]+)(?:/\w+)+", word)
+    if room and (ROOT / "transport" / room[1]).is_dir():  # as the pages on the code name a file
+        exists = (ROOT / "transport" / word).is_dir() or (ROOT / "transport" / f"{word}.py").exists()
+        return None if exists else "no such file in transport/"
+    if re.fullmatch(r"transport(\.\w+)+", word):
+        return None if module_has(word) else "no such module, nor a name in one"
+    if command := re.fullmatch(r"make (\S+).*", word):
+        return None if command[1] in make_targets() else "no such target in the Makefile"
+    if command := re.fullmatch(r"transport ([a-z]\w*)\b.*", word):
+        return None if (ROOT / "transport" / "cli" / f"{command[1]}.py").exists() else "no such command"
+    if named := re.fullmatch(r"([A-Z][A-Za-z0-9]*[a-z][A-Za-z0-9]*)(?:(?:\.|::)(\w+))?(?:\(.*\))?", word):
+        name, member = named[1], named[2]
+        if name in native_types() or name in type_aliases() or hasattr(builtins, name):
+            return None
+        if name not in classes():
+            return "no such class"
+        return None if member is None or has_member(name, member) else f"{name} has no {member}"
+    if named := re.fullmatch(r"(_?[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)+)(?:\(.*\))?(?:=.*)?", word):
+        foreign = named[1].startswith(("UCX_", "RAPIDS_", "LD_"))
+        chosen = named[1] in wires._CHOSEN
+        return None if foreign or chosen or named[1] in identifiers() else "no such name in the source"
+    return None
+
+
+@cache
+def make_targets() -> frozenset[str]:
+    return frozenset(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+
+@page_parameters
+def test_what_stands_in_backticks_exists(page: Path) -> None:
+    problems = {word: problem for word in in_backticks(page) if (problem := problem_with(word, page))}
+    assert not problems
+
+
+@page_parameters
+def test_commands_in_console_blocks_exist(page: Path) -> None:
+    blocks = re.findall(r"^```console\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    for line in "".join(blocks).splitlines():
+        words = line.removeprefix("$ ").split("#")[0].split()
+        if words[:1] == ["make"] and len(words) > 1:
+            assert words[1] in make_targets(), line
+        for word in words:
+            if word.startswith(tuple(f"{folder}/" for folder in FOLDERS)):
+                assert (ROOT / word.split("::")[0]).exists(), line
+
+
+def slugs(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@page_parameters
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
+        if re.match(r"https?://", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), target
+        assert not anchor or anchor in slugs(linked), target

@@ -1,0 +1,294 @@
+"""Rings whose writer or reader is killed, stopped or interrupted: what is unread survives, and no segment is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from helpers import SHM, Child, noise, read_bytes, segment_file, slot_state
+
+from transport import SharedRingBuffer, SlotState, Ticket, _ring
+from transport.client import mapped
+from transport.errors import (
+    ClosedError,
+    LayoutError,
+    RingBusyError,
+    StaleSlotError,
+)
+from transport.ring import attachment
+
+WRITER = """
+import sys
+from helpers import noise
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.create(slots=4, slot_bytes=1000, name=sys.argv[1])
+for seed in range(2):
+    print(ring.write_raw(noise(100, seed)).to_text(), flush=True)
+lease = ring.native.try_take()
+print("writing", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> Iterator[str]:
+    unique = f"/transport-ring-{abs(hash(request.node.nodeid)):x}"
+    yield unique
+    (SHM / unique.removeprefix("/")).unlink(missing_ok=True)
+
+
+def test_a_killed_writers_payloads_survive_a_take_over_and_its_half_written_slot_is_free(name: str) -> None:
+    with Child(WRITER, name) as child:
+        tickets = [Ticket.parse(child.line()) for _ in range(2)]
+        assert child.line() == "writing"
+        with pytest.raises(RingBusyError):
+            SharedRingBuffer.create(slots=4, slot_bytes=1000, name=name)
+        child.kill()
+    with pytest.raises(LayoutError, match=r"expected 5 slots of 1000 bytes .* Give another name, or none"):
+        SharedRingBuffer.create(slots=5, slot_bytes=1000, name=name)
+    with SharedRingBuffer.create(slots=4, slot_bytes=1000, name=name) as ring:
+        assert ring.tickets() == tickets
+        assert [read_bytes(ring, ticket) for ticket in tickets] == [noise(100, seed).tobytes() for seed in range(2)]
+        ring.reclaim()
+        assert (ring.statistics().writing, ring.statistics().free) == (0, 2)
+        assert ring.statistics().reclaimed_writing == 1
+        assert len({ring.write_raw(b"x").identity for _ in range(2)} | {each.identity for each in tickets}) == 4
+
+
+def test_a_killed_readers_payload_is_ready_again(ring: SharedRingBuffer) -> None:
+    code = """
+import sys
+from transport import SharedRingBuffer, Ticket
+ring = SharedRingBuffer.attach(sys.argv[1], role="reader")
+lease = ring.read_raw(Ticket.parse(sys.argv[2]))
+print("reading", flush=True)
+sys.stdin.readline()
+"""
+    ticket = ring.write_raw(noise(100))
+    with Child(code, ring.name, ticket.to_text()) as child:
+        assert child.line() == "reading"
+        assert slot_state(ring, ticket) is SlotState.READING
+        assert ring.reclaim() == 0
+        child.kill()
+    assert ring.reclaim() == 1
+    assert slot_state(ring, ticket) is SlotState.READY
+    assert ring.statistics().reclaimed_reading == 1
+    assert read_bytes(ring, ticket) == noise(100).tobytes()
+
+
+def test_a_writer_that_closes_gives_up_what_is_unread_and_removes_the_segment_beside_readers() -> None:
+    writer = SharedRingBuffer.create(slots=3, slot_bytes=1000)
+    file = segment_file(writer)
+    unread, held, acknowledged = (writer.write_raw(noise(100, seed)) for seed in range(3))
+    reader = SharedRingBuffer.attach(writer.name, role="reader")
+    leases = [reader.read_raw(held), reader.read_raw(acknowledged)]
+    leases[1].acknowledge()
+    writer.close()
+    assert bytes(leases[0].view) == noise(100, 1).tobytes()  # memory that is looked at stays
+    for gone in (unread, held):
+        with pytest.raises(StaleSlotError):
+            reader.read_raw(gone)
+    assert not file.exists()
+    for lease in leases:
+        lease.release()
+    reader.close()
+
+
+def test_a_reader_killed_after_its_writer_has_closed_leaves_no_segment(ring: SharedRingBuffer) -> None:
+    code = """
+import sys
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.attach(sys.argv[1], role="reader")
+print("attached", flush=True)
+sys.stdin.readline()
+"""
+    with Child(code, ring.name) as child:
+        assert child.line() == "attached"
+        ring.close()
+        child.kill()
+    assert not segment_file(ring).exists()
+
+
+@pytest.mark.parametrize("role", ["writer", "listener"])
+def test_a_writer_that_closes_leaves_the_segment_to_who_goes_on_with_it(role: Any, ring: SharedRingBuffer) -> None:
+    with SharedRingBuffer.attach(ring.name, role=role):
+        ring.close()
+        assert segment_file(ring).exists()
+    assert not segment_file(ring).exists()
+
+
+def test_a_reader_that_is_refused_leaves_no_segment_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100)
+    ticket = writer.write_raw(b"payload")
+
+    def everybody_else_leaves(_: SharedRingBuffer) -> int:
+        assert writer.native.unlink_if_last() is False  # a reader is attached, as the last look of a killed writer's
+        for ticket in writer.tickets():
+            writer.discard(ticket)
+        writer.native.close()
+        return 16
+
+    monkeypatch.setattr(mapped, "_readers", everybody_else_leaves)
+    rings = mapped.MappedRings()
+    assert rings.find(ticket) is None
+    assert not segment_file(writer).exists()
+
+
+def test_a_reader_that_closes_next_to_a_killed_writer_leaves_the_unread_payloads(name: str) -> None:
+    with Child(WRITER, name) as child:
+        tickets = [Ticket.parse(child.line()) for _ in range(2)]
+        assert child.line() == "writing"
+        reader = SharedRingBuffer.attach(name, role="reader")
+        child.kill()
+    assert read_bytes(reader, tickets[0]) == noise(100, 0).tobytes()
+    reader.close()
+    with SharedRingBuffer.create(slots=4, slot_bytes=1000, name=name) as ring:
+        assert ring.tickets() == tickets
+    assert not segment_file(ring).exists()
+
+
+def test_the_last_reader_of_a_killed_writer_removes_an_empty_segment(name: str) -> None:
+    with Child(WRITER, name) as child:
+        tickets = [Ticket.parse(child.line()) for _ in range(2)]
+        assert child.line() == "writing"
+        reader = SharedRingBuffer.attach(name, role="reader")
+        child.kill()
+    for ticket in tickets:
+        assert reader.read_raw(ticket).consume()
+    reader.close()
+    assert not segment_file(reader).exists()
+
+
+def test_a_writer_that_ends_without_closing_leaves_no_segment() -> None:
+    body = """
+from transport import SharedRingBuffer
+ring = SharedRingBuffer.create(slots=2, slot_bytes=10)
+ring.write_raw(b"unread")
+print(ring.name, flush=True)
+raise SystemExit("a script that failed")
+"""
+    ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stdout.startswith("/transport-")
+    assert not (SHM / ended.stdout.strip().removeprefix("/")).exists()
+
+
+def test_a_ring_that_is_dropped_without_closing_leaves_no_segment() -> None:
+    ring = SharedRingBuffer.create(slots=2, slot_bytes=10)
+    file = SHM / ring.name.removeprefix("/")
+    assert file.exists()
+    del ring
+    gc.collect()
+    assert not file.exists()
+
+
+def test_a_reader_that_ends_with_views_in_hand_leaves_no_segment() -> None:
+    body = """
+import sys
+from transport import BlockingClient, SharedRingBuffer
+client = BlockingClient(wire={"mapped"})
+with SharedRingBuffer.create(slots=2, slot_bytes=10) as ring:
+    held = client.read(ring.write_raw(b"held"))["data"]
+    if sys.argv[1] == "closed":
+        client.close()
+print(ring.name, flush=True)
+"""
+    for client in ("closed", "open"):
+        ended = subprocess.run([sys.executable, "-c", body, client], capture_output=True, text=True)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        assert not (SHM / ended.stdout.strip().removeprefix("/")).exists()
+
+
+def test_a_reader_that_was_stopped_while_it_left_removes_no_ring_that_was_filled_meanwhile() -> None:
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100)
+    reader = SharedRingBuffer.attach(writer.name, role="reader")
+    name, left = writer.name, reader.native
+
+    class Stopped:
+        """The reader: while it leaves, a payload is written, and the writer ends as if it was killed."""
+
+        def __getattr__(self, what: str) -> Any:
+            return getattr(left, what)
+
+        def leave(self, **options: bool) -> int:
+            given_up = left.leave(**options)
+            writer.write_raw(b"payload")
+            writer.native.close()
+            return given_up
+
+    attachment.leave(Stopped(), only_empty=True)  # type: ignore[arg-type]
+    assert name in _ring.segments()
+    with SharedRingBuffer.attach(name, role="reader") as again:
+        assert len(again.tickets()) == 1
+    assert attachment.remove_if_dead(name)
+
+
+def test_a_writer_that_was_stopped_while_it_closed_removes_no_ring_that_its_successor_filled(name: str) -> None:
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+    writer.write_raw(b"given up")
+    listener = SharedRingBuffer.attach(name, role="listener")
+    left = writer.native
+
+    class Stopped:
+        """The writer: while it closes, its listener ends, and a successor writes a payload and ends as if killed."""
+
+        def __getattr__(self, what: str) -> Any:
+            return getattr(left, what)
+
+        def leave(self, **options: bool) -> int:
+            given_up = left.leave(**options)
+            successor = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+            successor.write_raw(b"payload")
+            successor.native.close()
+            listener.native.close()
+            return given_up
+
+    attachment.leave(Stopped(), only_empty=False, give_up_unread=True)  # type: ignore[arg-type]
+    with SharedRingBuffer.create(slots=2, slot_bytes=100, name=name) as again:
+        assert len(again.tickets()) == 1
+
+
+def test_the_last_loan_of_a_closed_writer_removes_no_ring_that_its_successor_filled(name: str) -> None:
+    writer = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+    lease = writer.read_raw(writer.write_raw(b"lent"))
+    listener = SharedRingBuffer.attach(name, role="listener")
+    writer.close()  # the name stays for the listener, the place for the lease
+    successor = SharedRingBuffer.create(slots=2, slot_bytes=100, name=name)
+    ticket = successor.write_raw(b"payload")
+    successor.native.close()  # as if it had been killed
+    listener.native.close()
+    with pytest.raises(ClosedError):
+        lease.consume()
+    del lease
+    gc.collect()
+    with SharedRingBuffer.create(slots=2, slot_bytes=100, name=name) as again:
+        assert again.tickets() == [ticket]
+
+
+def test_an_interrupt_while_the_segment_is_made_removes_it() -> None:
+    """A real signal: it arrives in the native call, and is handled when that has returned."""
+    before = set(_ring.segments())
+    handled = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    interrupted = 0
+    try:
+        for _ in range(30):
+            signal.setitimer(signal.ITIMER_REAL, 0.002)
+            try:
+                ring = SharedRingBuffer.create(slots=256, slot_bytes=1 << 20)  # takes longer than that
+                ring.close()
+            except KeyboardInterrupt:
+                interrupted += 1
+            with contextlib.suppress(KeyboardInterrupt):  # of a signal that came late, and has come by then
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, handled)
+    assert interrupted
+    gc.collect()
+    assert set(_ring.segments()) == before

@@ -1,0 +1,43 @@
+"""A coordinator of epoch 7 with six clients, and the reports that it is sent."""
+
+from __future__ import annotations
+
+from transport.cooldown.epochs.coordinator import (
+    Begin,
+    Coordinator,
+    Reported,
+    Verify,
+)
+from transport.cooldown.epochs.election import elect
+from transport.cooldown.epochs.records import (
+    Checkpoint,
+    EpochRecord,
+    Report,
+    ReportKind,
+)
+
+CLIENTS = tuple("abcdef")
+RECORD = EpochRecord(run="run", epoch=7, destination="file:///d", cooldown_s=60.0, seed=8)
+ELECTED = elect(CLIENTS, seed=8, epoch=7)
+
+
+def report(
+    client: str = "c", attempt: str = "0" * 16, kind: ReportKind = ReportKind.UPLOADED, **other: object
+) -> Report:
+    fields = {"run": "run", "epoch": 7, "client": client, "kind": kind, "attempt": attempt, "manifest_sha256": "ab"}
+    return Report(**{**fields, **other})  # type: ignore[arg-type]
+
+
+def checkpoint(of: Report) -> Checkpoint:
+    return Checkpoint(client=of.client, attempt=of.attempt, manifest_sha256=of.manifest_sha256, files=1, bytes=1)
+
+
+def in_cooldown(now: float = 0.0) -> Coordinator:
+    machine = Coordinator(RECORD)
+    machine.handle(Begin(3, CLIENTS))
+    machine.tick(now)
+    return machine
+
+
+def verify(machine: Coordinator, of: Report) -> list[Report]:
+    return [action.report for action in machine.handle(Reported(of)) if isinstance(action, Verify)]

@@ -1,0 +1,26 @@
+"""What the tests of mapped reads do with a view."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transport import SharedRingBuffer, Ticket
+from transport._ring import PayloadView
+from transport.client.mapped import MappedRings
+
+
+def states(ring: SharedRingBuffer) -> tuple[int, int, int]:
+    look = ring.statistics()
+    return look.free, look.ready, look.reading
+
+
+def view(mapped: MappedRings, ticket: Ticket, consume: bool = True) -> PayloadView:
+    ring = mapped.find(ticket)
+    assert ring is not None
+    made = mapped.read(ring, ticket, 0, consume=consume)
+    assert made is not None
+    return made
+
+
+def look(made: PayloadView) -> np.ndarray:
+    return np.frombuffer(made, np.uint8)

@@ -1,0 +1,75 @@
+"""A trainer and its replicas as processes, for the tests of updates."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from weights_members import checksum_of
+
+from transport.bench.weights.process_member import ProcessMember
+from transport.weights.manager import Outcome, WeightUpdate
+
+ENGINE: dict[str, Any] = {"bucket_bytes": 16384, "address": "127.0.0.1"}
+_SUPPORT = str(Path(__file__).resolve().parent)
+
+
+class MemberGroup:
+    """One trainer and replicas, each a process; the first two replicas share a host, the third has its own."""
+
+    def __init__(self, trainer: ProcessMember, replicas: list[ProcessMember], **options: Any) -> None:
+        self.trainer = trainer
+        self.replicas = replicas
+        self.manager = WeightUpdate([trainer], replicas, **options)
+        self.version = 0
+
+    @classmethod
+    async def start(
+        cls,
+        replicas: int,
+        *,
+        resident: str = "mapped",
+        engine: dict[str, Any] | None = None,
+        replica: dict[str, Any] | None = None,
+    ) -> MemberGroup:
+        path = os.pathsep.join([_SUPPORT, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}
+        source = {"made": "weights_members:Source", "engine": {**ENGINE, "delta": True, **(engine or {})}}
+        trainer = await ProcessMember.start("trainer", source, environment)
+        made = [
+            await ProcessMember.start(
+                f"replica {number}",
+                {
+                    "made": "weights_members:Worker",
+                    "arguments": {"resident": resident},
+                    "engine": {**ENGINE, "host": f"host {number // 2}", **(replica or {})},
+                },
+                environment,
+            )
+            for number in range(replicas)
+        ]
+        return cls(trainer, made)
+
+    async def update(self) -> Outcome:
+        self.version += 1
+        return await self.manager.update(self.version)
+
+    async def serves(self, *versions: int) -> None:
+        """Every replica serves all of this version and nothing else; -1: its process is gone."""
+        for replica, version in zip(self.replicas, versions, strict=True):
+            if version < 0:
+                assert replica.lost
+                continue
+            served, checksum, *_ = await replica.call("told", "look")
+            assert served == version
+            assert checksum == checksum_of(version), f"{replica.name} serves a mixture"
+
+    async def running(self) -> list[bool]:
+        """Which replicas generate, with a cache."""
+        looks = [await replica.call("told", "look") for replica in self.replicas]
+        return [generating and cache for _, _, generating, cache in looks]
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.close() for member in (self.trainer, *self.replicas)))
