@@ -2,23 +2,38 @@
 
     python benchmarks/soak --plant unfenced
 
-`PLANTS` names for each what it changes, by module, and which figure of the report must show it. points/sitecustomize.py
-makes the changes when a process imports the module; nothing of the package knows of them. `mutations.py` runs them all.
+`PLANTS` names for each what it changes (plant_changes.py), by module, and which figure of the report must show it.
+points/sitecustomize.py makes the changes when a process imports the module; nothing of the package knows of them.
+`mutations.py` runs them all.
 """
 
 from __future__ import annotations
 
-import itertools
-import os
-import signal
-import threading
-import time
-from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-Change = Callable[[ModuleType], None]
+from plant_changes import (
+    Change,
+    answers_are_lost,
+    bytes_are_flipped,
+    claims_are_dropped,
+    dead_connections_hold,
+    finishes_are_lost,
+    freed_on_arrival,
+    freed_on_send,
+    generations_are_not_compared,
+    no_ring_lingers,
+    nothing_is_given_back,
+    nothing_is_given_back_here,
+    nothing_is_mapped,
+    nothing_is_verified,
+    only_over,
+    outcomes_are,
+    rings_begin_anew,
+    segments_stay,
+    takes_are_not_verified,
+    trainers_fail,
+    unfenced,
+)
 
 
 class Plant(NamedTuple):
@@ -29,278 +44,7 @@ class Plant(NamedTuple):
     changes: dict[str, Change]  # by module
     hides: str = ""  # a figure that must stay 0: what else guards against it still does
     queues: tuple[str, ...] = ("sqlite", "redis", "rings")  # with which it is a fault
-    calm: bool = False  # nobody is killed or stopped, which would undo it
-
-
-# --- the queue ----------------------------------------------------------------------------------------
-def _unfenced(queue: Any) -> None:
-    original = queue.ack_many
-
-    def ack_many(self: Any, claims: Any, **named: Any) -> Any:
-        original(self, claims, **named)
-        return list(claims)
-
-    queue.ack_many = ack_many
-
-
-def _claims_are_dropped(module: ModuleType) -> None:
-    book: Any = module.ClaimBook
-    original = book.claim
-    turns = itertools.count()
-
-    def claim(self: Any, *arguments: Any) -> Any:
-        kept = []
-        for each in original(self, *arguments):
-            if next(turns) % 97 == 50:
-                self._let_go([each])
-                self._queue.discard(each, "StaleSlotError: as if its deadline had passed")
-            else:
-                kept.append(each)
-        return kept
-
-    book.claim = claim
-
-
-# --- the rings as the queue ---------------------------------------------------------------------------
-_LOSE_EVERY = 3  # answers to FINISH, in the faults that need one to be lost
-
-
-def _finishes_are_lost(module: ModuleType) -> None:
-    """The connection ends before what was to be consumed is sent: the ring says that it has not been."""
-    link: Any = module.TakeLink
-    original = link._settle
-    turns = itertools.count()
-
-    def settle(self: Any, kind: Any, *arguments: Any) -> Any:
-        if kind is module.Kind.FINISH and next(turns) % _LOSE_EVERY == 1:
-            self.link.abort()
-        return original(self, kind, *arguments)
-
-    link._settle = settle
-
-
-def _answers_are_lost(module: ModuleType) -> None:
-    """The connection ends before the trainer knows that the ring has consumed it: the ring says that it has."""
-    link: Any = module.TakeLink
-    original = link._codes
-    turns = itertools.count()
-
-    async def codes(self: Any, future: Any) -> Any:
-        answer = await original(self, future)
-        if next(turns) % _LOSE_EVERY != 1:
-            return answer
-        self.abort()
-        return None
-
-    link._codes = codes
-
-
-def _outcomes_are(accepted: bool) -> Change:
-    def change(module: ModuleType) -> None:
-        outcomes: Any = module.Outcomes
-
-        async def of(self: Any, broken: Any, rows: Any, *arguments: Any) -> Any:
-            return [0 if accepted else 1] * len(rows)
-
-        outcomes.of = of
-
-    return change
-
-
-def _dead_connections_hold(module: ModuleType) -> None:
-    """What came through a connection that is dead by now is consumed without asking a listener."""
-    elsewhere: Any = module.FoundElsewhere
-    original = elsewhere._settle
-
-    def settle(self: Any, groups: Any, ask: Any) -> None:
-        dead = [(brought, at) for brought, at in groups if brought.link.lost]
-        original(self, groups, ask)
-        self._said.update(((id(brought), position), True) for brought, at in dead for position in at)
-
-    elsewhere._settle = settle
-
-
-def _nothing_is_given_back(module: ModuleType) -> None:
-    link: Any = module.TakeLink
-
-    async def give_back(self: Any, rows: Any, delay_s: float = 0.0) -> Any:
-        return module.np.ones(len(rows), module.np.bool_)
-
-    link.give_back = give_back
-
-
-def _nothing_is_given_back_here(module: ModuleType) -> None:
-    rings: Any = module.RingQueue
-    rings.retry = lambda self, claim, delay_s=0.0, reason="": True
-
-
-def _nobody_lingers(module: ModuleType) -> None:
-    lifetime: Any = module.Lifetime
-    original = lifetime.__init__
-
-    def at_once(self: Any, linger_s: float) -> None:
-        original(self, 0.0)
-
-    lifetime.__init__ = at_once
-
-
-def _takes_are_not_verified(module: ModuleType) -> None:
-    link: Any = module.TakeLink
-    original = link.take
-
-    async def take(self: Any, n: int, **named: Any) -> Any:
-        return await original(self, n, **named | {"verify": False})
-
-    link.take = take
-
-
-# --- the ring -----------------------------------------------------------------------------------------
-def _freed_on_arrival(module: ModuleType) -> None:
-    packer: Any = module.UCXXDataPackerMixin
-    original = packer._round
-
-    async def round_(self: Any, session: Any, todo: Any, *arguments: Any) -> None:
-        await original(self, session, todo, *arguments)
-        for item in todo:
-            if item.payload is not None:
-                item.payload.ack()
-
-    packer._round = round_
-
-
-def _freed_on_send(module: ModuleType) -> None:
-    """A thread of the writer frees whatever was pinned and is not any more."""
-    rollout: Any = module.UCXXRolloutMixin
-    original = rollout.setup_ucxx
-
-    def watch(ring: Any) -> None:
-        reading: dict[int, int] = {}  # slot → generation that was being read when last seen
-        while not ring.native.closed:
-            for slot in range(ring.slot_count):
-                info = ring.native.info(slot)
-                if info.state == 3:  # READING
-                    reading[slot] = info.generation
-                elif reading.pop(slot, None) == info.generation:
-                    ring.native.discard(slot, info.generation)
-            time.sleep(0)
-
-    def setup_ucxx(self: Any, *arguments: Any, **named: Any) -> Any:
-        ring = original(self, *arguments, **named)
-        threading.Thread(target=watch, args=(ring,), daemon=True).start()
-        return ring
-
-    rollout.setup_ucxx = setup_ucxx
-
-
-def _rings_begin_anew(module: ModuleType) -> None:
-    ring: Any = module.SharedRingBuffer
-    original = ring.create.__func__
-
-    def create(cls: Any, /, *arguments: Any, name: str | None = None, **named: Any) -> Any:
-        if name is not None and Path(f"/dev/shm{name}").exists():
-            with ring.attach(name, role="observer") as old:
-                listeners = [owner.pid for owner in old.native.owners() if owner.alive and owner.port]
-            for pid in listeners:  # else they serve the old ring to its end
-                os.kill(pid, signal.SIGKILL)
-            Path(f"/dev/shm{name}").unlink()
-        return original(cls, *arguments, name=name, **named)
-
-    ring.create = classmethod(create)
-
-
-# --- the bytes ----------------------------------------------------------------------------------------
-def _generations_are_not_compared(module: ModuleType) -> None:
-    """A ticket is only the number of its slot: what is in there now is read."""
-    from transport.ring.buffer import SharedRingBuffer
-    from transport.ticket import Ticket
-
-    client: Any = module.UCXXClient
-    original = client.read_many
-    rings: dict[int, Any] = {}
-
-    def present(ticket: Any) -> Any:
-        writer = ticket.metadata["w"]
-        if writer not in rings:
-            name = f"/transport-soak-{os.environ['SOAK_RUN']}-{writer}"
-            rings[writer] = SharedRingBuffer.attach(name, role="observer")
-        native = rings[writer].native
-        note = native.note(ticket.slot, native.info(ticket.slot).generation)
-        return ticket if note is None else Ticket.decode(note)
-
-    async def read_many(self: Any, tickets: Any, **named: Any) -> AsyncGenerator[Any, None]:
-        asked = {(now := present(ticket)).identity: (now, ticket) for ticket in tickets}
-        async for outcome in original(self, [now for now, _ in asked.values()], **named):
-            yield outcome._replace(ticket=asked[outcome.ticket.identity][1])
-
-    client.read_many = read_many
-
-
-def _bytes_are_flipped(module: ModuleType) -> None:
-    """One bit of one payload in 40, once it is published."""
-    ring: Any = module.SharedRingBuffer
-    original = ring.write_raw
-    turns = itertools.count()
-
-    def write_raw(self: Any, *arguments: Any, **named: Any) -> Any:
-        ticket = original(self, *arguments, **named)
-        if next(turns) % 40 == 20:
-            self.native.payload(ticket.slot)[ticket.size - 1] ^= 1
-        return ticket
-
-    ring.write_raw = write_raw
-
-
-def _only_over(module: ModuleType, *wires: str) -> None:
-    packer: Any = module.UCXXDataPackerMixin
-    original = packer.setup_ucxx_packer
-
-    def setup_ucxx_packer(self: Any, *, wire: Any, **named: Any) -> None:
-        original(self, wire=frozenset(wires), **named)
-
-    packer.setup_ucxx_packer = setup_ucxx_packer
-
-
-def _nobody_maps(module: ModuleType) -> None:
-    """Mapped payloads cross no wire, and are not compared with their checksum."""
-    _only_over(module, "shm", "tcp")
-
-
-def _nothing_is_verified(module: ModuleType) -> None:
-    import msgspec
-
-    ticket: Any = module.Ticket
-    original = ticket.decode
-
-    def decode(data: bytes) -> Any:
-        return msgspec.structs.replace(original(data), checksum=None)
-
-    ticket.decode = staticmethod(decode)
-
-
-# --- the end ------------------------------------------------------------------------------------------
-def _segments_stay(module: ModuleType) -> None:
-    rollout: Any = module.UCXXRolloutMixin
-    original = rollout.cleanup_ucxx
-
-    def cleanup_ucxx(self: Any, *arguments: Any) -> None:
-        if self._ucxx_ring is not None:
-            Path(f"/dev/shm{self._ucxx_ring.name}-left").touch()
-        original(self, *arguments)
-
-    rollout.cleanup_ucxx = cleanup_ucxx
-
-
-def _trainers_fail(module: ModuleType) -> None:
-    packer: Any = module.UCXXDataPackerMixin
-    original = packer.consume
-    turns = itertools.count()
-
-    def consume(self: Any, batch: Any) -> Any:
-        if next(turns) == 4:
-            os._exit(3)
-        return original(self, batch)
-
-    packer.consume = consume
+    calm: bool = False  # without kills and stops, which would undo it
 
 
 PLANTS = {
@@ -308,18 +52,18 @@ PLANTS = {
         "the queue accepts acknowledgements of claims that are another trainer's by now",
         "duplicated",
         {
-            "transport.queue.sqlite": lambda module: _unfenced(module.SQLiteQueue),
-            "transport.queue.redis": lambda module: _unfenced(module.RedisQueue),
-            "transport.queue.found": lambda module: _unfenced(module.FoundRings),
+            "transport.queue.sqlite": lambda module: unfenced(module.SQLiteQueue),
+            "transport.queue.redis": lambda module: unfenced(module.RedisQueue),
+            "transport.queue.found": lambda module: unfenced(module.FoundRings),
         },
     ),
     "finished-twice": Plant(
         "what a broken connection may not have finished counts as consumed, and another trainer's end of it as well",
         "duplicated",
         {
-            "transport.client.takes.link": _finishes_are_lost,
-            "transport.taking.outcomes": _outcomes_are(True),
-            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
+            "transport.client.takes.link": finishes_are_lost,
+            "transport.taking.outcomes": outcomes_are(True),
+            "transport.packer.mixin": lambda module: only_over(module, "tcp"),
         },
         queues=("rings",),
     ),
@@ -327,9 +71,9 @@ PLANTS = {
         "the ring does not know what a connection that broke had finished",
         "lost",
         {
-            "transport.client.takes.link": _answers_are_lost,
-            "transport.taking.outcomes": _outcomes_are(False),
-            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
+            "transport.client.takes.link": answers_are_lost,
+            "transport.taking.outcomes": outcomes_are(False),
+            "transport.packer.mixin": lambda module: only_over(module, "tcp"),
         },
         queues=("rings",),
     ),
@@ -337,9 +81,9 @@ PLANTS = {
         "the claims of a dead connection are its trainer's",
         "duplicated",
         {
-            "transport.client.takes.link": _finishes_are_lost,
-            "transport.queue.found_elsewhere": _dead_connections_hold,
-            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
+            "transport.client.takes.link": finishes_are_lost,
+            "transport.queue.found_elsewhere": dead_connections_hold,
+            "transport.packer.mixin": lambda module: only_over(module, "tcp"),
         },
         queues=("rings",),
     ),
@@ -347,8 +91,8 @@ PLANTS = {
         "what is given back is not, over the network",
         "lost",
         {
-            "transport.client.takes.link": _nothing_is_given_back,
-            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),
+            "transport.client.takes.link": nothing_is_given_back,
+            "transport.packer.mixin": lambda module: only_over(module, "tcp"),
         },
         queues=("rings",),
         calm=True,
@@ -357,8 +101,8 @@ PLANTS = {
         "what is given back is not, in a mapped ring",
         "lost",
         {
-            "transport.queue.rings": _nothing_is_given_back_here,
-            "transport.packer.mixin": lambda module: _only_over(module, "mapped"),
+            "transport.queue.rings": nothing_is_given_back_here,
+            "transport.packer.mixin": lambda module: only_over(module, "mapped"),
         },
         queues=("rings",),
         calm=True,
@@ -367,60 +111,60 @@ PLANTS = {
         "a ring is left when its writer has ended, with what is unread in it",
         "lost",
         {
-            "transport.server.lifetime": _nobody_lingers,
-            "transport.packer.mixin": lambda module: _only_over(module, "tcp"),  # who maps a ring keeps it, too
+            "transport.server.lifetime": no_ring_lingers,
+            "transport.packer.mixin": lambda module: only_over(module, "tcp"),  # who maps a ring keeps it, too
         },
     ),
     "dropped": Plant(
         "payloads without a deadline are discarded as if it had passed",
         "lost",
-        {"transport.packer.claims": _claims_are_dropped},
+        {"transport.packer.claims": claims_are_dropped},
     ),
     "freed-on-arrival": Plant(
         "a slot is acknowledged when its payload has arrived, not when it was consumed",
         "lost",
-        {"transport.packer.mixin": _freed_on_arrival},
+        {"transport.packer.mixin": freed_on_arrival},
         queues=("sqlite", "redis"),  # with the rings as the queue the claim keeps it
     ),
     "freed-on-send": Plant(
         "a slot is freed when it was sent",
         "lost",
-        {"transport.packer.rollout": _freed_on_send},
+        {"transport.packer.rollout": freed_on_send},
     ),
     "begun-anew": Plant(
         "a restarted writer makes a new ring instead of taking over the old one",
         "lost",
-        {"transport.ring.buffer": _rings_begin_anew},
+        {"transport.ring.buffer": rings_begin_anew},
     ),
     "no-generation": Plant(
         "a ticket names a slot and no generation",
         "wrong",
-        {"transport.client.client": _generations_are_not_compared},
+        {"transport.client.client": generations_are_not_compared},
         queues=("sqlite", "redis"),
     ),
     "flipped": Plant(
         "bytes change in the ring; over wires, the checksum keeps them from being consumed",
         "lost",
-        {"transport.ring.buffer": _bytes_are_flipped, "transport.packer.mixin": _nobody_maps},
+        {"transport.ring.buffer": bytes_are_flipped, "transport.packer.mixin": nothing_is_mapped},
         hides="wrong",
     ),
     "flipped-unverified": Plant(
         "bytes change in the ring, and no checksum is compared",
         "wrong",
         {
-            "transport.ring.buffer": _bytes_are_flipped,
-            "transport.ticket": _nothing_is_verified,
-            "transport.client.takes.link": _takes_are_not_verified,
+            "transport.ring.buffer": bytes_are_flipped,
+            "transport.ticket": nothing_is_verified,
+            "transport.client.takes.link": takes_are_not_verified,
         },
     ),
     "segments-stay": Plant(
         "a writer leaves a segment behind",
         "left_behind",
-        {"transport.packer.rollout": _segments_stay},
+        {"transport.packer.rollout": segments_stay},
     ),
     "trainers-fail": Plant(
         "a trainer ends by itself",
         "crashes",
-        {"transport.packer.mixin": _trainers_fail},
+        {"transport.packer.mixin": trainers_fail},
     ),
 }

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import audit
 import msgspec
 from accounts import Accounts
 from clock import WallClock
@@ -25,8 +24,9 @@ from faults import Fault, amounts, schedule
 from journal import Reader
 from plan import Plan, TrainerPlan, WriterPlan, lapse_s
 from process_tree import HERE, MARK, Child, Member, become_reaper, members, reap_orphans
+from questions import Questions
 from queues import RedisServer, open_queue
-from report import End, allowed, perishes, reason_of, report
+from report import End, allowed, perishes, report
 from traps import Points
 
 from transport import SharedRingBuffer
@@ -50,7 +50,6 @@ LAPSES = ("claim.taken", "settle.asked")  # steps of a trainer at which it is st
 _LOOK_S = 0.05
 _ASK_EVERY_S = 0.5
 _HARVEST_EVERY_S = 3.0
-_HARVESTED = 5000  # reports at a time; the queue forgets them in the end
 _QUEUE_PATIENCE_S = 0.3  # of this process, which must go on tending, the queue's server among others
 _SAY_EVERY_S = 5.0
 _TO_BEGIN = 4  # times the patience: until the first payload, all processes have to start
@@ -96,11 +95,9 @@ class Soak:
             place = f"rings:soak-{run}-"
         self._plan = Plan(folder=str(folder), queue=place, ack=options.ack, run=run, seed=options.seed)
         self._allowed = allowed(self._plan)
-        self._failures: dict[tuple[int, str], str] = {}  # of the queue, and not allowed as far as is known
         self._lapse_s = lapse_s(self._plan)
         has_disk = options.isolated and options.queue != "rings"
         self._injector = FaultInjector(disk if has_disk else None, options.isolated, self._server)
-        self._expired = 0
         self._accounts = Accounts(READERS, partial(perishes, self._plan))
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
         root = str(HERE.parent.parent)
@@ -121,6 +118,7 @@ class Soak:
         self._children = [self._writer(number) for number in range(len(READERS))]
         self._children += [self._trainer(number) for number in range(len(RANKS))]
         self._readers = {child.name: Reader(self._plan.journal(child.name)) for child in self._children}
+        self._questions = Questions(self._plan, self._accounts, self._hear_all)
         self._idle_s = self._looked_at = self._said_at = self._asked_at = self._harvested_at = 0.0
         self._seen = -1
 
@@ -181,7 +179,7 @@ class Soak:
             End(
                 self._accounts.verdict(self._allowed),
                 depth,
-                [f"rank {rank} {ticket} {reason}" for (rank, ticket), reason in self._failures.items()],
+                [f"rank {rank} {ticket} {reason}" for (rank, ticket), reason in self._questions.failures.items()],
                 self._injector.counts,
                 self._injector.kills,
                 len(pending),
@@ -191,10 +189,6 @@ class Soak:
                 seconds,
             ),
         ) | {"isolated": self._options.isolated, "planted": self._options.plant}
-
-    @property
-    def _of_rings(self) -> bool:
-        return self._options.queue == "rings"
 
     def _settled(self) -> int:
         return self._accounts.settled(self._allowed)
@@ -224,11 +218,11 @@ class Soak:
         now = time.monotonic()
         if now - self._asked_at > _ASK_EVERY_S:
             self._asked_at = now
-            self._ask()
+            self._questions.ask()
         if now - self._harvested_at > _HARVEST_EVERY_S:
             self._harvested_at = now
             with contextlib.suppress(QueueError):  # another time, then
-                self._harvest(_QUEUE_PATIENCE_S)
+                self._questions.harvest(_QUEUE_PATIENCE_S)
         self._idle_s += min(now - self._looked_at, 1.0)  # a machine that stood still says nothing about the run
         self._looked_at = now
         if self._settled() != self._seen:
@@ -244,53 +238,21 @@ class Soak:
         for words in self._readers[name].lines():
             self._accounts.hear(name, words)
 
+    def _hear_all(self) -> None:
+        for child in self._children:
+            self._hear(child.name)
+
     def _own(self) -> set[int]:
         own = {child.process.pid for child in self._children if child.process is not None}
         return own if self._server is None or self._server.pid is None else own | {self._server.pid}
-
-    def _ask(self) -> None:
-        """What became of the claims that trainers were about to have accepted when they were killed."""
-        questions = self._accounts.open_questions()
-        if self._of_rings:
-            self._ask_rings(questions)
-            return
-        for (rank, token), accepted in audit.fates(self._plan.queue, questions).items() if questions else ():
-            self._accounts.answer(rank, token, accepted)
-
-    def _ask_rings(self, questions: list[tuple[int, str]]) -> None:
-        perishable = self._accounts.perishable()
-        asked = {*questions, *perishable}
-        over = audit.ended(self._plan.queue.partition(":")[2], asked) if asked else set()
-        for child in self._children if over else ():
-            self._hear(child.name)  # whoever ended them has said before that it was about to
-        for rank, token in over.intersection(questions):
-            self._accounts.over(rank, token)
-        for question in over.intersection(perishable):
-            self._accounts.perished(perishable[question])
-
-    def _harvest(self, patience_s: float) -> QueueDepth:
-        """Enter what the queue reports."""
-        with open_queue(self._plan, patience_s) as queue:
-            for failure in queue.failures(_HARVESTED):
-                named = self._accounts.named(failure.ticket_id)
-                reason = f"{failure.state}: {failure.reason}"
-                if named is not None:
-                    reason = reason_of(failure, *named, self._plan)
-                    self._accounts.report(failure.rank, *named, reason)
-                self._failures[failure.rank, failure.ticket_id] = reason
-                if reason.partition(":")[0] in self._allowed:
-                    del self._failures[failure.rank, failure.ticket_id]
-            depth = queue.depth()
-        self._expired = max(self._expired, depth.expired)  # rings take their counts with them
-        return msgspec.structs.replace(depth, expired=self._expired)
 
     def _look_last(self) -> QueueDepth:
         """At the queue, when nobody uses it any more; until the last leases have ended."""
         while True:
             self._injector.tend()
-            self._ask()
+            self._questions.ask()
             with contextlib.suppress(QueueError):
-                depth = self._harvest(_QUEUE_PATIENCE_S)
+                depth = self._questions.harvest(_QUEUE_PATIENCE_S)
                 if not self._accounts.open_questions():
                     return depth
             time.sleep(_LOOK_S)

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from found_rings import ring_of, some
+from helpers import eventually
 from redis_server import needs_redis, redis_server
 
 from transport import SharedRingBuffer
 from transport.packer.rollout import ticket_id
-from transport.queue import RedisQueue, SQLiteQueue
+from transport.queue import FoundRings, RedisQueue, SQLiteQueue, found_elsewhere
 from transport.queue.base import DeliveryState, Failure, QueuedTicket, TicketQueue
+from transport.queue.found_elsewhere import FoundElsewhere
+from transport.queue.places import OnThisHost
 from transport.storage.urls import RedisURL, SQLiteURL, parse_url
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -262,6 +266,32 @@ def test_every_module_that_is_marked_or_planted_into_is_there() -> None:
     spec.loader.exec_module(points)
     marked = {*points.CHANGES, *(name for plant in PLANTS.values() for name in plant.changes)}
     assert [name for name in sorted(marked) if importlib.util.find_spec(name) is None] == []
+
+
+def test_every_planted_fault_finds_what_it_changes() -> None:
+    """In a process of its own, which has them all afterwards."""
+    program = "import sys; sys.path.append(sys.argv[1]); from importlib import import_module as module\n"
+    program += "from planted import PLANTS\n"
+    program += (
+        "for plant in PLANTS.values():\n    for name, change in plant.changes.items():\n        change(module(name))\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(SOAK)], check=True)
+
+
+@pytest.mark.ucx
+def test_planted_into_the_rings_the_claims_of_a_dead_connection_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    monkeypatch.setattr(FoundElsewhere, "_settle", FoundElsewhere._settle)  # is what it was after the test
+    prefix = f"planted-{secrets.token_hex(4)}-"
+    with ring_of(prefix) as ring, FoundRings(OnThisHost(prefix)) as queue:
+        PLANTS["dead-connection"].changes["transport.queue.found_elsewhere"](found_elsewhere)
+        ring.write_raw(b"held")
+        [claim] = some(queue, 1)
+        link, thread = queue._elsewhere._held[claim.token].brought.link, queue._elsewhere._thread
+        assert thread is not None
+        thread.soon(link.abort)
+        eventually(lambda: link.lost, "its connection is gone")
+        assert queue.ack(claim)
 
 
 def test_a_planted_fault_is_found_only_by_its_own_figure() -> None:
