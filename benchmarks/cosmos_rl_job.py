@@ -160,7 +160,7 @@ def policy(options: Any, redis: Any) -> dict[str, Any]:
                     stale += 1
                 else:
                     trained += 1
-            time.sleep(options.train_s)  # the work of a trainer
+            time.sleep(options.train_s)  # stands for a training step, of which only the duration matters
             found.clear()
             payload = None
         packer.finish_payload_batch()

@@ -44,7 +44,7 @@ def fetch(path: str, batch: int, cold: bool) -> list[float]:
     with SQLiteQueue(path) as queue:
         trainer = Trainer()
         trainer.setup_ucxx_packer(queue=queue, wire={"tcp"})
-        time.sleep(2.0)  # the model is loaded meanwhile
+        time.sleep(2.0)  # stands for the loading of a model: the time in which connections are warmed up
         for _ in range(1 + LATER):
             claims = trainer.claim_tickets(batch, 10.0)
             assert len(claims) == batch

@@ -21,7 +21,7 @@ import pytest
 from helpers import dead_port, noise, serving, settings_with, stalled
 from memory_store import MemoryStore
 from packers import Packer
-from queue_conformance import ticket as queued_ticket
+from queue_waits import ticket as queued_ticket
 
 from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXRolloutMixin, config
 from transport.cli import run as command

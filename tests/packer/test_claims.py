@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from queue_conformance import ids, ticket
+from queue_harness import ids
+from queue_waits import ticket
 
 from transport.errors import UsageError
 from transport.packer.claims import ClaimBook

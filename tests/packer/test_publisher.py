@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from queue_conformance import Harness, QueueConformance
+from queue_conformance import QueueConformance
+from queue_harness import Harness
 from redis_server import needs_redis, redis_server
 from scripted_queue import Scripted, claimed, failing
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from queue_conformance import LEASE_S, ids, in_thread, ticket, tickets
+from queue_harness import LEASE_S, ids, tickets
+from queue_waits import in_thread, ticket
 from redis_server import WHY_NOT, RedisServer, needs_redis, redis_server
 
 from transport.errors import ConfigurationError, GroupBrokenError, RankError

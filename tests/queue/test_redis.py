@@ -14,8 +14,10 @@ import pytest
 import redis
 from helpers import eventually
 from hypothesis import settings
-from queue_conformance import LEASE_S, QueueConformance, ids, in_thread, ticket, tickets
+from queue_conformance import QueueConformance
+from queue_harness import LEASE_S, ids, tickets
 from queue_model import QueueMachine
+from queue_waits import in_thread, ticket
 from redis_server import RedisServer, lose_answers, needs_redis, redis_server
 
 from transport.errors import QueueFullError, QueueUnavailableError

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
-from queue_conformance import in_thread
 from queue_model import ARRIVED, CLAIMED, DEAD, DONE, LOST, READY, QueueMachine
+from queue_waits import in_thread
 from ring_queues import RingConformance, RingHarness
 
 from transport import SharedRingBuffer

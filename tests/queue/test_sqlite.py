@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from queue_conformance import LEASE_S, QueueConformance, ids, in_thread, ticket, tickets
+from queue_conformance import QueueConformance
+from queue_harness import LEASE_S, ids, tickets
 from queue_model import QueueMachine
+from queue_waits import in_thread, ticket
 
 from transport.errors import InternalError, QueueBusyError, QueueError, QueueFullError, QueueUnsuitableError
 from transport.queue import DeliveryState, QueueDepth, QueuedTicket, SQLiteQueue

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
-from queue_conformance import in_thread
+from queue_waits import in_thread
 from redis_server import RedisServer, lose_answers, needs_redis, redis_server
 from store_conformance import StoreConformance
 from store_model import StoreMachine

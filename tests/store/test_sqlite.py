@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from queue_conformance import in_thread
+from queue_waits import in_thread
 from store_conformance import StoreConformance
 from store_model import StoreMachine
 

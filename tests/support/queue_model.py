@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
-from queue_conformance import LEASE_S, Harness, ids, ticket
+from queue_harness import LEASE_S, Harness, ids
+from queue_waits import ticket
 
 from transport.queue import Claim, DeliveryState, QueueDepth
 

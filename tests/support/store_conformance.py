@@ -9,7 +9,7 @@ import threading
 from typing import Protocol
 
 import pytest
-from queue_conformance import in_thread
+from queue_waits import in_thread
 
 from transport.errors import ClosedError, UsageError
 from transport.store import ABSENT, Change, Entry, Store

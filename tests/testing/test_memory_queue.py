@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from costs import lines_of
 from hypothesis import settings
-from queue_conformance import LEASE_S, QueueConformance, ids, ticket, tickets
+from queue_conformance import QueueConformance
+from queue_harness import LEASE_S, ids, tickets
 from queue_model import QueueMachine
+from queue_waits import ticket
 
 from transport.errors import ClosedError
 from transport.queue.base import QueuedTicket

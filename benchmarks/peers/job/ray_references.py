@@ -17,7 +17,7 @@ import numpy as np
 import ray_cluster
 
 _MAILBOX = "mailbox"
-_WAIT_S = 0.0005
+_WAIT_S = 0.0005  # between two looks at the mailbox, as the writers of the other peers look at theirs
 
 
 class Mailbox:

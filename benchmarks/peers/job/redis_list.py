@@ -16,7 +16,7 @@ import redis
 
 _KEY = "payloads"
 _HEADER = 32
-_WAIT_S = 0.0002
+_WAIT_S = 0.0002  # between two looks: no command of Redis waits until a list is shorter
 _COMMAND_BYTES = 256 << 10
 
 

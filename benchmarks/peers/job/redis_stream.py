@@ -15,7 +15,7 @@ from redis_list import at_once, connect
 
 _KEY = "payloads"
 _GROUP = "trainers"
-_WAIT_S = 0.0002
+_WAIT_S = 0.0002  # between two looks: no command of Redis waits until a stream is shorter
 
 
 class Writer:

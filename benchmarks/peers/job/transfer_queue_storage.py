@@ -17,7 +17,7 @@ import ray_cluster
 _PARTITION = "payloads"
 _TASK = "train"
 _FIELDS = ["header", "body"]
-_WAIT_S = 0.001
+_WAIT_S = 0.001  # between two looks: it has no call that waits
 
 
 @contextlib.contextmanager
