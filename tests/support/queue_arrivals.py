@@ -1,4 +1,4 @@
-"""What every ticket queue must do about old payloads and those acknowledged on arrival; a part of its conformance suite."""
+"""What every queue must do about old payloads and those acknowledged on arrival; a part of its conformance suite."""
 
 from __future__ import annotations
 

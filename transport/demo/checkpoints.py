@@ -144,7 +144,7 @@ class Membership:
                 asyncio.run(self._client(store, lambda _: None).join(self._epoch.destination))
 
     def take_part(self, policy: Policy, follow: Callable[[], None] = lambda: None) -> None:
-        """Upload the policy if elected; returns when the cooldown ends, or when the parent wants to stop.
+        """Upload the policy if elected; returns when the cooldown ends, or when the parent requests a stop.
 
         follow: brings the policy nearer to the newest version, if it is not there yet.
         """

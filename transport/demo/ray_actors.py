@@ -126,7 +126,7 @@ class _Player(Player):
     """Plays what is neither in the records of all ranks nor in its ring."""
 
     def play_share(self, follower: PolicyFollower, store: Store, life: int) -> None:
-        """Until every rank has trained on the share, or told to stop."""
+        """Until every rank has trained on the share, or a stop is requested."""
         environment = make_environment()
         share = range(self._index, self._plan.episodes, self._plan.rollouts)
         rng = np.random.default_rng([self._plan.seed, 1 + self._index, life])
@@ -148,7 +148,7 @@ class _Player(Player):
     def _play_one(
         self, number: int, follower: PolicyFollower, environment: Environment, rng: np.random.Generator
     ) -> bool:
-        """Once the backlog allows it; False: told to stop."""
+        """Once the backlog allows it; False: a stop is requested."""
         while not self._parent.wants_stop():
             ahead = number - follower.announced * BATCH
             follower.follow(wait_s=LOOK_S if ahead >= BACKLOG else 0.0)

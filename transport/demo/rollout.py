@@ -48,7 +48,7 @@ class PolicyWorker(ReferenceWorker):
 
 
 class PolicyFollower:
-    """Keeps a policy at the newest version that the trainer announced. Never waits for one unless told to."""
+    """Keeps a policy at the newest version that the trainer announced. Waits only where `follow` is given a time."""
 
     def __init__(self, queue: TicketQueue, client: BlockingClient, policy: Policy, rank: int) -> None:
         self.policy = policy
@@ -88,7 +88,7 @@ class Player(UCXXRolloutMixin):
         self._parent = parent
 
     def play(self, follower: PolicyFollower) -> None:
-        """Play and publish the share; returns early when told to stop."""
+        """Play and publish the share; returns early when a stop is requested."""
         environment = make_environment()
         rng = np.random.default_rng([self._plan.seed, 1 + self._index, self._plan.first_version])
         while self.published < self._plan.share(self._index) and not self._parent.wants_stop():
@@ -113,7 +113,7 @@ class Player(UCXXRolloutMixin):
 
 
 def rollout(config: WorkerConfig, parent: Parent) -> None:
-    """Play the share, report, and serve what was played until told to stop."""
+    """Play the share, report, and serve what was played until a stop is requested."""
     plan = config.plan
     with contextlib.ExitStack() as stack:
         trace = tracing(config, stack, "rollout")

@@ -76,7 +76,7 @@ class EpisodePacker(UCXXDataPackerMixin):
         )
 
     def batches(self) -> Iterator[list[ReceivedPayload]]:
-        """Every episode once; ends after the last one, or when told to stop."""
+        """Every episode once; ends after the last one, or when a stop is requested."""
         claims = self._gather()
         if claims:
             self.start_prefetch(claims)
@@ -166,7 +166,7 @@ def check(payload: ReceivedPayload) -> None:
 
 
 def trainer(config: WorkerConfig, parent: Parent) -> None:
-    """Consume every episode, report, and hand out the newest policy until told to stop."""
+    """Consume every episode, report, and hand out the newest policy until a stop is requested."""
     with contextlib.ExitStack() as stack:
         queue = stack.enter_context(open_queue(config.queue))
         membership = Membership(config, "trainer", parent)

@@ -35,7 +35,7 @@ class Arrivals:
 
     Args:
         links: the connections of the moment to a ring, by its id.
-        used: is called on the loop, once for each claim, when its ring is told that it was used.
+        used: is called once for each claim, in the thread of the loop, when its ring is sent the count.
     """
 
     def __init__(

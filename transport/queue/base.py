@@ -248,7 +248,7 @@ class TicketQueue(abc.ABC):
     def unfinished(self, n: int) -> list[bytes]:
         """Up to ``n`` tickets that are not finished, claimed or not, the latest published first; claims nothing.
 
-        For who wants to know which rings there are. A queue that cannot tell knows none.
+        It shows which rings there are. The default is an empty list, for a queue that does not know.
         """
         return []
 

@@ -67,8 +67,8 @@ class Answers:
 
     Args:
         lock: may be acquired again by the thread that has it.
-        ended: is called once for each claim that was asked about, on the loop, where no interrupt comes, under the
-            lock; None: its answer did not come, and no caller waits for it any more.
+        ended: is called once for each claim that was asked about, under the lock, in the thread of the loop, where no
+            interrupt is raised; None: its answer did not come, and no caller waits for it any more.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class FoundElsewhere(HeldElsewhere):
         self._own = False
         self._ranks: dict[int | str, _Rank] = {}
         self._closed = False
-        # Belongs to the loop. A batch that the caller has dropped is asked about by no one.
+        # Belongs to the loop. A batch that the caller has dropped is not kept for its answer.
         self._finishing: WeakKeyDictionary[TakenBatch, asyncio.Task[Verdicts]] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
@@ -93,7 +93,7 @@ class FoundElsewhere(HeldElsewhere):
                 self._thread, self._client = thread, client
 
     def disconnect(self, client: UCXXClient | None) -> None:
-        """End what was taken through this client; None: through whichever there is."""
+        """End what was taken through this client; None: through the present one."""
         with self._starting:
             if self._client is None or client not in (None, self._client):
                 return
@@ -173,7 +173,7 @@ class FoundElsewhere(HeldElsewhere):
                 brought, at = came
                 if brought.link.lost:
                     of.came.popleft()
-                    continue  # they are anybody's by now
+                    continue  # its payloads can be claimed by others now
                 if at:  # the others were claimed one by one
                     brought = brought._replace(batch=brought.batch.part(at, len(brought.batch)))
                 try:

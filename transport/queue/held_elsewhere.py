@@ -154,7 +154,7 @@ class HeldElsewhere(ABC):
             self.failures.append(failure)
 
     def _settle(self, groups: Sequence[Group], end: End, consumer: str) -> None:
-        """Have the answers, which come on the loop, so that no interrupt comes in between."""
+        """Wait for the answers. They are entered in the thread of the loop, where no interrupt is raised."""
         thread = self._thread
         if thread is not None and not thread.closed:  # otherwise every connection is closed as well
             thread.run(self._answers.ask(groups, end, consumer))

@@ -119,8 +119,8 @@ def _overdue(snapshot: Snapshot, rules: Rules) -> Act | None:
 
 def _all_done(snapshot: Snapshot, rules: Rules) -> Act | None:
     done = {(seat.slot, seat.member) for seat in _current(snapshot) if seat.status is Status.DONE}
-    everybody = bool(snapshot.active) and all((peer.slot, peer.member) in done for peer in snapshot.active)
-    return Close(Reason.SUCCESS, f"all {len(snapshot.active)} members are done") if everybody else None
+    all_done = bool(snapshot.active) and all((peer.slot, peer.member) in done for peer in snapshot.active)
+    return Close(Reason.SUCCESS, f"all {len(snapshot.active)} members are done") if all_done else None
 
 
 def _broken(snapshot: Snapshot, rules: Rules) -> Act | None:

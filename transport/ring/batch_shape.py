@@ -139,7 +139,7 @@ def _stands_for(filled: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> b
 
 @lru_cache(maxsize=64)
 def fields_of(schema: Schema) -> _ring.BatchFields:
-    """The schema as native code wants it."""
+    """The schema in the form that native code takes."""
     rows = []
     for spec in schema.tensors:
         inner = spec.shape[1:] if spec.ragged else spec.shape

@@ -31,7 +31,7 @@ class Tickets(Sequence[Ticket]):
     """The tickets of payloads that were written together, in their order. Each is made when it is looked at.
 
     Attributes:
-        encoded: what `Ticket.encode` would give, which is what a queue wants.
+        encoded: what `Ticket.encode` would give, in which form queues take tickets.
     """
 
     def __init__(self, encoded: Sequence[bytes]) -> None:

@@ -1,6 +1,6 @@
-"""A process that was told to end does not wait for a server that is away.
+"""Limits how long calls to a server that does not answer may delay the end of this process.
 
-    told to end ──► calls wait for a silent server at most `MOST_S` more
+    the end begins  calls wait for a silent server at most `MOST_S` more
     MOST_S later    calls that hang in a connection are cut; a server that failed once is not asked again afterwards
 
 A server that answers is used as before, as long as the end takes. `begin` is for a process that ends: a signal handler

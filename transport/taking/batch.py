@@ -203,7 +203,7 @@ class TakenBatch:
         return self._buffer[begin:end]
 
     def received(self) -> _ring.ReceivedPayloads:
-        """The payloads as a batch in place wants them."""
+        """The payloads in the form that a batch in place takes."""
         rows = np.zeros((len(_ring.RECEIVED_ROWS), len(self)), np.uint64)
         rows[1], rows[2] = self._offsets, self.rows["length"]
         rows[4], rows[5], rows[6] = self._notes, self.rows["note_bytes"], self.rows["checksum"]

@@ -98,7 +98,7 @@ class Finishing(ABC):
     async def _room_for(self, count: int) -> bool:
         """Wait until so many more may be unanswered: the ring keeps the last ones. False: the connection is gone.
 
-        It ends here if no answer comes in time: whoever asked may have been cancelled, and no longer watches it.
+        The connection ends here if no answer comes in time: the calls that wait for the answers may be cancelled.
         """
         while self._unanswered + count > frames.MOST_UNANSWERED and not self.lost:
             self._answered.clear()

@@ -222,7 +222,7 @@ class _Tree:
     def _image(self, value: Any) -> Any:
         try:
             pixels, palette_mode, palette = image_parts(value)
-        except Exception as error:  # a broken file raises what its format's decoder likes, SyntaxError too
+        except Exception as error:  # decoders of broken files raise errors of any class, SyntaxError too
             raise _Stuck(f"this image cannot be sent: {error}") from error
         flat: list[Any] = []
         key: Any = None

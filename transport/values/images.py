@@ -25,7 +25,7 @@ _MOST_EMPTY: Final = 1 << 16  # of an image without pixels: Pillow has a pointer
 
 
 def image_class() -> type | None:
-    """PIL's Image, where somebody has imported it: otherwise no value is one."""
+    """PIL's Image, where this process has imported it: otherwise no value is one."""
     module = sys.modules.get("PIL.Image")
     return None if module is None else module.Image
 

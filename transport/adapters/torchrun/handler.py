@@ -130,7 +130,7 @@ class RoundStore:
         return [bytes(self._store.get(keys[self._place.rank]))] * len(keys)
 
     def add(self, key: str, amount: int) -> int:
-        """As of the store. Whoever enters the exit barrier has workers that are done."""
+        """As of the store. An agent that enters the exit barrier has workers that are done."""
         if key.startswith(_BARRIER):
             self._member.done()
             return 0  # not the last one; no agent waits in the store of another

@@ -238,7 +238,7 @@ def load_records(path: str) -> tuple[array[int], array[int]]:
 
 
 def train(job: Job, lines: Lines, trainer: Training) -> None:
-    """Consume until told to stop, and then until nothing is left."""
+    """Consume until a stop is requested, and then until nothing is left."""
     records = Records()
     stopping = threading.Event()
 
