@@ -59,6 +59,16 @@ def interrupt_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[],
     return raised.set
 
 
+def interrupted_before_its_answer(
+    end: Callable[[FoundRings, Claim], bool], queue: FoundRings, claim: Claim, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim is ended, and the call interrupted before it has the answer."""
+    go_on = interrupt_before_the_answer(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        end(queue, claim)
+    go_on()
+
+
 ENDS: dict[str, Callable[[FoundRings, Claim], bool]] = {
     "ack": lambda queue, claim: queue.ack(claim),
     "discard": lambda queue, claim: queue.discard(claim, "no use"),
@@ -73,10 +83,7 @@ def test_an_end_that_was_interrupted_before_its_answer_is_repeated_with_the_same
 ) -> None:
     ring.write_raw(b"one")
     [claim] = some(queue, 1)
-    go_on = interrupt_before_the_answer(monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        ENDS[end](queue, claim)
-    go_on()
+    interrupted_before_its_answer(ENDS[end], queue, claim, monkeypatch)
     assert ENDS[end](queue, claim)
     assert not ENDS[end](queue, claim)
     known = queue._elsewhere.depth(None, set())
@@ -90,10 +97,7 @@ def test_another_end_of_a_claim_that_has_ended_is_refused_and_what_happened_is_c
 ) -> None:
     ring.write_raw(b"one")
     [claim] = some(queue, 1)
-    go_on = interrupt_before_the_answer(monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        ENDS[first](queue, claim)
-    go_on()
+    interrupted_before_its_answer(ENDS[first], queue, claim, monkeypatch)
     assert not ENDS[then](queue, claim)
     known = queue._elsewhere.depth(None, set())
     assert {name: known[name] for name in COUNTED.values()} == {
@@ -109,10 +113,7 @@ def test_unconfirmed_ends_of_several_claims_each_keep_their_own_answer(
         ring.write_raw(bytes([number]))
     claims = some(queue, 3)
     for claim, end in zip(claims, ENDS.values(), strict=True):
-        go_on = interrupt_before_the_answer(monkeypatch)
-        with pytest.raises(KeyboardInterrupt):
-            end(queue, claim)
-        go_on()
+        interrupted_before_its_answer(end, queue, claim, monkeypatch)
     assert queue.ack_many(claims) == claims[:1]
     known = queue._elsewhere.depth(None, set())
     assert (known["done"], known["discarded"], known["retried"], known["claimed"]) == (1, 1, 1, 0)

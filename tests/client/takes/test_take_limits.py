@@ -113,18 +113,22 @@ async def test_what_is_given_back_before_it_was_received_keeps_its_delay(ring: S
         assert ring.native.due_s(0) > 1.0
 
 
+async def finished_while_it_is_sent(peer: Peer, ring: SharedRingBuffer, ticket: Ticket) -> int:
+    """The answer to FINISH; the slot is pinned until the payload is received, and free afterwards."""
+    finish = end_of(Kind.FINISH, ticket)
+    [answer] = await peer.status(peer.tell(finish), finish)
+    assert ring.native.own_pins(ticket.slot) == 1
+    await received(peer, 1)
+    await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
+    return answer.code
+
+
 @asynchronous
 async def test_a_refused_finish_leaves_the_pin_while_the_payload_is_sent(ring: SharedRingBuffer) -> None:
     async with Stage(ring) as stage:
         peer, ticket = await under_way(stage, ring)
         ring.native.consume(ticket.slot, ticket.generation, 0)  # by its ticket, beside the claim
-        finish = end_of(Kind.FINISH, ticket)
-        number = peer.tell(finish)
-        [answer] = await peer.status(number, finish)
-        assert answer.code == 1
-        assert ring.native.own_pins(ticket.slot) == 1
-        await received(peer, 1)
-        await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
+        assert await finished_while_it_is_sent(peer, ring, ticket) == 1
 
 
 @asynchronous
@@ -133,13 +137,7 @@ async def test_a_finish_before_its_payload_was_received_is_accepted_and_frees_th
 ) -> None:
     async with Stage(ring) as stage:
         peer, ticket = await under_way(stage, ring)
-        finish = end_of(Kind.FINISH, ticket)
-        number = peer.tell(finish)
-        [answer] = await peer.status(number, finish)
-        assert answer.code == 0
-        assert ring.native.own_pins(ticket.slot) == 1
-        await received(peer, 1)
-        await until(lambda: ring.statistics().free == SLOTS, "the slot is free")
+        assert await finished_while_it_is_sent(peer, ring, ticket) == 0
 
 
 @asynchronous
