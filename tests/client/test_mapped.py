@@ -28,14 +28,6 @@ def ring() -> Iterator[SharedRingBuffer]:
         yield made
 
 
-@pytest.fixture
-def mapped() -> Iterator[MappedRings]:
-    made = MappedRings()
-    yield made
-    made.close()
-    gc.collect()
-
-
 # --- finding -------------------------------------------------------------------------------------
 def test_a_ring_is_attached_once_and_takes_one_owner_place(ring: SharedRingBuffer, mapped: MappedRings) -> None:
     first = mapped.find(ring.write_raw(b"1"))

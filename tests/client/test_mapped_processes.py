@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,14 +19,6 @@ from transport.client.mapped import MappedRings
 def ring() -> Iterator[SharedRingBuffer]:
     with SharedRingBuffer.create(slots=6, slot_bytes=1000) as made:
         yield made
-
-
-@pytest.fixture
-def mapped() -> Iterator[MappedRings]:
-    made = MappedRings()
-    yield made
-    made.close()
-    gc.collect()
 
 
 def test_a_reader_that_ends_last_removes_the_segment() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,14 +15,6 @@ from transport.cooldown import Outcome, Part, Phase, sharded
 from transport.cooldown.epochs import manifest as manifests
 from transport.cooldown.epochs.shares import NO_SAVE
 from transport.errors import ConfigurationError, CoordinatorLostError, UsageError
-from transport.store.sqlite import SQLiteStore
-
-
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardedRun]:
-    monkeypatch.setattr(sharded, "AGAIN_FIRST_S", 0.01)
-    with SQLiteStore(tmp_path / "store.sqlite3") as store:
-        yield ShardedRun(tmp_path, store)
 
 
 # --- the way through ------------------------------------------------------------------------------

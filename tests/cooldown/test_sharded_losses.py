@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,6 @@ from transport.cooldown import Outcome, Part, Phase, coordination, sharded
 from transport.cooldown.epochs.shares import Saved, turns
 from transport.cooldown.verify import RefusedUpload
 from transport.errors import StoreUnavailableError, UsageError
-from transport.store.sqlite import SQLiteStore
-
-
-@pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardedRun]:
-    monkeypatch.setattr(sharded, "AGAIN_FIRST_S", 0.01)
-    with SQLiteStore(tmp_path / "store.sqlite3") as store:
-        yield ShardedRun(tmp_path, store)
 
 
 # --- losses ---------------------------------------------------------------------------------------

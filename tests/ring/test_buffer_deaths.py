@@ -7,7 +7,6 @@ import gc
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,13 +33,6 @@ lease = ring.native.try_take()
 print("writing", flush=True)
 sys.stdin.readline()
 """
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    unique = f"/transport-ring-{abs(hash(request.node.nodeid)):x}"
-    yield unique
-    (SHM / unique.removeprefix("/")).unlink(missing_ok=True)
 
 
 def test_a_killed_writers_payloads_survive_a_take_over_and_its_half_written_slot_is_free(name: str) -> None:

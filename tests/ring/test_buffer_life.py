@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers import SHM, Child, leaving_at_once, noise, read_bytes, segment_file
+from helpers import Child, leaving_at_once, noise, read_bytes, segment_file
 
 from transport import Schema, SharedRingBuffer, Ticket, UpTo, _ring
 from transport.errors import (
@@ -24,13 +24,6 @@ from transport.errors import (
 from transport.ring.attachment import remove_dead
 
 STEPS = Schema.of(obs=("float32", UpTo(10), 3), done=("bool", UpTo(10)), version=("int64",))
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    unique = f"/transport-ring-{abs(hash(request.node.nodeid)):x}"
-    yield unique
-    (SHM / unique.removeprefix("/")).unlink(missing_ok=True)
 
 
 # --- making and attaching --------------------------------------------------------------------------

@@ -23,14 +23,6 @@ STUB = Path(__file__).resolve().parents[2] / "transport" / "_ring.pyi"
 
 
 @pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A name nobody uses, removed afterwards whatever became of its ring."""
-    unique = f"/transport-test-native-{os.getpid()}-{abs(hash(request.node.nodeid)):x}"
-    yield unique
-    shm_file(unique).unlink(missing_ok=True)
-
-
-@pytest.fixture
 def ring(name: str) -> Iterator[Ring]:
     made = Ring.create(name, 4, 1000, ZEROS)
     yield made

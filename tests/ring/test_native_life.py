@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from native_rings import ZEROS, Child, read, refused, run_to_death, shm_file, write
+from native_rings import ZEROS, Child, read, refused, run_to_death, write
 
 from transport import _ring
 from transport._ring import Ring
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A name nobody uses, removed afterwards whatever became of its ring."""
-    unique = f"/transport-test-native-{os.getpid()}-{abs(hash(request.node.nodeid)):x}"
-    yield unique
-    shm_file(unique).unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from native_rings import ZEROS, shm_file, write
+from native_rings import ZEROS, write
 
 from transport import _ring
 from transport._ring import Ring
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A name nobody uses, removed afterwards whatever became of its ring."""
-    unique = f"/transport-test-native-{os.getpid()}-{abs(hash(request.node.nodeid)):x}"
-    yield unique
-    shm_file(unique).unlink(missing_ok=True)
 
 
 @pytest.fixture

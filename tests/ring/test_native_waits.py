@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from native_rings import PATIENCE_S, ZEROS, Child, refused, run_to_death, shm_file, write
+from native_rings import PATIENCE_S, ZEROS, Child, refused, run_to_death, write
 
 from transport import _ring
 from transport._ring import Ring
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A name nobody uses, removed afterwards whatever became of its ring."""
-    unique = f"/transport-test-native-{os.getpid()}-{abs(hash(request.node.nodeid)):x}"
-    yield unique
-    shm_file(unique).unlink(missing_ok=True)
 
 
 @pytest.fixture

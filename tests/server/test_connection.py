@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import frame_codec
@@ -17,7 +16,6 @@ from scripted_peer import (
     PROTOCOL,
     READY,
     SECRET,
-    SLOTS,
     SMALL,
     VERSION,
     WRONG_RING,
@@ -39,12 +37,6 @@ from transport.wire import frames
 from transport.wire.frames import Challenge, Hello, Kind, Proof, Record, SlotFate, Welcome
 
 pytestmark = pytest.mark.ucx
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
 
 
 # --- handshake ------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import frame_codec
 import pytest
@@ -30,12 +29,6 @@ from transport.wire import frames
 from transport.wire.frames import Kind, Record
 
 pytestmark = pytest.mark.ucx
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
 
 
 # --- garbage --------------------------------------------------------------------------------------

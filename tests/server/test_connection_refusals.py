@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 from helpers import asynchronous, until
@@ -30,12 +29,6 @@ from transport.ring.buffer import SharedRingBuffer
 from transport.wire.frames import Kind
 
 pytestmark = pytest.mark.ucx
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from helpers import asynchronous
@@ -30,12 +28,6 @@ from transport.wire.frames import Kind, Record, SlotFate
 from transport.wire.library import engine
 
 pytestmark = pytest.mark.ucx
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
 
 
 def test_native_code_has_the_same_codes() -> None:

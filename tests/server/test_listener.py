@@ -11,7 +11,6 @@ from scripted_peer import (
     LARGE,
     READING,
     READY,
-    SLOTS,
     SMALL,
     Stage,
     ack,
@@ -28,10 +27,9 @@ pytestmark = pytest.mark.ucx
 
 
 @pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
-        assert made.statistics().late_finalises <= 1  # of tests with a late acknowledgement; never a pin's
+def ring(ring: SharedRingBuffer) -> Iterator[SharedRingBuffer]:
+    yield ring
+    assert ring.statistics().late_finalises <= 1  # of tests with a late acknowledgement; never a pin's
 
 
 # --- acknowledgements that take another way ----------------------------------------------------------

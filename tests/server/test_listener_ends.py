@@ -30,10 +30,9 @@ pytestmark = pytest.mark.ucx
 
 
 @pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
-        assert made.statistics().late_finalises <= 1  # of tests with a late acknowledgement; never a pin's
+def ring(ring: SharedRingBuffer) -> Iterator[SharedRingBuffer]:
+    yield ring
+    assert ring.statistics().late_finalises <= 1  # of tests with a late acknowledgement; never a pin's
 
 
 # --- connections that end ----------------------------------------------------------------------------

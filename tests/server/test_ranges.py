@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from helpers import asynchronous
 from scripted_peer import SLOTS, Stage, ack, pins, read, record
@@ -18,12 +16,6 @@ pytestmark = pytest.mark.ucx
 
 DATA = bytes(range(256)) * 10
 MOST = (1 << 32) - 1, (1 << 64) - 1
-
-
-@pytest.fixture
-def ring() -> Iterator[SharedRingBuffer]:
-    with SharedRingBuffer.create(slots=SLOTS, slot_bytes=1 << 16) as made:
-        yield made
 
 
 def part(ticket: Ticket, units: int, size: int, **changes: int) -> Record:
