@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -41,6 +42,8 @@ class JobFigures:
 
     cycles: int = 0
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)  # of all processes of the job, from SIGTERM on
+    load: list[float] = field(default_factory=list)  # of the machine, by the last minute's average
     by_victim: dict[str, list[float]] = field(default_factory=dict)
     killed: Counter[str] = field(default_factory=Counter)  # members that had been stopped, by role
     reclaimed: int = 0
@@ -60,6 +63,8 @@ class JobFigures:
         in_order = sorted(self.seconds) or [0.0]
         summary = {"median_s": in_order[len(in_order) // 2], "most_s": in_order[-1], "bad": self.bad}
         most = {victim: max(times) for victim, times in self.by_victim.items()}
+        used, load = sorted(self.cpu_seconds) or [0.0], sorted(self.load) or [0.0]
+        summary |= {"median_cpu_s": used[len(used) // 2], "median_load": load[len(load) // 2]}
         return {**vars(self), "killed": dict(self.killed), "by_victim": most, **summary}
 
 
@@ -69,6 +74,7 @@ class Job:
     def __init__(self, seed: int, run: str, folder: Path) -> None:
         self._choose = random.Random(seed)
         self._run = run
+        self._children_s = _children_s()
         self.victim = VICTIMS[seed % len(VICTIMS)]
         self._redis_end = self._choose.choice(REDIS_ENDS)
         self.prefix = f"/transport-job-{run}-{seed}"
@@ -126,6 +132,7 @@ class Job:
                 os.kill(pid, signal.SIGSTOP)
         begun = time.monotonic()
         everybody = self.members()
+        used = sum(_cpu_s(each.pid) for each in everybody)
         self._choose.shuffle(everybody)
         _signal(signal.SIGTERM, everybody)
         asked = killed = False
@@ -143,6 +150,8 @@ class Job:
         took = time.monotonic() - begun
         figures.cycles += 1
         figures.seconds.append(round(took, 3))
+        figures.cpu_seconds.append(round(_children_s() - self._children_s - used, 2))
+        figures.load.append(round(os.getloadavg()[0], 1))
         figures.by_victim.setdefault(self.victim or "nobody", []).append(round(took, 3))
         if took > LIMIT_S:
             figures.late.append(f"{self.name}: {took:.1f} s, see {self.log}")
@@ -188,6 +197,21 @@ class Job:
         self._folder.cleanup()
 
 
+def _children_s() -> float:
+    """CPU seconds of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process; 0 if it has just gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _read(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
@@ -217,7 +241,8 @@ def measure(first: int, count: int, folder: Path) -> JobFigures:
             job.abandon()
         said = job.log.read_bytes()
         figures.crashes += [f"{job.name}: {sign.decode()}, see {job.log}" for sign in SIGNS_OF_A_CRASH if sign in said]
-        print(json.dumps({"job": job.name, "seconds": figures.seconds[-1:], "stuck": len(figures.stuck)}), flush=True)
+        last = {"seconds": figures.seconds[-1:], "cpu_s": figures.cpu_seconds[-1:], "load": figures.load[-1:]}
+        print(json.dumps({"job": job.name, **last, "stuck": len(figures.stuck)}), flush=True)
     if alone:
         figures.left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - before)]  # noqa: PTH208
     return figures
