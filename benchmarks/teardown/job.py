@@ -9,6 +9,7 @@ stopped may need the SIGKILL. A segment whose writer was stopped and killed is r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -71,8 +72,9 @@ class JobFigures:
 class Job:
     """One job, from its start to the last process of it."""
 
-    def __init__(self, seed: int, run: str, folder: Path) -> None:
+    def __init__(self, seed: int, run: str, folder: Path, nice: int | None = None) -> None:
         self._choose = random.Random(seed)
+        self._nice = nice
         self._run = run
         self._children_s = _children_s()
         self.victim = VICTIMS[seed % len(VICTIMS)]
@@ -134,6 +136,8 @@ class Job:
         everybody = self.members()
         used = sum(_cpu_s(each.pid) for each in everybody)
         self._choose.shuffle(everybody)
+        if self._nice is not None:
+            _prioritise(everybody, self._nice)
         _signal(signal.SIGTERM, everybody)
         asked = killed = False
         while not self._all_gone():
@@ -197,6 +201,21 @@ class Job:
         self._folder.cleanup()
 
 
+def _prioritise(whom: list[Member], nice: int) -> None:
+    """Give all threads of these a priority, which those that they start inherit."""
+    for each in whom:
+        for task in _entries(Path(f"/proc/{each.pid}/task")):
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
 def _children_s() -> float:
     """CPU seconds of all processes that this one has waited for."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -224,15 +243,15 @@ def _signal(number: signal.Signals, whom: list[Member]) -> None:
             continue
 
 
-def measure(first: int, count: int, folder: Path) -> JobFigures:
-    """``count`` jobs from the seed ``first`` on."""
+def measure(first: int, count: int, folder: Path, nice: int | None = None) -> JobFigures:
+    """``count`` jobs from the seed ``first`` on. ``nice``: of their processes from SIGTERM on."""
     become_reaper()
     alone = own_shared_memory()
     figures = JobFigures()
     folder.mkdir(parents=True, exist_ok=True)
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208 - a snapshot
     for seed in range(first, first + count):
-        job = Job(seed, f"{os.getpid():x}", folder)
+        job = Job(seed, f"{os.getpid():x}", folder, nice)
         try:
             job.run(figures)
         except HangError as hang:
