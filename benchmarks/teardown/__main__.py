@@ -2,7 +2,7 @@
 
     python benchmarks/teardown [--cycles 450] [--warm-up 50] [--mode process] [--json PATH]     in one process
     python benchmarks/teardown --processes 200 [--json PATH]                                    whole processes
-    python benchmarks/teardown --jobs 100 [--json PATH]                                         whole jobs
+    python benchmarks/teardown --jobs 100 [--nice -10] [--json PATH]                            whole jobs
 
 Each wire has a process of its own, so that one that crashes is a figure here: its seed is named, and the cycles after
 it go on in a new process. Memory is per cycle after the warm-up; the control is bare UCX, started and ended as often.
@@ -71,8 +71,11 @@ def measure(mode: str, wire: str, warm_up: int, count: int) -> dict[str, Any]:
 
 def whole_processes(options: argparse.Namespace) -> int:
     """Cycles of whole processes or jobs, to the exit status."""
-    count, measured = (options.jobs, job.measure) if options.jobs else (options.processes, processes.measure)
-    figures = measured(options.seed, count, options.folder.resolve())
+    figures: job.JobFigures | processes.Figures
+    if options.jobs:
+        figures = job.measure(options.seed, options.jobs, options.folder.resolve(), options.nice)
+    else:
+        figures = processes.measure(options.seed, options.processes, options.folder.resolve())
     for name, value in figures.as_json().items():
         print(f"{name:>10}  {json.dumps(value)}")
     if options.json:
@@ -89,6 +92,12 @@ def main() -> int:
     parser.add_argument("--mode", choices=("thread", "process"), default="thread", help="of the server")
     parser.add_argument("--processes", type=int, default=0, metavar="N", help="cycles of whole processes instead")
     parser.add_argument("--jobs", type=int, default=0, metavar="N", help="cycles of whole jobs instead")
+    parser.add_argument(
+        "--nice",
+        type=int,
+        metavar="N",
+        help="of a job's processes from SIGTERM on; below 0, as root, the time says little of what else the machine does",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first of these cycles")
     parser.add_argument("--folder", type=Path, default=Path("build/teardown"), help="logs of whole processes")
     parser.add_argument(

@@ -9,9 +9,11 @@ stopped may need the SIGKILL. A segment whose writer was stopped and killed is r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -41,6 +43,8 @@ class JobFigures:
 
     cycles: int = 0
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)  # of all processes of the job, from SIGTERM on
+    load: list[float] = field(default_factory=list)  # of the machine, by the last minute's average
     by_victim: dict[str, list[float]] = field(default_factory=dict)
     killed: Counter[str] = field(default_factory=Counter)  # members that had been stopped, by role
     reclaimed: int = 0
@@ -60,15 +64,19 @@ class JobFigures:
         in_order = sorted(self.seconds) or [0.0]
         summary = {"median_s": in_order[len(in_order) // 2], "most_s": in_order[-1], "bad": self.bad}
         most = {victim: max(times) for victim, times in self.by_victim.items()}
+        used, load = sorted(self.cpu_seconds) or [0.0], sorted(self.load) or [0.0]
+        summary |= {"median_cpu_s": used[len(used) // 2], "median_load": load[len(load) // 2]}
         return {**vars(self), "killed": dict(self.killed), "by_victim": most, **summary}
 
 
 class Job:
     """One job, from its start to the last process of it."""
 
-    def __init__(self, seed: int, run: str, folder: Path) -> None:
+    def __init__(self, seed: int, run: str, folder: Path, nice: int | None = None) -> None:
         self._choose = random.Random(seed)
+        self._nice = nice
         self._run = run
+        self._children_s = _children_s()
         self.victim = VICTIMS[seed % len(VICTIMS)]
         self._redis_end = self._choose.choice(REDIS_ENDS)
         self.prefix = f"/transport-job-{run}-{seed}"
@@ -126,7 +134,10 @@ class Job:
                 os.kill(pid, signal.SIGSTOP)
         begun = time.monotonic()
         everybody = self.members()
+        used = sum(_cpu_s(each.pid) for each in everybody)
         self._choose.shuffle(everybody)
+        if self._nice is not None:
+            _prioritise(everybody, self._nice)
         _signal(signal.SIGTERM, everybody)
         asked = killed = False
         while not self._all_gone():
@@ -143,6 +154,8 @@ class Job:
         took = time.monotonic() - begun
         figures.cycles += 1
         figures.seconds.append(round(took, 3))
+        figures.cpu_seconds.append(round(_children_s() - self._children_s - used, 2))
+        figures.load.append(round(os.getloadavg()[0], 1))
         figures.by_victim.setdefault(self.victim or "nobody", []).append(round(took, 3))
         if took > LIMIT_S:
             figures.late.append(f"{self.name}: {took:.1f} s, see {self.log}")
@@ -188,6 +201,36 @@ class Job:
         self._folder.cleanup()
 
 
+def _prioritise(whom: list[Member], nice: int) -> None:
+    """Give all threads of these a priority, which those that they start inherit."""
+    for each in whom:
+        for task in _entries(Path(f"/proc/{each.pid}/task")):
+            with contextlib.suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _children_s() -> float:
+    """CPU seconds of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds of a process; 0 if it has just gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def _read(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
@@ -200,15 +243,15 @@ def _signal(number: signal.Signals, whom: list[Member]) -> None:
             continue
 
 
-def measure(first: int, count: int, folder: Path) -> JobFigures:
-    """``count`` jobs from the seed ``first`` on."""
+def measure(first: int, count: int, folder: Path, nice: int | None = None) -> JobFigures:
+    """``count`` jobs from the seed ``first`` on. ``nice``: of their processes from SIGTERM on."""
     become_reaper()
     alone = own_shared_memory()
     figures = JobFigures()
     folder.mkdir(parents=True, exist_ok=True)
     before = set(os.listdir("/dev/shm"))  # noqa: PTH208 - a snapshot
     for seed in range(first, first + count):
-        job = Job(seed, f"{os.getpid():x}", folder)
+        job = Job(seed, f"{os.getpid():x}", folder, nice)
         try:
             job.run(figures)
         except HangError as hang:
@@ -217,7 +260,8 @@ def measure(first: int, count: int, folder: Path) -> JobFigures:
             job.abandon()
         said = job.log.read_bytes()
         figures.crashes += [f"{job.name}: {sign.decode()}, see {job.log}" for sign in SIGNS_OF_A_CRASH if sign in said]
-        print(json.dumps({"job": job.name, "seconds": figures.seconds[-1:], "stuck": len(figures.stuck)}), flush=True)
+        last = {"seconds": figures.seconds[-1:], "cpu_s": figures.cpu_seconds[-1:], "load": figures.load[-1:]}
+        print(json.dumps({"job": job.name, **last, "stuck": len(figures.stuck)}), flush=True)
     if alone:
         figures.left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - before)]  # noqa: PTH208
     return figures

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
 import secrets
@@ -117,6 +118,25 @@ def test_a_directory_that_ended_is_an_unavailable_store() -> None:
 
     eventually(is_gone, "the directory has ended")
     assert "directory actor 'ended' is gone" in said[0]
+
+
+class SilentRecords(adapter.Records):
+    """It takes calls and never answers."""
+
+    async def get_many(self, keys: list[str]) -> Any:
+        await asyncio.Event().wait()
+
+
+def test_a_directory_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "_PATIENCE_S", 0.5)
+    actor: Any = ray.remote(num_cpus=0)(SilentRecords)
+    handle = actor.options(name="silent", namespace=adapter.NAMESPACE).remote()
+    with pytest.raises(StoreUnavailableError, match=r"directory actor 'silent' did not answer for 0\.5 s"):
+        adapter.RayStore("silent").get("a")
+    ray.kill(handle)
+    monkeypatch.setattr(adapter, "Records", SilentRecords)
+    with pytest.raises(StoreUnavailableError, match=r"directory 'late' did not start within 0\.5 s"):
+        adapter.start_directory("late")
 
 
 def test_a_process_that_has_left_the_cluster_has_no_store(monkeypatch: pytest.MonkeyPatch) -> None:

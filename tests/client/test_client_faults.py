@@ -149,14 +149,17 @@ async def test_changed_bytes_are_read_again_and_then_reported(wire: Any, size: i
 
 
 @asynchronous
-async def test_an_unreachable_port_is_named() -> None:
+async def test_an_unreachable_port_is_named_and_its_quarantine_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with serving() as (ring, _), dead_port() as port:
         ticket = msgspec.structs.replace(ring.write_raw(noise(10)), ports=(port,))
         async with UCXXClient(wire={"tcp"}) as client:
-            with pytest.raises(RetriesExhaustedError, match=f"127.0.0.1:{port}"):
-                await client.read(ticket)
+            with caplog.at_level("INFO", "transport.client.lending"):
+                for _ in range(2):
+                    with pytest.raises(RetriesExhaustedError, match=f"127.0.0.1:{port}: nothing accepts connections"):
+                        await client.read(ticket)
+            assert len([each for each in caplog.messages if "is quarantined" in each]) == 1
             assert client.statistics().quarantined_ports == (f"127.0.0.1:{port}",)
-            assert client.statistics().failed_reads == 1
+            assert client.statistics().failed_reads == 2
 
 
 @asynchronous

@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 from cooldown_runs import Run
 from helpers import Child
+from silent_server import silent_server
 
 from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, Proof, open_destination, restore
 from transport.cooldown import client as client_module
-from transport.cooldown.destinations import bucket
+from transport.cooldown.destinations import base, bucket
 from transport.cooldown.destinations.base import Destination, check_permissions
 from transport.cooldown.epochs.records import Refusal, Report, ReportKind
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
+from transport.errors import DestinationError
 from transport.store.sqlite import SQLiteStore
 
 pytestmark = [
@@ -153,3 +155,18 @@ def test_a_server_that_is_killed_in_the_middle_gets_the_checkpoint_when_it_is_ba
 
     with SQLiteStore(tmp_path / "store.sqlite3") as store:
         assert asyncio.run(cooldown(Run(tmp_path, store))).outcome is Outcome.CHECKPOINTED
+
+
+@pytest.mark.parametrize("limit", ["ANSWER_S", "REQUEST_S"])
+def test_a_service_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    import gcsfs.retry
+
+    monkeypatch.setattr(gcsfs.retry, "is_retriable", lambda error: False)
+    monkeypatch.setattr(base, limit, 0.2)
+    with silent_server() as port:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
+        with open_destination(URL) as place:
+            with pytest.raises(DestinationError, match="cannot look at a"):
+                place.size("a")
+            with pytest.raises(DestinationError, match="cannot create b"):
+                place.put("b", b"x")

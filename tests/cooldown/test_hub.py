@@ -15,9 +15,11 @@ import pytest
 from cooldown_runs import Run
 from helpers import Child, asynchronous
 from sharded_runs import HOSTS, ShardedRun
+from silent_server import silent_server
 
 from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, open_destination, restore
 from transport.cooldown import client as client_module
+from transport.cooldown.destinations import base
 from transport.cooldown.destinations.base import Destination, check_permissions
 from transport.cooldown.destinations.hub import Hub
 from transport.cooldown.epochs.records import upload_folder
@@ -265,3 +267,13 @@ def test_from_pretrained_loads_what_was_uploaded(server: Child, tmp_path: Path) 
     environment = {"HF_ENDPOINT": os.environ["HF_ENDPOINT"], "HF_HUB_DISABLE_XET": "1"}
     with Child(LOADS, "run-epoch-000000000007", tmp_path / "cache", tmp_path / "state", env=environment) as child:
         assert child.line().startswith("equal")
+
+
+def test_a_service_that_does_not_answer_is_given_up(server: Child, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "ANSWER_S", 0.2)
+    with silent_server() as port:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        with open_destination(URL) as place:
+            for ask in (lambda: place.names(""), lambda: place.put("a", b"x")):
+                with pytest.raises(DestinationError, match=r"[Tt]imed? ?out"):
+                    ask()

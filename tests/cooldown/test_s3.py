@@ -15,15 +15,18 @@ import msgspec
 import pytest
 from cooldown_runs import Run, passing
 from helpers import Child, asynchronous, until
+from silent_server import silent_server
 
 from transport.cooldown import CooldownHost, EpochRecord, Outcome, Part, Proof, open_destination, restore
 from transport.cooldown import client as client_module
+from transport.cooldown.destinations import base
 from transport.cooldown.destinations import s3 as module
 from transport.cooldown.destinations.s3 import S3
 from transport.cooldown.epochs.records import Phase, Refusal, Report, ReportKind
 from transport.cooldown.pruning import carry_out, plan
 from transport.cooldown.upload import Uploaded, upload
 from transport.cooldown.verify import RefusedUpload, verified
+from transport.errors import DestinationError
 from transport.store.sqlite import SQLiteStore
 
 pytestmark = pytest.mark.skipif(
@@ -225,3 +228,23 @@ def test_what_a_killed_uploader_left_is_found_and_removed(server: Child, place: 
     assert [(each.what, each.path) for each in found.surplus] == [("unfinished", left[0][0])]
     carry_out(found, place, "run")
     assert place.leftovers("run") == []
+
+
+def test_a_service_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    import s3fs
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    monkeypatch.setattr(base, "ANSWER_S", 0.2)
+    with silent_server() as port:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        with open_destination("s3://checkpoints") as place:
+            with pytest.raises(DestinationError, match=r"cannot look at a: .*[Tt]imeout"):
+                place.size("a")
+            monkeypatch.setattr(base, "REQUEST_S", 1.0)
+            with pytest.raises(DestinationError, match=r"cannot create c: .*[Tt]imeout"):
+                place.put("c", b"x")
+            writer = place.writer("b", 1)
+            writer.write(b"x")
+            with pytest.raises(DestinationError, match=r"cannot write b: .*[Tt]imeout"):
+                writer.finish()
+            writer.discard()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transport import Rollout, Schema, Trainer, UCXXDataPackerMixin, UCXXRollout
 from transport.errors import ClosedError, UsageError
 from transport.queue.base import DeliveryState
 from transport.queue.sqlite import SQLiteQueue
+from transport.runtime.signals import until_stopped
 
 SCHEMA = Schema.of(obs=("float32", UpTo(16), 2))
 VALUES = {"obs": np.ones((3, 2), np.float32)}
@@ -66,6 +68,31 @@ def test_the_end_of_a_with_waits_for_what_is_unread_unless_an_exception_ends_it(
     assert waited == [0.0]
     with pytest.raises(UsageError, match="drain_s"):
         Rollout(SCHEMA, queue=queue, drain_s="soon")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, 7.0])
+def test_its_end_waits_shorter_by_default_once_a_signal_ends_the_program(
+    queue: SQLiteQueue, given: float | None
+) -> None:
+    waited = []
+
+    class Watched(Rollout):
+        def close(self, drain_s: float = 0.0) -> None:
+            waited.append(drain_s)
+            super().close()
+
+    with until_stopped() as stopped:
+        with Watched(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=given):
+            pass
+        with Watched(SCHEMA, slots=4, queue=queue, mode="thread", drain_s=given):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stopped.wait()
+    usual, told = waited
+    if given is None:
+        assert usual == 30.0
+        assert 0.0 <= told <= 2.0
+    else:
+        assert usual == told == given
 
 
 @pytest.mark.ucx

@@ -140,6 +140,15 @@ def test_close_waits_for_unread_payloads_and_serves_them_meanwhile(ring: SharedR
 
 
 @both_modes
+def test_close_gives_up_unread_payloads_when_its_time_is_over(ring: SharedRingBuffer, mode: Any) -> None:
+    server = UCXXServer(ring, addresses=LOCAL, mode=mode).start()
+    ticket = ring.write_raw(b"x")
+    server.close(drain_s=0.05)
+    assert ring.tickets() == [ticket]
+    assert server.ports == ()
+
+
+@both_modes
 def test_close_without_draining_leaves_payloads_in_the_ring(ring: SharedRingBuffer, mode: Any) -> None:
     with UCXXServer(ring, addresses=LOCAL, mode=mode):
         ticket = ring.write_raw(b"x")

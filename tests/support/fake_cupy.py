@@ -104,6 +104,7 @@ class FakeCuda:
         self.refuses_registration = False
         self.copies_left = self.marks_left = 1 << 62  # before every further one fails
         self._numbers = itertools.count(1)
+        self._stepping = threading.RLock()
 
     @property
     def device(self) -> int:
@@ -144,16 +145,16 @@ class FakeCuda:
     def step(self, stream: int | None) -> None:
         """Let a stream do one thing, or what it waits for."""
         assert stream is not None
-        queue = self.queues[stream]
-        if queue and queue[0]():
-            queue.pop(0)
+        with self._stepping:  # a test drives streams while a thread of the package waits for one of their events
+            queue = self.queues[stream]
+            if queue and queue[0]():
+                queue.pop(0)
 
     def run_all(self) -> None:
         """Let every stream do everything."""
-        while any(self.queues.values()):
-            for stream, queue in self.queues.items():
-                if queue:
-                    self.step(stream)
+        while any(list(self.queues.values())):
+            for stream in list(self.queues):
+                self.step(stream)
 
     def end(self) -> None:
         """Forget what is queued, then the memory."""

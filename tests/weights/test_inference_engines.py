@@ -237,8 +237,8 @@ def test_a_count_of_an_attempt_that_is_long_over_lets_no_receiver_load_before_al
     last = everyone[-1]
     transfer = last.transfer
 
-    def failing(version: int, timeout_s: float) -> None:
-        transfer(version, timeout_s)
+    def failing(version: int, *rest: Any) -> None:
+        transfer(version, *rest)
         with open_store(meeting.store) as store:
             seen = ABSENT
             while True:  # until the three others are done

@@ -102,7 +102,7 @@ def start_directory(name: str, *, namespace: str = NAMESPACE, detached: bool = F
 
     Raises:
         UsageError: Ray is not initialised, or a directory of this name runs.
-        StoreUnavailableError: Ray cannot start the actor.
+        StoreUnavailableError: Ray cannot start the actor, or not within 30 s.
     """
     expect(name, str, "start_directory()", "the run's name, a text")
     _check_initialised()
@@ -115,9 +115,14 @@ def start_directory(name: str, *, namespace: str = NAMESPACE, detached: bool = F
             lifetime="detached" if detached else None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote()
-        ray.get(handle.get_many.remote([]))
+        ray.get(handle.get_many.remote([]), timeout=_PATIENCE_S)
     except ValueError as error:
         raise UsageError(f"directory {name!r}: {error}; give each run a name of its own") from None
+    except GetTimeoutError:
+        ray.kill(handle)
+        raise StoreUnavailableError(
+            f"directory {name!r} did not start within {_PATIENCE_S:g} s; look at the cluster's logs (ray status)"
+        ) from None
     except RayError as error:
         raise StoreUnavailableError(f"directory {name!r} did not start: {error}") from None
     return handle

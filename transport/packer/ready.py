@@ -9,6 +9,7 @@ with Trainer(schemas=[schema], queue=queue) as trainer:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Literal
@@ -21,12 +22,18 @@ from transport.packer.options import ClientOptions, RingOptions, ServerOptions
 from transport.packer.publisher import PublishMode
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue.base import TicketQueue
+from transport.runtime import hurry
 from transport.runtime.arguments import seconds
 from transport.runtime.progress import Progress
 from transport.schema import Schema
 from transport.settings import Settings
 
 _RING, _SERVER, _CLIENT = RingOptions(), ServerOptions(), ClientOptions()
+_DRAIN_S, _DRAIN_TOLD_S = 30.0, 2.0
+
+
+def _drain_s() -> float:
+    return min(_DRAIN_S, max(0.0, hurry.told() + _DRAIN_TOLD_S - time.monotonic()))
 
 
 class Rollout(UCXXRolloutMixin):
@@ -34,7 +41,8 @@ class Rollout(UCXXRolloutMixin):
 
     Args:
         drain_s: at the end of its ``with``, wait this long for payloads that are not consumed yet: they are lost
-            with the ring. Not where an exception ends it. `close` waits for its own ``drain_s``.
+            with the ring. Not where an exception ends it. `close` waits for its own ``drain_s``. Default: 30 s, but
+            until 2 s after the signal where one ends the program (`until_stopped`): the trainers may be ending, too.
 
     The other arguments, and the errors, are those of `UCXXRolloutMixin.setup_ucxx`.
     """
@@ -53,9 +61,10 @@ class Rollout(UCXXRolloutMixin):
         ring: RingOptions = _RING,
         server: ServerOptions = _SERVER,
         settings: Settings | None = None,
-        drain_s: float = 30.0,
+        drain_s: float | None = None,
     ) -> None:
-        seconds(drain_s, "drain_s")
+        if drain_s is not None:
+            seconds(drain_s, "drain_s")
         self._drain_s = drain_s
         self.setup_ucxx(
             schema,
@@ -83,7 +92,7 @@ class Rollout(UCXXRolloutMixin):
     ) -> None:
         try:
             if kind is None:
-                self.close(self._drain_s)
+                self.close(_drain_s() if self._drain_s is None else self._drain_s)
         finally:
             super().__exit__(kind, error, trace)
 

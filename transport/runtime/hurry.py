@@ -49,6 +49,11 @@ def since() -> float:
     return _first()[1]
 
 
+def told() -> float:
+    """Monotonic time at which the process was told to end; inf: it was not."""
+    return _until.get(_SIGNAL, (0.0, float("inf")))[1]
+
+
 def _first() -> tuple[float, float]:
     return min(_until.copy().values(), default=(float("inf"), float("inf")))
 

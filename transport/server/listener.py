@@ -256,9 +256,12 @@ class Listener:
     def _tell_refused(self) -> None:
         refused, self._refused = self._refused, self.ring.native.own_count("late_finalises")
         if self._refused > refused and (before := self._refusals.due()) is not None:
-            log.warning(
-                "%r: %d acknowledgements had no effect: sent twice, or the payload was already consumed or discarded "
-                "(%d more reports suppressed since the last line; statistics().late_finalises counts all)",
+            # No defect by itself: what a lost connection leaves unconfirmed is acknowledged again, and an update of
+            # weights that fails discards buckets whose acknowledgements are on their way.
+            log.info(
+                "%r: %d acknowledgements came second: sent again after a lost connection, or the payload was already "
+                "consumed or discarded (%d more reports suppressed since the last line; "
+                "statistics().late_finalises counts all)",
                 self,
                 self._refused - refused,
                 before,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Awaitable, Collection, Iterable
 from typing import Generic, Protocol, TypeVar
 
 from transport.client.client import UCXXClient
+from transport.errors import WeightsTimeoutError
 from transport.weights.options import EngineOptions
 from transport.weights.transfer.bucket_sender import BucketSender
-from transport.weights.transfer.feed import Feed, Upstream
+from transport.weights.transfer.feed import Feed, Upstream, announce_failure
+from transport.weights.transfer.messages import Failed
 from transport.weights.transfer.pace import Pace
 from transport.weights.transfer.threads import in_thread
 from transport.weights.versions.copies import Copies
@@ -39,11 +42,34 @@ class EngineHoldings(Generic[V]):
             stall_s=options.stall_s,
             prefix=options.prefix,
         )
+        self._join_s = options.join_s
         self._copies = Copies(options.prefix)
         self._client: UCXXClient | None = None
         self._feed: Feed | None = None
         self._held: V | None = None  # the current version
         self._previous: V | None = None  # the one before, until `finalize`
+
+    async def _join(
+        self, name: str, feed: Feed, children: Collection[str], connecting: Awaitable[Collection[Upstream]]
+    ) -> None:
+        """Connect to the parents, and wait for the children; these are told of a failure.
+
+        A parent that fails meanwhile ends the wait: its failure may be the reason why a child does not come.
+        """
+        try:
+            try:
+                async with asyncio.timeout(self._join_s):
+                    await feed.joined(children, await connecting)
+            except TimeoutError:
+                missing = ", ".join(sorted(feed.missing(children))) or "an answer of its parents"
+                raise WeightsTimeoutError(
+                    f"{name}: the group was not complete within {self._join_s:g} s (join_s), missing: {missing}; "
+                    "look at the logs of these"
+                ) from None
+        except BaseException as error:
+            kind = type(error).__name__
+            await announce_failure(feed, Failed(kind, str(error) or kind))
+            raise
 
     async def _leave(self, upstreams: Iterable[Upstream]) -> None:
         """Leave the group, and release the version before the current one."""

@@ -21,6 +21,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         secret: shared secret that members prove to each other's listeners; every member has the same.
         rate: bytes per second over this member's link to all that pull from it over a wire; None: no limit.
         stall_s: a child that holds a bucket longer than this while the sender waits is dropped.
+        join_s: longest wait for the other members of a group to connect; a manager's own limit may be shorter.
         prefix: begins the random names of its segments, so that another process can remove those of a killed member.
     """
 
@@ -31,4 +32,5 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes | None = None
     rate: float | None = None
     stall_s: float = 60.0
+    join_s: float = 600.0
     prefix: str = ""

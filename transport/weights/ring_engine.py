@@ -234,16 +234,21 @@ class RingEngine(EngineHoldings[Held], WeightEngine):
         base = arguments["base"]
         self._from_base = None if base is None else Proof(*base)
         await self._sender.begin(feed, wired)
-        if arguments["link"] is not None:
-            self._link = msgspec.convert(arguments["link"], Link)
-            if self._client is None and not self._link.mapped:
-                self._client = UCXXClient(
-                    wire="auto" if self._wires is None else self._wires, secret=self._secret, settings=_SETTINGS
-                )
-            self._upstream = await Upstream.connect(
-                self._link.parent, self._link.address, self._link.port, self._link.token, self.name
+        await self._join(self.name, feed, [*wired, *self._mapped], self._connected(arguments["link"]))
+
+    async def _connected(self, link: Any) -> list[Upstream]:
+        """Connect to the parent, if there is one."""
+        if link is None:
+            return []
+        self._link = msgspec.convert(link, Link)
+        if self._client is None and not self._link.mapped:
+            self._client = UCXXClient(
+                wire="auto" if self._wires is None else self._wires, secret=self._secret, settings=_SETTINGS
             )
-        await feed.joined([*wired, *self._mapped])
+        self._upstream = await Upstream.connect(
+            self._link.parent, self._link.address, self._link.port, self._link.token, self.name
+        )
+        return [self._upstream]
 
     async def finalize(self) -> None:
         """Leave the group, and release the version before the current one. Valid in every state."""

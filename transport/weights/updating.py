@@ -161,20 +161,38 @@ class Run:
         tasks = {asyncio.get_running_loop().create_task(one(name)): name for name in do.members}
         if not self._closing:
             self._forward = set(tasks)
-        _, late = await asyncio.wait(tasks, timeout=max(0.0, do.limit_s))
+        late = await self._over(do, set(tasks), failed)
         self._forward = set()
+        gave_up = do.step is Step.INIT and bool(failed)
         for task in late:
             task.cancel()
-            failed.append(
-                (
-                    tasks[task],
-                    WeightsTimeoutError(f"timeout: {tasks[task]} did not finish {do.step} in {do.limit_s:.4g} s"),
+            if not gave_up:
+                failed.append(
+                    (
+                        tasks[task],
+                        WeightsTimeoutError(f"timeout: {tasks[task]} did not finish {do.step} in {do.limit_s:.4g} s"),
+                    )
                 )
-            )
         if late:
             await asyncio.wait(late, timeout=_GRACE_S)
         # Several members detect one failure at almost the same time, in any order: its cause comes first.
         return sorted(failed, key=lambda each: isinstance(each[1], ParentLostError | ChildrenLostError))
+
+    async def _over(
+        self, do: Do, left: set[asyncio.Task[None]], failed: list[tuple[str, BaseException]]
+    ) -> set[asyncio.Task[None]]:
+        """Wait until the step is over; returns the members that have not ended.
+
+        A member that cannot join ends the step for those that wait for it.
+        """
+        until = time.monotonic() + do.limit_s
+        while left and (passed := until - time.monotonic()) > 0:
+            when = asyncio.FIRST_COMPLETED if do.step is Step.INIT else asyncio.ALL_COMPLETED
+            _, left = await asyncio.wait(left, timeout=passed, return_when=when)
+            if do.step is Step.INIT and failed:
+                _, left = await asyncio.wait(left, timeout=_GRACE_S) if left else (set(), left)
+                break
+        return left
 
     def _topology(self) -> list[tuple[str, BaseException]]:
         trainers, replicas = list(self._trainers), list(self.machine.group)

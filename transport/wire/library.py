@@ -136,7 +136,10 @@ def _error_of_status() -> dict[int, type[TransportError]]:
 
 def failure(status: int, what: str) -> TransportError:
     """Our error for a UCX status (negative)."""
-    return _error_of_status().get(status, ConnectionLostError)(f"{what}: {engine().status_text(status)}")
+    text = engine().status_text(status)
+    if status == engine().ERR_NOT_CONNECTED:  # what UCX makes of a refused connection
+        text = f"nothing accepts connections there (UCX: {text})"
+    return _error_of_status().get(status, ConnectionLostError)(f"{what}: {text}")
 
 
 def translate(error: BaseException) -> TransportError:

@@ -88,8 +88,8 @@ class Lending:
             self.routes.serves_another(ring, port)
             return True
         if isinstance(error, LinkError) and not isinstance(error, DeadlineExceededError):
-            log.info("port %s:%d is quarantined: %s", *port, error, extra={"port": f"{port[0]}:{port[1]}"})
-            self.quarantine.failed(port, time.monotonic())
+            if self.quarantine.failed(port, time.monotonic()):  # else it was used as a last resort, and said so before
+                log.info("port %s:%d is quarantined: %s", *port, error, extra={"port": f"{port[0]}:{port[1]}"})
             self._break_off_all(self._pool.drain_port(port))
         elif isinstance(error, RefusedError):
             self.quarantine.succeeded(port)

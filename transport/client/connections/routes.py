@@ -102,17 +102,19 @@ class PortQuarantine:
         entry.until = now + self._probe_s
         return True
 
-    def failed(self, port: PortKey, now: float) -> None:
-        """The port produced a transport error."""
+    def failed(self, port: PortKey, now: float) -> bool:
+        """The port produced a transport error; False if that only renews its quarantine."""
         entry = self._entries.get(port)
         if entry is None:
             self._forget_old(now)
             self._entries[port] = _Entry(now + self._first_s, self._first_s)
-            return
-        if entry.probing or now >= entry.until:
+            return True
+        decided = entry.probing or now >= entry.until
+        if decided:
             entry.length_s = min(2 * entry.length_s, self._most_s)
             entry.probing = False
         entry.until = now + entry.length_s
+        return decided
 
     def succeeded(self, port: PortKey) -> None:
         """The port answered; a refusal is an answer, too."""

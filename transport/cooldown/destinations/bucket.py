@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Final
 
+from transport.cooldown.destinations import base
 from transport.cooldown.destinations.base import PIECE, Destination, Writer, within
 from transport.cooldown.destinations.masking import masked
 from transport.errors import DestinationDeniedError, DestinationError, MissingDependencyError, TransportError
@@ -36,6 +37,13 @@ _DENIALS: Final = (
 )
 
 
+def _limits() -> Any:
+    """The limits of one request over aiohttp."""
+    from aiohttp import ClientTimeout
+
+    return ClientTimeout(total=base.REQUEST_S, sock_connect=base.CONNECT_S, sock_read=base.ANSWER_S)
+
+
 class Bucket(Destination):
     """Objects below one prefix. Each bucket has its own fsspec file system, outside fsspec's instance cache."""
 
@@ -48,7 +56,10 @@ class Bucket(Destination):
 
             options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
             if scheme == "s3":
-                options |= {"max_concurrency": 1}
+                limits = {"connect_timeout": base.CONNECT_S, "read_timeout": base.ANSWER_S}
+                options |= {"max_concurrency": 1, "config_kwargs": limits}
+            else:
+                options |= {"requests_timeout": _limits(), "timeout": base.REQUEST_S}  # none by default
             self._fs = fsspec.filesystem(scheme, **options)
         except ImportError as error:
             raise MissingDependencyError(

@@ -18,10 +18,13 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
+from transport.cooldown.destinations import base
 from transport.cooldown.destinations.base import PIECE, Destination, Writer
 from transport.cooldown.destinations.bucket import translated
 from transport.errors import DestinationError, MissingDependencyError, UsageError
@@ -37,6 +40,28 @@ _UPLOAD: Final = re.compile(r"([^/]+/epoch-\d{12}/[^/]+/[0-9a-f]{16})(?:/(.*))?"
 _KEPT: Final = (".gitattributes", "README.md")  # of what main has, in a published checkpoint
 
 T = TypeVar("T")
+
+
+def _bound_requests() -> None:
+    """Bound the requests of the service's package where it has no limit (before 1.0) and the program sets none."""
+    http: Any = import_module("huggingface_hub.utils._http")
+    default: Any = getattr(http, "_default_backend_factory", None)
+    current: Any = getattr(http, "_GLOBAL_BACKEND_FACTORY", None)
+    if default is None or default != current:
+        return
+
+    def bounded() -> Any:
+        session = default()
+        for adapter in session.adapters.values():
+            adapter.send = partial(_send, adapter.send)
+        return session
+
+    http.configure_http_backend(bounded)
+
+
+def _send(send: Callable[..., Any], request: Any, *, timeout: Any = None, **options: Any) -> Any:
+    """Send through an adapter; a request without a limit gets one."""
+    return send(request, timeout=(base.CONNECT_S, base.ANSWER_S) if timeout is None else timeout, **options)
 
 
 class Hub(Destination):
@@ -57,6 +82,7 @@ class Hub(Destination):
             raise MissingDependencyError(
                 f"destinations hf://… need huggingface_hub ({error}): {install('hf')}"
             ) from error
+        _bound_requests()
         self._api: Any = HfApi(endpoint=os.environ.get("HF_ENDPOINT"), library_name="payload-transport")
         self._lock = threading.Lock()
         self._pending: dict[str, list[tuple[Any, Path]]] = {}  # by branch: operations, and their temporary files

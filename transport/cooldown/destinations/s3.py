@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from transport.cooldown.destinations import base
 from transport.cooldown.destinations.base import Writer
 from transport.cooldown.destinations.bucket import MOST_PARTS, PART, Bucket
 from transport.errors import DestinationError
@@ -30,6 +31,17 @@ _CHECK_S: Final = 0.5
 
 class S3(Bucket):
     """A bucket of S3, or of a service that speaks its protocol."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        call = self._fs._call_s3
+
+        async def bounded(*arguments: Any, **named: Any) -> Any:
+            """s3fs's limits do not count while an upload waits for "100 Continue"."""
+            async with asyncio.timeout(base.REQUEST_S):
+                return await call(*arguments, **named)
+
+        self._fs._call_s3 = bounded
 
     def writer(self, path: str, size: int) -> Writer:
         """See `Destination`."""

@@ -230,6 +230,11 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
                 wire="auto" if wires is None else wires, secret=self._options.secret, settings=_SETTINGS
             )
 
+        await self._join(self.name, feed, role.children, self._connected(role))
+
+    async def _connected(self, role: Role) -> list[Upstream]:
+        """Connect to all parents."""
+
         async def connect(peer: Any) -> None:
             self._upstreams[peer.name] = await Upstream.connect(
                 peer.name, peer.address, peer.port, peer.token, self.name
@@ -240,7 +245,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
             await asyncio.gather(*tasks)
         finally:
             await ended(*tasks)
-        await feed.joined(role.children)
+        return list(self._upstreams.values())
 
     async def finalize(self) -> None:
         """Leave the group, and release the version before the current one. Valid in every state."""

@@ -13,11 +13,13 @@ it, the first sender writes everybody's role. A receiver loads a version when al
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -31,8 +33,11 @@ from transport.weights.sharded.engine import ShardEngine
 from transport.weights.sharding import shards
 from transport.weights.sharding.boxes import Box
 from transport.weights.sharding.layouts import Layout, LocalTensor
+from transport.weights.transfer.threads import ended, in_thread
 
 _LOOK_S = 1.0  # how often a rank that waits for others looks whether one has failed
+
+Failed = Callable[[], str | None]  # why another rank has failed
 
 
 class RankShards(NamedTuple):
@@ -107,19 +112,30 @@ class Member:
         """Run a coroutine of the engine."""
         return self._loop.run(coroutine, timeout_s)
 
-    def transfer(self, version: int, timeout_s: float) -> None:
-        """Send or receive a version. WeightsTimeoutError: it took longer than this."""
+    def join(self, role: Any, version: int, timeout_s: float, failed: Failed = lambda: None) -> None:
+        """Connect to the ranks of this one's role. ``failed`` and errors as of `transfer`."""
+        joining = self.engine.init_process_group(roles=role)
+        self._within(joining, f"version {version}: not all ranks connected", timeout_s, failed)
+
+    def transfer(self, version: int, timeout_s: float, failed: Failed = lambda: None) -> None:
+        """Send or receive a version.
+
+        failed: asked every second, in a thread, why another rank has failed; None: none has.
+
+        Raises WeightsTimeoutError when it took longer than ``timeout_s``, WeightsError when another rank failed.
+        """
+        engine = self.engine
+        moving = engine.send_weights(self.tensors, version) if self.sends else engine.receive(version)
+        self._within(moving, f"version {version} was not transferred", timeout_s, failed)
+
+    def _within(self, work: Coroutine[Any, Any, Any], what: str, timeout_s: float, failed: Failed) -> None:
         try:
-            if self.sends:
-                self.run(self.engine.send_weights(self.tensors, version), timeout_s)
-            else:
-                self.run(self.engine.receive(version), timeout_s)
+            self.run(_unless(failed, work), timeout_s)
         except TimeoutError as error:
             if isinstance(error, TransportError):
                 raise
             raise WeightsTimeoutError(
-                f"{self.name}: version {version} was not transferred within {timeout_s:g} s; "
-                "look at the other ranks' logs"
+                f"{self.name}: {what} within {timeout_s:g} s; look at the other ranks' logs"
             ) from error
 
     def arrays(self) -> dict[str, Any]:
@@ -168,6 +184,19 @@ class Member:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+async def _unless(failed: Failed, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``work``; WeightsError when another rank fails meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+            reason = await in_thread(failed)
+            if reason is not None and not task.done():
+                raise WeightsError(reason)
+        return task.result()
+    finally:
+        await ended(task)
 
 
 def _tensor(torch: Any, array: Any) -> Any:
@@ -239,8 +268,9 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 store.put(key, msgspec.json.encode(role), lease_s=2 * self.timeout_s)
             store.delete(self._name(version - 1, "done"))
         role = msgspec.json.decode(self._wait(store, version, self._key(version, "role", member)))
-        member.run(member.engine.init_process_group(roles=role), self.timeout_s)
-        member.transfer(version, self.timeout_s)
+        failed = partial(self._failed, store, version)
+        member.join(role, version, self.timeout_s, failed)
+        member.transfer(version, self.timeout_s, failed)
         done = self._name(version, "done")
         store.add(done)
         everyone = self.senders + self.receivers
@@ -257,10 +287,13 @@ class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if entry is not None and enough(entry.value):
                 return entry.value
             seen = ABSENT if entry is None else entry.version
-            failed = store.get(self._name(version, "failed"))
-            if failed is not None:
-                raise WeightsError(f"v{version}: {failed.value.decode(errors='replace')}")
+            if (reason := self._failed(store, version)) is not None:
+                raise WeightsError(reason)
         raise WeightsTimeoutError(f"timeout: a rank did not write {key} in {self.timeout_s:g} s")
+
+    def _failed(self, store: Store, version: int) -> str | None:
+        failed = store.get(self._name(version, "failed"))
+        return None if failed is None else f"v{version}: {failed.value.decode(errors='replace')}"
 
     def _key(self, version: int, what: str, member: Member) -> str:
         return self._name(version, f"{what}/{'s' if member.sends else 'r'}{member.rank}")

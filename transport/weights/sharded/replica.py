@@ -17,7 +17,7 @@ from transport.weights.plan.engine import Metadata
 from transport.weights.plan.steps import Proof
 from transport.weights.sharded.engine import ShardEngine
 from transport.weights.sharded.held import ShardHeld
-from transport.weights.transfer.threads import settled
+from transport.weights.transfer.threads import ended, settled
 from transport.weights.worker import Replica, RolloutWorker
 
 T = TypeVar("T")
@@ -160,7 +160,8 @@ class ShardedReplica:
         roles = arguments["roles"]
         if len(roles) != len(self.ranks):
             raise UsageError(f"{self.name}: {len(roles)} roles for {len(self.ranks)} ranks")
-        await _all(rank.init_process_group({"roles": [role]}) for rank, role in zip(self.ranks, roles, strict=True))
+        joining = (rank.init_process_group({"roles": [role]}) for rank, role in zip(self.ranks, roles, strict=True))
+        await _all(joining, asyncio.FIRST_EXCEPTION)  # a rank may wait for the one that failed
 
     async def receive_weights(self, version: int) -> Proof:
         """Receive, load and prove a version on all ranks; or have all of them serve the one before.
@@ -207,11 +208,15 @@ async def _together(calls: Any) -> None:
     await asyncio.gather(*calls)
 
 
-async def _all(calls: Any) -> list[Any]:
-    """Wait for all calls, then raise the first error: a cause before its consequences, then by rank."""
+async def _all(calls: Any, until: str = asyncio.ALL_COMPLETED) -> list[Any]:
+    """Wait for all calls, then raise the first error: a cause before its consequences, then by rank.
+
+    With FIRST_EXCEPTION the calls that have not ended by then are cancelled.
+    """
     tasks = [asyncio.ensure_future(each) for each in calls]
     try:
-        await asyncio.wait(tasks)
+        _, left = await asyncio.wait(tasks, return_when=until)
+        await ended(*left)
     except asyncio.CancelledError:
         for task in tasks:
             task.cancel()
@@ -219,7 +224,8 @@ async def _all(calls: Any) -> list[Any]:
         raise
     failed = [error for task in tasks if (error := _error(task)) is not None]
     if failed:
-        raise min(failed, key=lambda error: isinstance(error, ParentLostError | ChildrenLostError))
+        consequences = (ParentLostError, ChildrenLostError, asyncio.CancelledError)
+        raise min(failed, key=lambda error: isinstance(error, consequences))
     return [task.result() for task in tasks]
 
 

@@ -67,7 +67,8 @@ class BucketSender:
         bucket_bytes: of this update; default: those of the sender. A ring whose slots are smaller is replaced.
         """
         self.abandon()
-        self._feed, self._children, self._gone, self._index = feed, tuple(children), set(), 0
+        self._feed, self._children, self._index = feed, tuple(children), 0
+        self._gone = set(feed.left)  # they came before this was called, and failed
         needed = self._bucket_bytes if bucket_bytes is None else bucket_bytes
         if self._ring is not None and self._ring.slot_capacity < needed:
             await in_thread(self.close)
@@ -95,7 +96,7 @@ class BucketSender:
         if name not in self._children or name in self._gone:
             return
         self._gone.add(name)
-        for ticket, names in self._unread.values():
+        for ticket, names in list(self._unread.values()):  # a thread may publish meanwhile
             self._acknowledge(ticket, names)
 
     def _acknowledge(self, ticket: Ticket, names: tuple[str, ...]) -> None:
@@ -238,7 +239,7 @@ class BucketSender:
 
     def abandon(self) -> None:
         """Discard the buckets in the ring. Idempotent; valid in any state."""
-        for ticket, _ in self._unread.values():
+        for ticket, _ in list(self._unread.values()):
             if self._ring is not None and not self._ring.native.closed:
                 self._ring.discard(ticket)
         self._unread = {}

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from transport.errors import ParentLostError, ProtocolError, TransportError
 from transport.weights.transfer.messages import (
@@ -43,7 +44,8 @@ class Feed:
         self._children: dict[str, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._strangers = 0
-        self._joined = asyncio.Event()
+        self._joined = asyncio.Event()  # somebody came or left
+        self._left: set[str] = set()
         self._expected: frozenset[str] | None = None
         self._closing = False
 
@@ -52,13 +54,35 @@ class Feed:
         self._server = await asyncio.start_server(self._accept, address, 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def joined(self, names: Iterable[str]) -> None:
-        """Wait until all of these are connected. No other child is accepted from now on."""
+    async def joined(self, names: Iterable[str], parents: Iterable[Upstream] = ()) -> None:
+        """Wait until each of these is connected, or was and has left. No other child is accepted from now on.
+
+        Raises ParentLostError when one of ``parents`` fails meanwhile.
+        """
         self._expected = frozenset(names)
-        while missing := self._expected - self._children.keys():
+        coming = asyncio.ensure_future(self._complete(self._expected))
+        waiting: set[asyncio.Future[Any]] = {coming, *(parent.first() for parent in parents)}
+        try:
+            while not coming.done():
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    each.result()
+        finally:
+            await ended(coming)
+
+    async def _complete(self, names: frozenset[str]) -> None:
+        while self.missing(names):
             self._joined.clear()
             await self._joined.wait()
-            assert missing  # keeps the value visible in a debugger
+
+    def missing(self, names: Iterable[str]) -> set[str]:
+        """Which of these have not come."""
+        return set(names) - self._children.keys() - self._left
+
+    @property
+    def left(self) -> frozenset[str]:
+        """Names of children that were connected and are not any more."""
+        return frozenset(self._left)
 
     @property
     def children(self) -> frozenset[str]:
@@ -96,6 +120,8 @@ class Feed:
             if name is None:
                 self._strangers = max(0, self._strangers - 1)
             elif self._children.pop(name, None) is not None and not self._closing:
+                self._left.add(name)
+                self._joined.set()
                 self._lost(name)
             writer.close()
 
@@ -106,6 +132,8 @@ class Feed:
             )
         if hello.name in self._children:
             raise ProtocolError(f"{hello.name} is already connected")
+        if hello.name in self._left:
+            raise ProtocolError(f"{hello.name} has left this group; it joins with the next update")
         if self._expected is not None and hello.name not in self._expected:
             raise ProtocolError(f"{hello.name} is not in this group; it joins with the next update")
         return hello.name
@@ -159,6 +187,7 @@ class Upstream:
         self._parent = name
         self._reader = reader
         self._writer = writer
+        self._first: asyncio.Task[Frame] | None = None  # read before `next` asks for it
 
     @classmethod
     async def connect(cls, parent: str, address: str, port: int, token: str, name: str) -> Upstream:
@@ -178,8 +207,19 @@ class Upstream:
             raise
         return upstream
 
+    def first(self) -> asyncio.Task[Frame]:
+        """Read the next frame ahead, to hear of a failure before `next` is called, which then returns it."""
+        if self._first is None:
+            self._first = asyncio.get_running_loop().create_task(self._read())
+            self._first.add_done_callback(_retrieved)
+        return self._first
+
     async def next(self) -> Frame:
         """The next frame. ParentLostError if the parent disconnects or reports a failure."""
+        first, self._first = self._first, None
+        return await (self._read() if first is None else first)
+
+    async def _read(self) -> Frame:
         try:
             frame = await _next(self._reader)
         except (OSError, EOFError) as error:
@@ -191,6 +231,13 @@ class Upstream:
     def close(self) -> None:
         """Close the connection. Idempotent."""
         self._writer.close()
+        if self._first is not None:
+            self._first.cancel()
+
+
+def _retrieved(task: asyncio.Task[Frame]) -> None:
+    if not task.cancelled():
+        task.exception()  # so that asyncio does not log it
 
 
 async def _next(reader: asyncio.StreamReader) -> Frame:

@@ -1,0 +1,256 @@
+"""A group whose members fail while it forms: who waits for one of them hears of it, instead of waiting its time out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from engine_models import TRAINERS, WORKERS, Model, Training, of_training
+from helpers import asynchronous, until
+from weights_engines import engine, engines
+from weights_members import version_of
+
+from transport.errors import ChildrenLostError, ParentLostError, WeightsError, WeightsTimeoutError
+from transport.weights import Trainer
+from transport.weights.manager import WeightUpdate
+from transport.weights.plan.steps import Limits
+from transport.weights.ring_engine import RingEngine
+from transport.weights.sharded.meeting import Meeting, Member, RankShards
+from transport.weights.transfer.bucket_sender import BucketSender
+from transport.weights.transfer.feed import Feed, Upstream, announce_failure
+from transport.weights.transfer.messages import Failed, Start
+from transport.weights.worker import ReferenceWorker, Replica
+
+pytestmark = pytest.mark.ucx
+
+OPTIONS: dict[str, Any] = {"bucket_bytes": 4096, "address": "127.0.0.1"}
+
+
+@contextlib.asynccontextmanager
+async def opened(lost: Any = lambda name: None) -> AsyncIterator[Feed]:
+    feed = Feed(lost)
+    await feed.open("127.0.0.1")
+    try:
+        yield feed
+    finally:
+        await feed.close()
+
+
+async def connected(feed: Feed, name: str) -> Upstream:
+    return await Upstream.connect("parent", "127.0.0.1", feed.port, feed.token, name)
+
+
+def together(*calls: Callable[[], object]) -> list[BaseException | None]:
+    """Run all at once, each in a thread; their errors."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [future.exception() for future in [threads.submit(call) for call in calls]]
+
+
+def columns(*sides: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """The arguments of each member, trainers first."""
+    return [{key: values[at] for key, values in side.items()} for side in sides for at in range(len(side["rank"]))]
+
+
+@asynchronous
+async def test_a_child_that_came_and_left_is_not_waited_for() -> None:
+    async with opened() as feed:
+        (await connected(feed, "a")).close()
+        stays = await connected(feed, "b")
+        await until(lambda: "a" not in feed.children)
+        await feed.joined(["a", "b"])
+        assert feed.children == {"b"}
+        with pytest.raises(ParentLostError, match="a has left this group"):
+            await connected(feed, "a")
+        stays.close()
+
+
+@asynchronous
+async def test_a_child_that_leaves_while_others_are_waited_for_is_not_waited_for() -> None:
+    async with opened() as feed:
+        joining = asyncio.ensure_future(feed.joined(["a", "b"]))
+        first = await connected(feed, "a")
+        first.close()
+        await until(lambda: not feed.children)
+        second = await connected(feed, "b")
+        await joining
+        second.close()
+
+
+@asynchronous
+async def test_who_waits_for_a_child_hears_that_a_parent_failed() -> None:
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["never comes"], [upstream]))
+        await announce_failure(parent, Failed("SchemaError", "gate is missing"))
+        with pytest.raises(ParentLostError, match="SchemaError: gate is missing"):
+            await joining
+        upstream.close()
+
+
+@asynchronous
+async def test_what_a_parent_sends_before_all_children_are_there_is_not_lost() -> None:
+    async with opened() as parent, opened() as own:
+        upstream = await connected(parent, "me")
+        joining = asyncio.ensure_future(own.joined(["late"], [upstream]))
+        for version in (7, 8):
+            await parent.tell(Start(version), ["me"])
+        await until(lambda: upstream._first is not None and upstream._first.done())
+        late = await connected(own, "late")
+        await joining
+        assert [await upstream.next(), await upstream.next()] == [Start(7), Start(8)]
+        upstream.close()
+        late.close()
+
+
+@asynchronous
+async def test_a_group_that_does_not_come_together_names_who_is_missing() -> None:
+    async with engines("ab", shape="chain") as made:
+        metadata = [await each.prepare() for each in made]
+        arguments = columns(*RingEngine.build_topology(1, 2, metadata))
+    async with engines("ab", shape="chain", join_s=0.2) as made:
+        await made[0].prepare()
+        with pytest.raises(WeightsTimeoutError, match=r"trainer: .* not complete within 0\.2 s.*missing: replica 0"):
+            await made[0].init_process_group(**arguments[0])
+
+
+@asynchronous
+async def test_a_replica_that_joined_and_left_before_the_trainer_looked_is_lost_and_not_waited_for() -> None:
+    async with engines("ab", shape="star") as made:
+        metadata = [await each.prepare() for each in made]
+        trainer, *replicas = columns(*RingEngine.build_topology(1, 2, metadata))
+        for each, arguments in zip(made[1:], replicas, strict=True):
+            await each.init_process_group(**arguments)
+            await each.finalize()
+        feed = made[0]._feed
+        assert feed is not None
+        await until(lambda: not feed.children)
+        await made[0].init_process_group(**trainer)
+        with pytest.raises(ChildrenLostError):
+            await made[0].send_weights(iter(version_of(1).items()), 1)
+
+
+@asynchronous
+async def test_a_relay_that_waits_for_its_child_hears_its_parent_and_tells_its_other_children() -> None:
+    made = [engine("trainer", shape="chain")]
+    made += [engine(f"replica {at}", host=host, wires=frozenset({"tcp"})) for at, host in enumerate("aab")]
+    try:
+        metadata = [await each.prepare() for each in made]
+        arguments = columns(*RingEngine.build_topology(1, 3, metadata))
+        relay = next(at for at, row in enumerate(arguments) if at and row["wired"] and row["mapped"])
+        mapping = next(at for at, row in enumerate(arguments) if at and (row["link"] or {}).get("mapped"))
+        joining = [asyncio.ensure_future(made[at].init_process_group(**arguments[at])) for at in (relay, mapping, 0)]
+        await joining[1]
+        await joining[2]
+        waits = asyncio.ensure_future(made[mapping].receive(1))
+        with pytest.raises(RuntimeError, match="no tensors"):  # the relay's other child never comes
+            await made[0].send_weights(_failing(), 1)
+        for waiting in (joining[0], waits):
+            with pytest.raises(ParentLostError, match="no tensors"):
+                await waiting
+    finally:
+        for each in made:
+            await each.close()
+
+
+def _failing() -> Any:
+    raise RuntimeError("no tensors")
+    yield
+
+
+class Source:
+    def weights(self, version: int) -> Any:
+        return iter(version_of(version).items())
+
+
+@asynchronous
+async def test_a_replica_that_cannot_join_ends_the_wait_of_all_others() -> None:
+    async with engines("ab", shape="star") as made:
+
+        async def refused(**arguments: Any) -> None:
+            raise RuntimeError("no way")
+
+        made[1].init_process_group = refused  # type: ignore[method-assign]
+        replicas = [Replica(each, ReferenceWorker()) for each in made[1:]]
+        manager = WeightUpdate(
+            [Trainer(made[0], Source())],
+            replicas,  # type: ignore[arg-type]
+            limits=Limits(init=3600, total=7200),
+        )
+        with pytest.raises(RuntimeError, match="no way") as caught:
+            await manager.update(1)
+        assert not hasattr(caught.value, "__notes__")  # who was not waited for has not failed
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Meeting:
+    return Meeting(store=f"sqlite:///{tmp_path}/store", run="test", senders=TRAINERS, receivers=WORKERS, timeout_s=3600)
+
+
+@contextlib.contextmanager
+def ranks() -> Iterator[list[Member]]:
+    """Senders, then receivers."""
+    everyone = [Member(of_training(Training(rank)), sends=True, **OPTIONS) for rank in range(TRAINERS)]
+    everyone += [
+        Member(RankShards(model.rank, model.layout, model.parameters), sends=False, **OPTIONS)
+        for model in map(Model, range(WORKERS))
+    ]
+    try:
+        yield everyone
+    finally:
+        for member in everyone:
+            member.close()
+
+
+def test_a_rank_that_fails_before_it_connects_ends_the_wait_of_all_others(meeting: Meeting) -> None:
+    async def refused(**arguments: Any) -> None:
+        raise RuntimeError("no way")
+
+    with ranks() as everyone:
+        everyone[-1].engine.init_process_group = refused  # type: ignore[method-assign]
+        errors = together(*(partial(meeting.update, member, 1) for member in everyone))
+    assert isinstance(errors[-1], RuntimeError)
+    assert all(isinstance(error, WeightsError) for error in errors[:-1]), errors
+
+
+@pytest.mark.parametrize("step", ["init_process_group", "send_weights"])
+def test_a_rank_that_comes_too_late_is_a_timeout_with_rank_and_version(meeting: Meeting, step: str) -> None:
+    soon = msgspec.structs.replace(meeting, timeout_s=1.0)
+
+    async def never(*arguments: Any, **named: Any) -> None:
+        await asyncio.Event().wait()
+
+    with ranks() as everyone:
+        setattr(everyone[0].engine, step, never)
+        errors = together(*(partial(soon.update, member, 1) for member in everyone))
+        assert isinstance(errors[0], WeightsTimeoutError)
+        assert re.search(r"sender 0: version 1.* within 1 s", str(errors[0]))
+
+
+@asynchronous
+async def test_the_loss_of_a_child_counts_for_all_its_buckets_while_another_is_published() -> None:
+    async with opened() as feed:
+        sender = BucketSender(4096, 4, address="127.0.0.1")
+        try:
+            await sender.begin(feed, ["a"])
+            first = await sender.reserve(64)
+            await sender.publish(first, 0)
+            (ticket, names), *_ = sender._unread.values()
+            acknowledge = sender._acknowledge
+
+            def published_meanwhile(*arguments: Any) -> None:  # as by the thread that publishes
+                sender._unread.setdefault(3, (ticket, names))
+                acknowledge(*arguments)
+
+            sender._acknowledge = published_meanwhile  # type: ignore[method-assign]
+            sender.lost("a")
+            await until(lambda: sender._opened().native.state_counts()[0] == 4)
+        finally:
+            sender.close()
