@@ -139,7 +139,6 @@ def test_leaves_a_descriptor(shared): os.open("/tmp", os.O_RDONLY)
 def test_after_it(shared): pass
 def test_leaves_a_thread(): threading.Thread(target=threading.Event().wait, name="straggler", daemon=True).start()
 def test_after_that(): pass
-def test_leaves_another_one(): os.open("/usr", os.O_RDONLY)
 """
 
 
@@ -152,11 +151,8 @@ def test_the_check_of_this_suite_names_what_each_test_leaves_behind_and_spares_w
         [*command, "--rootdir", tmp_path, tmp_path],
         env={**os.environ, "PYTHONPATH": search}, cwd=tmp_path, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    assert "7 passed, 3 errors" in done.stdout, done.stdout
-    for test, what in [
-        ("leaves_a_descriptor", " of /tmp"), ("leaves_a_thread", "thread 'straggler'"),
-        ("leaves_another_one", " of /usr"),
-    ]:  # fmt: skip
+    assert "6 passed, 2 errors" in done.stdout, done.stdout
+    for test, what in [("leaves_a_descriptor", " of /tmp"), ("leaves_a_thread", "thread 'straggler'")]:
         _, of_the_test, rest = done.stdout.partition(f"ERROR at teardown of test_{test} _")
         assert of_the_test, done.stdout
         [named] = [line for line in rest.splitlines() if line.startswith("left behind: ")][:1]
