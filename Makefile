@@ -3,6 +3,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
+# Containers often say so. Every process that a test starts would compile the package anew, and every worker all tests.
+unexport PYTHONDONTWRITEBYTECODE
 VENV := .venv
 BIN := $(VENV)/bin
 # Both CUDA variants of ucxx install the same module, so exactly one is chosen. Neither needs a GPU.

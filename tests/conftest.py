@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from typing import Any
@@ -50,9 +51,17 @@ def warm_up() -> Iterator[None]:
     run(asyncio.sleep(0))
     resource_tracker.ensure_running()  # multiprocessing's helper process and the pipe to it
     gc.collect()
-    gc.freeze()  # keeps the searches of the leak check among what tests make
+    gc.freeze()  # keeps the searches of the leak check, and of every collection, among what tests make
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lasting(warm_up: None) -> Iterator[None]:
+    """What the tests of a file imported and cached stays, and is not searched again after every later test."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -89,8 +98,27 @@ def leak_check(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves segments, descriptors, threads, tasks or processes behind, and name them."""
     if request.node.get_closest_marker("ucx"):
         request.getfixturevalue("ucx_warm_up")
-    before = ResourceSnapshot.take()
+    before = _left.pop() if _left else ResourceSnapshot.take()
+    threads = {id(thread): thread.name for thread in threading.enumerate()}  # the watchdog of this test is a new one
+    before = before._replace(threads=threads)
     yield
-    leaks = before.leaks()
+    after = ResourceSnapshot.take()
+    leaks = before._new_in(after) and before.leaks()
     if leaks:
         pytest.fail("left behind: " + "; ".join(leaks), pytrace=False)
+    _left.append(after)
+
+
+# What was there after the last test is there before the next one, unless a fixture that several tests share comes or
+# goes between them. A second look would be half of the check's time.
+_left: list[ResourceSnapshot] = []
+
+
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    if fixturedef.scope != "function":
+        _left.clear()
+
+
+def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any]) -> None:
+    if fixturedef.scope != "function":
+        _left.clear()

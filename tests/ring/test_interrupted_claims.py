@@ -29,11 +29,8 @@ FOLDER = str(Path(buffer.__file__).parent)
 def ring() -> Iterator[SharedRingBuffer]:
     gc.collect()
     gc.freeze()  # what was there before is not looked through by each of the hundreds of collections
-    try:
-        with SharedRingBuffer.create(SCHEMA, slots=SLOTS) as made:
-            yield made
-    finally:
-        gc.unfreeze()
+    with SharedRingBuffer.create(SCHEMA, slots=SLOTS) as made:
+        yield made
 
 
 def fill(ring: SharedRingBuffer, count: int = 2) -> None:

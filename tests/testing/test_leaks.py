@@ -113,6 +113,53 @@ def test_a_process_whose_parent_is_gone_is_found_by_its_mark() -> None:
     assert before.leaks() == []
 
 
+def test_a_child_with_the_number_of_an_ended_stranger_is_found() -> None:
+    before = ResourceSnapshot.take()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        leaks._elders.add((0, child.pid))  # the folder of a process that had its number has another inode
+        assert any(leak.startswith(f"child process {child.pid} (") for leak in before.leaks(grace_s=0))
+        assert child.stdin is not None
+        child.stdin.close()
+    assert before.leaks() == []
+    assert (0, child.pid) not in leaks._elders, "what has ended is forgotten"
+
+
+CHECKED = """
+import os, threading, pytest
+
+@pytest.fixture(scope="module")
+def shared():
+    descriptor = os.open("/", os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+def test_of_nothing(): pass
+def test_opens_what_is_shared(shared): pass
+def test_leaves_a_descriptor(shared): os.open("/tmp", os.O_RDONLY)
+def test_after_it(shared): pass
+def test_leaves_a_thread(): threading.Thread(target=threading.Event().wait, name="straggler", daemon=True).start()
+def test_after_that(): pass
+"""
+
+
+def test_the_check_of_this_suite_names_what_each_test_leaves_behind_and_spares_what_tests_share(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(CHECKED)
+    tests = Path(__file__).parents[1]
+    search = os.pathsep.join(map(str, (tests, tests / "support")))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--rootdir", tmp_path, tmp_path],
+        env={**os.environ, "PYTHONPATH": search}, cwd=tmp_path, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert "6 passed, 2 errors" in done.stdout, done.stdout
+    for test, what in [("leaves_a_descriptor", " of /tmp"), ("leaves_a_thread", "thread 'straggler'")]:
+        _, of_the_test, rest = done.stdout.partition(f"ERROR at teardown of test_{test} _")
+        assert of_the_test, done.stdout
+        [named] = [line for line in rest.splitlines() if line.startswith("left behind: ")][:1]
+        assert named.endswith(what), named
+        assert ";" not in named
+
+
 def test_a_pending_task_is_named() -> None:
     before = ResourceSnapshot.take()
 

@@ -22,6 +22,7 @@ __all__ = ["ResourceSnapshot", "mark_descendants", "run"]
 Result = TypeVar("Result")
 
 _SHARED_MEMORY = Path("/dev/shm")
+_elders: set[tuple[int, int]] = set()  # processes that are older than this one: inode of the folder in /proc, number
 _CORE = "/transport/_native."  # in the memory map of every process that uses the package
 _MARK = "LEAK_CHECK_RUN"  # not TRANSPORT_…: unknown names of that kind are errors of configuration
 SEGMENT_PREFIX = "transport-"
@@ -66,17 +67,16 @@ class ResourceSnapshot(NamedTuple):
         Clean-up that goes on in the background gets ``grace_s``; returns as soon as nothing is left.
         """
         give_up_at = time.monotonic() + grace_s
-        leaks = self._new_since()
+        leaks = self._new_in(self.take())
         while leaks:
             gc.collect()  # what only waits for the collector has not leaked
-            leaks = self._new_since()
+            leaks = self._new_in(self.take())
             if time.monotonic() > give_up_at:
                 break
             time.sleep(0.02)
         return leaks
 
-    def _new_since(self) -> list[str]:
-        now = self.take()
+    def _new_in(self, now: ResourceSnapshot) -> list[str]:
         new_segments = {name: what for name, what in now.segments.items() if name not in self.segments}
         if new_segments and self.processes:
             theirs = _mapped_by(self.processes)
@@ -146,14 +146,19 @@ def _processes() -> dict[int, str]:
     own = os.getpid()
     own_birth = int(_status("self")[2][19])
     with os.scandir("/proc") as processes:
-        pids = [int(process.name) for process in processes if process.name.isdigit()]
-    for pid in pids:
+        # of another process with the same number the folder is another one
+        folders = {(process.inode(), int(process.name)) for process in processes if process.name.isdigit()}
+    _elders.intersection_update(folders)
+    for folder in folders - _elders:
+        pid = folder[1]
         try:
             name, state, fields = _status(pid)
             if int(fields[1]) == own:
                 found[pid] = f"child process {pid} ({name}{', ended but not waited for' if state == 'Z' else ''})"
-            elif mark is None or pid == own or int(fields[19]) < own_birth:
-                continue  # who is older is no descendant: most are, and need no second look
+            elif int(fields[19]) < own_birth:
+                _elders.add(folder)  # who is older is no descendant, and never becomes one
+            elif mark is None or pid == own:
+                continue
             elif mark in _content(f"/proc/{pid}/environ").split(b"\0"):
                 found[pid] = f"descendant process {pid} ({name})"
         except OSError:  # it ended meanwhile, or is another user's
