@@ -134,11 +134,11 @@ def encode(frame: Frame) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def length_of(head: bytes) -> int:
-    """Bytes that follow this head. ProtocolError for more than any frame has."""
+def length_of(head: bytes, most: int = MAX_FRAME_BYTES) -> int:
+    """Bytes that follow this head. ProtocolError for more than ``most``."""
     (length,) = _LENGTH.unpack(head)
-    if length > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame has {length} bytes by its header; at most {MAX_FRAME_BYTES} are allowed")
+    if length > most:
+        raise ProtocolError(f"a frame has {length} bytes by its header; at most {most} are allowed")
     return int(length)
 
 
