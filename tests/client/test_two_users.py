@@ -64,7 +64,8 @@ with BlockingClient(wire=wire) as client:
 )
 
 TAKER = (
-    "from transport import Trainer\nfrom transport.queue import open_queue\nTrainer(queue=open_queue('rings:nothing')).close()\n"
+    "from transport import Trainer\nfrom transport.queue import open_queue\n"
+    "Trainer(queue=open_queue('rings:nothing')).close()\n"
     + BECOME
     + """
 wire = "auto" if sys.argv[3] == "auto" else set(sys.argv[3].split(","))
