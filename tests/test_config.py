@@ -9,6 +9,7 @@ import pytest
 
 from transport import Schema, Settings, UCXXDataPackerMixin, UCXXRolloutMixin, config
 from transport.cli import run
+from transport.doctor import report
 from transport.errors import ConfigurationError
 
 
@@ -116,6 +117,32 @@ def test_settings_are_listed_with_their_sources(
         "source": "TRANSPORT_LINGER_S",
     }
     assert set(rows) == set(config.Configuration.__struct_fields__)
+
+
+@pytest.mark.parametrize("password", ["sesame", "s@same", "se/same", "a:sesame", ""])
+@pytest.mark.parametrize("user", ["user", ""])
+def test_a_password_is_neither_listed_nor_reported(
+    user: str, password: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRANSPORT_STORE", f"redis://{user}:{password}@host:6379/0?run=seven")
+    assert run(["doctor", "--settings"]) == 0
+    for said in (capsys.readouterr().out, report.settings(config.load()).detail, repr(config.load())):
+        assert f"redis://{user}:...@host:6379/0?run=seven" in said
+        assert "same" not in said
+    assert config.configuration().store == f"redis://{user}:{password}@host:6379/0?run=seven"
+
+
+def test_what_has_no_password_is_listed_as_it_is() -> None:
+    for place in (
+        "redis://host:6379/0?run=a",
+        "redis://user@host:6379/0",
+        "sqlite:///var/lib/a:b@c/store.db",
+        "sqlite:a:b@c",
+        "",
+        "-",
+    ):
+        assert config.without_password(place) == place
 
 
 @pytest.mark.ucx

@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import tomllib
 import types
 import typing
@@ -33,6 +34,8 @@ FILE_VARIABLE: Final = "TRANSPORT_CONFIG"
 FILE_NAME: Final = "transport.toml"
 DEFAULT: Final = "default"
 
+_PASSWORD: Final = re.compile(r"(//[^/?#@:]*:).*@")  # up to the last @, since passwords may have one that is not quoted
+
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 RunName = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9._-]{0,80}$")]
 
@@ -50,6 +53,13 @@ class Configuration(Settings, frozen=True, forbid_unknown_fields=True, kw_only=T
     run: RunName = ""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "WARNING"
     log_format: Literal["text", "json"] = "text"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """For repr: every field, the store without its password, which must not appear in a log."""
+        return [(key, without_password(getattr(self, key))) for key in self.__struct_fields__]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self.__rich_repr__())})"
 
     @property
     def settings(self) -> Settings:
@@ -190,12 +200,17 @@ def variable_of(key: str) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as one writes it in the environment; what is not set is a dash."""
+    """A value as one writes it in the environment, without passwords; what is not set is a dash."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "-"
     if isinstance(value, float):
         return f"{value:.15g}"
-    return "-" if value is None or value == "" else str(value)
+    return "-" if value is None or value == "" else str(without_password(value))
+
+
+def without_password(value: Any) -> Any:
+    """A setting's value; in place of the password in a URL there are three dots."""
+    return _PASSWORD.sub(r"\1...@", value) if isinstance(value, str) else value
 
 
 def table() -> str:

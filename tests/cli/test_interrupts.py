@@ -13,20 +13,26 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from helpers import eventually
+from helpers import eventually, noise
 from interrupts import Way, instants, interrupted
+from typer.main import get_command
 
 from transport import SharedRingBuffer, UCXXServer, _ring
+from transport.cli import app, run
+from transport.queue import SQLiteQueue
 from transport.runtime import interruption
 
 SEED = os.environ.get("INTERRUPT_SEED", "0")
 RUNS = int(os.environ.get("INTERRUPT_RUNS", "1"))
 PATIENCE_S = 60.0
+MODEL_BYTES = 8 << 20
 BOTH: tuple[Way, ...] = ("group", "process")
 SHORT = ("--seconds", "0.3", "--repetitions", "2")
+PLACES = ("--destination", "{destination}", "--store", "{store}")
 
 # Arguments, how the interrupt comes, and the last second in which it does; most would go on for longer.
 COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
@@ -46,14 +52,25 @@ COMMANDS: dict[str, tuple[tuple[str, ...], tuple[Way, ...], float]] = {
     "bench rendezvous": (("bench", "rendezvous", "--members", "500"), ("process",), 1.5),
     "bench ring": (("bench", "ring"), ("process",), 2.5),
     "bench serve": (("bench", "serve", "--port", "0"), ("group",), 1.0),
+    "bench job": (
+        ("bench", "job", "--queue", "rings,sqlite,redis", "--wire", "mapped,tcp", "--sizes", "64KiB", *SHORT),
+        BOTH,
+        4.0,
+    ),
+    "bench load": (("bench", "load", "--connections", "8", "--sizes", "64KiB", *SHORT), BOTH, 3.0),
     "serve": (("serve", "--slot-bytes", "1MiB", "--ports", "0,0"), BOTH, 1.5),
     "read": (("read", "{ticket}", "--wire", "tcp", "--timeout", "60"), ("process",), 1.5),
     "doctor": (("doctor",), ("process",), 2.0),
     "top": (("top",), ("terminal",), 1.2),
     "reclaim": (("reclaim", "--dry-run"), ("group",), 0.5),
     "size": (("size", "--slot-bytes", "1MiB"), ("group",), 0.5),
+    "queue": (("queue", "{queue}"), ("group",), 0.7),
     "cooldown status": (("cooldown", "status", "--store", "sqlite:///nowhere/store"), ("group",), 0.5),
+    "cooldown upload": (("cooldown", "upload", "{model}", "--run", "r", *PLACES), BOTH, 1.5),
+    "cooldown restore": (("cooldown", "restore", "{new}", "--run", "r", *PLACES), BOTH, 1.5),
+    "cooldown prune": (("cooldown", "prune", "--run", "r", "--keep", "1", *PLACES), BOTH, 1.5),
 }
+WITH_A_SERVER = {"bench fetch"}  # tests of their own
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +105,38 @@ def test_an_interrupted_command_ends_and_leaves_nothing(command: str, ticket: st
     if command == "demo":
         pytest.importorskip("gymnasium")
     arguments, ways, longest_s = COMMANDS[command]
-    told = [ticket if each == "{ticket}" else each for each in arguments]
-    interrupt_at_any_instant(told, ways, longest_s, tmp_path)
+    places = {"ticket": ticket, **(checkpoints(tmp_path) if command.startswith("cooldown") else {})}
+    if command == "queue":
+        places["queue"] = f"sqlite://{tmp_path}/tickets.sqlite3"
+        SQLiteQueue(tmp_path / "tickets.sqlite3").close()
+    interrupt_at_any_instant([each.format(**places) for each in arguments], ways, longest_s, tmp_path)
+    if command == "cooldown restore" and Path(places["new"]).exists():  # whole, or not at all
+        assert {file.stat().st_size for file in Path(places["new"]).iterdir()} == {MODEL_BYTES}
+
+
+def checkpoints(folder: Path) -> dict[str, str]:
+    """Two checkpoints of a model, and where they are."""
+    places = {name: str(folder / name) for name in ("model", "destination", "new")}
+    for name in ("model", "destination"):
+        (folder / name).mkdir()
+    for number in range(4):
+        (folder / "model" / f"{number}.bin").write_bytes(noise(MODEL_BYTES, number).tobytes())
+    places["store"] = f"sqlite://{folder}/store.sqlite3"
+    for step in ("1", "2"):
+        upload = ["cooldown", "upload", places["model"], "--run", "r", "--step", step]
+        assert run([*upload, *(word.format(**places) for word in PLACES)]) == 0
+    return places
+
+
+def test_every_command_is_among_those_that_are_interrupted() -> None:
+    def named(group: Any, before: tuple[str, ...] = ()) -> Iterator[str]:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield from named(command, (*before, name))
+            else:
+                yield " ".join((*before, name))
+
+    assert set(named(get_command(app))) == {each for each in COMMANDS if " of " not in each} | WITH_A_SERVER
 
 
 @pytest.mark.ucx

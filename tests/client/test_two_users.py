@@ -63,6 +63,25 @@ with BlockingClient(wire=wire) as client:
 """
 )
 
+TAKER = (
+    "from transport import Trainer\nfrom transport.queue import open_queue\n"
+    "Trainer(queue=open_queue('rings:nothing')).close()\n"
+    + BECOME
+    + """
+wire = "auto" if sys.argv[3] == "auto" else set(sys.argv[3].split(","))
+[port] = Ticket.parse(sys.argv[4]).ports
+with BlockingClient(wire=wire) as client:
+    batch = client.take(f"127.0.0.1:{port}", 1, wait_s=20)
+    print(len(batch), batch.nbytes, len(client.consume(batch)), flush=True)
+with open_queue(f"rings://127.0.0.1:{port}") as queue, Trainer(queue=queue, wire=wire) as trainer:
+    found = []
+    while len(found) < 2:
+        trainer.start_prefetch(trainer.claim_tickets(2 - len(found), 20.0))
+        found += [len(bytes(payload.data)) for payload in trainer.consume(trainer.collect_prefetch())]
+    print(*found, flush=True)
+"""
+)
+
 
 @contextlib.contextmanager
 def written(user: int, group: int, mode: str) -> Iterator[list[str]]:
@@ -94,6 +113,17 @@ def test_another_users_payloads_are_read_by_tcp(
 ) -> None:
     with written(*writer, mode) as tickets:
         assert said(*reader, wire, tickets) == ["tcp 1000", "tcp 200000", "tcp 1048576"]
+
+
+@pytest.mark.parametrize("wire", ["auto", "shm,tcp"])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [((0, 0), (1000, 1000)), ((1000, 1000), (0, 0)), ((1000, 1000), (1001, 1001))]
+)
+def test_another_users_rings_are_a_queue_by_tcp(wire: str, writer: tuple[int, int], reader: tuple[int, int]) -> None:
+    with written(*writer, "thread") as tickets, Child(TAKER, *reader, wire, tickets[0]) as taker:
+        assert taker.line() == "1 1000 1"
+        assert taker.line() == "200000 1048576"
+        assert taker.wait() == 0
 
 
 def test_the_same_user_in_another_group_reads_by_tcp() -> None:

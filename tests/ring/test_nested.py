@@ -88,9 +88,12 @@ def test_written_and_read_in_every_way(schema: Schema | None) -> None:
                 if schema is None:
                     payload = {**payload, "reward": np.float32(payload["reward"])}
                 check(payload, number)
-            for outcome in client.read_many(tickets):
-                assert outcome.payload is not None
-                assert outcome.payload["prompt"] == sample(outcome.index)["prompt"]
+            outcomes = {outcome.index: outcome.payload for outcome in client.read_many(tickets)}
+            assert sorted(outcomes) == list(range(len(tickets)))
+            for index, came in outcomes.items():
+                assert came is not None
+                assert came["prompt"] == sample(index)["prompt"]
+            del outcomes, came
         claims = ring.claim(16)
         for number, claim in enumerate(claims):
             assert claim.arrays()["prompt"] == sample(number)["prompt"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import dataclasses
 import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,23 +18,28 @@ from rich.pretty import pretty_repr
 
 import transport
 from transport.client.connections.acknowledgements import Ack
+from transport.config import Configuration, Loaded
 from transport.errors import MissingDependencyError
 from transport.packer.mixin import FetchedBatch, FetchedItem
 from transport.packer.options import ClientOptions, ServerOptions
+from transport.packer.republish import Republishing
 from transport.queue import Claim, QueuedTicket
-from transport.queue.base import Came
+from transport.queue.base import Came, QueueAddress
+from transport.server.after_writer import AfterWriter
 from transport.storage.urls import RedisURL
 from transport.store.base import Change, Entry
 from transport.ticket import Ticket
-from transport.weights import ring_engine
+from transport.weights import offers, ring_engine
 from transport.weights.options import EngineOptions
 from transport.weights.plan import topology
+from transport.weights.sharded.meeting import Meeting
 from transport.weights.sharding import roles
 from transport.weights.transfer import messages
 from transport.wire import frames
 
 KEY = 0x5EC2E7_5EC2E7
 WORD = "sesame-sesame"
+PLACE = f"redis://user:{WORD}@host:6379/0?run=run"
 TICKET = Ticket(
     ring="ab" * 16, segment="/x", host="h", addresses=("127.0.0.1",), ports=(1,), slot=3, generation=9, key=KEY, size=8,
     checksum=1, readers=1, schema_fingerprint="0" * 32, schema=None, lengths=(), created=0.0, deadline=None,
@@ -48,10 +55,21 @@ RECORDS = [
     FetchedBatch([FetchedItem(TICKET, CLAIM)]),
     Entry(TICKET.encode(), 4),
     Change("groups/g/claims/1", TICKET.encode()),
-    RedisURL(f"redis://user:{WORD}@host:6379/0", "run"),
+    RedisURL(PLACE, "run"),
     Ack("ab" * 16, 3, 9, 0, KEY),
     frames.Record(frames.Kind.READ, 3, 9, 0, KEY, 8),
     messages.Hello(WORD, "replica"),
+    messages.Bucket(0, TICKET.encode(), 0),
+    messages.Landed(TICKET.encode(), 0),
+    messages.Slices(0, 0, 0, TICKET.encode()),
+    messages.Placed(0, TICKET.encode(), 0),
+    offers.Offer(7, 0, TICKET.encode()),
+    Meeting(store=PLACE, run="run", senders=1, receivers=1),
+    QueueAddress(kind="redis", place=PLACE),
+    Republishing(segment="/x", queue=QueueAddress(kind="redis", place=PLACE)),
+    AfterWriter(module="m", message=PLACE.encode()),
+    Configuration(store=PLACE),
+    Loaded(configuration=Configuration(store=PLACE), sources={}),
     ring_engine.Link(parent="p", address="127.0.0.1", port=1, token=WORD, rank=0, mapped=False),
     topology.Description(name="p", host="h", address="127.0.0.1", port=1, token=WORD),
     roles.ShardDescription(name="p", host="h", address="127.0.0.1", port=1, token=WORD, layout="", bucket_bytes=1),
@@ -74,7 +92,7 @@ def test_a_representation_shows_neither_keys_nor_tokens_nor_passwords(record: An
 
 
 # Fields of these names carry what whoever has it may use. Exempt is what is gone with its connection, or no secret.
-_TELLING = ("key", "token", "secret", "data", "url", "value")
+_TELLING = ("key", "token", "secret", "data", "url", "value", "store")
 _HARMLESS = {
     "transport.wire.frames.Answer",  # `value` is a length
     "transport.cooldown.destinations.base.Destination",
@@ -107,12 +125,51 @@ def fields_of(kind: type) -> collections.abc.Iterable[str]:
     return found if isinstance(found, tuple) else ()  # a class of another kind may have a method of this name
 
 
+def encoded_tickets(field: str, said: object) -> bool:
+    """Whether a field holds tickets as bytes, which have their keys in them."""
+    return field.startswith("ticket") and "bytes" in str(said)
+
+
 def test_every_record_with_such_a_field_is_among_those_that_hide_it() -> None:
     tested = {type(record) for record in RECORDS}
     elsewhere = {"transport.ticket.Ticket", "transport.server.process.ListenerConfig"}  # tests of their own
     for kind in records():
         name = f"{kind.__module__}.{kind.__name__}"
-        telling = set(_TELLING) & set(fields_of(kind))
+        said = inspect.get_annotations(kind)
+        telling = {field for field in fields_of(kind) if field in _TELLING or encoded_tickets(field, said.get(field))}
         if telling and name not in _HARMLESS and name not in elsewhere and kind.__name__ != "DeviceTensor":
             assert kind in tested, f"{name} has {telling}: hide it from `repr`, and add it to RECORDS"
     assert issubclass(Claim, msgspec.Struct)
+
+
+# --- what is imported only where its framework is installed -----------------------------------------------
+ADAPTERS = sorted((Path(transport.__file__).parent / "adapters").rglob("*.py"))
+_WITHIN_A_PROCESS = {"_Delivery"}  # its token names a batch of a worker process, to that process alone
+
+
+def showing(source: str) -> list[str]:
+    """Records of a module that have such a field, or how to reach a `Meeting`, and show it."""
+    found = []
+    for record in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
+        bases = {ast.unparse(each) for each in (*record.bases, *record.decorator_list)}
+        if not any(each.startswith(("NamedTuple", "msgspec.Struct", "dataclass")) for each in bases):
+            continue
+        hidden = "".join(each for each in bases if each.startswith("hiding("))
+        for field in (node for node in record.body if isinstance(node, ast.AnnAssign)):
+            name, said = ast.unparse(field.target), ast.unparse(field.annotation)
+            telling = name in (*_TELLING, "meeting") or encoded_tickets(name, said)
+            hides = f"'{name}'" in hidden or (field.value is not None and "repr=False" in ast.unparse(field.value))
+            if telling and not hides and said not in ("Meeting", "RedisURL | SQLiteURL"):  # these hide it themselves
+                found.append(f"{record.name}.{name}")
+    return found
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.stem)
+def test_records_of_adapters_hide_such_fields(path: Path) -> None:
+    assert [each for each in showing(path.read_text()) if each.partition(".")[0] not in _WITHIN_A_PROCESS] == []
+
+
+def test_the_search_finds_a_record_that_shows_its_key() -> None:
+    assert showing("class A(NamedTuple):\n    key: int\n    ticket: bytes") == ["A.key", "A.ticket"]
+    assert showing("@hiding('key')\nclass A(msgspec.Struct):\n    key: int") == []
+    assert showing("@dataclass\nclass A:\n    meeting: dict\n    token: str = field(repr=False)") == ["A.meeting"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -23,6 +24,18 @@ def test_files_relative_and_absolute(text: str, path: str) -> None:
 
 def test_a_server_and_a_run() -> None:
     assert parse_url("redis://host:1/2?run=x") == RedisURL("redis://host:1/2", "x")
+
+
+@pytest.mark.parametrize("password", ["sesa/same", "12/same", "1?same", "1#same", "sesame#same", "\u2100same", "[same"])
+@pytest.mark.parametrize("user", ["user:", ":"])
+def test_a_password_that_ends_the_address_too_early_is_refused_without_showing_it(user: str, password: str) -> None:
+    for text in (f"redis://{user}{password}@host:6379/0?run=x", f"redis://{user}{password}@host?run=x"):
+        with pytest.raises(ConfigurationError, match="%2F") as refused:
+            parse_url(text)
+        assert "same" not in str(refused.value)
+        assert "sesa" not in str(refused.value)
+    quoted = parse_url(f"redis://{user}{quote(password, safe='')}@host:6379/0?run=x")
+    assert isinstance(quoted, RedisURL)
 
 
 @pytest.mark.parametrize(

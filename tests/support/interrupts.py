@@ -62,7 +62,7 @@ def interrupted(arguments: Sequence[str], after_s: float, way: Way, folder: Path
         wrong.append(f"shared memory left: {sorted(new)}")
     if files := [path.name for path in temporary.iterdir()]:
         wrong.append(f"files left: {files}")
-    if running and status not in (0, 130, -signal.SIGINT):
+    if running and status not in (0, 130, -signal.SIGINT) and not (status == 1 and _before_the_package(log)):
         wrong.append(f"status {status}")
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
@@ -70,6 +70,12 @@ def interrupted(arguments: Sequence[str], after_s: float, way: Way, folder: Path
     if wrong:
         wrong.append(f"it had said:\n{log.read_text(errors='replace')[-6000:]}")
     return wrong
+
+
+def _before_the_package(log: Path) -> bool:
+    """Whether the interrupt met the interpreter while it was still starting, whose status this is then."""
+    said = log.read_text(errors="replace").rstrip()
+    return said.endswith("KeyboardInterrupt") and "__main__.py" not in said
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import asynchronous, leaving_at_once
+from helpers import asynchronous, leaving_at_once, until
 from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
@@ -33,7 +33,7 @@ from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Proof
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream
-from transport.weights.transfer.messages import Begin
+from transport.weights.transfer.messages import Begin, encode
 from transport.weights.versions.copies import Copies, Held, attach
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
@@ -264,6 +264,50 @@ async def test_a_feed_admits_only_its_group_and_nobody_late() -> None:
             await first.next()
         first.close()
     finally:
+        await feed.close()
+
+
+@asynchronous
+async def test_a_stranger_at_a_feed_may_announce_no_more_than_a_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.transfer.feed._HELLO_S", 1000.0)
+    feed = Feed(lambda _: None)
+    await feed.open("127.0.0.1")
+    try:
+        for said in (
+            b"\0\0\x10\0",
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\x16\x03\x01\0",
+            encode(Begin(1, (("x" * 70_000, "", ()),))),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", feed.port)
+            writer.write(said)
+            with contextlib.suppress(ConnectionError):  # ended with some of it unread
+                assert await reader.read() == b""
+            writer.close()
+    finally:
+        await feed.close()
+
+
+@asynchronous
+async def test_a_refused_greeting_makes_no_room_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transport.weights.transfer.feed._HELLO_S", 1000.0)
+    monkeypatch.setattr("transport.weights.transfer.feed._MOST_STRANGERS", 3)
+    feed = Feed(lambda _: None)
+    await feed.open("127.0.0.1")
+    silent = []
+    try:
+        for _ in range(3):
+            if len(silent) < 2:
+                with pytest.raises(ParentLostError, match="group's token"):
+                    await Upstream.connect("p", "127.0.0.1", feed.port, "wrong", "a")
+            silent.append(await asyncio.open_connection("127.0.0.1", feed.port))
+            await until(lambda: feed._strangers == len(silent))
+        reader, writer = await asyncio.open_connection("127.0.0.1", feed.port)
+        assert await reader.read() == b""
+        writer.close()
+    finally:
+        for _, each in silent:
+            each.close()
         await feed.close()
 
 

@@ -31,7 +31,7 @@ BACKEND = "payload_transport"
 class ShardInit(WeightTransferInitInfo):  # type: ignore[misc]  # vllm has no types here
     """For `init_transfer_engine`: fields of `Meeting`, the function, and options of `ShardEngine`."""
 
-    meeting: dict[str, Any]
+    meeting: dict[str, Any] = field(repr=False)  # the URL of its store may contain a password
     shards: str
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ class ShardUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
 class ShardTrainerInit(TrainerInitInfo):  # type: ignore[misc]
     """For `trainer_init`; on every trainer rank."""
 
-    meeting: dict[str, Any]
+    meeting: dict[str, Any] = field(repr=False)  # the URL of its store may contain a password
     shards: str
     worker_shards: str
     options: dict[str, Any] = field(default_factory=dict)

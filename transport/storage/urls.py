@@ -12,6 +12,7 @@ from transport.runtime.arguments import expect
 from transport.runtime.decoders import hiding
 
 FORMS = "sqlite:file, relative, or sqlite:///path/of/file, or redis://host:port/db?run=name"
+_QUOTE = "in a password write %2F for /, %3F for ?, %23 for #, %5B for ["
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -50,9 +51,8 @@ def parse_url(text: str) -> SQLiteURL | RedisURL:
     expect(text, str, "the URL of a queue or store", f"text: {FORMS}")
     try:
         parts = urlsplit(text)
-        _ = parts.port  # parsed only when asked for
-    except ValueError as error:
-        raise ConfigurationError(f"invalid URL ({error}): give {FORMS}") from None
+    except ValueError:  # whose text may contain the password
+        raise ConfigurationError(f"invalid URL: give {FORMS}; {_QUOTE}") from None
     if parts.scheme == "sqlite":
         if parts.netloc:  # two slashes; a third one before the name would lead to the root folder
             relative = SQLiteURL(Path(unquote(parts.netloc + parts.path)))
@@ -67,6 +67,12 @@ def parse_url(text: str) -> SQLiteURL | RedisURL:
         raise ConfigurationError(f"the URL of a queue or store has no scheme: give {FORMS}")
     if parts.scheme not in ("redis", "rediss"):
         raise ConfigurationError(f"unknown URL scheme {parts.scheme!r}: give {FORMS}")
+    if "@" in parts.path + parts.query + parts.fragment:  # parts of a password, as nothing else there has one
+        raise ConfigurationError(f"invalid {parts.scheme} URL: give {FORMS}; {_QUOTE}")
+    try:
+        _ = parts.port  # parsed only when asked for
+    except ValueError as error:
+        raise ConfigurationError(f"invalid URL ({error}): give {FORMS}") from None
     if not parts.hostname:
         raise ConfigurationError(f"{parts.scheme} URL without a host: give {FORMS}")
     if not re.fullmatch(r"/?|/[0-9]+", parts.path):

@@ -17,11 +17,13 @@ import numpy as np
 
 from transport.client.blocking import BlockingClient
 from transport.errors import ProtocolError, WeightsChecksumError
+from transport.runtime.decoders import hiding
 from transport.ticket import Ticket
 from transport.weights.versions.layout import weights_checksum
 from transport.weights.worker import RolloutWorker, check
 
 
+@hiding("ticket")
 class Offer(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A version that can be read by a ticket, and the checksum that proves it."""
 

@@ -75,6 +75,12 @@ def test_an_endpoint_that_is_no_url_is_named(endpoint: str) -> None:
         options(endpoint)
 
 
+def test_an_endpoint_that_is_no_url_is_named_without_its_password() -> None:
+    with pytest.raises(ConfigurationError, match=re.escape("give redis://...@host:6379/0")) as refused:
+        options("user:ses@me@host:6379")
+    assert "ses" not in str(refused.value) and "user" not in str(refused.value)
+
+
 @pytest.mark.parametrize("address", ["no.such.host.invalid", "255.255.255.255"])
 def test_an_address_that_is_not_of_this_host_is_refused_at_once(address: str) -> None:
     check_address("127.0.0.1")

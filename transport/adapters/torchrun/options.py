@@ -113,8 +113,11 @@ def url_of(endpoint: str, run: str) -> RedisURL | SQLiteURL:
     if not text:
         raise ConfigurationError("give --rdzv-endpoint=redis://host:6379/0, or sqlite:/path/of/file for one host")
     if "://" not in text and not text.startswith("sqlite:"):
+        credentials, at, place = text.rpartition("@")
+        shown = f"{'...' if credentials else ''}{at}{place}"
         raise ConfigurationError(
-            f"--rdzv-endpoint={text} is no URL: give redis://{text}/0 for a Redis server there, or sqlite:/path/of/file"
+            f"--rdzv-endpoint={shown} is no URL: give redis://{shown}/0 for a Redis server there, or "
+            f"sqlite:/path/of/file"
         )
     try:
         if text.startswith(("redis://", "rediss://")) and not _named_run(text):

@@ -20,6 +20,7 @@ from transport import _ring
 from transport.adapters.transferqueue.values import decode, encode
 from transport.errors import TicketError
 from transport.ring.attachment import random_name
+from transport.runtime.decoders import hiding
 from transport.ticket import Ticket, host_identity
 
 SAMPLES: Final = _ring.MAX_READERS  # of a slot
@@ -32,6 +33,7 @@ _HEAD: Final = struct.Struct("<I")  # bytes of the index
 _SEGMENT: Final = random_name(PREFIX)[:-16]  # its last 16 digits are the ring's own
 
 
+@hiding("key")
 class Place(msgspec.Struct, frozen=True):
     """Where a sample's values are: the ring, its slot and generation, and which of the slot's samples it is.
 

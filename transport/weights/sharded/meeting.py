@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 
 from transport.errors import StoreError, TransportError, UsageError, WeightsError, WeightsTimeoutError
+from transport.runtime.decoders import hiding
 from transport.runtime.loop_thread import LoopThread
 from transport.schema import TensorSpec
 from transport.store.base import ABSENT, Store
@@ -208,6 +209,7 @@ def _tensor(torch: Any, array: Any) -> Any:
     return torch.from_numpy(array.copy())
 
 
+@hiding("store")
 class Meeting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the ranks of a run meet.
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from transport.errors import ParentLostError, ProtocolError, TransportError
 from transport.weights.transfer.messages import (
+    MAX_FRAME_BYTES,
     Failed,
     Frame,
     Hello,
@@ -27,6 +28,7 @@ from transport.weights.transfer.threads import ended, settled
 _HEAD = 4
 _HELLO_S = 10.0  # timeout for the first message of a connection
 _MOST_STRANGERS = 64  # connections that are not authenticated yet
+_MOST_HELLO = 64 << 10  # bytes of the first message; what strangers announce is read into memory
 
 
 class Feed:
@@ -99,12 +101,14 @@ class Feed:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name = None
-        self._strangers += 1
         try:
             with contextlib.suppress(OSError, EOFError, TimeoutError, TransportError):
-                async with asyncio.timeout(_HELLO_S):
-                    hello = await _next(reader)
-                self._strangers -= 1
+                self._strangers += 1
+                try:
+                    async with asyncio.timeout(_HELLO_S):
+                        hello = await _next(reader, _MOST_HELLO)
+                finally:
+                    self._strangers -= 1
                 try:
                     name = self._admitted(hello)
                     writer.write(encode(Welcome()))
@@ -117,9 +121,7 @@ class Feed:
                 while await reader.read(1024):
                     raise ProtocolError(f"unexpected message from child {name}")
         finally:
-            if name is None:
-                self._strangers = max(0, self._strangers - 1)
-            elif self._children.pop(name, None) is not None and not self._closing:
+            if name is not None and self._children.pop(name, None) is not None and not self._closing:
                 self._left.add(name)
                 self._joined.set()
                 self._lost(name)
@@ -240,5 +242,5 @@ def _retrieved(task: asyncio.Task[Frame]) -> None:
         task.exception()  # so that asyncio does not log it
 
 
-async def _next(reader: asyncio.StreamReader) -> Frame:
-    return decode(await reader.readexactly(length_of(await reader.readexactly(_HEAD))))
+async def _next(reader: asyncio.StreamReader, most: int = MAX_FRAME_BYTES) -> Frame:
+    return decode(await reader.readexactly(length_of(await reader.readexactly(_HEAD), most)))

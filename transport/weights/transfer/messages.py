@@ -43,6 +43,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     base_checksum: int = 0
 
 
+@hiding("ticket")
 class Bucket(msgspec.Struct, frozen=True, array_like=True, tag="bucket"):
     """The next bucket is in its slot.
 
@@ -56,6 +57,7 @@ class Bucket(msgspec.Struct, frozen=True, array_like=True, tag="bucket"):
     records: tuple[tuple[int, int, int, int], ...] = ()
 
 
+@hiding("ticket")
 class Landed(msgspec.Struct, frozen=True, array_like=True, tag="landed"):
     """To children on the same host: the whole version is in one slot, complete and verified."""
 
@@ -83,6 +85,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     version: int
 
 
+@hiding("ticket")
 class Slices(msgspec.Struct, frozen=True, array_like=True, tag="slices"):
     """A bucket of a stream is in its slot: what ``sender`` has of ``part``, by the plan.
 
@@ -106,6 +109,7 @@ class Whole(msgspec.Struct, frozen=True, array_like=True, tag="whole"):
     checksum: int
 
 
+@hiding("ticket")
 class Placed(msgspec.Struct, frozen=True, array_like=True, tag="placed"):
     """To children on the same host: a whole part is in one slot, complete and verified."""
 
@@ -130,11 +134,11 @@ def encode(frame: Frame) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def length_of(head: bytes) -> int:
-    """Bytes that follow this head. ProtocolError for more than any frame has."""
+def length_of(head: bytes, most: int = MAX_FRAME_BYTES) -> int:
+    """Bytes that follow this head. ProtocolError for more than ``most``."""
     (length,) = _LENGTH.unpack(head)
-    if length > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame has {length} bytes by its header; at most {MAX_FRAME_BYTES} are allowed")
+    if length > most:
+        raise ProtocolError(f"a frame has {length} bytes by its header; at most {most} are allowed")
     return int(length)
 
 
