@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final
 from unittest import mock
 
 import hosts
 from accounts import Accounts, Violation, shown
 from clock import virtual_time
+from faults import Faults
 from hosts import Host, SimLink, SimWorker
 from plans import LOST_AFTER_S, Plan, Result
 from ring_trainers import RingTrainer
@@ -113,11 +114,11 @@ class World:
         kind = RingTrainer if plan.rings else Trainer
         self.trainers: list[Any] = [kind(self, number) for number in range(plan.trainers)]
         self.writing = True
-        tasks = [self._task(self._write(host)) for host in self.hosts]
-        tasks += [self._task(self._serve(host)) for host in self.hosts]
+        tasks = [self.task(self._write(host)) for host in self.hosts]
+        tasks += [self.task(self._serve(host)) for host in self.hosts]
         for trainer in self.trainers:
             trainer.start()
-        tasks += [self._task(self._faults()), self._task(self._sweep())]
+        tasks += [self.task(Faults(self).run()), self.task(self._sweep())]
         try:
             await self._until_settled()
         finally:
@@ -133,7 +134,7 @@ class World:
             self.accounts.digest, self.accounts.counts, self.now, most, self.most_ledger, self.most_remembered
         )
 
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self.loop.create_task(work)
 
     # --- hosts ----------------------------------------------------------------------------------------------
@@ -231,89 +232,6 @@ class World:
             for host in self.hosts:
                 if host.alive and host.links:
                     host.sweep()
-
-    # --- faults ---------------------------------------------------------------------------------------------
-    async def _faults(self) -> None:
-        if not self.plan.faults_per_minute:
-            return
-        kinds: list[tuple[Callable[[], Awaitable[None]], float]] = [
-            (self._die, 0.5), (self._reborn, 1.0), (self._restart, 3.0), (self._cut, 3.0), (self._slow, 2.0),
-            (self._kill, 2.0), (self._stop, 1.0), (self._away, 1.0), (self._away_queue, 0.7),
-        ]  # fmt: skip
-        end = self.now + self.plan.minutes * 60.0
-        while True:
-            await asyncio.sleep(self.rng.expovariate(self.plan.faults_per_minute / 60.0))
-            if self.now > end:
-                return
-            [(fault, _)] = self.rng.choices(kinds, [weight for _, weight in kinds])
-            self._task(self._noted(fault))
-
-    async def _noted(self, fault: Callable[[], Awaitable[None]]) -> None:
-        self.accounts.note(f"fault{fault.__name__}")
-        try:
-            await fault()
-        except Exception as error:
-            self.failures.append(error)
-
-    def _host(self) -> Host:
-        return self.rng.choice(self.hosts)
-
-    async def _die(self) -> None:
-        host = self._host()
-        if host.alive and sum(each.alive for each in self.hosts) > 1:
-            host.die()
-
-    async def _reborn(self) -> None:
-        host = self._host()
-        if host.alive:
-            host.die()
-            await asyncio.sleep(self.rng.uniform(0.1, 90.0))
-            host.come_back()
-
-    async def _restart(self) -> None:
-        """Of one listener, or of all of them."""
-        host = self._host()
-        ports = self.rng.sample(host.ports, self.rng.randint(1, 2))
-        for port in ports:
-            host.down.add(port)
-            host.break_links(port)
-        if host.down.issuperset(host.ports):  # otherwise the other port answers
-            host.troubled_until = self.now + 21.0
-        await asyncio.sleep(self.rng.uniform(0.1, 20.0))
-        host.down.difference_update(ports)
-
-    async def _cut(self) -> None:
-        host = self._host()
-        seconds = self.rng.uniform(0.05, 30.0) if self.rng.random() < 0.9 else self.rng.uniform(30.0, 300.0)
-        host.cut_until = max(host.cut_until, self.now + seconds)
-
-    async def _slow(self) -> None:
-        host = self._host()
-        for factor in (self.rng.choice([20.0, 500.0, 5000.0]), 1.0):
-            if host.slow > 1000.0:  # answers may still be on their way
-                host.troubled_until = self.now + 20.0
-            host.slow = factor
-            if factor > 1.0:
-                await asyncio.sleep(self.rng.uniform(1.0, 60.0))
-
-    async def _kill(self) -> None:
-        trainer = self.rng.choice(self.trainers)
-        if trainer.client is not None:
-            trainer.kill()
-            await asyncio.sleep(self.rng.uniform(0.1, 30.0))
-            if not self.over:
-                trainer.start()
-
-    async def _stop(self) -> None:
-        """For longer than its claims last, sometimes; its connections stand."""
-        trainer = self.rng.choice(self.trainers)
-        trainer.stopped_until = self.now + self.rng.uniform(1.0, 150.0)
-
-    async def _away(self) -> None:
-        self.store.away_until = max(self.store.away_until, self.now + self.rng.uniform(0.1, 15.0))
-
-    async def _away_queue(self) -> None:
-        self.queue_away_until = max(self.queue_away_until, self.now + self.rng.uniform(0.1, 15.0))
 
     # --- what must hold --------------------------------------------------------------------------------------
     def given_up(self, ticket: Ticket, error: TransportError, begun: float) -> None:
