@@ -245,6 +245,8 @@ class SimLink:
         return self._request(acks, lambda: self._read(wants))
 
     def ask(self, record: Record, acks: Sequence[Record | Ack]) -> tuple[int, asyncio.Future[Any]]:
+        if record.kind is Kind.USED:
+            return self._request(acks, lambda: Answer(self.host.claims.count_used(self.number, record), 0))
         return self._request(acks, lambda: self._fate(record))
 
     def tell(self, records: Sequence[Record | Ack]) -> int:

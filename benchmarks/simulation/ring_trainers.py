@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import deque
 from typing import Any, Final
 
+import numpy as np
 from accounts import Violation
 from hosts import TRAINER
+from ring_ends import Ends, asked_about
 
 from transport import UCXXClient
 from transport.queue.demands import Brought, Demands
+from transport.queue.ends import UNTRAINED, End
 from transport.queue.places import InDirectory
 from transport.store.directory import Directory
-from transport.wire.frames import Ended
 
 BATCH: Final = 8
 _BATCHES: Final = 3  # unused or asked for, as queue/found_elsewhere.py has it
 _LOOK_S: Final = 1.0
 _GIVEN_BACK: Final = 0.02  # of batches
-_DISCARDED: Final = 0.01
+_WHOLE: Final = 0.4  # or given back
+_SOME: Final = 0.7  # of the payloads of the others end in one call
+_FORGOTTEN: Final = 0.3  # of claims that were too old, and whose end was interrupted
+_ENDS: Final = ("done", "arrived", "discarded", "dead", "aged", "retried")
+_OFTEN: Final = (60, 25, 3, 1, 4, 3)
 
 
 class RingTrainer:
@@ -42,9 +49,11 @@ class RingTrainer:
         self.name = f"trainer {self.number}.{self.born}"
         before = TRAINER.set(self)
         try:
+            self.context = contextvars.copy_context()
             self.client = UCXXClient(wire={"tcp"}, ack="manual", settings=self.world.settings)
             self.came = deque()
             self._arrived = asyncio.Event()
+            self.ends = Ends(self)
             self.demands = Demands(
                 self.client.taking,
                 self._find(InDirectory(Directory(self.world.store))),
@@ -53,6 +62,7 @@ class RingTrainer:
                 most_bytes=1024,
                 most_attempts=0,
                 look_s=_LOOK_S,
+                opened=self.ends.arrivals.tell_late,
             )
             self.demands.want(_BATCHES, BATCH, None)
             self.tasks = [asyncio.get_running_loop().create_task(self._work())]
@@ -74,6 +84,7 @@ class RingTrainer:
             task.cancel()
         self.tasks = []
         if self.demands is not None:
+            self.ends.close()
             self.demands.close()
         if self.client is not None:
             self.client.end()
@@ -91,32 +102,59 @@ class RingTrainer:
             brought.demands.used(brought, len(brought.batch))
             await asyncio.sleep(world.rng.expovariate(1.0 / world.step_s))
             await asyncio.sleep(max(0.0, self.stopped_until - world.now))
-            begun, rows, chance = world.now, brought.batch.rows, world.rng.random()
-            if chance < _GIVEN_BACK:
-                await brought.demands.give_back(brought, rows, world.rng.uniform(0.0, 5.0))
-            elif chance < _GIVEN_BACK + _DISCARDED:
-                await brought.demands.end(brought, rows, Ended.DISCARDED, "not wanted", self.name)
-            else:
-                self._keep(brought, await brought.demands.finish(brought, rows), begun)
+            await self._settle(brought)
+            self.ends.check()
             world.check_ring_trainer(self)
 
-    def _keep(self, brought: Brought, verdicts: Any, begun: float) -> None:
+    async def _settle(self, brought: Brought) -> None:
+        """End a batch in one of the ways that a trainer has."""
+        begun, rows, chance = self.world.now, brought.batch.rows, self.world.rng.random()
+        every = list(range(len(rows)))
+        if chance < _GIVEN_BACK:
+            await brought.demands.give_back(brought, rows, self.world.rng.uniform(0.0, 5.0))
+        elif chance < _WHOLE:
+            self._keep(brought, every, await brought.demands.finish(brought, rows), begun)
+        else:  # claim by claim, as `FoundElsewhere` does it
+            some = [at for at in every if self.world.rng.random() < _SOME]
+            await self._end(brought, some, begun)
+            await self._end(brought, [at for at in every if at not in some], begun)
+
+    async def _end(self, brought: Brought, positions: list[int], begun: float) -> None:
+        """Together, until the answer is there, however often the call is interrupted."""
+        rng = self.world.rng
+        [what] = rng.choices(_ENDS, _OFTEN)
+        end = End(what, "not wanted", rng.uniform(0.0, 5.0))
+        while positions and (accepted := await self.ends.end(brought, positions, end)) is None:
+            if what == "aged" and rng.random() < _FORGOTTEN:
+                self.ends.forget(brought, positions)
+                return
+        if not positions or what == "retried":
+            return
+        verdicts = np.isin(positions, accepted)
+        self._keep(brought, positions, verdicts, begun, what)
+        if what == "arrived":
+            await asyncio.sleep(rng.expovariate(1.0 / self.world.step_s))
+            await self.ends.used(brought, accepted)
+
+    def _keep(self, brought: Brought, positions: list[int], verdicts: Any, begun: float, what: str = "done") -> None:
         """What was accepted is this trainer's, and no other's."""
         world = self.world
-        token, ring = brought.link.link.number, brought.link.ring
+        token, ring = brought.link.link.native.token, brought.link.ring
         host = world.host_of[ring]
-        for row, accepted in zip(brought.batch.rows, verdicts.tolist(), strict=True):
-            slot, generation, attempts = int(row["slot"]), int(row["generation"]), int(row["attempts"])
-            consumed = (slot, generation, attempts) in host.finished_by(ring, token)
-            if accepted and not consumed:
-                raise Violation(f"{self.name} keeps {ring[:12]}/{slot}@{generation}, which the ring has not consumed")
-            if accepted:
+        for at, accepted in zip(positions, verdicts.tolist(), strict=True):
+            noted = asked_about(brought.batch.rows[at], what)
+            slot, generation, _ = noted
+            ended = noted in host.finished_by(ring, token)
+            if accepted and not ended:
+                raise Violation(f"{self.name} keeps {ring[:12]}/{slot}@{generation}, which the ring has not {what}")
+            if accepted and what not in UNTRAINED:
                 world.keep((ring, slot, generation), self.name)
                 self.last_trained = world.now
-            elif consumed and not self._excused(host, begun):
-                raise Violation(f"lost: {self.name} drops {ring[:12]}/{slot}@{generation}, which its ring has consumed")
+            elif ended and not accepted and not self._excused(host, begun):
+                raise Violation(f"lost: {self.name} drops {ring[:12]}/{slot}@{generation}, which its ring has {what}")
             else:
-                world.accounts.note(f"dropped {ring[:12]}/{slot}@{generation}")
+                world.unsaid[ring] += what == "arrived" and ended
+                world.accounts.note(f"{'discarded' if accepted else 'dropped'} {ring[:12]}/{slot}@{generation}")
 
     def _excused(self, host: Any, begun: float) -> bool:
         """No port of the ring could be asked in time."""

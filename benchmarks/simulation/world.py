@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Coroutine
 from typing import Any, Final
 from unittest import mock
@@ -76,6 +76,8 @@ class World:
         self.renewed: dict[int, float] = {}  # by host: when the store last had word of it
         self.silent_until: dict[int, float] = {}  # by host: the end of its last silence that counts as its death
         self.host_of: dict[str, Host] = {}  # by ring
+        self.told: Counter[str] = Counter()  # by ring: payloads whose use a trainer tells it of, after their arrival
+        self.unsaid: Counter[str] = Counter()  # by ring: payloads that arrived, and whose use no trainer will tell of
         self.kept: dict[tuple[str, int], deque[int]] = {}  # by slot: the last generations that trainers have kept
         self.trained_by: dict[tuple[str, int], tuple[int, Trainer, int]] = {}  # by slot: the last that was
 
@@ -291,6 +293,9 @@ class World:
     def _check_memory(self) -> None:
         """What the queue remembers is what lies in slots, the last that finished, and what was lost with its host."""
         self.most_remembered = max(self.most_remembered, len(self.queue._contents.deliveries))
+        for host in self.hosts if self.plan.rings else ():
+            if host.claims.used > self.told[host.ring]:
+                raise Violation(f"host {host.number} counts {host.claims.used} as used, of {self.told[host.ring]}")
         slots = len(self.hosts) * self.plan.slots
         if len(self.queue._contents.deliveries) > 2000 + 14 * slots:
             raise Violation(f"the queue remembers {len(self.queue._contents.deliveries)} deliveries of {slots} slots")
@@ -312,15 +317,25 @@ class World:
                         self._reconcile(host)
 
     def _left_over(self) -> bool:
-        """What nobody has trained on, or what the queue has not been told about: that it was lost."""
-        return bool(self.accounts.waiting) or self.queue.depth(0).unfinished > 0
+        """What nobody has trained on, or what queue or ring have not been told about: that it was lost, or used."""
+        return bool(self.accounts.waiting) or self.queue.depth(0).unfinished > 0 or self._not_told() is not None
+
+    def _not_told(self) -> Host | None:
+        """A host whose ring counts as lost, or as not used, what a living trainer has used."""
+        for host in self.hosts if self.plan.rings else ():
+            claims = host.claims
+            if host.alive and claims.lost + claims.arrived.total() > self.unsaid[host.ring]:
+                return host
+        return None
 
     def _left(self) -> str:
+        host = self._not_told()
         left = list(self.accounts.waiting.items())[:3]
         held = sum(slot.ticket is not None for host in self.hosts if host.alive for slot in host.slots)
         return (
             f"starved: {len(self.accounts.waiting)} payloads were not trained on within {_SETTLE_S:.0f} s after the "
-            f"last fault, such as {left}; {held} slots are in use; the queue has {self.queue.depth(0)}"
+            f"last fault, such as {left}; {held} slots are in use; the queue has {self.queue.depth(0)}; "
+            f"a ring that was not told what was used: {host and (host.number, host.claims.lost, host.claims.arrived)}"
         )
 
     async def _step(self, seconds: float) -> None:
