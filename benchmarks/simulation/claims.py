@@ -125,10 +125,12 @@ class Claims:
         self.host.claim_ended(where, trained=kind is Kind.FINISH)
         return ACCEPTED
 
-    def count_used(self, token: int, record: Record) -> int:
+    def count_used(self, link: Any, record: Record) -> int:
         """USED: what this connection does not know of was counted as lost with the one through which it had come."""
+        token = link.number
         if token in self._ended:
             return REFUSED
+        link.ends.unconfirmed[self.host.ring] -= record.length
         self.finished.setdefault(token, set()).add((0, record.generation, frames.USED_ASKED))
         ours = min(self.arrived[token], record.length)
         self.arrived[token] -= ours

@@ -207,6 +207,7 @@ class SimLink:
         self._due: dict[int, asyncio.Future[Any]] = {}
         self._puts: dict[int, Callable[[Any], Any]] = {}  # by demand, what takes its answer
         self.native = SimNative(self)
+        self.ends = getattr(worker.trainer, "ends", None)  # of the process, if it is one that has rings as its queue
         self.consumers = ""
         self.heard_at = self.world.now
         host.links.add(self)
@@ -246,7 +247,7 @@ class SimLink:
 
     def ask(self, record: Record, acks: Sequence[Record | Ack]) -> tuple[int, asyncio.Future[Any]]:
         if record.kind is Kind.USED:
-            return self._request(acks, lambda: Answer(self.host.claims.count_used(self.number, record), 0))
+            return self._request(acks, lambda: Answer(self.host.claims.count_used(self, record), 0))
         return self._request(acks, lambda: self._fate(record))
 
     def tell(self, records: Sequence[Record | Ack]) -> int:

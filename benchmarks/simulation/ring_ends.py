@@ -30,7 +30,9 @@ class Ends:
         self.trainer, self.world = trainer, trainer.world
         self.answers = Answers(contextlib.nullcontext(), self._note)
         self.arrivals = Arrivals(lambda ring: [link for link in self._links() if link.ring == ring], self._used)
+        self.unconfirmed: Counter[str] = Counter()  # by ring: used, and not counted there yet
         self.over = False
+        self._told = set[str]()  # tokens of the batch
         self._noted: Counter[tuple[int, int]] = Counter()
         self._asked: dict[tuple[int, int], Brought] = {}  # keeps what was brought alive, since keys are of that
 
@@ -91,6 +93,8 @@ class Ends:
     async def used(self, brought: Brought, positions: Sequence[int]) -> None:
         """The trainer has trained on what had arrived: `FoundElsewhere.finish`, which is repeated at times."""
         claims = list(self.claims(brought, positions).values())
+        self.world.told[brought.link.ring] += len(claims)
+        self.unconfirmed[brought.link.ring] += len(claims)
         while found := self.arrivals.of(claims):
             telling = asyncio.get_running_loop().create_task(self.arrivals.tell(found), context=self.trainer.context)
             if self.world.rng.random() < _INTERRUPTED:
@@ -102,7 +106,9 @@ class Ends:
             self.arrivals.end(found, {})
 
     def _used(self, claim: Claim) -> None:
-        self.world.told[ring_of(claim)] += 1
+        if claim.token in self._told:
+            self.world.failures.append(Violation(f"{self.trainer.name} tells of {claim.ticket_id} twice"))
+        self._told.add(claim.token)
 
     def _note(self, claim: Claim, brought: Brought, said: Said | None) -> None:
         at = next(at for at, each in enumerate(brought.batch.rows) if _name(brought, each) == claim.ticket_id)
@@ -119,6 +125,7 @@ class Ends:
         if answers._said or not answers._given_up <= answers._asking.keys():
             over = f"{len(answers._said)} answers and {len(answers._given_up)} claims"
             raise Violation(f"{self.trainer.name} keeps {over} that are over")
+        self._told.clear()
         if not answers._asking:
             if unsaid := self._asked.keys() - self._noted.keys():
                 raise Violation(f"{self.trainer.name} was not told how {len(unsaid)} claims ended")
@@ -130,8 +137,7 @@ class Ends:
         self.over = True
         for arrived in self.arrivals._arrived.values():
             self.world.unsaid[ring_of(arrived.claim)] += 1
-        for (ring, _), count in self.arrivals._late.items():
-            self.world.unsaid[ring] += count
+        self.world.unsaid += self.unconfirmed
         for key in self.answers._asking:
             self.world.unsaid[self._asked[key].link.ring] += 1
         for task in {*self.answers._asking.values(), *(each.telling for each in self.arrivals._arrived.values())}:

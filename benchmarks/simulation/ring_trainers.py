@@ -22,11 +22,12 @@ BATCH: Final = 8
 _BATCHES: Final = 3  # unused or asked for, as queue/found_elsewhere.py has it
 _LOOK_S: Final = 1.0
 _GIVEN_BACK: Final = 0.02  # of batches
-_WHOLE: Final = 0.4  # or given back
+_WHOLE = 0.4  # or given back
+_CANCELLED: Final = 0.2  # of calls
 _SOME: Final = 0.7  # of the payloads of the others end in one call
 _FORGOTTEN: Final = 0.3  # of claims that were too old, and whose end was interrupted
 _ENDS: Final = ("done", "arrived", "discarded", "dead", "aged", "retried")
-_OFTEN: Final = (60, 25, 3, 1, 4, 3)
+_OFTEN = (60, 25, 3, 1, 4, 3)
 
 
 class RingTrainer:
@@ -113,11 +114,24 @@ class RingTrainer:
         if chance < _GIVEN_BACK:
             await brought.demands.give_back(brought, rows, self.world.rng.uniform(0.0, 5.0))
         elif chance < _WHOLE:
-            self._keep(brought, every, await brought.demands.finish(brought, rows), begun)
+            self._keep(brought, every, await self._finished(brought), begun)
         else:  # claim by claim, as `FoundElsewhere` does it
             some = [at for at in every if self.world.rng.random() < _SOME]
             await self._end(brought, some, begun)
             await self._end(brought, [at for at in every if at not in some], begun)
+
+    async def _finished(self, brought: Brought) -> Any:
+        """A whole batch; where the call is cancelled it is asked again, and has the same answer."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asking = loop.create_task(brought.demands.finish(brought, brought.batch.rows), context=self.context)
+            if self.world.rng.random() >= _CANCELLED:
+                return await asking
+            await asyncio.wait((asking,), timeout=self.world.rng.expovariate(1 / 0.003))
+            asking.cancel()
+            await asyncio.wait((asking,))
+            if not asking.cancelled():
+                return asking.result()
 
     async def _end(self, brought: Brought, positions: list[int], begun: float) -> None:
         """Together, until the answer is there, however often the call is interrupted."""

@@ -267,6 +267,9 @@ class World:
         most = takers.ahead + len(takers._places) * takers.most
         if takers.unused + takers.demanded > most:
             raise Violation(f"{trainer.name} hoards: {takers.unused} unused, {takers.demanded} asked for, of {most}")
+        lying = sum(len(brought.batch) for brought in trainer.came if not brought.link.lost)
+        if lying > most:
+            raise Violation(f"{trainer.name} hoards: {lying} lie unused, of {most}")
 
     def check_client(self, trainer: Trainer) -> None:
         """Bounds of memory and connections, and the invariants that the parts state themselves."""
