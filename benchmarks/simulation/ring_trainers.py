@@ -167,7 +167,8 @@ class RingTrainer:
             elif ended and not accepted and not self._excused(host, begun):
                 raise Violation(f"lost: {self.name} drops {ring[:12]}/{slot}@{generation}, which its ring has {what}")
             else:
-                world.unsaid[ring] += what == "arrived" and ended
+                # its FINISH may still be on its way, where no port could be asked for as long as the client is patient
+                world.unsaid[ring] += what == "arrived" and not accepted and (ended or self._excused(host, begun))
                 world.accounts.note(f"{'discarded' if accepted else 'dropped'} {ring[:12]}/{slot}@{generation}")
 
     def _excused(self, host: Any, begun: float) -> bool:
