@@ -165,6 +165,11 @@ class Claims:
             raise Violation(f"the model has two holders of {where}")
         self._of.get(token, set()).discard(where)
 
+    @property
+    def holds(self) -> bool:
+        """Whether anybody has a claim."""
+        return bool(self._held)
+
     def held_by(self, token: int) -> int:
         """How many claims a connection has."""
         return len(self._of.get(token, ()))

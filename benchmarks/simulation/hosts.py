@@ -138,9 +138,9 @@ class Host:
 
     def sweep(self) -> None:
         """A holder of claims that has been silent for too long loses them with its connection."""
-        for link in sorted(self.links, key=lambda link: link.number):
-            silent_s = self.world.now - link.heard_at
-            if silent_s > self.world.settings.ack_timeout_s and self.claims.held_by(link.number):
+        holders = [link for link in self.links if self.claims.held_by(link.number)] if self.claims.holds else []
+        for link in sorted(holders, key=lambda link: link.number):
+            if self.world.now - link.heard_at > self.world.settings.ack_timeout_s:
                 if self.cut:
                     link.server_gone()
                 else:
