@@ -100,6 +100,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     chosen = arguments()
+    gc.freeze()  # the modules: a collection after each seed looks at what the seed left only
     given = {name: getattr(chosen, name) for name in Plan._fields if getattr(chosen, name) is not None}
     fixed = SHARD if chosen.shards else WHOLE if chosen.scale else None
     if chosen.plant:

@@ -8,7 +8,7 @@ finished is remembered by the ring; and the question for an outcome ends what wa
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from transport import _ring
 from transport.taking.batch import _HEADER, JOINED, TAKEN, Rows
 from transport.ticket import Ticket
 from transport.wire import frames
-from transport.wire.frames import Kind
+from transport.wire.frames import Kind, Record
 from transport.wire.library import engine
 
 ACCEPTED, REFUSED = 0, 1
@@ -40,7 +40,9 @@ class Claims:
     def __init__(self, host: Any) -> None:
         self.host = host
         self.demands = deque[Demand]()
-        self.finished: dict[int, set[tuple[int, int, int]]] = {}  # by connection: slot, generation, attempt
+        self.finished: dict[int, set[tuple[int, int, int]]] = {}  # by connection: slot, generation, attempt and kind
+        self.arrived = Counter[int]()  # by connection: acknowledged on arrival, and not said to be used
+        self.lost = self.used = 0  # of them, with their connections, or found to be used
         self._ready: list[tuple[int, Where]] = []  # by the order of writing
         self._sequence: dict[Where, int] = {}
         self._attempts: dict[Where, int] = {}
@@ -103,11 +105,11 @@ class Claims:
             if demand.link is link and demand.number == number:
                 self.give_up(demand)
 
-    def end(self, kind: Kind, token: int, rows: Rows, delay_s: float) -> list[int]:
+    def end(self, kind: Kind, token: int, rows: Rows, delay_s: float, arrived: bool = False) -> list[int]:
         """FINISH, GIVE_BACK, END: a code for each."""
-        return [self._end(kind, token, row, delay_s) for row in rows]
+        return [self._end(kind, token, row, delay_s, arrived) for row in rows]
 
-    def _end(self, kind: Kind, token: int, row: Any, delay_s: float) -> int:
+    def _end(self, kind: Kind, token: int, row: Any, delay_s: float, arrived: bool) -> int:
         where, attempts = (int(row["slot"]), int(row["generation"])), int(row["attempts"])
         if self._held.get(where) != token or self._attempts[where] & 0xFFFF != attempts:
             return REFUSED
@@ -117,9 +119,28 @@ class Claims:
             return ACCEPTED
         del self._held[where], self._sequence[where], self._attempts[where]
         self._of[token].discard(where)
-        if kind is Kind.FINISH:
-            self.finished.setdefault(token, set()).add((*where, attempts))
+        asking = 0 if kind is Kind.FINISH else frames.END_ASKED
+        self.finished.setdefault(token, set()).add((*where, attempts | asking))
+        self.arrived[token] += arrived
         self.host.claim_ended(where, trained=kind is Kind.FINISH)
+        return ACCEPTED
+
+    def count_used(self, link: Any, record: Record) -> int:
+        """USED: what this connection does not know of was counted as lost with the one through which it had come."""
+        token = link.number
+        if token in self._ended:
+            return REFUSED
+        link.ends.unconfirmed[self.host.ring] -= record.length
+        if (
+            not link.usable
+        ):  # the trainer gave the answer up, learned of none, and tells again: counted twice, see the page
+            self.host.world.told[self.host.ring] += record.length
+        self.finished.setdefault(token, set()).add((0, record.generation, frames.USED_ASKED))
+        ours = min(self.arrived[token], record.length)
+        self.arrived[token] -= ours
+        found = min(self.lost, record.length - ours)
+        self.lost -= found
+        self.used += ours + found
         return ACCEPTED
 
     def outcomes(self, token: int, rows: Rows) -> list[int]:
@@ -133,7 +154,8 @@ class Claims:
         ]
 
     def connection_ended(self, token: int) -> None:
-        """Its claims are anybody's."""
+        """Its claims are anybody's, and what had arrived through it is lost."""
+        self.lost += self.arrived.pop(token, 0)
         for where in sorted(self._of.pop(token, ())):
             self._release(where, token)
             self._offer(where)
@@ -142,6 +164,11 @@ class Claims:
         if self._held.pop(where, None) != token:
             raise Violation(f"the model has two holders of {where}")
         self._of.get(token, set()).discard(where)
+
+    @property
+    def holds(self) -> bool:
+        """Whether anybody has a claim."""
+        return bool(self._held)
 
     def held_by(self, token: int) -> int:
         """How many claims a connection has."""
@@ -179,16 +206,16 @@ class SimNative:
         if kind is Kind.OUTCOME:
             self._link.forward(future, lambda: host.claims.outcomes(key, claims))
         else:
-            self._link.forward(future, lambda: self._ended(kind, claims, delay_ms / 1000))
+            self._link.forward(future, lambda: self._ended(kind, claims, delay_ms / 1000, arrived))
 
-    def _ended(self, kind: Kind, claims: Rows, delay_s: float) -> list[int]:
+    def _ended(self, kind: Kind, claims: Rows, delay_s: float, arrived: bool = False) -> list[int]:
         host = self._link.host
-        codes: list[int] = host.claims.end(kind, self.token, claims, delay_s)
-        if kind is Kind.FINISH and host.world.rng.random() < _KILLED:
+        codes: list[int] = host.claims.end(kind, self.token, claims, delay_s, arrived)
+        if kind in (Kind.FINISH, Kind.END) and host.world.rng.random() < _KILLED:
             host.world.accounts.note(f"killed_listener {host.number}")
             host.world.loop.call_soon(host.break_links, self._link.port[1])
         return codes
 
     def end(self, future: Any, row: Any, how: Any, reason: str, consumer: str) -> None:
         claims = np.frombuffer(bytes(row), TAKEN)
-        self._link.forward(future, lambda: self._link.host.claims.end(Kind.END, self.token, claims, 0.0))
+        self._link.forward(future, lambda: self._ended(Kind.END, claims, 0.0))

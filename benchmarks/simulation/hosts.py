@@ -138,9 +138,9 @@ class Host:
 
     def sweep(self) -> None:
         """A holder of claims that has been silent for too long loses them with its connection."""
-        for link in sorted(self.links, key=lambda link: link.number):
-            silent_s = self.world.now - link.heard_at
-            if silent_s > self.world.settings.ack_timeout_s and self.claims.held_by(link.number):
+        holders = [link for link in self.links if self.claims.held_by(link.number)] if self.claims.holds else []
+        for link in sorted(holders, key=lambda link: link.number):
+            if self.world.now - link.heard_at > self.world.settings.ack_timeout_s:
                 if self.cut:
                     link.server_gone()
                 else:
@@ -207,6 +207,7 @@ class SimLink:
         self._due: dict[int, asyncio.Future[Any]] = {}
         self._puts: dict[int, Callable[[Any], Any]] = {}  # by demand, what takes its answer
         self.native = SimNative(self)
+        self.ends = getattr(worker.trainer, "ends", None)  # of the process, if it is one that has rings as its queue
         self.consumers = ""
         self.heard_at = self.world.now
         host.links.add(self)
@@ -245,6 +246,8 @@ class SimLink:
         return self._request(acks, lambda: self._read(wants))
 
     def ask(self, record: Record, acks: Sequence[Record | Ack]) -> tuple[int, asyncio.Future[Any]]:
+        if record.kind is Kind.USED:
+            return self._request(acks, lambda: Answer(self.host.claims.count_used(self, record), 0))
         return self._request(acks, lambda: self._fate(record))
 
     def tell(self, records: Sequence[Record | Ack]) -> int:

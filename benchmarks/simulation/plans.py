@@ -11,6 +11,9 @@ from transport.store.directory import LEASE_S
 LOST_AFTER_S: Final = LEASE_S + LEASE_S * 2 / 3  # lease and grace: a host that is silent for so long counts as dead
 
 
+_LARGER: Final = 0.02  # of the plans that seeds draw
+
+
 class Plan(NamedTuple):
     """The size of a simulation, and how often each fault comes, in the mean, over all hosts or trainers."""
 
@@ -41,10 +44,10 @@ WHOLE: Final = SHARD._replace(hosts=10_000, trainers=1_000, minutes=10.0, faults
 
 
 def drawn(seed: int) -> Plan:
-    """A small cluster of the seed's own size: one host and one trainer at least, faults rare or many."""
+    """A cluster of the seed's own size: one host and one trainer at least, faults rare or many; one in 50 is larger."""
     rng = random.Random(f"plan {seed}")
     hosts = rng.randint(1, 6)
-    return Plan(
+    plan = Plan(
         hosts=hosts,
         trainers=rng.randint(1, 5),
         slots=rng.choice([1, 2, 4, 8, 16]),
@@ -54,6 +57,10 @@ def drawn(seed: int) -> Plan:
         faults_per_minute=rng.choice([1.0, 4.0, 10.0, 20.0]),
         rings=rng.random() < 0.5,
     )
+    if rng.random() >= _LARGER:
+        return plan
+    hosts = rng.randint(12, 60)
+    return plan._replace(hosts=hosts, trainers=rng.randint(4, 15), writes_per_s=rng.choice([1.0, 3.0]) / hosts)
 
 
 __all__ = ["LOST_AFTER_S", "SHARD", "WHOLE", "Plan", "Result", "drawn"]

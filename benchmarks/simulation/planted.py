@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import asyncio
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import members
+import ring_trainers
 from plans import Plan
 
 from transport.client.attempts import RemoteReads
 from transport.client.connections.acknowledgements import AckLedger
 from transport.client.connections.pool import EndpointPool
 from transport.client.connections.routes import PortQuarantine, Routes
+from transport.client.takes.link import TakeLink
 from transport.cooldown.epochs.coordinator import TABLE, Superseded
 from transport.cooldown.epochs.coordinator import State as EpochState
 from transport.cooldown.epochs.election import checkpointers
+from transport.cooldown.epochs.ledger import Ledger
 from transport.errors import RetriesExhaustedError
+from transport.queue import ends
+from transport.queue.arrivals import Arrivals
+from transport.queue.ends import Answers
+from transport.rendezvous import decisions, placement
+from transport.rendezvous.hosting import Hosting
 from transport.store.directory import Directory, Whereabouts
 from transport.store.memory import MemoryStore
+from transport.taking.finishing import Finishing
 from transport.taking.outcomes import Outcomes
 from transport.taking.takers import Takers
 from transport.testing import MemoryQueue, memory_queue
-from transport.wire.frames import UNKNOWN
+from transport.wire.frames import END_ASKED, UNKNOWN
 
 
 class Plant(NamedTuple):
@@ -166,7 +177,140 @@ def _ended_again() -> None:
     TABLE[EpochState.DECIDED, Superseded] = again  # type: ignore[index]
 
 
+def _answers_forgotten() -> None:
+    Answers.put_back = lambda *_: None  # type: ignore[method-assign]
+
+
+def _question_cancelled() -> None:
+    async def at_once(futures: Any) -> Any:
+        return await futures
+
+    ends.asyncio = types.SimpleNamespace(  # type: ignore[assignment]
+        shield=at_once, gather=asyncio.gather, get_running_loop=asyncio.get_running_loop, Task=asyncio.Task
+    )
+
+
+def _given_up_and_kept() -> None:
+    def give_up(self: Any, held: Any) -> bool:
+        return held.key in self._asking or held.key in self._said
+
+    Answers.give_up = give_up  # type: ignore[method-assign]
+
+
+def _finish_asked_anew() -> None:
+    original = Finishing.finish
+
+    async def finish(self: Any, rows: Any, **named: Any) -> Any:
+        self._left.clear()
+        return await original(self, rows, **named)
+
+    Finishing.finish = finish  # type: ignore[method-assign]
+
+
+def _end_asked_as_finish() -> None:
+    original = TakeLink._done
+
+    async def done(self: Any, rows: Any, what: int) -> Any:
+        return await original(self, rows, 0 if what == END_ASKED else what)
+
+    TakeLink._done = done  # type: ignore[method-assign]
+
+
+def _told_again() -> None:
+    original = Arrivals.tell
+
+    async def tell(self: Any, used: Any) -> None:
+        for each in used.values():
+            each.telling = None
+        await original(self, used)
+
+    Arrivals.tell = tell  # type: ignore[method-assign]
+
+
+def _mostly_arrive() -> None:
+    ring_trainers._WHOLE, ring_trainers._OFTEN = 0.05, (5, 90, 1, 1, 1, 2)
+
+
+def _never_told_late() -> None:
+    _mostly_arrive()
+
+    async def tell_late(self: Any, link: Any) -> None: ...
+
+    Arrivals.tell_late = tell_late  # type: ignore[method-assign]
+
+
+def _told_late_again() -> None:
+    _mostly_arrive()
+
+    async def tell_late(self: Any, link: Any) -> None:
+        for (ring, rank), count in list(self._late.items()):
+            if ring == link.ring:
+                await link.used(rank, count)
+
+    Arrivals.tell_late = tell_late  # type: ignore[method-assign]
+
+
+def _used_at_once() -> None:
+    original = Takers.answered
+
+    def answered(self: Any, name: str, count: int, **named: Any) -> None:
+        original(self, name, count, **named)
+        self.used(name, count)
+
+    Takers.answered = answered  # type: ignore[method-assign]
+
+
+def _lease_for_ever() -> None:
+    original = MemoryQueue.claim
+
+    def claim(self: Any, *arguments: Any, **named: Any) -> Any:
+        before, self.lease_s = self.lease_s, 1e9
+        try:
+            return original(self, *arguments, **named)
+        finally:
+            self.lease_s = before
+
+    MemoryQueue.claim = claim  # type: ignore[method-assign]
+    MemoryQueue.renew = lambda self, claims: list(claims)  # type: ignore[method-assign]
+
+
+def _unreachable_is_forgotten() -> None:
+    def unreachable(self: Any, ring: str, now: float) -> None:
+        self.forget_ring(ring)
+
+    AckLedger.unreachable = unreachable  # type: ignore[method-assign]
+
+
+def _rule(name: str, replacement: Any) -> Callable[[], None]:
+    def plant() -> None:
+        table = tuple((phase, replacement if rule.__name__ == name else rule) for phase, rule in decisions.TABLE)
+        assert table != decisions.TABLE
+        decisions.TABLE = table
+
+    return plant
+
+
+def _without_least(snapshot: Any, rules: Any) -> Any:
+    seats = decisions._current(snapshot)
+    return decisions._complete(snapshot, seats) if seats and snapshot.open_s >= rules.last_call_s else None
+
+
+def _two_seats() -> None:
+    decisions.one_seat_each = placement.one_seat_each = lambda seats: sorted(seats, key=lambda seat: seat.slot)
+
+
+def _unfenced_epochs() -> None:
+    original = Ledger.write
+
+    def write(self: Any, record: Any, expected: int) -> Any:
+        return original(self, record, self.look(record.epoch)[1])
+
+    Ledger.write = write  # type: ignore[method-assign]
+
+
 RINGS = Plan(faults_per_minute=12.0, rings=True, writes_per_s=0.5)
+KILLS = RINGS._replace(hosts=1, trainers=4, slots=30, writes_per_s=4.0, faults_per_minute=20.0, step_s=2.0)
+MUCH = RINGS._replace(hosts=2, slots=200, writes_per_s=5.0, step_s=5.0, faults_per_minute=1.0)
 
 PLANTS = {
     "fencing": Plant("an acknowledgement is accepted whoever has the claim by then", _unfenced),
@@ -184,5 +328,30 @@ PLANTS = {
     "unfenced-round": Plant("a round is written over one that was not seen", _unfenced_store, members=True),
     "elected-by-arrival": Plant("who is elected depends on the order of arrival", _elected_by_arrival, members=True),
     "ended-again": Plant("a second coordinator writes over an epoch's end", _ended_again, members=True),
+    "forgotten-answers": Plant(
+        "answers of an interrupted call are not kept for the next one", _answers_forgotten, RINGS
+    ),
+    "cancelled-question": Plant("with an interrupted call its question to the ring ends", _question_cancelled, RINGS),
+    "given-up-and-kept": Plant("answers about claims that were given up are kept", _given_up_and_kept, RINGS),
+    "finish-asked-anew": Plant("a FINISH that was cancelled is sent again", _finish_asked_anew, RINGS),
+    "end-asked-as-finish": Plant("of an END without an answer is asked as of a FINISH", _end_asked_as_finish, RINGS),
+    "told-again": Plant("an interrupted call tells its ring again of what was used", _told_again, RINGS),
+    "never-told-late": Plant("what a lost connection could not say the next one does not say", _never_told_late, KILLS),
+    "told-late-again": Plant("each new connection says again what a lost one could not", _told_late_again, KILLS),
+    "used-at-once": Plant("what comes counts as used before the trainer has looked at it", _used_at_once, MUCH),
+    "lease-for-ever": Plant("claims of a trainer that died do not end", _lease_for_ever),
+    "unreachable-is-forgotten": Plant("acknowledgements that cannot be sent are dropped", _unreachable_is_forgotten),
+    "without-least": Plant(
+        "a round begins with too few members", _rule("_last_call_over", _without_least), members=True
+    ),
+    "gone-and-ranked": Plant("a member that is gone keeps its rank", _rule("_broken", lambda *_: None), members=True),
+    "never-grows": Plant(
+        "a spare stays one although there is a place", _rule("_growing", lambda *_: None), members=True
+    ),
+    "two-seats": Plant("a member that joined twice has two ranks", _two_seats, members=True),
+    "host-for-ever": Plant(
+        "a dead host of a run has no successor", _set(Hosting, "take", lambda *_: False), members=True
+    ),
+    "unfenced-epochs": Plant("an epoch is written whatever its record says by then", _unfenced_epochs, members=True),
     "early-confirmation": Plant("a request confirms acknowledgements, not its answer", _confirmed_too_early),
 }

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import deque
 from typing import Any, Final
 
+import numpy as np
 from accounts import Violation
+from ring_ends import Ends, asked_about
 from trainer_process import TrainerProcess
 
 from transport import UCXXClient
 from transport.queue.demands import Brought, Demands
+from transport.queue.ends import UNTRAINED, End
 from transport.queue.places import InDirectory
 from transport.store.directory import Directory
-from transport.wire.frames import Ended
 
 BATCH: Final = 8
 _BATCHES: Final = 3  # unused or asked for, as queue/found_elsewhere.py has it
 _LOOK_S: Final = 1.0
 _GIVEN_BACK: Final = 0.02  # of batches
-_DISCARDED: Final = 0.01
+_WHOLE = 0.4  # or given back
+_CANCELLED: Final = 0.2  # of calls
+_SOME: Final = 0.7  # of the payloads of the others end in one call
+_FORGOTTEN: Final = 0.3  # of claims that were too old, and whose end was interrupted
+_ENDS: Final = ("done", "arrived", "discarded", "dead", "aged", "retried")
+_OFTEN = (60, 25, 3, 1, 4, 3)
 
 
 class RingTrainer(TrainerProcess):
@@ -33,9 +41,11 @@ class RingTrainer(TrainerProcess):
     def start(self) -> None:
         """A new process."""
         with self.new_process():
+            self.context = contextvars.copy_context()
             self.client = UCXXClient(wire={"tcp"}, ack="manual", settings=self.world.settings)
             self.came = deque()
             self._arrived = asyncio.Event()
+            self.ends = Ends(self)
             self.demands = Demands(
                 self.client.taking,
                 self._find(InDirectory(Directory(self.world.store))),
@@ -44,6 +54,7 @@ class RingTrainer(TrainerProcess):
                 most_bytes=1024,
                 most_attempts=0,
                 look_s=_LOOK_S,
+                opened=self.ends.arrivals.tell_late,
             )
             self.demands.want(_BATCHES, BATCH, None)
             self.tasks = [asyncio.get_running_loop().create_task(self._work())]
@@ -59,6 +70,7 @@ class RingTrainer(TrainerProcess):
     def end(self) -> None:
         """End the demands."""
         if self.demands is not None:
+            self.ends.close()
             self.demands.close()
         self.demands = None
 
@@ -74,32 +86,73 @@ class RingTrainer(TrainerProcess):
             brought.demands.used(brought, len(brought.batch))
             await asyncio.sleep(world.rng.expovariate(1.0 / world.step_s))
             await asyncio.sleep(max(0.0, self.stopped_until - world.now))
-            begun, rows, chance = world.now, brought.batch.rows, world.rng.random()
-            if chance < _GIVEN_BACK:
-                await brought.demands.give_back(brought, rows, world.rng.uniform(0.0, 5.0))
-            elif chance < _GIVEN_BACK + _DISCARDED:
-                await brought.demands.end(brought, rows, Ended.DISCARDED, "not wanted", self.name)
-            else:
-                self._keep(brought, await brought.demands.finish(brought, rows), begun)
+            await self._settle(brought)
+            self.ends.check()
             world.check_ring_trainer(self)
 
-    def _keep(self, brought: Brought, verdicts: Any, begun: float) -> None:
+    async def _settle(self, brought: Brought) -> None:
+        """End a batch in one of the ways that a trainer has."""
+        begun, rows, chance = self.world.now, brought.batch.rows, self.world.rng.random()
+        every = list(range(len(rows)))
+        if chance < _GIVEN_BACK:
+            await brought.demands.give_back(brought, rows, self.world.rng.uniform(0.0, 5.0))
+        elif chance < _WHOLE:
+            self._keep(brought, every, await self._finished(brought), begun)
+        else:  # claim by claim, as `FoundElsewhere` does it
+            some = [at for at in every if self.world.rng.random() < _SOME]
+            await self._end(brought, some, begun)
+            await self._end(brought, [at for at in every if at not in some], begun)
+
+    async def _finished(self, brought: Brought) -> Any:
+        """A whole batch; where the call is cancelled it is asked again, and has the same answer."""
+        loop = asyncio.get_running_loop()
+        while True:
+            asking = loop.create_task(brought.demands.finish(brought, brought.batch.rows), context=self.context)
+            if self.world.rng.random() >= _CANCELLED:
+                return await asking
+            await asyncio.wait((asking,), timeout=self.world.rng.expovariate(1 / 0.003))
+            asking.cancel()
+            await asyncio.wait((asking,))
+            if not asking.cancelled():
+                return asking.result()
+
+    async def _end(self, brought: Brought, positions: list[int], begun: float) -> None:
+        """Together, until the answer is there, however often the call is interrupted."""
+        rng = self.world.rng
+        [what] = rng.choices(_ENDS, _OFTEN)
+        end = End(what, "not wanted", rng.uniform(0.0, 5.0))
+        while positions and (accepted := await self.ends.end(brought, positions, end)) is None:
+            if what == "aged" and rng.random() < _FORGOTTEN:
+                self.ends.forget(brought, positions)
+                return
+        if not positions or what == "retried":
+            return
+        verdicts = np.isin(positions, accepted)
+        self._keep(brought, positions, verdicts, begun, what)
+        if what == "arrived":
+            await asyncio.sleep(rng.expovariate(1.0 / self.world.step_s))
+            await self.ends.used(brought, accepted)
+
+    def _keep(self, brought: Brought, positions: list[int], verdicts: Any, begun: float, what: str = "done") -> None:
         """What was accepted is this trainer's, and no other's."""
         world = self.world
-        token, ring = brought.link.link.number, brought.link.ring
+        token, ring = brought.link.link.native.token, brought.link.ring
         host = world.host_of[ring]
-        for row, accepted in zip(brought.batch.rows, verdicts.tolist(), strict=True):
-            slot, generation, attempts = int(row["slot"]), int(row["generation"]), int(row["attempts"])
-            consumed = (slot, generation, attempts) in host.finished_by(ring, token)
-            if accepted and not consumed:
-                raise Violation(f"{self.name} keeps {ring[:12]}/{slot}@{generation}, which the ring has not consumed")
-            if accepted:
+        for at, accepted in zip(positions, verdicts.tolist(), strict=True):
+            noted = asked_about(brought.batch.rows[at], what)
+            slot, generation, _ = noted
+            ended = noted in host.finished_by(ring, token)
+            if accepted and not ended:
+                raise Violation(f"{self.name} keeps {ring[:12]}/{slot}@{generation}, which the ring has not {what}")
+            if accepted and what not in UNTRAINED:
                 world.keep((ring, slot, generation), self.name)
                 self.last_trained = world.now
-            elif consumed and not self._excused(host, begun):
-                raise Violation(f"lost: {self.name} drops {ring[:12]}/{slot}@{generation}, which its ring has consumed")
+            elif ended and not accepted and not self._excused(host, begun):
+                raise Violation(f"lost: {self.name} drops {ring[:12]}/{slot}@{generation}, which its ring has {what}")
             else:
-                world.accounts.note(f"dropped {ring[:12]}/{slot}@{generation}")
+                # its FINISH may still be on its way, where no port could be asked for as long as the client is patient
+                world.unsaid[ring] += what == "arrived" and not accepted and (ended or self._excused(host, begun))
+                world.accounts.note(f"{'discarded' if accepted else 'dropped'} {ring[:12]}/{slot}@{generation}")
 
     def _excused(self, host: Any, begun: float) -> bool:
         """No port of the ring could be asked in time."""

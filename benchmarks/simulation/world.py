@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter, deque
+from collections.abc import Coroutine
 from typing import Any, Final
 from unittest import mock
 
 import hosts
 from accounts import Accounts, Violation, shown
 from clock import virtual_time
+from faults import Faults
 from hosts import Host, SimLink, SimWorker
 from plans import LOST_AFTER_S, Plan, Result
 from ring_trainers import RingTrainer
@@ -75,6 +76,8 @@ class World:
         self.renewed: dict[int, float] = {}  # by host: when the store last had word of it
         self.silent_until: dict[int, float] = {}  # by host: the end of its last silence that counts as its death
         self.host_of: dict[str, Host] = {}  # by ring
+        self.told: Counter[str] = Counter()  # by ring: payloads whose use a trainer tells it of, after their arrival
+        self.unsaid: Counter[str] = Counter()  # by ring: payloads that arrived, and whose use no trainer will tell of
         self.kept: dict[tuple[str, int], deque[int]] = {}  # by slot: the last generations that trainers have kept
         self.trained_by: dict[tuple[str, int], tuple[int, Trainer, int]] = {}  # by slot: the last that was
 
@@ -113,11 +116,11 @@ class World:
         kind = RingTrainer if plan.rings else Trainer
         self.trainers: list[Any] = [kind(self, number) for number in range(plan.trainers)]
         self.writing = True
-        tasks = [self._task(self._write(host)) for host in self.hosts]
-        tasks += [self._task(self._serve(host)) for host in self.hosts]
+        tasks = [self.task(self._write(host)) for host in self.hosts]
+        tasks += [self.task(self._serve(host)) for host in self.hosts]
         for trainer in self.trainers:
             trainer.start()
-        tasks += [self._task(self._faults()), self._task(self._sweep())]
+        tasks += [self.task(Faults(self).run()), self.task(self._sweep())]
         try:
             await self._until_settled()
         finally:
@@ -133,7 +136,7 @@ class World:
             self.accounts.digest, self.accounts.counts, self.now, most, self.most_ledger, self.most_remembered
         )
 
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return self.loop.create_task(work)
 
     # --- hosts ----------------------------------------------------------------------------------------------
@@ -232,89 +235,6 @@ class World:
                 if host.alive and host.links:
                     host.sweep()
 
-    # --- faults ---------------------------------------------------------------------------------------------
-    async def _faults(self) -> None:
-        if not self.plan.faults_per_minute:
-            return
-        kinds: list[tuple[Callable[[], Awaitable[None]], float]] = [
-            (self._die, 0.5), (self._reborn, 1.0), (self._restart, 3.0), (self._cut, 3.0), (self._slow, 2.0),
-            (self._kill, 2.0), (self._stop, 1.0), (self._away, 1.0), (self._away_queue, 0.7),
-        ]  # fmt: skip
-        end = self.now + self.plan.minutes * 60.0
-        while True:
-            await asyncio.sleep(self.rng.expovariate(self.plan.faults_per_minute / 60.0))
-            if self.now > end:
-                return
-            [(fault, _)] = self.rng.choices(kinds, [weight for _, weight in kinds])
-            self._task(self._noted(fault))
-
-    async def _noted(self, fault: Callable[[], Awaitable[None]]) -> None:
-        self.accounts.note(f"fault{fault.__name__}")
-        try:
-            await fault()
-        except Exception as error:
-            self.failures.append(error)
-
-    def _host(self) -> Host:
-        return self.rng.choice(self.hosts)
-
-    async def _die(self) -> None:
-        host = self._host()
-        if host.alive and sum(each.alive for each in self.hosts) > 1:
-            host.die()
-
-    async def _reborn(self) -> None:
-        host = self._host()
-        if host.alive:
-            host.die()
-            await asyncio.sleep(self.rng.uniform(0.1, 90.0))
-            host.come_back()
-
-    async def _restart(self) -> None:
-        """Of one listener, or of all of them."""
-        host = self._host()
-        ports = self.rng.sample(host.ports, self.rng.randint(1, 2))
-        for port in ports:
-            host.down.add(port)
-            host.break_links(port)
-        if host.down.issuperset(host.ports):  # otherwise the other port answers
-            host.troubled_until = self.now + 21.0
-        await asyncio.sleep(self.rng.uniform(0.1, 20.0))
-        host.down.difference_update(ports)
-
-    async def _cut(self) -> None:
-        host = self._host()
-        seconds = self.rng.uniform(0.05, 30.0) if self.rng.random() < 0.9 else self.rng.uniform(30.0, 300.0)
-        host.cut_until = max(host.cut_until, self.now + seconds)
-
-    async def _slow(self) -> None:
-        host = self._host()
-        for factor in (self.rng.choice([20.0, 500.0, 5000.0]), 1.0):
-            if host.slow > 1000.0:  # answers may still be on their way
-                host.troubled_until = self.now + 20.0
-            host.slow = factor
-            if factor > 1.0:
-                await asyncio.sleep(self.rng.uniform(1.0, 60.0))
-
-    async def _kill(self) -> None:
-        trainer = self.rng.choice(self.trainers)
-        if trainer.client is not None:
-            trainer.kill()
-            await asyncio.sleep(self.rng.uniform(0.1, 30.0))
-            if not self.over:
-                trainer.start()
-
-    async def _stop(self) -> None:
-        """For longer than its claims last, sometimes; its connections stand."""
-        trainer = self.rng.choice(self.trainers)
-        trainer.stopped_until = self.now + self.rng.uniform(1.0, 150.0)
-
-    async def _away(self) -> None:
-        self.store.away_until = max(self.store.away_until, self.now + self.rng.uniform(0.1, 15.0))
-
-    async def _away_queue(self) -> None:
-        self.queue_away_until = max(self.queue_away_until, self.now + self.rng.uniform(0.1, 15.0))
-
     # --- what must hold --------------------------------------------------------------------------------------
     def given_up(self, ticket: Ticket, error: TransportError, begun: float) -> None:
         """A trainer, reading since ``begun``, reports a payload as unreadable: only what went with its host is."""
@@ -341,12 +261,20 @@ class World:
             return
         takers = trainer.demands._takers
         try:
-            takers.validate()
+            if not self._seldom():
+                takers.validate()
         except AssertionError as error:
             raise Violation(f"{trainer.name}: {error}") from error
         most = takers.ahead + len(takers._places) * takers.most
         if takers.unused + takers.demanded > most:
             raise Violation(f"{trainer.name} hoards: {takers.unused} unused, {takers.demanded} asked for, of {most}")
+        lying = sum(len(brought.batch) for brought in trainer.came if not brought.link.lost)
+        if lying > most:
+            raise Violation(f"{trainer.name} hoards: {lying} lie unused, of {most}")
+
+    def _seldom(self) -> bool:
+        """Not now: a look at everything costs as much as there is."""
+        return self.plan.hosts > _MANY and self.rng.random() > 0.05
 
     def check_client(self, trainer: Trainer) -> None:
         """Bounds of memory and connections, and the invariants that the parts state themselves."""
@@ -355,8 +283,8 @@ class World:
             return
         links = client._links
         self.most_ledger = max(self.most_ledger, links.ledger.pending_count + links.ledger.sent_count)
-        if self.plan.hosts > _MANY and self.rng.random() > 0.05:
-            return  # a look at everything costs as much as there is
+        if self._seldom():
+            return
         try:
             links._pool.validate()
             links.ledger.validate()
@@ -373,6 +301,9 @@ class World:
     def _check_memory(self) -> None:
         """What the queue remembers is what lies in slots, the last that finished, and what was lost with its host."""
         self.most_remembered = max(self.most_remembered, len(self.queue._contents.deliveries))
+        for host in self.hosts if self.plan.rings else ():
+            if host.claims.used > self.told[host.ring]:
+                raise Violation(f"host {host.number} counts {host.claims.used} as used, of {self.told[host.ring]}")
         slots = len(self.hosts) * self.plan.slots
         if len(self.queue._contents.deliveries) > 2000 + 14 * slots:
             raise Violation(f"the queue remembers {len(self.queue._contents.deliveries)} deliveries of {slots} slots")
@@ -394,15 +325,25 @@ class World:
                         self._reconcile(host)
 
     def _left_over(self) -> bool:
-        """What nobody has trained on, or what the queue has not been told about: that it was lost."""
-        return bool(self.accounts.waiting) or self.queue.depth(0).unfinished > 0
+        """What nobody has trained on, or what queue or ring have not been told about: that it was lost, or used."""
+        return bool(self.accounts.waiting) or self.queue.depth(0).unfinished > 0 or self._not_told() is not None
+
+    def _not_told(self) -> Host | None:
+        """A host whose ring counts as lost, or as not used, what a living trainer has used."""
+        for host in self.hosts if self.plan.rings else ():
+            claims = host.claims
+            if host.alive and claims.lost + claims.arrived.total() > self.unsaid[host.ring]:
+                return host
+        return None
 
     def _left(self) -> str:
+        host = self._not_told()
         left = list(self.accounts.waiting.items())[:3]
         held = sum(slot.ticket is not None for host in self.hosts if host.alive for slot in host.slots)
         return (
             f"starved: {len(self.accounts.waiting)} payloads were not trained on within {_SETTLE_S:.0f} s after the "
-            f"last fault, such as {left}; {held} slots are in use; the queue has {self.queue.depth(0)}"
+            f"last fault, such as {left}; {held} slots are in use; the queue has {self.queue.depth(0)}; "
+            f"a ring that was not told what was used: {host and (host.number, host.claims.lost, host.claims.arrived)}"
         )
 
     async def _step(self, seconds: float) -> None:

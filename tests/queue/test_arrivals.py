@@ -70,12 +70,34 @@ async def test_a_connection_that_fails_while_it_hears_what_was_late_leaves_it_to
     await arrivals.tell(arrivals.of([arrived(arrivals, lost)]))
     failing: Any = Link("ring", OSError("gone again"))
     failing.answered.set()
-    with pytest.raises(OSError, match="again"):
-        await arrivals.tell_late(failing)
+    await arrivals.tell_late(failing)
     last: Any = Link("ring")
     last.answered.set()
     await arrivals.tell_late(last)
     assert last.asked == 1
+
+
+@asynchronous
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_connection_that_opened_while_another_was_asked_in_vain_says_it(late: bool) -> None:
+    links: list[Any] = []
+    arrivals, lost = Arrivals(lambda _: links), Link("ring", OSError("gone"))
+    if late:
+        lost.answered.set()
+        await arrivals.tell(arrivals.of([arrived(arrivals, lost)]))
+        lost = Link("ring", OSError("gone again"))
+        asking = asyncio.create_task(arrivals.tell_late(lost))  # type: ignore[arg-type]
+    else:
+        asking = asyncio.create_task(arrivals.tell(arrivals.of([arrived(arrivals, lost)])))
+    await until(lambda: lost.asked == 1, "it is asked")
+    opened: Any = Link("ring")
+    opened.answered.set()
+    links.append(opened)
+    await arrivals.tell_late(opened)
+    assert opened.asked == 0  # the other one may say it
+    lost.answered.set()
+    await asking
+    assert opened.asked == 1
 
 
 @asynchronous

@@ -34,3 +34,20 @@ def test_the_more_rings_there_are_the_more_seldom_all_of_them_are_read(
         now = step / a_second
         assert len(places.served(())) == rings
     assert read == looks
+
+
+def test_while_nothing_has_changed_the_places_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer asks four times a second, and the directory of many rings is read every few seconds."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    directory = Directory(MemoryStore())
+    first = Serving(ring="1" * 32, host="elsewhere", addresses=("10.0.0.1",), ports=(7001,), epoch=1)
+    directory.publish(first)
+    places = InDirectory(directory)
+    found = places.served(())
+    assert places.served(()) is found
+    assert set(places.served({first.ring})) == set()
+    assert set(places.served(())) == {first.ring}
+    now = 60.0
+    directory.publish(Serving(ring="2" * 32, host="elsewhere", addresses=("10.0.0.2",), ports=(7001,), epoch=2))
+    assert set(places.served(())) == {"1" * 32, "2" * 32}

@@ -95,14 +95,21 @@ class Arrivals:
         await asyncio.shield(asyncio.gather(*under_way, return_exceptions=True))
 
     async def _tell(self, link: TakeLink, rank: int, count: int) -> None:
+        """Through this connection, or another one of its ring.
+
+        Also through one that was opened while this was going on: it had nothing to say when it was opened.
+        """
         told = False
+        tried: list[TakeLink] = []
+        through: TakeLink | None = link
         try:
-            for each in (link, *self._links(link.ring)):
-                if await each.used(rank, count):
-                    told = True
-                    return
-        except Exception as error:
-            log.error("ring %s was not told of %d payloads, and is later", link.ring[:8], count, exc_info=error)
+            while through is not None and not told:
+                tried.append(through)
+                try:
+                    told = await through.used(rank, count)
+                except Exception as error:
+                    log.error("ring %s was not told of %d payloads, and is later", link.ring[:8], count, exc_info=error)
+                through = next((each for each in self._links(link.ring) if each not in tried), None)
         finally:
             if not told:
                 self._late[link.ring, rank] += count
@@ -111,9 +118,4 @@ class Arrivals:
         """There is a new connection: its ring hears what could not be said before."""
         for ring, rank in list(self._late):
             if ring == link.ring and (count := self._late.pop((ring, rank), 0)):
-                told = False
-                try:
-                    told = await link.used(rank, count)
-                finally:
-                    if not told:
-                        self._late[ring, rank] += count
+                await self._tell(link, rank, count)

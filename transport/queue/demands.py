@@ -344,13 +344,17 @@ class Demands:
                 if (before := self._seldom.due()) is not None:
                     log.warning("rings were not looked for, and are again soon: %s (%d more)", error, before)
             else:
-                for name in self._places.keys() - found.keys():
-                    self._tries.pop(name, None)
-                    self.faults.pop(name, None)
-                self._places = found
-                self._takers.found(found)
+                if found is not self._places:
+                    self._follow_to(found)
                 self._turn()
             await asyncio.sleep(self._look_s)
+
+    def _follow_to(self, found: Mapping[str, Place]) -> None:
+        for name in self._places.keys() - found.keys():
+            self._tries.pop(name, None)
+            self.faults.pop(name, None)
+        self._places = found
+        self._takers.found(found)
 
     async def _keep(self) -> None:
         while True:

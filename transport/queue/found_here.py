@@ -146,7 +146,8 @@ class FoundHere:
         with self._lock:
             mapped = {ring.ring_id for ring in (*self._attached.values(), *self._own.values())}
             unfit = self._unfit() if self._schemas else set()
-            return {name: place for name, place in self._places.served(mapped).items() if place.ring not in unfit}
+            places = self._places.served(mapped)
+            return {name: place for name, place in places.items() if place.ring not in unfit} if unfit else places
 
     def _fitting(self) -> set[bytes]:
         """Fingerprints, as a segment has them, of rings that have payloads for this trainer."""

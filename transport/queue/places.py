@@ -164,6 +164,8 @@ class InDirectory:
         self._here: set[str] = set()
         self._segments: dict[str, str] = {}
         self._due = float("-inf")
+        self._reads = 0  # of the directory
+        self._made: tuple[object, Mapping[str, Place]] = None, {}  # places, and what of; one object, for all threads
 
     def __repr__(self) -> str:
         return f"rings in {self._directory!r}"
@@ -177,6 +179,7 @@ class InDirectory:
         self._due = now + min(max(_STORE_EVERY_S, len(records) / _RINGS_A_SECOND), _STORE_MOST_S)
         self._known = {each.ring: each for each in records}
         self._here = {each.ring for each in records if each.host == here}
+        self._reads += 1
 
     def segments(self) -> list[str]:
         """Of the rings that this host serves."""
@@ -188,13 +191,20 @@ class InDirectory:
         return list(self._segments.values())
 
     def served(self, mapped: Collection[str]) -> Mapping[str, Place]:
-        """As published."""
+        """As published; the same object while nothing has changed, since ten thousand places take 8 ms to make."""
         self.segments()
-        return {
-            ring: Place(each.addresses, each.ports, ring, self._segments.get(ring, "") if ring in self._here else None)
-            for ring, each in self._known.items()
-            if ring not in mapped
-        }
+        made_of = self._reads, frozenset(mapped), tuple(self._segments.items())
+        before, served = self._made
+        if made_of != before:
+            served = {
+                ring: Place(
+                    each.addresses, each.ports, ring, self._segments.get(ring, "") if ring in self._here else None
+                )
+                for ring, each in self._known.items()
+                if ring not in mapped
+            }
+            self._made = made_of, served
+        return served
 
     def close(self) -> None:
         """Detach the observers. The store stays its owner's."""

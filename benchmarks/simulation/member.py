@@ -1,0 +1,206 @@
+"""One member of a simulated run: its way to the store, its session, and the coordinator if it has rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from transport.cooldown.epochs.coordinator import (
+    Begin,
+    Coordinator,
+    Refuted,
+    Reported,
+    Superseded,
+    Verified,
+    Verify,
+    Write,
+    Written,
+)
+from transport.cooldown.epochs.coordinator import Event as EpochEvent
+from transport.cooldown.epochs.coordinator import State as EpochState
+from transport.cooldown.epochs.ledger import Ledger
+from transport.cooldown.epochs.records import Checkpoint, EpochRecord, Refusal, Report, ReportKind
+from transport.cooldown.epochs.records import Phase as EpochPhase
+from transport.errors import StaleRoundError, StoreError, StoreUnavailableError
+from transport.rendezvous.member_states import State
+from transport.rendezvous.session import Session
+from transport.store.base import ABSENT, Change, Entry, Store
+
+RUN: Final = "run"
+_COOLDOWN_S: Final = 40.0
+
+
+class Killed(BaseException):
+    """The process is no more."""
+
+
+class _Line(Store):
+    """One member's way to the store, which may be away, forget answers, or be the last thing that the member does."""
+
+    def __init__(self, world: Any, name: str) -> None:
+        self._world, self._name = world, name
+        self.away_until = 0.0
+        self.forgets = False
+        self.die_after = -1  # calls from now; the last one takes place, or does not
+        self.die_before = False
+
+    def _call(self, call: Callable[[], Any], writes: bool = True) -> Any:
+        if self._world.now < max(self.away_until, self._world.away_until):
+            raise StoreUnavailableError("the store is away")
+        dies = self.die_after == 0
+        self.die_after -= 1
+        if dies and self.die_before:
+            raise Killed
+        if writes:
+            self._world.meanwhile(self._name)
+        result = call()
+        if dies:
+            raise Killed
+        if writes and self.forgets:
+            raise StoreUnavailableError("the answer was lost")
+        return result
+
+    def get(self, key: str) -> Entry | None:
+        return self._call(lambda: self._world.store.get(key), False)  # type: ignore[no-any-return]
+
+    def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
+        return self._call(lambda: self._world.store.get_many(keys), False)  # type: ignore[no-any-return]
+
+    def scan(self, prefix: str) -> Mapping[str, Entry]:
+        return self._call(lambda: self._world.store.scan(prefix), False)  # type: ignore[no-any-return]
+
+    def put_many(self, changes: Sequence[Change]) -> list[int] | None:
+        def write() -> list[int] | None:
+            versions = self._world.store.put_many(changes)
+            if versions is not None:
+                for change in changes:
+                    self._world.written(self._name, change)
+            return versions
+
+        return self._call(write)  # type: ignore[no-any-return]
+
+    def add(self, key: str, amount: int = 1) -> int:
+        return self._call(lambda: self._world.store.add(key, amount))  # type: ignore[no-any-return]
+
+    def renew(self, leases: Mapping[str, int], lease_s: float) -> set[str]:
+        return self._call(lambda: self._world.store.renew(leases, lease_s))  # type: ignore[no-any-return]
+
+    def watch(self, key: str, version: int, timeout_s: float) -> Entry | None:
+        raise AssertionError("nothing here waits in the store")
+
+    def close(self) -> None: ...
+
+
+class Member:
+    """One process."""
+
+    def __init__(self, world: Any, name: str) -> None:
+        self.world, self.name = world, name
+        self.skew_s = world.rng.choice([0.0, 0.0, world.rng.uniform(-600.0, 600.0)])
+        self.alive = True
+        self.stopped_until = 0.0
+        self.line = _Line(world, name)
+        self.session = Session(
+            self.line, RUN, name, world.rules, address=f"{name}:1", clock=lambda: world.now + self.skew_s
+        )
+        self.ledger = Ledger(self.line, RUN)
+        self.coordinator: Coordinator | None = None
+        self.version = ABSENT
+        self.reported: set[int] = set()
+
+    def do(self, action: Callable[[], object]) -> None:
+        """What the program does; a death ends it."""
+        if not self.alive or self.world.now < self.stopped_until:
+            return
+        try:
+            action()
+        except Killed:
+            self.alive = False
+        except (StoreError, StaleRoundError):
+            self.coordinator = None  # it begins again with what the store has
+
+    def step(self) -> None:
+        self.session.step()
+        if self.session.view.state is State.AWAY:  # its round is over
+            self.session.join()
+        view = self.session.view
+        if view.state is State.STANDBY or view.state is State.ACTIVE:
+            assert view.place is not None
+            self.world.placed(self, view.place)
+        if view.state is State.ACTIVE and view.place is not None:
+            if view.place.rank == 0:
+                self._coordinate()
+            else:
+                self.coordinator = None
+            self._upload()
+
+    # --- epochs -------------------------------------------------------------------------------------------
+    def _coordinate(self) -> None:
+        now = self.world.now + self.skew_s
+        if self.coordinator is None:
+            record = self._record()
+            if record is None:
+                return
+            self.coordinator = Coordinator(record)
+            self._handle(None, now)
+        for report in self.ledger.reports(self.coordinator.record.epoch):
+            self._handle(Reported(report), now)
+        self._handle(None, now)
+        if self.coordinator is not None and self.coordinator.state is EpochState.ENDED:
+            self.coordinator = None
+
+    def _record(self) -> EpochRecord | None:
+        """The epoch that is not over; a new one, when its time has come."""
+        known = self.ledger.epochs()
+        last = max(known, default=0)
+        if known and known[last].phase is not EpochPhase.ENDED:
+            record, self.version = self.ledger.look(last)
+            return record
+        if self.world.now < self.world.next_epoch_at:
+            return None
+        record = EpochRecord(run=RUN, epoch=last + 1, destination="", cooldown_s=_COOLDOWN_S, seed=self.world.seed)
+        version = self.ledger.write(record, ABSENT)
+        if version is None:
+            return None
+        self.version = version
+        return record
+
+    def _handle(self, event: EpochEvent | None, now: float) -> None:
+        machine = self.coordinator
+        if machine is None:
+            return
+        actions = machine.tick(now) if event is None else machine.handle(event)
+        if machine.state is EpochState.TRAINING:
+            roster = self.session.roster()
+            actions += machine.handle(Begin(step=machine.record.epoch, clients=tuple(p.member for p in roster.peers)))
+        while actions:
+            action = actions.pop(0)
+            if isinstance(action, Write):
+                version = self.ledger.write(action.record, self.version)
+                if version is not None:
+                    self.version = version
+                    actions += machine.handle(Written())
+                else:
+                    theirs, self.version = self.ledger.look(action.record.epoch)
+                    assert theirs is not None
+                    actions += machine.handle(Superseded(theirs))
+            elif isinstance(action, Verify):
+                actions += machine.handle(self._verified(action.report))
+
+    def _verified(self, report: Report) -> EpochEvent:
+        chance = self.world.rng.random()
+        if chance < 0.2:
+            return Refuted(report, self.world.rng.choice([Refusal.UNREADABLE, Refusal.WRONG_SIZE]), "by chance")
+        return Verified(
+            report, Checkpoint(client=report.client, attempt=report.attempt, manifest_sha256="", files=1, bytes=1)
+        )
+
+    def _upload(self) -> None:
+        for epoch, record in self.ledger.epochs().items():
+            if record.phase is not EpochPhase.COOLDOWN or epoch in self.reported or self.name not in record.elected:
+                continue
+            if self.world.rng.random() < 0.1:
+                self.reported.add(epoch)
+                kind = self.world.rng.choice([ReportKind.UPLOADED, ReportKind.UPLOADED, ReportKind.FAILED])
+                attempt = f"{self.world.rng.getrandbits(64):016x}"
+                self.ledger.report(Report(run=RUN, epoch=epoch, client=self.name, kind=kind, attempt=attempt))
