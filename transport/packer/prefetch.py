@@ -103,6 +103,13 @@ class FetchedItem:
     payload: ReceivedPayload | None = None
     error: TransportError | None = None
     duplicate: bool = False  # already consumed here, so not fetched
+    alone: bool = field(default=False, repr=False)  # of no batch
+    # What a call that was interrupted had found out; a repeated one goes on from there.
+    counted: bool = field(default=False, repr=False)  # its failure
+    mine: bool | None = field(default=None, repr=False)  # the queue accepted the claim's end
+    fresh: bool | None = field(default=None, repr=False)  # the record did not have it
+    settled: bool = field(default=False, repr=False)
+    handed: bool = field(default=False, repr=False)  # as a policy's input, which its batch then lacks
 
 
 @dataclass(slots=True)

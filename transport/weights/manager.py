@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from transport.errors import UsageError, WeightsChecksumError, WeightsError
+from transport.runtime.arguments import named_kind
+from transport.runtime.explaining import explained_calls
 from transport.weights.plan.admission import Admission, Event, State
 from transport.weights.plan.engine import WeightEngine
 from transport.weights.plan.steps import Limits, Policy, Proof, Step, UpdateMachine, Verdict, verdicts
@@ -55,6 +57,7 @@ class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
     replicas_by_state: dict[str, int]
 
 
+@explained_calls
 class WeightUpdate:
     """The manager of one run. Belongs to one loop; one update at a time.
 
@@ -74,6 +77,8 @@ class WeightUpdate:
         engine: type[WeightEngine] = RingEngine,
         on_step: Callable[[Step, tuple[str, ...]], None] = lambda step, members: None,
     ) -> None:
+        for trainer in trainers:
+            _check_member(trainer, "a trainer")
         self._trainers = {trainer.name: trainer for trainer in trainers}
         self._replicas: dict[str, ReplicaMember] = {}
         self._policy: Policy = policy
@@ -104,6 +109,7 @@ class WeightUpdate:
 
     def join(self, replica: ReplicaMember) -> None:
         """Add a replica, or one that was excluded: pending until the next update of it. Also during an update."""
+        _check_member(replica, "a replica")
         before = self._admissions.get(replica.name)
         if before is None:
             self._admissions[replica.name] = Admission()
@@ -116,6 +122,8 @@ class WeightUpdate:
 
     def exclude(self, name: str, reason: str) -> None:
         """Take a replica out of traffic and of updates, until it joins again."""
+        if name not in self._admissions:
+            raise UsageError(f"name={name!r:.80} is no member; these are: {sorted(self._admissions)}")
         if self._admissions[name].state is State.UPDATING:
             raise UsageError(f"{name} is being updated; wait for the end of the update")
         self._admissions[name] = self._admissions[name].after(Event.EXCLUDE, reason=reason)
@@ -236,3 +244,8 @@ class WeightUpdate:
                     event, version = Event.EXCLUDE if lost else Event.UNPROVEN, None
                     reason = f"{resuming.step}: {text_of(resuming.error)}"
             self._admissions[name] = self._admissions[name].after(event, version=version, reason=reason)
+
+
+def _check_member(member: object, what: str) -> None:
+    if not isinstance(getattr(member, "name", None), str):
+        raise UsageError(f"{what} of a WeightUpdate got {named_kind(member)}: give a member, which has a name")
