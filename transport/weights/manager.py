@@ -12,12 +12,13 @@ run when the update is cancelled, and are waited for, at most for the sum of the
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from transport.errors import UsageError, WeightsChecksumError, WeightsError
+from transport.errors import ClosedError, UsageError, WeightsChecksumError, WeightsError
 from transport.runtime.arguments import named_kind
 from transport.runtime.explaining import explained_calls
 from transport.weights.plan.admission import Admission, Event, State
@@ -90,6 +91,7 @@ class WeightUpdate:
         self._busy = False
         self._counts = dict.fromkeys(("updates", "failed", "cancelled", "deltas", "fallbacks"), 0)
         self._seconds = 0.0
+        self._process = os.getpid()
         for replica in replicas:
             self.join(replica)
 
@@ -148,6 +150,8 @@ class WeightUpdate:
             Exception: the first error, of any member; its notes are the later errors, and its `outcome`, if it can have
                 one, is the `Outcome`. CancelledError counts as a failure like any other.
         """
+        if self._process != os.getpid():
+            raise ClosedError("a forked child does not have its parent's members of an update; make them in the child")
         if self._busy:
             raise UsageError("an update is already running; wait for its end")
         names = tuple(name for name, each in self._admissions.items() if each.state is not State.EXCLUDED)
