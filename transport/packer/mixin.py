@@ -48,7 +48,7 @@ from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.joining import join_all, join_one
 from transport.packer.options import ClientOptions, check_options
-from transport.packer.prefetch import FetchedBatch, FetchedItem
+from transport.packer.prefetch import FetchedBatch, FetchedItem, item_of_no_batch
 from transport.packer.session import PackerSession, TicketLike, check_shared, open_session, resolved
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
@@ -298,7 +298,7 @@ class UCXXDataPackerMixin(WithBlock):
         fetched = packer.collected.get(ticket.identity)
         try:
             if fetched is None:
-                fetched = FetchedItem(ticket, claim, alone=True)
+                fetched = item_of_no_batch(ticket, claim)
                 packer.thread.run(_taken_in(packer, fetched))
                 deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
                 try:
