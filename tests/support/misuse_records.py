@@ -126,9 +126,13 @@ def a_trainer() -> Iterator[Scene]:
     with served() as (ring, _, room, intact), contextlib.closing(MemoryQueue()) as tickets:
         trainer = Trainer(schemas=[SCHEMA], queue=tickets, wire={"tcp"})
 
-        def claimed() -> Any:
+        def published() -> Any:
             written = transport.packer.rollout.queued(ring.write(values()))
             tickets.publish([written])
+            return written
+
+        def claimed() -> Any:
+            written = published()
             trainer.cancel_prefetch()
             while True:
                 [claim] = trainer.claim_tickets(1, 5.0)
@@ -147,7 +151,7 @@ def a_trainer() -> Iterator[Scene]:
             return {"timeout": 10.0}
 
         calls: Calls = {
-            "claim_tickets": lambda: (claimed(), {"n": 1, "timeout_s": 0.0, "policy_version": 1})[1],
+            "claim_tickets": lambda: (published(), {"n": 1, "timeout_s": 0.0, "policy_version": 1})[1],
             "consume": lambda: {"batch": collected()},
             "abandon": lambda: {"batch": collected(), "reason": "because"},
             "start_prefetch": lambda: {"items": claimed()},
