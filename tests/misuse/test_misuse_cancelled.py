@@ -7,21 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, NamedTuple
 
+import misuse_weights as weights
 import numpy as np
 import pytest
 from misuse import quiet
 from misuse_scenes import SCHEMA, values
 
 from transport import SharedRingBuffer, Ticket, UCXXClient, UCXXServer
+from transport.client.payload import AckMode
 from transport.errors import TransportError
+from transport.joined import join
 from transport.rendezvous import Place, Reason, Rendezvous, Rules
 from transport.store.memory import MemoryStore
 from transport.testing import run
 
 PATIENCE_S = 60.0  # a watchdog
+GROWTH = 1.1 if "MISUSE_LINES" in os.environ else 2.0  # of the turns of the loop after which an update is cancelled
 
 
 class _Cancelled:
@@ -121,7 +126,12 @@ async def batched(client: UCXXClient, ticket: Ticket, address: str) -> None:
     (await client.take_batch(address, 1, wait_s=20.0, layout="padded")).release()
 
 
+async def joined(client: UCXXClient, ticket: Ticket, address: str) -> None:
+    (await join(client, ticket)).release()
+
+
 CASES: dict[str, Case] = {
+    "join": Case(joined, readable),
     "read": Case(lambda client, ticket, _: client.read(ticket), readable),
     "read_many": Case(lambda client, ticket, _: all_of(client.read_many([ticket])), readable_or_handed_over),
     "state": Case(lambda client, ticket, _: client.state(ticket), readable),
@@ -145,7 +155,8 @@ def test_a_cancelled_call_loses_no_payload(
     case = CASES[name]
 
     async def once(ring: SharedRingBuffer, address: str, at: int) -> bool:
-        async with UCXXClient(schemas=[SCHEMA], wire={"tcp"}) as client:
+        ack: AckMode = "manual" if name == "join" else "on_arrival"
+        async with UCXXClient(schemas=[SCHEMA], wire={"tcp"}, ack=ack) as client:
             if warm:
                 (await client.read(ring.write(values()))).release()
             ticket = ring.write(values())
@@ -223,3 +234,33 @@ def test_a_cancelled_wait_for_a_run_changes_nothing(name: str, before: bool) -> 
         return at
 
     assert run(body(), PATIENCE_S) >= 1
+
+
+async def cancelled_after(awaitable: Awaitable[Any], turns: int) -> bool:
+    """Whether it was cancelled: after so many turns of the loop, since most of an update runs in tasks of its own."""
+    task = asyncio.ensure_future(awaitable)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    return False
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("kind", ["rings", "shards"])
+def test_a_cancelled_update_leaves_no_mixture_and_the_next_one_succeeds(kind: str) -> None:
+    make = weights.a_manager if kind == "rings" else weights.a_sharded_manager
+    count, turns, was = 0, 0, True
+    with quiet(), make() as scene:
+        assert scene.wait is not None
+        while was:
+            was = scene.wait(cancelled_after(scene.thing.update(scene.calls["update"]()["version"]), turns))
+            if count % 4 == 0:
+                scene.intact()
+            count, turns = count + 1, max(turns + 1, int(turns * GROWTH))
+        scene.intact()
+    assert count > 5
+    print(f"update of {kind}: cancelled {count - 1} times")

@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from interrupted_lines import interrupted, lines_of
 from misuse import call, give_back, quiet, verdict
-from misuse_records import ENDS, SCENES
+from misuse_records import ENDS, LOOPS, SCENES
 from misuse_scenes import Arguments, Scene
 
+from transport import BlockingClient
 from transport.errors import TransportError
 from transport.queue import Claim
 
 MOST = int(os.environ.get("MISUSE_LINES", "6"))  # of each call; make misuse: all
-WITH_LOOP = {"UCXXClient", "transport.rendezvous.Rendezvous"}  # they are cancelled: test_misuse_cancelled.py
 pytestmark = [
     pytest.mark.ucx,
     *(
@@ -58,7 +58,7 @@ def interrupted_calls(scene: Scene, name: str) -> tuple[int, list[str]]:
             if retry is not None and isinstance(claim, Claim):  # which the call was to end
                 with contextlib.suppress(TransportError):
                     retry(claim, 0.0, "interrupted")
-        give_back([*kept, *arguments])
+        give_back([*kept, *(each for each in arguments if not isinstance(each, BlockingClient))])
         kept.clear()
     try:
         call(scene, name, scene.calls[name]())
@@ -67,7 +67,7 @@ def interrupted_calls(scene: Scene, name: str) -> tuple[int, list[str]]:
     return count, faults
 
 
-@pytest.mark.parametrize("title", [title for title in SCENES if title not in WITH_LOOP])
+@pytest.mark.parametrize("title", [title for title in SCENES if title not in LOOPS])  # which are cancelled
 def test_calls_that_are_interrupted(
     title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

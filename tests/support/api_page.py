@@ -256,12 +256,21 @@ def described() -> set[tuple[str, str]]:
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """What is public: its title on the page, and the thing itself."""
+    """What is public: its title on the page, and the thing itself; of adapters that need a framework, None."""
     yield from ((name, getattr(transport, name)) for name in sorted(transport.__all__))
     modules = [(prefetch, ("FetchedBatch", "FetchedItem"))]
     modules += [(module, tuple(module.__all__)) for module in (queue, store, rendezvous, cooldown, testing)]
     for module, names in (*modules, (trace, ("Trace", "merge")), (config, ("load", "configuration"))):
         yield from ((f"{module.__name__}.{name}", getattr(module, name)) for name in names)
+    titles = {f"{module.__name__}.{name}" for module, names in modules for name in names}
+    for home, name in sorted(described()):
+        title = f"{home}.{name}"
+        if home in ("transport", "transport.config", "transport.client.trace") or title in titles:
+            continue
+        try:
+            yield title, getattr(importlib.import_module(home), name)
+        except (ImportError, errors.MissingDependencyError):
+            yield title, None
 
 
 def public_calls() -> Iterator[tuple[str, str]]:
@@ -271,7 +280,7 @@ def public_calls() -> Iterator[tuple[str, str]]:
             if "__init__" in vars(thing):
                 yield title, title.rpartition(".")[2]
             yield from ((title, name) for name, member in _members(thing, title) if not isinstance(member, property))
-        elif callable(thing):
+        elif callable(thing) or thing is None:
             yield title, title.rpartition(".")[2]
 
 

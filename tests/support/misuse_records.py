@@ -5,59 +5,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-import time
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import misuse_further as further
+import misuse_weights as weights
 import numpy as np
-from misuse_epochs import RECORD, a_destination, a_ledger, an_archive, an_epoch_record, keys
+from misuse_constructors import constructors, functions
+from misuse_epochs import a_destination, a_ledger, an_archive, an_epoch_record, keys
 from misuse_scenes import (
     SCHEMA,
     Arguments,
     Calls,
     Make,
     Scene,
-    a_client,
     a_ring,
-    a_server,
-    blocking_client,
     found_rings,
     memory_queue,
     nothing,
     ring_class,
     ring_queue,
-    served,
     sqlite_queue,
     sqlite_store,
     values,
 )
+from misuse_wire import a_client, a_server, blocking_client, served
 
 import transport
 from transport import (
-    BlockingClient,
     Rollout,
-    Schema,
     Settings,
-    TensorSpec,
     Trainer,
-    UCXXServer,
     UpTo,
-    config,
-    cooldown,
-    queue,
-    rendezvous,
-    store,
-    testing,
 )
 from transport.client import trace
-from transport.cooldown import CooldownClient, CooldownHost, Ledger
-from transport.cooldown.destinations.folder import Folder
 from transport.packer.prefetch import FetchedBatch
-from transport.queue.places import OnThisHost
-from transport.rendezvous import Archive, Closing, ExitCodes, Reason, Rendezvous, Rules
-from transport.rendezvous.records import Phase, Round
+from transport.rendezvous import Closing, ExitCodes, Reason, Rendezvous, Rules
+from transport.ring.batches import PayloadBatch
+from transport.ring.claimed import ClaimedPayload
+from transport.ring.leases import ReadLease, WriteLease
 from transport.store.memory import MemoryStore
 from transport.testing import LocalTransport, MemoryQueue, a_ticket
 
@@ -114,144 +101,6 @@ def exit_codes() -> Iterator[Scene]:
     )
 
 
-@contextlib.contextmanager
-def constructors() -> Iterator[Scene]:
-    """Classes, by what makes them. What they hold is closed by the driver."""
-    with tempfile.TemporaryDirectory() as text, served(4) as (ring, _, _, intact):
-        folder, kept = Path(text), MemoryStore()
-        client: Arguments = {
-            "schemas": [SCHEMA], "wire": {"tcp"}, "ack": "manual", "secret": None, "verify": True, "device": None,
-            "device_receive": "staged", "directory": None, "settings": Settings(), "trace": None,
-        }  # fmt: skip
-        shared: Arguments = {
-            "max_bytes": None,
-            "busy_timeout_s": 10.0,
-            "clock": time.monotonic,
-            "synchronous": "NORMAL",
-        }
-        limits: Arguments = {"lease_s": 60.0, "max_deliveries": 20}
-        made: dict[str, tuple[Any, Any]] = {
-            "BlockingClient": (BlockingClient, lambda: dict(client)),
-            "TensorSpec": (TensorSpec, lambda: {"name": "a", "dtype": "int32", "shape": (3,), "ragged": False}),
-            "UpTo": (UpTo, lambda: {"limit": 3}),
-            "Schema": (Schema, lambda: {"tensors": SCHEMA.tensors}),
-            "UCXXServer": (
-                UCXXServer,
-                lambda: {
-                    "ring": ring, "ports": (0,), "addresses": ("127.0.0.1",), "bind": "", "settings": Settings(),
-                    "secret": None, "wires": None, "mode": "thread", "linger_s": None, "log_level": "WARNING",
-                    "log_format": "text", "after_writer": None,
-                },
-            ),
-            "Rollout": (
-                Rollout,
-                lambda: {
-                    "schema": SCHEMA, "slots": 2, "name": None, "queue": None, "readers": 1, "grouped": False,
-                    "publish": None, "mode": "thread", "ring": transport.RingOptions(),
-                    "server": transport.ServerOptions(addresses=("127.0.0.1",)), "settings": Settings(), "drain_s": 0.0,
-                },
-            ),
-            "Trainer": (
-                Trainer,
-                lambda: {
-                    "schemas": [SCHEMA], "queue": MemoryQueue(), "rank": 0, "consumer": None, "ack": "on_consumed",
-                    "max_policy_age": None, "consumed": None, "progress": None, "wire": {"tcp"},
-                    "client": transport.ClientOptions(), "settings": Settings(), "joined": False,
-                },
-            ),
-            "SQLiteQueue": (
-                queue.SQLiteQueue,
-                lambda: {"path": folder / "q.db", **shared, **limits, "keep_finished": 10},
-            ),
-            "RingQueue": (queue.RingQueue, lambda: {"rings": [ring], **limits}),
-            "FoundRings": (queue.FoundRings, lambda: {"places": OnThisHost("misuse-"), "store": None, **limits}),
-            "MemoryQueue": (MemoryQueue, lambda: {**limits, "clock": time.monotonic, "keep_finished": 10}),
-            "SQLiteStore": (store.SQLiteStore, lambda: {"path": folder / "s.db", **shared}),
-            "Archive": (Archive, lambda: {"path": folder / "archive"}),
-            "Rules": (Rules, lambda: {name: getattr(Rules(), name) for name in Rules.__struct_fields__}),
-            "ExitCodes": (ExitCodes, lambda: {"success": 0, "failure": 1, "no_restart": 93}),
-            "Rendezvous": (
-                Rendezvous,
-                lambda: {
-                    "store": kept, "run": "run", "rules": Rules(), "archive": None, "address": "", "where": "",
-                    "member": "m",
-                },
-            ),
-            "CooldownClient": (
-                CooldownClient,
-                lambda: {
-                    "store": kept, "run": "run", "name": "a", "save": lambda *_: None, "scratch": folder,
-                    "keep_steps": 2,
-                    "skip_upload": False, "patience_s": 1.0, "progress": lambda *_: None,
-                },
-            ),
-            "CooldownHost": (
-                CooldownHost,
-                lambda: {
-                    "store": kept, "run": "run", "destination": str(folder), "cooldown_s": 1.0, "seed": 1,
-                    "clock": time.monotonic, "wall": time.time, "verify_s": None, "proof": None,
-                },
-            ),
-            "Keys": (rendezvous.Keys, lambda: {"run": "run"}),
-            "Ledger": (Ledger, lambda: {"store": kept, "run": "run"}),
-            "LocalTransport": (
-                LocalTransport,
-                lambda: {"schema": SCHEMA, "slots": 2, "slot_bytes": None, "readers": 1, "queue": None},
-            ),
-            "Trace": (trace.Trace, lambda: {"path": folder / "trace", "process_name": "x"}),
-        }  # fmt: skip
-        thing = type("Constructors", (), {name: staticmethod(kind) for name, (kind, _) in made.items()})
-        yield Scene(thing, {name: arguments for name, (_, arguments) in made.items()}, intact, close="")
-
-
-@contextlib.contextmanager
-def functions() -> Iterator[Scene]:
-    """Functions of the modules."""
-    with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        destination = Folder(folder)
-        (folder / "trace").write_text("")
-        open_round = Round(incarnation="i", number=1, phase=Phase.OPEN, term=1, host="h", least=1, most=2)
-
-        def a_run() -> MemoryStore:
-            made = MemoryStore()
-            made.put("run/round", msgspec.json.encode(open_round))
-            return made
-
-        async def slept() -> None:
-            await asyncio.sleep(0)
-
-        made: dict[str, tuple[Any, Any]] = {
-            "finished": (queue.finished, lambda: {"states": [queue.DeliveryState.DONE]}),
-            "open_queue": (queue.open_queue, lambda: {"url": f"sqlite://{folder}/q.db"}),
-            "open_store": (store.open_store, lambda: {"url": f"sqlite://{folder}/s.db"}),
-            "open_destination": (cooldown.open_destination, lambda: {"url": str(folder)}),
-            "check_permissions": (cooldown.check_permissions, lambda: {"destination": destination}),
-            "recorded_outcomes": (cooldown.recorded_outcomes, lambda: {"destination": destination, "run": "run"}),
-            "restore": (
-                cooldown.restore,
-                lambda: {
-                    "record": RECORD, "destination": destination, "into": folder / "into", "stop": None, "upload": None,
-                    "progress": lambda *_: None,
-                },
-            ),
-            "a_ticket": (testing.a_ticket, lambda: {"schema": SCHEMA, "**fields": {"slot": 0}}),
-            "run": (testing.run, lambda: {"coroutine": slept(), "timeout_s": 5.0}),
-            "merge": (trace.merge, lambda: {"paths": [folder / "trace"], "target": folder / "merged"}),
-            "load": (config.load, lambda: {"environment": {}, "folder": folder}),
-            "configuration": (config.configuration, nothing),
-            "close_run": (
-                rendezvous.close_run,
-                lambda: {
-                    "store": a_run(), "keys": rendezvous.Keys("run"), "reason": Reason.SUCCESS, "by": "an operator",
-                    "message": "because", "member": None,
-                },
-            ),
-        }  # fmt: skip
-        thing = type("Functions", (), {name: staticmethod(function) for name, (function, _) in made.items()})
-        yield Scene(thing, {name: arguments for name, (_, arguments) in made.items()}, close="")
-
-
 # --- the two sides of a job -------------------------------------------------------------------------------
 @contextlib.contextmanager
 def a_rollout() -> Iterator[Scene]:
@@ -277,10 +126,19 @@ def a_trainer() -> Iterator[Scene]:
     with served() as (ring, _, room, intact), contextlib.closing(MemoryQueue()) as tickets:
         trainer = Trainer(schemas=[SCHEMA], queue=tickets, wire={"tcp"})
 
+        def published() -> Any:
+            written = transport.packer.rollout.queued(ring.write(values()))
+            tickets.publish([written])
+            return written
+
         def claimed() -> Any:
-            tickets.publish([transport.packer.rollout.queued(ring.write(values()))])
+            written = published()
             trainer.cancel_prefetch()
-            return trainer.claim_tickets(1, 5.0)
+            while True:
+                [claim] = trainer.claim_tickets(1, 5.0)
+                if claim.ticket_id == written.id:
+                    return [claim]
+                tickets.discard(claim, "of an earlier call")  # whose payload may be gone
 
         def collected() -> FetchedBatch:
             trainer.start_prefetch(claimed())
@@ -293,7 +151,7 @@ def a_trainer() -> Iterator[Scene]:
             return {"timeout": 10.0}
 
         calls: Calls = {
-            "claim_tickets": lambda: (claimed(), {"n": 1, "timeout_s": 0.0, "policy_version": 1})[1],
+            "claim_tickets": lambda: (published(), {"n": 1, "timeout_s": 0.0, "policy_version": 1})[1],
             "consume": lambda: {"batch": collected()},
             "abandon": lambda: {"batch": collected(), "reason": "because"},
             "start_prefetch": lambda: {"items": claimed()},
@@ -305,8 +163,14 @@ def a_trainer() -> Iterator[Scene]:
             "payload_to_policy_input": lambda: {"payload": collected().items[0].payload, "*_": (), "**__": {}},
             "ucxx_statistics": nothing, "consumed_record": nothing, "close": nothing, "cleanup_ucxx_packer": nothing,
         }  # fmt: skip
+
+        def complete() -> None:
+            intact()
+            trainer.close()
+            assert tickets.depth().claimed == 0, "claims that the trainer does not know of"
+
         with contextlib.closing(trainer):
-            yield Scene(trainer, calls, intact, room=room)
+            yield Scene(trainer, calls, complete, room=room)
 
 
 @contextlib.contextmanager
@@ -373,7 +237,34 @@ SCENES: dict[str, Make] = {
     "transport.rendezvous.Keys": keys, "transport.cooldown.EpochRecord": an_epoch_record,
     "Schema": schemas, "Ticket": tickets, "Settings": settings, "transport.rendezvous.Rules": rules,
     "transport.rendezvous.ExitCodes": exit_codes, "constructors": constructors, "functions": functions,
+    "transport.ring.leases.WriteLease": further.of_a_ring(
+        WriteLease, "transport.ring.leases.WriteLease", lambda ring: ring.reserve({"tokens": 2})
+    ),
+    "transport.ring.leases.ReadLease": further.of_a_ring(
+        ReadLease, "transport.ring.leases.ReadLease", further.read_lease
+    ),
+    "transport.ring.claimed.ClaimedPayload": further.of_a_ring(
+        ClaimedPayload, "transport.ring.claimed.ClaimedPayload", further.claimed,
+        release=lambda: {"delay_s": 0.0},
+        discard=lambda: {"reason": "because", "consumer": "test", "how": "discarded"},
+    ),
+    "transport.ring.batches.PayloadBatch": further.of_a_ring(
+        PayloadBatch, "transport.ring.batches.PayloadBatch", further.claimed_batch
+    ),
+    "transport.joined": further.joined, "transport.packer.consumed_record.ConsumedRecord": further.consumed_record,
+    "transport.queue.group.GroupQueue": further.group_queue, "transport.store.directory.Directory": further.directory,
+    "transport.observe.metrics.Exporter": further.exporter, "transport.adapters": further.adapters,
+    "transport.weights": weights.weights_functions, "transport.weights.Admission": weights.admissions,
+    "transport.weights.Limits": weights.limits, "transport.weights.ReferenceWorker": weights.a_worker,
+    "transport.weights.Taker": weights.a_taker, "transport.weights.WeightUpdate": weights.a_manager,
+    "transport.weights.WeightUpdate, sharded": weights.a_sharded_manager,
+    "transport.weights.sharding.layouts.Layout": weights.layouts,
+    "transport.weights.sharding.shards": weights.shard_functions,
 }  # fmt: skip
+LOOPS = {title for title in SCENES if title.startswith("transport.weights.WeightUpdate")} | {
+    "UCXXClient", "transport.rendezvous.Rendezvous",
+}  # fmt: skip
+"""What belongs to a loop."""
 
 ENDS = {"close", "end", "aclose", "cleanup_ucxx", "cleanup_ucxx_packer"}
 """Calls that end what they are made on."""

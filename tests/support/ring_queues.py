@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -251,3 +252,33 @@ class RingConformance(QueueConformance):
     has_leases = False
     has_notices = False
     names_the_lost = False
+
+
+class Both:
+    """Places of rings that are mapped, and of rings that are only reached over the network, by prefix."""
+
+    directory = None
+
+    def __init__(self, mapped: str, served: str) -> None:
+        self.prefix = mapped
+        self._mapped, self._served = OnThisHost(mapped), OnThisHost(served)
+
+    def segments(self) -> Any:
+        return self._mapped.segments()
+
+    def served(self, mapped: Any) -> Any:
+        return self._served.served(mapped)
+
+    def close(self) -> None:
+        self._mapped.close()
+        self._served.close()
+
+
+def some(queue: TicketQueue, count: int) -> list[Claim]:
+    """So many claims, as they come."""
+    claims: list[Claim] = []
+    give_up = time.monotonic() + 15
+    while len(claims) < count:
+        assert time.monotonic() < give_up, f"only {len(claims)} came"
+        claims += queue.claim(count - len(claims), 1.0, consumer="test")
+    return claims

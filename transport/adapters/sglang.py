@@ -17,7 +17,9 @@ import msgspec
 import numpy as np
 
 from transport.devices.arrays import to_host
-from transport.errors import ProtocolError
+from transport.errors import ProtocolError, UsageError
+from transport.runtime.arguments import expect, whole
+from transport.runtime.explaining import explained
 from transport.weights.sharded.meeting import Meeting, Member, described
 
 
@@ -36,10 +38,17 @@ def address(meeting: Meeting, shards: str, version: int, **options: Any) -> np.n
 
     shards: "module:function" that exists in SGLang's workers. options: of `ShardEngine` there.
     """
-    text = msgspec.json.encode(_Address(meeting=meeting, shards=shards, version=version, options=options))
+    expect(meeting, Meeting, "meeting of address()", "a Meeting")
+    expect(shards, str, "shards of address()", "module:function, as text")
+    version = whole(version, "version of address()")
+    try:
+        text = msgspec.json.encode(_Address(meeting=meeting, shards=shards, version=version, options=options))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"address(): {error}: give what JSON can hold") from error
     return np.frombuffer(text, np.uint8).copy()
 
 
+@explained
 def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     """What SGLang calls. Raises ProtocolError for what is not our address, and what `Meeting.update` raises."""
     if len(named_tensors) != 1:

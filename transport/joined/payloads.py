@@ -20,6 +20,7 @@ from transport.client.payload import ReceivedPayload
 from transport.errors import InternalError, PayloadDamagedError, RankError, SchemaError, TransportError, UsageError
 from transport.joined.parents import FIELD, Parent, check_rank, parents_of
 from transport.ring.parts import field_names
+from transport.runtime.explaining import explained
 from transport.schema import Layout
 from transport.ticket import Ticket
 
@@ -290,6 +291,7 @@ async def join_to(client: UCXXClient, payload: ReceivedPayload, timeout: float |
         raise
 
 
+@explained
 def read_joined(
     client: BlockingClient,
     ticket: Ticket | str | bytes,
@@ -328,6 +330,7 @@ def read_joined(
         raise
 
 
+@explained
 async def join(
     client: UCXXClient,
     ticket: Ticket | str | bytes,

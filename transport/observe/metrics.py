@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from transport.errors import BusyPortError, MissingDependencyError, TransportErr
 from transport.observe.statistics import PackerStatistics
 from transport.queue.base import QueueDepth
 from transport.ring.buffer import SharedRingBuffer
+from transport.runtime.explaining import explained_calls
 from transport.runtime.installing import install
 
 if TYPE_CHECKING:
@@ -223,6 +225,7 @@ class Collector:
         yield from families.values()
 
 
+@explained_calls
 class Exporter:
     """An HTTP port that serves the metrics of the sources added to it.
 
@@ -242,6 +245,7 @@ class Exporter:
         self.collector = Collector()
         registry.register(self.collector)
         self._server, self._thread = _serve(prometheus, registry, port, bind)
+        self._process = os.getpid()
         self.port: int = self._server.server_port
         log.info("metrics on http://%s:%d/metrics", bind, self.port)
 
@@ -262,10 +266,12 @@ class Exporter:
         self.collector.add(("queue", name), lambda: queue_samples(name, depth()))
 
     def close(self) -> None:
-        """Close the port. Idempotent."""
-        self._server.shutdown()
+        """Close the port. Idempotent. In a forked child, which has no thread that serves, its descriptor alone."""
+        if self._process == os.getpid():
+            self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        if self._process == os.getpid():
+            self._thread.join()
 
     def __enter__(self) -> Self:
         return self

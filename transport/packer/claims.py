@@ -11,6 +11,7 @@ Methods block on the queue; the packer calls them from the trainer's thread or a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 
@@ -82,20 +83,35 @@ class ClaimBook:
                     "claim_tickets() needs policy_version=, because setup_ucxx_packer() was given max_policy_age"
                 )
             oldest = policy_version - self._max_policy_age
-        claims = self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest)
-        self._in_hand.update((claim.token, claim) for claim in claims)
-        return claims
+        claims: list[Claim] = []
+        try:
+            claims += self._queue.claim(n, timeout_s, rank=self._rank, consumer=self._consumer, oldest_version=oldest)
+            self._in_hand.update((claim.token, claim) for claim in claims)
+            return claims
+        except BaseException:  # an interrupt: no caller has these claims
+            with contextlib.suppress(TransportError):
+                self.give_back(claims, "the claim was interrupted")
+            raise
 
     def settle(self, items: list[FetchedItem]) -> list[FetchedItem]:
         """Acknowledge (or finish) the items' claims; returns the items that this trainer may train on."""
         claims = [item.claim for item in items if item.claim is not None]
         if self._queue is None or not claims:
             return items
-        accepted = self._queue.finish(claims) if self._ack == "on_arrival" else self._queue.ack_many(claims)
-        mine = {claim.token for claim in accepted}
+        asked = [item for item in items if item.claim is not None and item.mine is None]
+        if asked:
+            accepted: list[Claim] = []
+            ended = [item.claim for item in asked if item.claim is not None]
+            try:
+                accepted += self._queue.finish(ended) if self._ack == "on_arrival" else self._queue.ack_many(ended)
+                _note(asked, accepted)
+                self.counts["lost_claims"] += len(asked) - sum(item.mine is True for item in asked)
+            except BaseException:  # an interrupt: the repeated call does not ask again
+                if accepted:
+                    _note(asked, accepted)
+                raise
         self._let_go(claims)
-        self.counts["lost_claims"] += len(claims) - len(mine)
-        return [item for item in items if item.claim is None or item.claim.token in mine]
+        return [item for item in items if item.claim is None or item.mine]
 
     @staticmethod
     def to_report(batch: FetchedBatch) -> bool:
@@ -107,23 +123,32 @@ class ClaimBook:
         if batch.reported:
             return
         for item in batch.items:
-            self.counts["duplicates"] += item.duplicate
-            if item.error is not None:
-                self.counts["failed"] += 1
-                self.counts["stale"] += isinstance(item.error, StaleSlotError)
-                log.warning(
-                    "payload %s was not read: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error)
-                )
+            if not item.counted:
+                item.counted = True
+                self._count(item)
             if self._queue is None or item.claim is None or item.payload is not None:
                 continue
-            self._let_go([item.claim])
-            if item.error is None:
-                self._queue.ack(item.claim)  # already trained on; no other trainer may get it
-            elif item.error.unreadable:
-                self._queue.discard(item.claim, f"{type(item.error).__name__}: {item.error}")
-            else:
-                self._queue.retry(item.claim, self._retry_delay_s, str(item.error))
+            try:
+                self._let_go([item.claim])
+                if item.error is None:
+                    self._queue.ack(item.claim)  # already trained on; no other trainer may get it
+                elif item.error.unreadable:
+                    self._queue.discard(item.claim, f"{type(item.error).__name__}: {item.error}")
+                else:
+                    self._queue.retry(item.claim, self._retry_delay_s, str(item.error))
+            except Exception:
+                raise
+            except BaseException:  # an interrupt: the repeated call ends it, or the trainer gives it back
+                self._in_hand[item.claim.token] = item.claim
+                raise
         batch.reported = True
+
+    def _count(self, item: FetchedItem) -> None:
+        self.counts["duplicates"] += item.duplicate
+        if item.error is not None:
+            self.counts["failed"] += 1
+            self.counts["stale"] += isinstance(item.error, StaleSlotError)
+            log.warning("payload %s was not read: %s: %s", item.ticket.name, type(item.error).__name__, str(item.error))
 
     def report_arrivals(self, batch: FetchedBatch) -> None:
         """With ack="on_arrival": report collected payloads as arrived, first to the queue, then to the rings.
@@ -147,13 +172,18 @@ class ClaimBook:
     def give_back(self, claims: Iterable[Claim], reason: str) -> None:
         """Return unused claims to the queue."""
         claims = list(claims)
+        given = 0
         try:
-            for claim in claims:  # one after the other, so that an interrupt leaves the rest to the next call
+            for claim in claims:
                 self._let_go([claim])
                 if self._queue is not None and self._queue.retry(claim, 0.0, reason):
                     self.counts["returned"] += 1
+                given += 1
         except Exception:
             self._let_go(claims)  # their leases end
+            raise
+        except BaseException:  # an interrupt leaves the rest to the next call
+            self._in_hand.update((claim.token, claim) for claim in claims[given:])
             raise
 
     def _let_go(self, claims: list[Claim]) -> None:
@@ -180,3 +210,9 @@ class ClaimBook:
                 log.warning(
                     "%d claims are lost: their leases ended before they were renewed", len(lost & self._in_hand.keys())
                 )
+
+
+def _note(asked: list[FetchedItem], accepted: list[Claim]) -> None:
+    mine = {claim.token for claim in accepted}
+    for item in asked:
+        item.mine = item.claim is not None and item.claim.token in mine

@@ -12,10 +12,12 @@ import msgspec
 
 from transport.errors import UsageError
 from transport.runtime.decoders import ready
+from transport.runtime.explaining import explained_calls
 from transport.settings import DEFAULTS, Settings
 
 GENERATION_BITS = 30
 _GENERATIONS = 1 << GENERATION_BITS
+_MOST = 1 << 63  # what a checkpoint can hold
 
 STORED_VERSION = 1
 
@@ -30,6 +32,7 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 ready(_Stored)
 
 
+@explained_calls
 class ConsumedRecord:
     """(ring, slot, rank) → highest generation consumed.
 
@@ -53,6 +56,12 @@ class ConsumedRecord:
 
     def accept(self, ring: str, slot: int, generation: int, rank: int) -> bool:
         """Record the payload as consumed. False, without a change, if it or a later one of its slot is recorded."""
+        if type(ring) is not str or any(type(number) is not int for number in (slot, generation, rank)):
+            raise TypeError("a payload is a ring's id and three whole numbers")  # `explained` says which is not
+        if not ring.isascii():
+            raise UsageError(f"ring={ring!a:.80}: give the ring's id, as its tickets have it")
+        if not (0 <= slot < _MOST and 0 <= generation < _MOST and 0 <= rank < _MOST):
+            raise UsageError(f"slot={slot}, generation={generation}, rank={rank}: give 0 to 2**63 - 1")
         slots = self._rings.setdefault(ring, {})
         self._rings.move_to_end(ring)
         if len(self._rings) > self._most_rings:

@@ -37,7 +37,7 @@ from transport.packer.consumed_record import ConsumedRecord
 from transport.packer.fetching import Fetching
 from transport.packer.joining import join_one
 from transport.packer.options import ClientOptions, check_options
-from transport.packer.prefetch import FetchedBatch, FetchedItem
+from transport.packer.prefetch import FetchedBatch, FetchedItem, item_of_no_batch
 from transport.packer.session import PackerSession, TicketLike, check_shared, open_session, resolved
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
@@ -171,9 +171,13 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             raise UsageError("this batch was already consumed")
         packer.claims.report(batch)
         packer.claims.report_arrivals(batch)
-        trainable = packer.settle([item for item in batch.items if item.payload is not None])
-        batch.consumed = True  # last, so that a call that raised can be repeated
-        return trainable
+        trainable = packer.settle([item for item in batch.items if item.payload is not None and not item.handed])
+        try:
+            batch.consumed = True  # last, so that a call that raised can be repeated
+            return trainable
+        except BaseException:  # an interrupt: the repeated call returns them
+            batch.consumed = False
+            raise
 
     def abandon(self, batch: FetchedBatch, reason: str = "abandoned by the trainer") -> None:
         """Give up a collected batch: payloads remain in their rings, and other trainers can claim them."""
@@ -268,10 +272,12 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         packer = self._packer
         ticket, claim = resolved(item)
         payload = packer.trained.get(ticket.identity)
-        if payload is None:
-            fetched = packer.collected.get(ticket.identity)
+        if payload is not None:
+            return self.payload_to_policy_input(payload, *arguments, **named)
+        fetched = packer.collected.get(ticket.identity)
+        try:
             if fetched is None:
-                fetched = FetchedItem(ticket, claim)
+                fetched = item_of_no_batch(ticket, claim)
                 packer.thread.run(_taken_in(packer, fetched))
                 deadline = Deadline.after(packer.settings.batch_deadline_s, time.monotonic())
                 try:
@@ -285,11 +291,19 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
                     fetched.error = error
                     packer.claims.report(FetchedBatch([fetched]))  # otherwise its claim is renewed for ever
                     raise
+            if fetched.alone:
+                packer.claims.report_arrivals(FetchedBatch([fetched]))
             consumed = packer.settle([fetched])
             if not consumed:
                 raise StaleSlotError(f"payload {ticket.name} was already consumed, or another trainer has claimed it")
-            payload = consumed[0]
-        return self.payload_to_policy_input(payload, *arguments, **named)
+            given = self.payload_to_policy_input(consumed[0], *arguments, **named)
+            fetched.handed = True
+            return given
+        except BaseException as error:
+            if fetched is not None and fetched.payload is not None and not isinstance(error, Exception):
+                fetched.handed = False
+                packer.collected[ticket.identity] = fetched  # an interrupt: the repeated call has it
+            raise
 
     @explained
     def payload_to_policy_input(self, payload: ReceivedPayload, *_: Any, **__: Any) -> Any:

@@ -103,6 +103,13 @@ class FetchedItem:
     payload: ReceivedPayload | None = None
     error: TransportError | None = None
     duplicate: bool = False  # already consumed here, so not fetched
+    alone: bool = field(default=False, init=False, repr=False)  # of no batch
+    # What a call that was interrupted had found out; a repeated one goes on from there.
+    counted: bool = field(default=False, init=False, repr=False)  # its failure
+    mine: bool | None = field(default=None, init=False, repr=False)  # the queue accepted the claim's end
+    fresh: bool | None = field(default=None, init=False, repr=False)  # the record did not have it
+    settled: bool = field(default=False, init=False, repr=False)
+    handed: bool = field(default=False, init=False, repr=False)  # as a policy's input, which its batch then lacks
 
 
 @dataclass(slots=True)
@@ -153,3 +160,10 @@ class FetchedBatch:
         """Drop every payload without acknowledging what is not acknowledged."""
         for payload in self.payloads:
             payload.release()
+
+
+def item_of_no_batch(ticket: Ticket, claim: Claim | None) -> FetchedItem:
+    """What `get_policy_input` reads by itself."""
+    item = FetchedItem(ticket, claim)
+    item.alone = True
+    return item

@@ -125,19 +125,25 @@ class PackerSession:
         return came is not None
 
     def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
-        """Consume: first the queue, then the record, then the rings. Returns the payloads to train on."""
+        """Consume: first the queue, then the record, then the rings. Returns the payloads to train on.
+
+        An interrupted call that is repeated with the same items returns what the first one would have.
+        """
         trainable = []
         for item in self.claims.settle(items):
             if item.payload is None:
                 continue
-            ring, slot, generation = item.ticket.identity
-            if self.record.accept(ring, slot, generation, self.rank_of(item)):
+            identity = (*item.ticket.identity, self.rank_of(item))
+            if item.fresh is None:
+                item.fresh = not self.record.contains(*identity)
+            self.record.accept(*identity)  # after an interrupt once more, to no effect
+            if item.fresh:
                 trainable.append(item.payload)
                 self.trained[item.ticket.identity] = item.payload
-            else:
-                self.claims.counts["duplicates"] += 1
             item.payload.ack()
-        self.consumed += len(trainable)
+            if not item.settled:  # both in one statement, which no interrupt divides
+                self.consumed, item.settled = self.consumed + item.fresh, True
+                self.claims.counts["duplicates"] += not item.fresh
         for item in items:
             self.collected.pop(item.ticket.identity, None)
         return trainable

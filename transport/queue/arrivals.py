@@ -73,7 +73,8 @@ class Arrivals:
         with self._lock:
             for token in used:
                 if token in self._arrived:
-                    ended[token] = self._arrived.pop(token)
+                    ended[token] = self._arrived[token]
+                    del self._arrived[token]  # second: an interrupt between the two loses nothing
 
     def put_back(self, ended: Mapping[str, Arrived]) -> None:
         """No caller knows of their end."""

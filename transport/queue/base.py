@@ -207,7 +207,8 @@ class TicketQueue(abc.ABC):
 
         With ``trained=False`` it is recorded as arrived, keeps its lease, and needs ``finish`` later.
         """
-        return bool(self.ack_many([claim], trained=trained))
+        # No call as bool() after it: an interrupt that comes at its end would lose the answer.
+        return self.ack_many([claim], trained=trained) != []
 
     @abc.abstractmethod
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:

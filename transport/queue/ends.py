@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
@@ -14,6 +15,7 @@ from transport.queue.demands import Brought
 from transport.taking.batch import Rows, Verdicts
 from transport.wire.frames import Ended
 
+_MOST_UNSAID: Final = 4096  # claims whose ends were interrupted; hardly any, and most are asked about again at once
 UNTRAINED: Final = {"discarded": Ended.DISCARDED, "dead": Ended.DEAD, "aged": Ended.AGED}
 
 
@@ -143,3 +145,53 @@ class Answers:
                         self._ended(claim, brought, said)
                     if said is not None and not given_up:
                         self._said[key] = said
+
+
+class Unsaid:
+    """Ends that were accepted, and whose callers were interrupted before they knew. Any thread."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[str, str], None] = {}  # token, and what it became; the oldest first
+
+    def ended(
+        self,
+        claims: Sequence[Claim],
+        what: str,
+        end: Callable[[list[Claim], list[Claim]], object],
+        then: Callable[[list[Claim]], object] = lambda _: None,
+    ) -> list[Claim]:
+        """Those of ``claims`` that became ``what``, each once, in their order. To be called last, without a decorator.
+
+        Args:
+            end: gets those that no interrupted call has ended already, and adds what was accepted to its second
+                argument: in one call of what is not Python, so that no interrupt comes between an end and its record.
+            then: gets all that were accepted; may be called twice with the same.
+        """
+        accepted: list[Claim] = []
+        try:
+            known = {claim.token: claim for claim in claims if (claim.token, what) in self._ends} if self._ends else {}
+            accepted += known.values()
+            end([claim for claim in claims if claim.token not in known] if known else list(claims), accepted)
+            then(accepted)
+            ordered = in_order(claims, accepted)
+            for token in known:
+                self._ends.pop((token, what), None)
+            return ordered
+        except BaseException as error:
+            if not isinstance(error, Exception):  # an interrupt: the call that is repeated gets them
+                self._ends.update(dict.fromkeys((claim.token, what) for claim in accepted))
+                while len(self._ends) > _MOST_UNSAID:
+                    del self._ends[next(iter(self._ends))]
+                then(accepted)
+            raise
+
+
+def in_order(claims: Sequence[Claim], kept: Sequence[Claim]) -> list[Claim]:
+    """``kept`` in the order of ``claims``; a claim may be given twice, and was accepted once."""
+    left = Counter(id(claim) for claim in kept)
+    ordered = []
+    for claim in claims:
+        if left[id(claim)]:
+            left[id(claim)] -= 1
+            ordered.append(claim)
+    return ordered

@@ -14,10 +14,10 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 from transport.config import configuration, lease_or_configured
 from transport.errors import ClosedError, TransportError
@@ -34,6 +34,7 @@ from transport.queue.base import (
     TicketQueue,
 )
 from transport.queue.demands import Brought, Place
+from transport.queue.ends import Unsaid, in_order
 from transport.queue.found_elsewhere import FoundElsewhere
 from transport.queue.found_here import FoundHere
 from transport.queue.looks import depth_of, failures_of, known_of, unfinished_of
@@ -41,9 +42,9 @@ from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotice
 from transport.queue.places import OnThisHost, Places
 from transport.ring.buffer import SharedRingBuffer
 from transport.runtime.arguments import expect
-from transport.runtime.explaining import explained_calls
+from transport.runtime.explaining import checked, explained_calls
 from transport.store.base import Store
-from transport.taking.batch import Verdicts
+from transport.taking.batch import TakenBatch, Verdicts
 from transport.taking.batches import TakenPayloads
 from transport.ticket import Ticket
 
@@ -90,6 +91,8 @@ class FoundRings(TicketQueue):
         wires = configuration().wires
         self._here.only((), mapped=not wires or "mapped" in wires, carries=not wires or set(wires) != {"mapped"})
         self._elsewhere = FoundElsewhere(self._here.served, max_deliveries, self._here.queue.bell.ring)
+        self._unsaid = Unsaid()
+        self._verdicts: WeakKeyDictionary[TakenBatch, Verdicts] = WeakKeyDictionary()  # not told: interrupted
         self._look_at = 0.0
         self._closed = threading.Event()
         self._turns = itertools.count()  # of rings here and elsewhere, which are asked first in turn
@@ -123,6 +126,7 @@ class FoundRings(TicketQueue):
         self._check_open()
         return self._here.queue.publish(tickets, readers=readers, policy_version=policy_version)
 
+    @checked
     def claim(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
@@ -169,10 +173,8 @@ class FoundRings(TicketQueue):
         rung = self._here.queue.bell.rung if here and elsewhere else None
 
         def of_this_host(wait_s: float) -> None:
-            claims.extend(
-                self._here.queue.claim_or_wake(
-                    n - len(claims), wait_s, rung, rank=rank, consumer=consumer, oldest_version=oldest_version
-                )
+            self._here.queue.claim_or_wake(
+                n, wait_s, rung, rank=rank, consumer=consumer, oldest_version=oldest_version, into=claims
             )
 
         if here and elsewhere and next(self._turns) % 2:
@@ -192,6 +194,7 @@ class FoundRings(TicketQueue):
                 with contextlib.suppress(TransportError):
                     self._here.queue.retry(claim)
 
+    @checked
     def take(self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0) -> Brought | None:
         """A batch from one ring elsewhere as it came, without a `Claim` for each payload; see `consume`."""
         arguments.claimable(n, rank)
@@ -208,14 +211,22 @@ class FoundRings(TicketQueue):
             else:
                 self._closed.wait(min(left_s, _SLICE_S))
 
+    @checked
     def consume(self, brought: Brought) -> Verdicts:
         """Say that a whole batch of `take` was used: which payloads were accepted. Drop what was made of the others.
 
         After an interrupt the repeated call has the answer of the first.
         """
-        verdicts = self._consumed(brought, None).result()
-        self._elsewhere.told(brought)
-        return verdicts
+        verdicts = self._verdicts.get(brought.batch)
+        if verdicts is None:
+            verdicts = self._consumed(brought, None).result()
+        try:
+            self._verdicts.pop(brought.batch, None)
+            self._elsewhere.told(brought)
+            return verdicts
+        except BaseException:
+            self._verdicts[brought.batch] = verdicts
+            raise
 
     def consume_soon(self, brought: Brought, payloads: TakenPayloads | None = None) -> Future[Verdicts]:
         """`consume` without waiting: the next batch may be taken while the answer of this one is on its way.
@@ -260,24 +271,34 @@ class FoundRings(TicketQueue):
             return listed, []
         return [claim for claim in listed if not self._elsewhere.holds(claim)], elsewhere
 
+    @checked
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
         """See `TicketQueue.ack_many`. The slot is free with it, also of what has only arrived."""
-        here, elsewhere = self._apart(claims, "ack")
-        if not elsewhere:
-            return self._here.queue.ack_many(here, trained=trained) if here else []
-        # Elsewhere first: interrupted there, the repeated call gets the same answers.
-        if not here:
-            return self._elsewhere.ack_many(elsewhere, trained=trained)
-        accepted = self._elsewhere.ack_many(elsewhere, trained=trained)
-        return _in_order(claims, [*accepted, *self._here.queue.ack_many(here, trained=trained)])
+        claims = arguments.held(claims, "ack")
 
+        def end(claims: list[Claim], accepted: list[Claim]) -> None:
+            here, elsewhere = self._apart(claims, "ack")
+            if elsewhere:
+                accepted += self._elsewhere.ack_many(elsewhere, trained=trained)
+            if here:
+                accepted += self._here.queue.ack_many(here, trained=trained)
+
+        return self._unsaid.ended(claims, "done" if trained else "arrived", end)
+
+    @checked
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.finish`."""
-        here, elsewhere = self._apart(claims, "finish")
-        if not here:
-            return self._elsewhere.finish(elsewhere)
-        return _in_order(claims, [*self._elsewhere.finish(elsewhere), *self._here.queue.finish(here)])
+        claims = arguments.held(claims, "finish")
 
+        def end(claims: list[Claim], accepted: list[Claim]) -> None:
+            here, elsewhere = self._apart(claims, "finish")
+            accepted += self._elsewhere.finish(elsewhere)
+            if here:
+                accepted += self._here.queue.finish(here)
+
+        return self._unsaid.ended(claims, "finished", end)
+
+    @checked
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """See `TicketQueue.retry`."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
@@ -285,6 +306,7 @@ class FoundRings(TicketQueue):
             return self._elsewhere.retry(claim, delay_s, reason)
         return self._here.queue.retry(claim, delay_s, reason)
 
+    @checked
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`. A ring elsewhere records the reason, too."""
         arguments.given_back(claim, 0.0, reason, "discard")
@@ -296,7 +318,7 @@ class FoundRings(TicketQueue):
         """See `TicketQueue.renew`."""
         here, elsewhere = self._apart(claims, "renew")
         kept = [*self._here.queue.renew(here), *(claim for claim in elsewhere if self._elsewhere.renew(claim))]
-        return _in_order(claims, kept)
+        return in_order(claims, kept)
 
     # --- looking --------------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
@@ -357,13 +379,3 @@ class FoundRings(TicketQueue):
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise ClosedError("the queue is closed")
-
-
-def _in_order(claims: Sequence[Claim], kept: Sequence[Claim]) -> list[Claim]:
-    left = Counter(id(claim) for claim in kept)  # a claim may be given twice, and was accepted once
-    ordered = []
-    for claim in claims:
-        if left[id(claim)]:
-            left[id(claim)] -= 1
-            ordered.append(claim)
-    return ordered

@@ -18,10 +18,13 @@ A client reads these tickets with ``ack="manual"``: here the queue's ack is the 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import operator
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from typing import Final, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NoReturn
 
 from transport import _ring as _native
 from transport.errors import (
@@ -43,10 +46,12 @@ from transport.queue.base import (
     QueuedTicket,
     TicketQueue,
 )
+from transport.queue.ends import Unsaid
 from transport.queue.looks import Place, depth_of, failures_of, known_of, place_of, unfinished_of
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.claimed import ClaimedPayload
-from transport.runtime.explaining import explained_calls
+from transport.runtime.arguments import expect
+from transport.runtime.explaining import checked, explained_calls
 from transport.settings import DEFAULTS
 
 _SLICE_S: Final = 0.1  # interval of checks for a closed queue, and for changes without a wake-up
@@ -83,6 +88,7 @@ class RingQueue(TicketQueue):
         self._rings: dict[str, SharedRingBuffer] = {}  # replaced, never changed
         self.bell = _native.Bell()
         self._turn = 0
+        self._unsaid = Unsaid()
         self._closed = False
         for ring in rings:
             self.add(ring)
@@ -130,26 +136,50 @@ class RingQueue(TicketQueue):
             found += info.generation == generation and info.state in (_native.READY, _native.READING)
         return found
 
+    @checked
     def claim(
         self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0, consumer: str, oldest_version: int | None = None
     ) -> list[Claim]:
         """See `TicketQueue.claim`. Of several rings each is the first in turn; in each the oldest come first."""
-        return self.claim_or_wake(n, timeout_s, None, rank=rank, consumer=consumer, oldest_version=oldest_version)
+        claims: list[Claim] = []
+        try:
+            self.claim_or_wake(
+                n, timeout_s, None, rank=rank, consumer=consumer, oldest_version=oldest_version, into=claims
+            )
+            return claims
+        except BaseException:  # an interrupt: no caller has these claims
+            for claim in claims:
+                with contextlib.suppress(TransportError):
+                    self.retry(claim)
+            raise
 
     def claim_or_wake(
-        self, n: int, timeout_s: float, rung: int | None, *, rank: int | str, consumer: str, oldest_version: int | None
-    ) -> list[Claim]:
-        """`claim`, which also ends when `bell` has rung since ``rung`` (None: it does not)."""
+        self,
+        n: int,
+        timeout_s: float,
+        rung: int | None,
+        *,
+        rank: int | str,
+        consumer: str,
+        oldest_version: int | None,
+        into: list[Claim],
+    ) -> None:
+        """`claim`, which also ends when `bell` has rung since ``rung`` (None: it does not).
+
+        ``into`` grows as they are claimed, to ``n`` with what it has already. Where this raises, what it has is the
+        caller's all the same.
+        """
         n, timeout_s, rank, oldest_version = arguments.claimed_by_name(n, timeout_s, rank, consumer, oldest_version)
+        expect(into, list, "into of claim_or_wake()", "a list, which grows")
         give_up = time.monotonic() + timeout_s
         while True:
             self._check_open()
             rings = list(self._rings.values())
             seen = [ring.native.published_event() for ring in rings if not ring.native.closed]
-            claims = self._try_claim(rings, n, rank, consumer, oldest_version)
+            self._try_claim(into, rings, n, rank, consumer, oldest_version)
             left_s = give_up - time.monotonic()
-            if claims or left_s <= 0 or rung not in (None, self.bell.rung):
-                return claims
+            if into or left_s <= 0 or rung not in (None, self.bell.rung):
+                return
             self._wait(rings, seen, min(left_s, self._due_s(rings, rank), _SLICE_S), rung)
 
     def check_name(self, consumer: str) -> None:
@@ -159,38 +189,45 @@ class RingQueue(TicketQueue):
                 ring.rank_of(consumer)
 
     def _try_claim(
-        self, rings: list[SharedRingBuffer], n: int, rank: int | str, consumer: str, oldest_version: int | None
-    ) -> list[Claim]:
-        claimed: list[Claim] = []
+        self,
+        claims: list[Claim],
+        rings: list[SharedRingBuffer],
+        n: int,
+        rank: int | str,
+        consumer: str,
+        oldest_version: int | None,
+    ) -> None:
         ranks = {ring.ring_id: ring.rank_of(rank) for ring in rings if not ring.native.closed}  # before any is claimed
         self._turn += 1  # of no consequence if two threads read the same
         for at in range(len(rings)):
-            if len(claimed) == n:
+            if len(claims) == n:
                 break
             ring = rings[(self._turn + at) % len(rings)]
             if ring.native.closed:
                 self.remove(ring)
                 continue
+            taken: list[ClaimedPayload] = []
             try:
-                taken = ring.claim(
-                    n - len(claimed),
+                taken += ring.claim(
+                    n - len(claims),
                     rank=ranks.get(ring.ring_id, 0),
                     oldest_version=oldest_version,
                     max_deliveries=self._max_deliveries,
                     consumer=consumer,
                     most_held_s=self._most_held_s,
                 )
+                claims += [_claim_of(each, consumer) for each in taken]
+                taken = []
             except TransportError:
-                if not claimed:
+                if not claims:
                     raise
                 break  # the next call meets it again: what was claimed of other rings is the caller's
             except BaseException:  # an interrupt: no caller has these claims
-                for claim in claimed:
-                    with contextlib.suppress(TransportError):
-                        self.retry(claim)
+                known = {claim.ticket_id for claim in claims}
+                for each in taken:
+                    if each.name not in known and not ring.native.closed:
+                        ring.native.give_back(each.id)
                 raise
-            claimed += [_claim_of(each, consumer) for each in taken]
-        return claimed
 
     @staticmethod
     def _due_s(rings: list[SharedRingBuffer], rank: int | str) -> float:
@@ -206,54 +243,78 @@ class RingQueue(TicketQueue):
             time.sleep(min(timeout_s, _SLICE_S))  # no ring, or one of them is just gone
 
     # --- ends of a claim -------------------------------------------------------------------------
+    @checked
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
         """See `TicketQueue.ack_many`. The slot is free with it, also of what has only arrived."""
         self._check_open()
-        by_ring: dict[str, list[Claim]] = {}
-        for claim in claims:
-            by_ring.setdefault(_ring_of(claim), []).append(claim)
-        accepted: list[Claim] = []
-        for ring_id, of_ring in by_ring.items():
-            ring = self._rings.get(ring_id)
-            if ring is None or ring.native.closed:
-                continue
-            kept = ring.native.finish_all([_id_of(claim) for claim in of_ring], arrived=not trained)
-            accepted += [claim for claim, held in zip(of_ring, kept, strict=True) if held]
-        by_position = {id(claim): at for at, claim in enumerate(claims)}  # a claim given twice was accepted once
-        ours = sorted(accepted, key=lambda claim: by_position[id(claim)])
-        if not trained:
-            with self._lock:
-                for claim in ours:
-                    _arrived_of(self._rings[_ring_of(claim)]).add(_delivery(claim))
-        return ours
+        claims = arguments.held(claims, "ack")
 
-    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
-        """See `TicketQueue.finish`."""
-        self._check_open()
-        ours = []
+        def end(claims: list[Claim], accepted: list[Claim]) -> None:
+            by_ring: dict[str, list[Claim]] = {}
+            for claim in claims:
+                by_ring.setdefault(_ring_of(claim), []).append(claim)
+            for ring_id, of_ring in by_ring.items():
+                ring = self._rings.get(ring_id)
+                if ring is not None and not ring.native.closed:
+                    finish = functools.partial(ring.native.finish_all, arrived=not trained)
+                    answers = map(finish, ([_id_of(claim) for claim in of_ring],))
+                    accepted.extend(itertools.compress(of_ring, itertools.chain.from_iterable(answers)))
+
+        if trained:
+            return self._unsaid.ended(claims, "done", end)
+        return self._unsaid.ended(claims, "arrived", end, functools.partial(self._note, set.add))
+
+    def _note(self, change: Callable[[set[Any], Any], object], claims: list[Claim]) -> None:
+        """Add them to what has arrived, or take them out."""
         with self._lock:
             for claim in claims:
                 ring = self._rings.get(_ring_of(claim))
-                if ring is None or ring.native.closed or _delivery(claim) not in _arrived_of(ring):
-                    continue
-                _arrived_of(ring).remove(_delivery(claim))
-                ring.native.trained(claim.rank, 1)
-                ours.append(claim)
-        return ours
+                if ring is not None:
+                    change(_arrived_of(ring), _delivery(claim))
 
+    @checked
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.finish`."""
+        self._check_open()
+        claims = arguments.held(claims, "finish")
+
+        def end(claims: list[Claim], accepted: list[Claim]) -> None:
+            with self._lock:
+                for claim in claims:
+                    ring = self._rings.get(_ring_of(claim))
+                    if ring is None or ring.native.closed or _delivery(claim) not in _arrived_of(ring):
+                        continue
+                    counted = map(operator.is_, map(ring.native.trained, (claim.rank,), (1,)), (None,))
+                    accepted.extend(itertools.compress((claim,), counted))
+                    _arrived_of(ring).discard(_delivery(claim))
+
+        return self._unsaid.ended(claims, "finished", end, functools.partial(self._note, set.discard))
+
+    @checked
     def retry(self, claim: Claim, delay_s: float = 0.0, reason: str = "") -> bool:
         """See `TicketQueue.retry`."""
-        ring = self._ring(claim)
-        if ring is None:
-            return False
+        delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         if claim.attempts >= self._max_deliveries:
-            return ring.native.end(_id_of(claim), "dead", reason, consumer_of(claim))
-        return ring.native.give_back(_id_of(claim), delay_s)
+            return self._end(claim, "dead", lambda ring: ring.native.end, "dead", reason, consumer_of(claim))
+        return self._end(claim, "retried", lambda ring: ring.native.give_back, delay_s)
 
+    @checked
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`."""
+        arguments.given_back(claim, 0.0, reason, "discard")
+        return self._end(claim, "discarded", lambda ring: ring.native.end, "discarded", reason, consumer_of(claim))
+
+    def _end(
+        self, claim: Claim, what: str, how: Callable[[SharedRingBuffer], Callable[..., bool]], *arguments: Any
+    ) -> bool:
         ring = self._ring(claim)
-        return ring is not None and ring.native.end(_id_of(claim), "discarded", reason, consumer_of(claim))
+
+        def end(claims: list[Claim], accepted: list[Claim]) -> None:
+            if ring is not None:
+                answers = map(how(ring), map(_id_of, claims), *((each,) for each in arguments))
+                accepted.extend(itertools.compress(claims, answers))
+
+        return self._unsaid.ended([claim], what, end) != []  # bool() would be a call, after which an interrupt may come
 
     def renew(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.renew`. What has arrived stays so without it."""

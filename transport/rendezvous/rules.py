@@ -39,6 +39,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         grow: a spare ends a round that has fewer than ``most`` members, so that the next one has it as well.
         settle_s: a later round than the first closes its gate when no member is missing that is known to be alive, and
             it has been open for so long. None: ``last_call_s`` counts in every round.
+        host_poll_least_s, host_poll_most_s: shortest and longest time between two looks of the host at all members; in
+            between it is longer the more members there are.
         done_stays: work that was reported as done stays done when its member ends. Such a member does not come back.
     """
 

@@ -22,7 +22,7 @@ from transport.ring.leases import ReadLease
 from transport.ring.life import RingLife
 from transport.ring.states import named
 from transport.runtime.arguments import expect
-from transport.runtime.explaining import explained
+from transport.runtime.explaining import explain, explained
 from transport.ticket import Ticket
 
 log = logging.getLogger(__name__)
@@ -129,8 +129,7 @@ class RingReading(RingLife):
         return self._call(self.native.discard, ticket.slot, ticket.generation)
 
     # --- the ring as the queue ------------------------------------------------------------------------
-    @explained
-    def claim(
+    def claim(  # not decorated: an interrupt between it and its decorator would lose the claims
         self,
         n: int = 1,
         timeout_s: float = 0.0,
@@ -155,18 +154,18 @@ class RingReading(RingLife):
             consumer: names the claimer in reports of failures.
             most_held_s: end others' claims that were not renewed for so long; their holders are refused. 0: never.
         """
-        rank = self.rank_of(rank)
-        if n < 1:
-            raise UsageError(f"n={n}; a claim is of at least one payload")
-        if not 0 <= rank < MAX_READERS:
-            raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
         held: list[_ring.ClaimId] = []
         try:
+            found = self.rank_of(rank)
+            if n < 1:
+                raise UsageError(f"n={n}; a claim is of at least one payload")
+            if not 0 <= found < MAX_READERS:
+                raise RankError(f"rank {rank}; a payload is written for ranks 0..{MAX_READERS - 1}")
             claims = self._call(
                 self.native.claim,
                 n,
                 timeout_s,
-                rank=rank,
+                rank=found,
                 most_bytes=_ANY_SIZE if most_bytes is None else most_bytes,
                 oldest_version=_ring.NO_VERSION if oldest_version is None else oldest_version,
                 most_attempts=min(max_deliveries, _ring.MAX_ATTEMPTS),
@@ -175,9 +174,14 @@ class RingReading(RingLife):
                 into=held,
             )
             return [ClaimedPayload(self, claim) for claim in claims]
-        except BaseException:  # an interrupt may come when they are claimed already
+        except BaseException as error:  # an interrupt may come when they are claimed already
             for claim in held if not self.native.closed else ():
                 self.native.give_back(claim)
+            named = {
+                "rank": rank, "most_bytes": most_bytes, "oldest_version": oldest_version,
+                "max_deliveries": max_deliveries, "consumer": consumer, "most_held_s": most_held_s,
+            }  # fmt: skip
+            explain(RingReading.claim, (self, n, timeout_s), named, error)
             raise
 
     @explained

@@ -27,6 +27,7 @@ C = TypeVar("C", bound=type)
 
 _OWN: Final = (TypeError, AttributeError, ValueError, KeyError, IndexError, OverflowError)
 _LARGEST: Final = 2**63
+_CHECKED: Final[set[Any]] = set()
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
@@ -38,7 +39,7 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
             try:
                 return await function(*arguments, **named)
             except _OWN as error:
-                _explain(function, arguments, named, error)
+                explain(function, arguments, named, error)
                 raise
 
         return typing.cast("Callable[P, R]", awaited)
@@ -48,10 +49,20 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         try:
             return function(*arguments, **named)
         except _OWN as error:
-            _explain(function, arguments, named, error)
+            explain(function, arguments, named, error)
             raise
 
     return called
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Marks a method that checks its arguments itself; `explained_calls` leaves it as it is.
+
+    For what returns claims or answers: before Python 3.12 an interrupt between such a call and the return of its
+    decorator would lose them, and no code of the method could know.
+    """
+    _CHECKED.add(function)
+    return function
 
 
 def explained_calls(kind: C) -> C:
@@ -59,16 +70,18 @@ def explained_calls(kind: C) -> C:
     for name, member in list(vars(kind).items()):
         if name != "__init__" and (name.startswith("_") or inspect.isgeneratorfunction(member)):
             continue
-        if isinstance(member, classmethod):
-            setattr(kind, name, classmethod(explained(member.__func__)))
+        if isinstance(member, types.FunctionType) and member in _CHECKED:
+            continue
+        if isinstance(member, classmethod | staticmethod):
+            setattr(kind, name, type(member)(explained(member.__func__)))
         elif isinstance(member, types.FunctionType) and not inspect.isasyncgenfunction(member):
             setattr(kind, name, explained(member))
     return kind
 
 
-def _explain(function: Callable[..., Any], arguments: Any, named: Any, error: Exception) -> None:
+def explain(function: Callable[..., Any], arguments: Any, named: Any, error: BaseException) -> None:
     """Raise UsageError for the first argument that does not fit; return where all do, or where the error is ours."""
-    if isinstance(error, TransportError):
+    if isinstance(error, TransportError) or not isinstance(error, _OWN):
         return
     signature = inspect.signature(function)
     try:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Awaitable, Collection, Iterable
 from typing import Generic, Protocol, TypeVar
 
 from transport.client.client import UCXXClient
-from transport.errors import WeightsTimeoutError
+from transport.errors import ClosedError, WeightsTimeoutError
 from transport.weights.options import EngineOptions
 from transport.weights.transfer.bucket_sender import BucketSender
 from transport.weights.transfer.feed import Feed, Upstream, announce_failure
@@ -48,6 +49,12 @@ class EngineHoldings(Generic[V]):
         self._feed: Feed | None = None
         self._held: V | None = None  # the current version
         self._previous: V | None = None  # the one before, until `finalize`
+        self._process = os.getpid()
+
+    def _check_process(self) -> None:
+        """ClosedError in a forked child, which has neither the connections nor the threads of its parent."""
+        if self._process != os.getpid():
+            raise ClosedError("a forked child does not have its parent's engine of weights; make one in the child")
 
     async def _join(
         self, name: str, feed: Feed, children: Collection[str], connecting: Awaitable[Collection[Upstream]]
@@ -73,6 +80,7 @@ class EngineHoldings(Generic[V]):
 
     async def _leave(self, upstreams: Iterable[Upstream]) -> None:
         """Leave the group, and release the version before the current one."""
+        self._check_process()
         feed, self._feed = self._feed, None
         previous, self._previous = self._previous, None
         async with contextlib.AsyncExitStack() as stack:
@@ -87,6 +95,7 @@ class EngineHoldings(Generic[V]):
 
     async def _release(self) -> None:
         """Release everything that is left, the current version too."""
+        self._check_process()
         held, self._held = self._held, None
         client, self._client = self._client, None
         async with contextlib.AsyncExitStack() as stack:

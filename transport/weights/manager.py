@@ -12,12 +12,15 @@ run when the update is cancelled, and are waited for, at most for the sum of the
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from transport.errors import UsageError, WeightsChecksumError, WeightsError
+from transport.errors import ClosedError, UsageError, WeightsChecksumError, WeightsError
+from transport.runtime.arguments import named_kind
+from transport.runtime.explaining import explained_calls
 from transport.weights.plan.admission import Admission, Event, State
 from transport.weights.plan.engine import WeightEngine
 from transport.weights.plan.steps import Limits, Policy, Proof, Step, UpdateMachine, Verdict, verdicts
@@ -55,6 +58,7 @@ class WeightsStatistics(msgspec.Struct, frozen=True, kw_only=True):
     replicas_by_state: dict[str, int]
 
 
+@explained_calls
 class WeightUpdate:
     """The manager of one run. Belongs to one loop; one update at a time.
 
@@ -74,6 +78,8 @@ class WeightUpdate:
         engine: type[WeightEngine] = RingEngine,
         on_step: Callable[[Step, tuple[str, ...]], None] = lambda step, members: None,
     ) -> None:
+        for trainer in trainers:
+            _check_member(trainer, "a trainer")
         self._trainers = {trainer.name: trainer for trainer in trainers}
         self._replicas: dict[str, ReplicaMember] = {}
         self._policy: Policy = policy
@@ -85,6 +91,7 @@ class WeightUpdate:
         self._busy = False
         self._counts = dict.fromkeys(("updates", "failed", "cancelled", "deltas", "fallbacks"), 0)
         self._seconds = 0.0
+        self._process = os.getpid()
         for replica in replicas:
             self.join(replica)
 
@@ -104,6 +111,7 @@ class WeightUpdate:
 
     def join(self, replica: ReplicaMember) -> None:
         """Add a replica, or one that was excluded: pending until the next update of it. Also during an update."""
+        _check_member(replica, "a replica")
         before = self._admissions.get(replica.name)
         if before is None:
             self._admissions[replica.name] = Admission()
@@ -116,6 +124,8 @@ class WeightUpdate:
 
     def exclude(self, name: str, reason: str) -> None:
         """Take a replica out of traffic and of updates, until it joins again."""
+        if name not in self._admissions:
+            raise UsageError(f"name={name!r:.80} is no member; these are: {sorted(self._admissions)}")
         if self._admissions[name].state is State.UPDATING:
             raise UsageError(f"{name} is being updated; wait for the end of the update")
         self._admissions[name] = self._admissions[name].after(Event.EXCLUDE, reason=reason)
@@ -140,6 +150,8 @@ class WeightUpdate:
             Exception: the first error, of any member; its notes are the later errors, and its `outcome`, if it can have
                 one, is the `Outcome`. CancelledError counts as a failure like any other.
         """
+        if self._process != os.getpid():
+            raise ClosedError("a forked child does not have its parent's members of an update; make them in the child")
         if self._busy:
             raise UsageError("an update is already running; wait for its end")
         names = tuple(name for name, each in self._admissions.items() if each.state is not State.EXCLUDED)
@@ -236,3 +248,8 @@ class WeightUpdate:
                     event, version = Event.EXCLUDE if lost else Event.UNPROVEN, None
                     reason = f"{resuming.step}: {text_of(resuming.error)}"
             self._admissions[name] = self._admissions[name].after(event, version=version, reason=reason)
+
+
+def _check_member(member: object, what: str) -> None:
+    if not isinstance(getattr(member, "name", None), str):
+        raise UsageError(f"{what} of a WeightUpdate got {named_kind(member)}: give a member, which has a name")

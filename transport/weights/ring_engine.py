@@ -18,6 +18,7 @@ from transport.devices.libraries import parse_device
 from transport.errors import InternalError, UsageError, WeightsError
 from transport.runtime.arguments import expect
 from transport.runtime.decoders import hiding
+from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
 from transport.schema import TensorSpec
 from transport.settings import Settings
@@ -91,6 +92,7 @@ class RingEngine(EngineHoldings[Held], WeightEngine):
         MissingDependencyError: ``device`` without CuPy, torch or CUDA.
     """
 
+    @explained
     def __init__(
         self,
         name: str,

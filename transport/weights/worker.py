@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from transport.errors import MemberFailedError, WeightsChecksumError
+from transport.errors import MemberFailedError, UsageError, WeightsChecksumError
+from transport.runtime.explaining import explained_calls
 from transport.weights.plan.engine import Metadata
 from transport.weights.plan.steps import Proof
 from transport.weights.transfer.threads import in_thread, settled
@@ -68,6 +69,7 @@ class RolloutWorker(abc.ABC):
         return None
 
 
+@explained_calls
 class ReferenceWorker(RolloutWorker):
     """A worker on numpy, for tests, the demo and the benchmark. Serves whatever `weights` holds.
 
@@ -101,6 +103,8 @@ class ReferenceWorker(RolloutWorker):
 
     def load_tensor(self, name: str, array: np.ndarray[Any, Any]) -> None:
         """Overwrite one tensor of a worker that loads in place."""
+        if name not in self.weights:
+            raise UsageError(f"name={name!r:.80}: no tensor of this name is loaded")
         self.weights[name][...] = array
 
     def resume_kv_cache(self) -> Any:
@@ -153,6 +157,7 @@ class ReplicaEngine(Protocol):
     def statistics(self) -> Any: ...
 
 
+@explained_calls
 class Replica:
     """A worker and its engine, as a manager drives them. Belongs to one loop; closing is its owner's."""
 
@@ -266,6 +271,7 @@ class TrainerEngine(Protocol):
     def statistics(self) -> Any: ...
 
 
+@explained_calls
 class Trainer:
     """A trainer's engine and its tensors, as a manager drives them."""
 

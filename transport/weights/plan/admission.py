@@ -12,6 +12,7 @@ import enum
 import msgspec
 
 from transport.errors import InvalidAdmission
+from transport.runtime.explaining import explained_calls
 
 
 class State(enum.StrEnum):
@@ -48,6 +49,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
 }
 
 
+@explained_calls
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
     """State of one replica. A new one is pending: it has proven nothing.
 

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from transport.errors import UsageError, WeightsTimeoutError
+from transport.runtime.explaining import explained_calls
 from transport.weights.plan.admission import Event
 
 Policy = Literal["restore", "exclude", "fail_job"]
@@ -54,6 +55,7 @@ _UNDOES = {
 }
 
 
+@explained_calls
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Time limits in seconds of each step, and of all forward steps together (``total``), without closing steps."""
 

@@ -21,6 +21,7 @@ from transport.client.client import UCXXClient
 from transport.devices.libraries import parse_device
 from transport.errors import UsageError, WeightsError
 from transport.runtime.arguments import expect
+from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress, silent
 from transport.settings import Settings
 from transport.ticket import host_identity
@@ -81,6 +82,7 @@ class ShardEngine(EngineHoldings[ShardHeld], WeightEngine):
         UsageError, SchemaError: sizes that make no sense, or tensors that do not fit the layout.
     """
 
+    @explained
     def __init__(
         self,
         name: str,

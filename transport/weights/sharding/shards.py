@@ -13,27 +13,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transport.errors import SchemaError, UsageError
+from transport.runtime.explaining import explained
 from transport.schema import TensorSpec
 from transport.weights.sharding.boxes import Box
 from transport.weights.sharding.layouts import LocalTensor, Piece
 
 
+@explained
 def whole(spec: TensorSpec, name: str | None = None) -> LocalTensor:
     """All of a tensor, as a rank has it that replicates it."""
     return box(spec, Box((0,) * len(spec.shape), spec.shape), name)
 
 
+@explained
 def box(spec: TensorSpec, part: Box, name: str | None = None) -> LocalTensor:
     """Any box of a tensor."""
     piece = Piece(spec.name, spec.shape, part.start, part.size, (0,) * len(part.start))
     return LocalTensor(name or spec.name, spec.dtype, part.size, (piece,))
 
 
+@explained
 def rows(spec: TensorSpec, rank: int, world: int, name: str | None = None) -> LocalTensor:
     """FSDP's rows, divided as torch's ``chunk`` does: the last ranks have fewer, or none."""
     return chunk(spec, 0, rank, world, name)
 
 
+@explained
 def chunk(spec: TensorSpec, dim: int, rank: int, world: int, name: str | None = None) -> LocalTensor:
     """Rank's chunk of one dimension: ``ceil(length / world)``, and what is left for the last ones."""
     _check(spec, dim, rank, world)
@@ -43,11 +48,13 @@ def chunk(spec: TensorSpec, dim: int, rank: int, world: int, name: str | None = 
     return _range(spec, dim, start, min(step, length - start), name)
 
 
+@explained
 def columns(spec: TensorSpec, rank: int, world: int, name: str | None = None) -> LocalTensor:
     """Even columns (dimension 1): inputs of a row-parallel layer. UsageError if they do not divide evenly."""
     return even(spec, 1, rank, world, name)
 
 
+@explained
 def even(spec: TensorSpec, dim: int, rank: int, world: int, name: str | None = None) -> LocalTensor:
     """An even share of one dimension. UsageError if the dimension does not divide evenly."""
     _check(spec, dim, rank, world)
@@ -57,9 +64,10 @@ def even(spec: TensorSpec, dim: int, rank: int, world: int, name: str | None = N
     return _range(spec, dim, rank * step, step, name)
 
 
+@explained
 def fused(name: str, parts: Sequence[LocalTensor], dim: int = 0) -> LocalTensor:
     """One local tensor made of others, one behind another along ``dim``; their other dimensions are equal."""
-    first = parts[0]
+    first = _first(name, parts)
     pieces, end = [], 0
     for part in parts:
         same = [
@@ -79,11 +87,13 @@ def fused(name: str, parts: Sequence[LocalTensor], dim: int = 0) -> LocalTensor:
     return LocalTensor(name, first.dtype, shape, tuple(pieces))
 
 
+@explained
 def gate_up(name: str, gate: TensorSpec, up: TensorSpec, rank: int, world: int) -> LocalTensor:
     """Rank's rows of the gate, then its rows of the up projection, in one tensor."""
     return fused(name, [even(gate, 0, rank, world), even(up, 0, rank, world)])
 
 
+@explained
 def qkv(
     name: str,
     q: TensorSpec,
@@ -102,6 +112,8 @@ def qkv(
     value head its query heads, its key, its value, as Megatron has them; otherwise all of q, then k, then v, as vLLM
     and SGLang have them.
     """
+    if min(heads, kv_heads, world) < 1:
+        raise UsageError(f"{name}: heads={heads}, kv_heads={kv_heads}, world={world}: give at least one of each")
     if heads % world or heads % kv_heads or (kv_heads % world and world % kv_heads):
         raise UsageError(
             f"{name}: {heads} heads and {kv_heads} key and value heads do not divide over {world} ranks; the number of "
@@ -127,9 +139,10 @@ def qkv(
     return fused(name, parts)
 
 
+@explained
 def stacked(name: str, parts: Sequence[LocalTensor]) -> LocalTensor:
     """Local tensors of one shape in a new first dimension: the experts of a rank, each a global tensor of its own."""
-    first = parts[0]
+    first = _first(name, parts)
     pieces = []
     for number, part in enumerate(parts):
         if (part.dtype, part.shape) != (first.dtype, first.shape):
@@ -141,6 +154,7 @@ def stacked(name: str, parts: Sequence[LocalTensor]) -> LocalTensor:
     return LocalTensor(name, first.dtype, (len(parts), *first.shape), tuple(pieces))
 
 
+@explained
 def experts(spec: TensorSpec, numbers: Sequence[int], name: str | None = None) -> LocalTensor:
     """Some experts of a global tensor whose first dimension is the expert's number, in any order."""
     _check(spec, 0, 0, 1)
@@ -150,6 +164,12 @@ def experts(spec: TensorSpec, numbers: Sequence[int], name: str | None = None) -
         for at, number in enumerate(numbers)
     )
     return LocalTensor(name or spec.name, spec.dtype, (len(numbers), *rest), pieces)
+
+
+def _first(name: str, parts: Sequence[LocalTensor]) -> LocalTensor:
+    if not parts:
+        raise UsageError(f"{name}: parts={parts!r}: give at least one local tensor")
+    return parts[0]
 
 
 def _range(spec: TensorSpec, dim: int, start: int, length: int, name: str | None) -> LocalTensor:
