@@ -21,6 +21,7 @@ from told import MARKED, PROGRAM
 from transport.errors import RingNotFoundError
 from transport.queue import QueueDepth, TicketQueue, open_queue
 from transport.ring.buffer import SharedRingBuffer
+from transport.settings import Settings
 
 QUICK = {
     "watchdog_s": 1.5, "heartbeat_s": 0.3, "read_timeout_s": 1.0, "attempts_per_read": 10, "port_quarantine_s": 0.2,
@@ -70,8 +71,12 @@ class Told(Child):
         self, kind: str, place: Place, environment: Mapping[str, str] | None = None, /, **arguments: object
     ) -> None:
         self._kind = kind
-        super().__init__(PROGRAM, kind, json.dumps({"url": place.url, **arguments}), env=dict(environment or place.environment()))
-        self.pid, self.wire_version = self.answer()
+        super().__init__(PROGRAM, kind, json.dumps({"url": place.url} | arguments), env=dict(environment or place.environment()))
+        try:
+            self.pid, self.wire_version = self.answer()
+        except BaseException:
+            self.__exit__()
+            raise
 
     def ask(self, step: str, *given: object) -> Any:
         """Do one step; its answer."""
@@ -137,16 +142,20 @@ class Run:
         self.published += numbers
         return numbers
 
-    def trainer(
-        self, *, wires: str = "", detour: Detour | None = None, ack: str = "on_consumed", segment: str = "", **settings: float
-    ) -> Told:
-        """Another one, for a fault to happen to."""
+    def trainer(self, *, wires: str = "", detour: Detour | None = None, url: str = "", **arguments: Any) -> Told:
+        """Another one, for a fault to happen to. ``arguments``: of ToldTrainer, and settings."""
+        settings = {name: arguments.pop(name) for name in list(arguments) if name in Settings.__struct_fields__}
         environment = self.place.environment(**settings)
         if wires:
             environment["TRANSPORT_WIRES"] = wires
         if detour is not None:
             environment |= detour.trainer
-        return Told("trainer", self.place, environment, ack=ack, segment=segment)
+        return Told("trainer", self.place, environment, url=url or self.place.url, **arguments)
+
+    def wait_done(self, count: int) -> None:
+        """Until the queue has accepted so many since the last account."""
+        with self.place.open() as queue:
+            eventually(lambda: queue.depth().done == self._before["done"] + count, f"{count} are done")
 
     def account(
         self,

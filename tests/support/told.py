@@ -18,6 +18,7 @@ from transport.packer.mixin import FetchedBatch
 from transport.packer.options import ClientOptions, ServerOptions
 from transport.packer.ready import Rollout, Trainer
 from transport.queue import Claim, RingQueue, open_queue
+from transport.queue.group import GroupQueue
 from transport.ring.buffer import SharedRingBuffer
 from transport.schema import Schema, UpTo
 from transport.store.directory import Directory
@@ -28,6 +29,7 @@ from transport.wire import frames
 SIZE = 200_000
 SCHEMA = Schema.of(data=("uint8", UpTo(SIZE)), number=("int64",))
 LONG_S = 60.0
+DIRECTORY_LEASE_S = 2.0
 MARKED = "= "  # lines that are answers; UCX writes others
 
 
@@ -55,11 +57,22 @@ def metadata(number: int) -> dict[str, object]:
 class ToldTrainer:
     """A trainer whose steps are calls. Payloads have numbers; what is consumed has been compared byte by byte."""
 
-    def __init__(self, url: str, ack: Any = "on_consumed", store: str = "", segment: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        ack: Any = "on_consumed",
+        store: str = "",
+        segment: str = "",
+        group: str = "",
+        rank: int = 0,
+    ) -> None:
+        """``segment``: claim from this ring alone. ``store``: of a directory, or of the ``group``, which has two ranks."""
         self.queue = RingQueue([SharedRingBuffer.attach(segment, role="reader")]) if segment else open_queue(url)
-        directory = Directory(open_store(store)) if store else None
+        directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store and not group else None
+        if group:
+            self.queue = GroupQueue(self.queue, open_store(store), group, rank, 2, patience_s=LONG_S)
         self.packer = Trainer(
-            schemas=[SCHEMA], queue=self.queue, ack=ack, client=ClientOptions(directory=directory)
+            schemas=[SCHEMA], queue=self.queue, rank=rank, ack=ack, client=ClientOptions(directory=directory)
         )
         self.claims: list[Claim] = []
         self.batches: list[FetchedBatch] = []
@@ -99,6 +112,11 @@ class ToldTrainer:
         self.batches = []
         return sorted(accepted)
 
+    def consume_in_the_queue_only(self) -> list[int]:
+        """What `consume` does first: the queue has accepted, and no ring has heard of it; the numbers."""
+        claims = [item.claim for batch in self.batches for item in batch.items if item.claim is not None]
+        return sorted(number_of(claim) for claim in self.queue.ack_many(claims))
+
     def train(self, n: int) -> list[int]:
         """Claim, collect and consume until so many were accepted; their numbers."""
         accepted: list[int] = []
@@ -108,6 +126,18 @@ class ToldTrainer:
             self.collect()
             accepted += self.consume()
         return sorted(accepted)
+
+    def drain(self) -> tuple[list[int], list[str]]:
+        """Train until nothing is unfinished: what was accepted, and the kinds of errors of the rest, once each."""
+        accepted: list[int] = []
+        errors: set[str] = set()
+        while self.queue.depth().unfinished:
+            if self.claim(1, 0.2):
+                self.claim(8, 0.0)
+                self.collect()
+                errors |= set(self.errors())
+                accepted += self.consume()
+        return sorted(accepted), sorted(errors)
 
     def changed_tickets(self) -> int:
         """How many consumed payloads had other metadata than was written, since this was last asked."""
@@ -134,14 +164,16 @@ class ToldTrainer:
 class ToldWriter:
     """A rollout worker whose steps are calls."""
 
-    def __init__(self, url: str, name: str = "", slots: int = 16, store: str = "", port: int = 0) -> None:
+    def __init__(self, url: str, name: str = "", slots: int = 16, store: str = "", port: int = 0, group: bool = False) -> None:
         self.queue = open_queue(url)
-        directory = Directory(open_store(store)) if store else None
+        directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store else None
         self.rollout = Rollout(
             SCHEMA,
             slots=slots,
             name=name or None,
             queue=self.queue,
+            readers=1 + group,
+            grouped=group,
             server=ServerOptions(addresses=("127.0.0.1",), directory=directory, ports=(port,)),
         )
 
@@ -153,13 +185,13 @@ class ToldWriter:
 
     def ports(self) -> list[int]:
         """Of its listeners."""
-        return list(self.rollout.ports)
+        return list(self.rollout.ring.native.ports())
 
     def begin(self, number: int) -> None:
         """Take a slot, fill half of it, say so, and wait for ever."""
         ring = self.rollout.ring
-        lease = ring.reserve(SIZE)
-        lease.view[: SIZE // 2] = content(number)[: SIZE // 2].tobytes()
+        lease = ring.reserve({"data": SIZE})
+        lease["data"][: SIZE // 2] = content(number)[: SIZE // 2]
         answer(None)
         sys.stdin.readline()
 
