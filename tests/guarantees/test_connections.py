@@ -5,15 +5,12 @@ The trainer's connections pass through detour.py. "sqlite" reads by ticket (READ
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from accounts import Run, Told, looking, place_of, served_by
+from accounts import Run, Told, place_of
 from detour import Detour, Direction
-from helpers import eventually
 from preloaded import needs_compiler
 from told import label, middle
 

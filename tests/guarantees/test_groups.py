@@ -27,6 +27,14 @@ def both(ranks: list[Told], step: str, *given: object) -> Any:
     return first
 
 
+def train(ranks: list[Told], n: int) -> list[int]:
+    """What both consume, as soon as it is so many."""
+    accepted: list[int] = []
+    while len(accepted) < n:
+        accepted += both(ranks, "train_once", n - len(accepted))
+    return accepted
+
+
 @pytest.mark.parametrize("victim", [0, 1], ids=["leader", "follower"])
 def test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group(
     place: Place, victim: int, tmp_path: Path
@@ -40,13 +48,13 @@ def test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group(
         writer.ask("write", 0, 6)
         with rank(0, "first") as leader, rank(1, "first") as follower:
             ranks = [leader, follower]
-            accepted = both(ranks, "train", 2)
+            accepted = train(ranks, 2)
             both(ranks, "claim", 2)
             both(ranks, "collect")
             ranks[victim].kill()
             ranks[1 - victim].kill()  # a group that has lost a rank starts again as a whole
         with rank(0, "second") as leader, rank(1, "second") as follower:
-            accepted += both([leader, follower], "train", 4)
+            accepted += train([leader, follower], 4)
             compare(range(6), accepted)
             leader.end()
             follower.end()

@@ -1,4 +1,4 @@
-"""Listeners that are killed, stopped or restarted, and whole rings that die, at a step of a trainer that a test names."""
+"""Listeners that are killed, stopped or ended, and whole rings that die, at a step of a trainer that a test names."""
 
 from __future__ import annotations
 

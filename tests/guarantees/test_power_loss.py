@@ -1,7 +1,7 @@
 """Power losses: what SQLite's queue knows afterwards, at every moment of a process that publishes, claims and consumes.
 
-The writes and flushes of a real process are recorded and replayed; power_loss.py says what that does not show. The rings
-are in memory: their payloads are gone with the power, whatever the queue knows.
+The writes and flushes of a real process are recorded and replayed; power_loss.py says what that does not show. The
+rings are in memory: their payloads are gone with the power, whatever the queue knows.
 """
 
 from __future__ import annotations

@@ -58,5 +58,8 @@ def test_a_server_killed_behind_a_consume_costs_nothing_but_with_everysec_a_repe
 
 
 def test_a_server_without_an_append_only_file_is_refused(tmp_path: Path) -> None:
-    with place_of("redis", tmp_path, "--appendonly", "no") as place, pytest.raises(QueueUnsuitableError, match="append"):
+    with (
+        place_of("redis", tmp_path, "--appendonly", "no") as place,
+        pytest.raises(QueueUnsuitableError, match="append"),
+    ):
         open_queue(place.url)

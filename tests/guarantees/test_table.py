@@ -49,22 +49,16 @@ TESTS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "a rollout worker is killed later": {
-        "guarantees/test_writers.py": [
-            "test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published"
-        ],
+        "guarantees/test_writers.py": ["test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published"],
         "server/test_supervisor_writers.py": [
             "test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time"
         ],
     },
     "a rollout worker and its supervisor are killed together": {
-        "guarantees/test_writers.py": [
-            "test_what_writer_and_supervisor_that_are_killed_together_had_not_published"
-        ],
+        "guarantees/test_writers.py": ["test_what_writer_and_supervisor_that_are_killed_together_had_not_published"],
     },
     "the queue is away or locked while tickets are published": {
-        "guarantees/test_writers.py": [
-            "test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published"
-        ],
+        "guarantees/test_writers.py": ["test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published"],
         "packer/test_publisher.py": [
             "test_a_server_that_is_away_while_tickets_are_published_loses_and_doubles_nothing",
             "test_a_locked_file_stops_no_write_until_the_ring_is_full",

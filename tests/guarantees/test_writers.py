@@ -1,4 +1,4 @@
-"""Writers and supervisors that are killed: what was written is consumed once, and what was not published is published."""
+"""Writers and supervisors that are killed: what was written is consumed once, also what was not published."""
 
 from __future__ import annotations
 

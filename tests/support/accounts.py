@@ -71,7 +71,9 @@ class Told(Child):
         self, kind: str, place: Place, environment: Mapping[str, str] | None = None, /, **arguments: object
     ) -> None:
         self._kind = kind
-        super().__init__(PROGRAM, kind, json.dumps({"url": place.url} | arguments), env=dict(environment or place.environment()))
+        super().__init__(
+            PROGRAM, kind, json.dumps({"url": place.url} | arguments), env=dict(environment or place.environment())
+        )
         try:
             self.pid, self.wire_version = self.answer()
         except BaseException:

@@ -1,7 +1,7 @@
 """A proxy between two processes: what one of them sends to the other passes through a third, which may spoil it.
 
 Both sides are preloaded with detoured.c, so that each of their TCP connections comes here, also those that UCX makes by
-itself, from either side, to addresses that its peer told it. Whatever happens, happens at a byte that the test names, once:
+itself, from either side, to addresses that its peer told it. What happens, happens at a byte that the test names, once:
 
     cut    every connection is reset behind that byte; what was sent before it arrives
     flip   one bit of that byte is changed, and everything goes on

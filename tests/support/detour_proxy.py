@@ -2,7 +2,8 @@
 
     python detour_proxy.py PATH      then a line of JSON for each of its methods, answered by a line
 
-PATH.trainer and PATH.listener are sockets at which the two sides ask where to connect to. It imports nothing of the package.
+PATH.trainer and PATH.listener are sockets at which the two sides ask where to connect to. It imports nothing
+of the package.
 """
 
 from __future__ import annotations

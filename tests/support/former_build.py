@@ -16,8 +16,8 @@ from transport.wire import frames
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FRAMES = "transport/wire/frames.py"
-# Runs at the start of each process, also of those that the package starts: an editable installation of the present build
-# has a finder in sys.meta_path, before every folder.
+# Runs at the start of each process, also of those that the package starts: an editable installation of the present
+# build has a finder in sys.meta_path, before every folder.
 _SITECUSTOMIZE = """
 import sys
 sys.meta_path[:] = [each for each in sys.meta_path if not type(each).__name__.startswith("ScikitBuild")]
@@ -44,7 +44,9 @@ def _commit() -> str:
             newer = commit
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"two builds are not tested: git has no history here: {getattr(error, 'stderr', error)}")
-    pytest.skip(f"two builds are not tested: no commit of this history speaks version {frames.VERSION - 1} (a shallow clone?)")
+    pytest.skip(
+        f"two builds are not tested: no commit of this history speaks version {frames.VERSION - 1} (a shallow clone?)"
+    )
 
 
 @functools.cache

@@ -66,7 +66,7 @@ class ToldTrainer:
         group: str = "",
         rank: int = 0,
     ) -> None:
-        """``segment``: claim from this ring alone. ``store``: of a directory, or of the ``group``, which has two ranks."""
+        """``segment``: claim from this ring alone. ``store``: of a directory, or of the ``group`` of two ranks."""
         self.queue = RingQueue([SharedRingBuffer.attach(segment, role="reader")]) if segment else open_queue(url)
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store and not group else None
         if group:
@@ -127,6 +127,12 @@ class ToldTrainer:
             accepted += self.consume()
         return sorted(accepted)
 
+    def train_once(self, most: int) -> list[int]:
+        """Consume what one claim brings: the same for all ranks of a group."""
+        self.claims += self.packer.claim_tickets(most, LONG_S)
+        self.collect()
+        return self.consume()
+
     def drain(self) -> tuple[list[int], list[str]]:
         """Train until nothing is unfinished: what was accepted, and the kinds of errors of the rest, once each."""
         accepted: list[int] = []
@@ -164,7 +170,9 @@ class ToldTrainer:
 class ToldWriter:
     """A rollout worker whose steps are calls."""
 
-    def __init__(self, url: str, name: str = "", slots: int = 16, store: str = "", port: int = 0, group: bool = False) -> None:
+    def __init__(
+        self, url: str, name: str = "", slots: int = 16, store: str = "", port: int = 0, group: bool = False
+    ) -> None:
         self.queue = open_queue(url)
         directory = Directory(open_store(store), lease_s=DIRECTORY_LEASE_S) if store else None
         self.rollout = Rollout(

@@ -541,7 +541,9 @@ class Taking:
 
     async def _open(self, port: PortKey, segment: str | None = "") -> TakeLink:
         link = await self._all.open_apart(port, segment=segment)
-        return TakeLink(link, self._all.break_off, self._settings, self._buffers, self._schemas, self.outcomes, self._count)
+        return TakeLink(
+            link, self._all.break_off, self._settings, self._buffers, self._schemas, self.outcomes, self._count
+        )
 
     def _count(self, changed: int) -> None:
         self.checksum_failures += changed
