@@ -1,7 +1,7 @@
 """What a disk may hold after a power loss, at every moment of a process whose writes and flushes recorded.c recorded.
 
 What was flushed (fsync, fdatasync) is there. Of what a file was given since, a disk may have nothing, everything, a
-part in any order, and a sector of 512 bytes without the rest of its write. A file has its name, or no longer has it, once
+part in any order, and a sector of 512 bytes without the rest of its write. A file has its name, or has lost it, once
 its folder was flushed. This is the contract of the system calls. Not shown: a disk that says it has flushed and has
 not, the journal of the file system, and writes that are torn inside a sector.
 """
