@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from transport.client.connections.connection import Link, Want, refusal
 from transport.client.takes.fields import WantedFields
 from transport.client.takes.held import HeldClaims
 from transport.devices.buffers import BufferPool
-from transport.errors import BusyError, ProtocolError, UsageError
+from transport.errors import BusyError, ChecksumError, ProtocolError, UsageError
 from transport.ring.consumers import consumers_of, rank_of
 from transport.ring.parts import field_names
 from transport.runtime.explaining import explained
@@ -32,6 +33,8 @@ from transport.taking.outcomes import Outcomes
 from transport.wire import frames
 from transport.wire.frames import Kind, Record
 from transport.wire.library import engine
+
+log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S = 3600.0
@@ -44,6 +47,7 @@ class TakeLink(HeldClaims):
         link, end, outcomes: as `HeldClaims` takes them.
         buffers: where memory for answers comes from.
         schemas: that the client was given, by fingerprint.
+        counted: is told how many payloads came with bytes that had changed.
     """
 
     def __init__(
@@ -54,11 +58,13 @@ class TakeLink(HeldClaims):
         buffers: BufferPool,
         schemas: Mapping[str, Schema],
         outcomes: Outcomes | None = None,
+        counted: Callable[[int], object] | None = None,
     ) -> None:
         super().__init__(link, end, settings, outcomes)
         self._buffers = buffers
         self._schemas = schemas
         self.checksum_failures = 0
+        self._counted = counted
 
     @explained
     async def take(
@@ -144,7 +150,7 @@ class TakeLink(HeldClaims):
     async def _batch(self, outcome: Any, buffer: Any, verify: bool) -> TakenBatch:
         rows, notes, offsets = self._parsed(outcome, buffer)
         wrong = outcome[2:]
-        self.checksum_failures += len(wrong)
+        self._changed(len(wrong))
         read: dict[int, Any] = {}
         if len(rows) and not (rows["flags"] & JOINED).all():
             try:
@@ -159,6 +165,17 @@ class TakeLink(HeldClaims):
             read = {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
             rows, notes, offsets = rows[kept], notes[kept], offsets[kept]
         return TakenBatch(self, rows, buffer, notes, offsets, read, self._schemas, len(wrong))
+
+    def _changed(self, count: int) -> None:
+        if count:
+            self.checksum_failures += count
+            log.warning(
+                "%d payloads from %s:%d arrived with other bytes than were written; they go back and come again",
+                count,
+                *self.link.port,
+            )
+            if self._counted is not None:
+                self._counted(count)
 
     def _parsed(self, outcome: Any, buffer: Any) -> tuple[Rows, Rows, Rows]:
         if isinstance(outcome, int):
@@ -208,7 +225,7 @@ class TakeLink(HeldClaims):
         except BaseException:
             self._return(rows)
             raise
-        self.checksum_failures += len(failed)
+        self._changed(len(outcome[2:]))
         if failed:
             self._return(rows[sorted(failed)])
         return wanted.batch(self, rows, failed)
@@ -231,6 +248,7 @@ class TakeLink(HeldClaims):
                 if isinstance(error, BusyError):
                     raise error  # a limit of the connection: the payload is not at fault, and its claim is given back
                 failed += [begin + at] * (error is not None)
+            self._changed(sum(isinstance(error, ChecksumError) for error in errors))
         return failed
 
     def _abandon(self, number: int, future: asyncio.Future[Any], buffer: Any) -> None:

@@ -21,12 +21,14 @@ class Taking:
 
     Attributes:
         renew_s: how often a holder of claims says that it is alive.
+        checksum_failures: payloads that came with bytes that had changed, through any connection.
     """
 
     def __init__(self, links: Links, settings: Settings, buffers: BufferPool, schemas: Mapping[str, Schema]) -> None:
         self._all = links
         self._settings = settings
         self.renew_s = settings.ack_timeout_s / 4
+        self.checksum_failures = 0
         self._buffers = buffers
         self._schemas = schemas
         self._links: dict[PortKey, TakeLink] = {}
@@ -61,7 +63,12 @@ class Taking:
 
     async def _open(self, port: PortKey, segment: str | None = "") -> TakeLink:
         link = await self._all.open_apart(port, segment=segment)
-        return TakeLink(link, self._all.break_off, self._settings, self._buffers, self._schemas, self.outcomes)
+        return TakeLink(
+            link, self._all.break_off, self._settings, self._buffers, self._schemas, self.outcomes, self._count
+        )
+
+    def _count(self, changed: int) -> None:
+        self.checksum_failures += changed
 
     async def apart(self, port: PortKey, segment: str | None = "") -> TakeLink:
         """A connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`."""
