@@ -18,10 +18,10 @@ from queue_waits import ticket as queued_ticket
 
 from transport import BlockingClient, Schema, SharedRingBuffer, Ticket, UCXXClient, UCXXRolloutMixin, config
 from transport.client.connections.acknowledgements import Ack, AckLedger
-from transport.client.grouping import grouped
 from transport.client.connections.pool import EndpointPool
-from transport.client.retry import backoff_ceiling
 from transport.client.connections.routes import PortQuarantine
+from transport.client.grouping import grouped
+from transport.client.retry import backoff_ceiling
 from transport.errors import ReadTimeoutError, RetriesExhaustedError
 from transport.packer.claims import ClaimBook
 from transport.packer.consumed_record import ConsumedRecord
