@@ -15,6 +15,7 @@ from packers import SCHEMA, Packer, Worker, fetch, replace_client, ticket_of, wr
 from transport.client.payload import ReadOutcome
 from transport.errors import (
     ClosedError,
+    UsageError,
 )
 from transport.packer.options import ServerOptions
 from transport.packer.rollout import queued
@@ -155,3 +156,15 @@ def test_a_batch_that_arrived_and_was_not_collected_goes_to_another_trainer(
     packer.cleanup_ucxx_packer()
     assert (queue.depth().ready, queue.depth().claimed, queue.depth().arrived) == (2, 0, 0)
     eventually(lambda: worker.ring_statistics().ready == 2)  # its listener sees in its own time that the reader left
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("reason", [3, None, "\ud800"])
+def test_a_refused_reason_gives_nothing_up(worker: Worker, packer: Packer, queue: SQLiteQueue, reason: Any) -> None:
+    """The batch is still the caller's, who gives it back with another one."""
+    write(worker, 1)
+    batch = fetch(packer, 1)
+    with pytest.raises(UsageError, match="reason of abandon"):
+        packer.abandon(batch, reason)
+    packer.abandon(batch)
+    assert (queue.depth().ready, queue.depth().claimed) == (1, 0)

@@ -42,7 +42,7 @@ from transport.packer.session import PackerSession, TicketLike, check_shared, op
 from transport.packer.with_block import WithBlock
 from transport.queue.base import Claim, TicketQueue
 from transport.ring.consumers import check_consumer
-from transport.runtime.arguments import expect, several, waiting, whole
+from transport.runtime.arguments import expect, several, text, waiting, whole
 from transport.runtime.explaining import explained
 from transport.runtime.progress import Progress
 from transport.schema import Schema
@@ -183,6 +183,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         """Give up a collected batch: payloads remain in their rings, and other trainers can claim them."""
         packer = self._packer
         expect(batch, FetchedBatch, "abandon()", _BATCH)
+        text(reason, "reason of abandon()")  # before anything is given up
         batch.consumed = True
         for item in batch.items:
             packer.collected.pop(item.ticket.identity, None)

@@ -11,7 +11,7 @@ from transport.errors import RankError, UsageError
 from transport.queue.base import Claim, QueuedTicket
 from transport.ring.buffer import MAX_READERS
 from transport.ring.consumers import check_consumer
-from transport.runtime.arguments import at_least, expect, seconds, several, whole
+from transport.runtime.arguments import at_least, expect, seconds, several, text, whole
 
 _TICKETS = "a QueuedTicket or several of them (transport.packer.rollout.queued makes one of a Ticket)"
 
@@ -113,7 +113,7 @@ def given_back(claim: Any, delay_s: Any, reason: Any, call: str) -> float:
     seconds(delay_s, f"delay_s of {call}()")
     if math.isinf(delay_s):
         raise UsageError(f"delay_s of {call}() is infinite: this delivery would never be handed out again; discard it")
-    expect(reason, str, f"reason of {call}()", "text")
+    text(reason, f"reason of {call}()")
     return float(delay_s)
 
 

@@ -41,7 +41,7 @@ from transport.queue.looks import depth_of, failures_of, known_of, unfinished_of
 from transport.queue.notices import NoNotices, Notices, RingNotices, StoreNotices
 from transport.queue.places import OnThisHost, Places
 from transport.ring.buffer import SharedRingBuffer
-from transport.runtime.arguments import expect
+from transport.runtime.arguments import expect, seconds
 from transport.runtime.explaining import checked, explained_calls
 from transport.store.base import Store
 from transport.taking.batch import TakenBatch, Verdicts
@@ -197,6 +197,10 @@ class FoundRings(TicketQueue):
     @checked
     def take(self, n: int, timeout_s: float = 0.0, *, rank: int | str = 0) -> Brought | None:
         """A batch from one ring elsewhere as it came, without a `Claim` for each payload; see `consume`."""
+        n = arguments.number(n, "n of take()")
+        seconds(timeout_s, "timeout_s of take()")
+        if not isinstance(rank, str):
+            rank = arguments.number(rank, "rank of take()")
         arguments.claimable(n, rank)
         give_up = time.monotonic() + timeout_s
         while True:

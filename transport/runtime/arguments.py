@@ -78,3 +78,13 @@ def several(values: Any, kinds: type | tuple[type, ...], what: str, give: str) -
     for value in listed:
         expect(value, kinds, what, give)
     return listed
+
+
+def text(value: Any, what: str) -> str:
+    """``value`` as text that can be stored. UsageError for anything else."""
+    expect(value, str, what, "text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is {value!a:.80}: give text that UTF-8 can hold") from error
+    return str(value)
