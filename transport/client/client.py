@@ -396,7 +396,7 @@ class UCXXClient(Reading, NeedsLoop):
             **self._counts,
             reads=self._deliveries.reads,
             retries=self._remote.retries,
-            checksum_failures=self._remote.checksum_failures,
+            checksum_failures=self._remote.checksum_failures + self._taking.checksum_failures,
             bytes_by_wire=dict(self._deliveries.bytes_by_wire),
             links_opened=self._links.opened,
             warm_up_failures=self._warming.failures,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from transport.client.connection import Link, Want, refusal
 from transport.devices.buffers import BufferPool
 from transport.errors import (
     BusyError,
+    ChecksumError,
     ClosedError,
     ConnectionLostError,
     ProtocolError,
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
     from transport.client.connections import Links
     from transport.client.pool import PortKey
 
+log = logging.getLogger(__name__)
+
 MOST_BYTES = 8 << 20  # of payloads in one answer, unless the caller says otherwise
 _LONGEST_WAIT_S = 3600.0
 _LONGEST_DELAY_S = 1e6  # 32 bits of milliseconds
@@ -63,6 +67,7 @@ class TakeLink(Finishing):
         end: ends it.
         outcomes: asks what became of a FINISH whose answer was lost; None: it is not asked.
         buffers: where memory for answers comes from.
+        counted: is told how many payloads came with bytes that had changed.
 
     Attributes:
         served: where the ring is at the moment, for who follows it; its ports may change.
@@ -76,6 +81,7 @@ class TakeLink(Finishing):
         buffers: BufferPool,
         schemas: Mapping[str, Schema],
         outcomes: Outcomes | None = None,
+        counted: Callable[[int], object] | None = None,
     ) -> None:
         if link.native.version < frames.TAKING_VERSION:
             end(link)
@@ -95,6 +101,7 @@ class TakeLink(Finishing):
         self._used = 0  # the number of the last USED
         self._process = os.getpid()
         self.checksum_failures = 0
+        self._counted = counted
         self.served: Callable[[], Served] = Served
 
     def __repr__(self) -> str:
@@ -194,7 +201,7 @@ class TakeLink(Finishing):
     async def _batch(self, outcome: Any, buffer: Any, verify: bool) -> TakenBatch:
         rows, notes, offsets = self._parsed(outcome, buffer)
         wrong = outcome[2:]
-        self.checksum_failures += len(wrong)
+        self._changed(len(wrong))
         read: dict[int, Any] = {}
         if len(rows) and not (rows["flags"] & JOINED).all():
             try:
@@ -209,6 +216,17 @@ class TakeLink(Finishing):
             read = {new: read[old] for new, old in enumerate(kept.tolist()) if old in read}
             rows, notes, offsets = rows[kept], notes[kept], offsets[kept]
         return TakenBatch(self, rows, buffer, notes, offsets, read, self._schemas, len(wrong))
+
+    def _changed(self, count: int) -> None:
+        if count:
+            self.checksum_failures += count
+            log.warning(
+                "%d payloads from %s:%d arrived with other bytes than were written; they go back and come again",
+                count,
+                *self.link.port,
+            )
+            if self._counted is not None:
+                self._counted(count)
 
     def _parsed(self, outcome: Any, buffer: Any) -> tuple[Rows, Rows, Rows]:
         if isinstance(outcome, int):
@@ -280,7 +298,7 @@ class TakeLink(Finishing):
         except BaseException:
             self._return(rows)
             raise
-        self.checksum_failures += len(failed)
+        self._changed(len(outcome[2:]))
         kept = [at for at in range(len(rows)) if at not in failed]
         if failed:
             self._return(rows[sorted(failed)])
@@ -315,6 +333,7 @@ class TakeLink(Finishing):
                 if isinstance(error, BusyError):
                     raise error  # a limit of the connection: the payload is not at fault, and its claim is given back
                 failed += [begin + at] * (error is not None)
+            self._changed(sum(isinstance(error, ChecksumError) for error in errors))
         return failed
 
     def _abandon(self, number: int, future: asyncio.Future[Any], buffer: Any) -> None:
@@ -480,12 +499,14 @@ class Taking:
 
     Attributes:
         renew_s: how often a holder of claims says that it is alive.
+        checksum_failures: payloads that came with bytes that had changed, through any connection.
     """
 
     def __init__(self, links: Links, settings: Settings, buffers: BufferPool, schemas: Mapping[str, Schema]) -> None:
         self._all = links
         self._settings = settings
         self.renew_s = settings.ack_timeout_s / 4
+        self.checksum_failures = 0
         self._buffers = buffers
         self._schemas = schemas
         self._links: dict[PortKey, TakeLink] = {}
@@ -520,7 +541,12 @@ class Taking:
 
     async def _open(self, port: PortKey, segment: str | None = "") -> TakeLink:
         link = await self._all.open_apart(port, segment=segment)
-        return TakeLink(link, self._all.break_off, self._settings, self._buffers, self._schemas, self.outcomes)
+        return TakeLink(
+            link, self._all.break_off, self._settings, self._buffers, self._schemas, self.outcomes, self._count
+        )
+
+    def _count(self, changed: int) -> None:
+        self.checksum_failures += changed
 
     async def apart(self, port: PortKey, segment: str | None = "") -> TakeLink:
         """A connection of the caller's own, who ends it with `leave`. ``segment``: see `Links.open_apart`."""
