@@ -1,0 +1,111 @@
+"""Connections between two processes that break, or change bytes, at a byte that the test names.
+
+The trainer's connections pass through detour.py. "sqlite" reads by ticket (READ), "tcp" takes from the ring (TAKE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from accounts import Run, Told, place_of
+from detour import Detour, Direction
+from preloaded import needs_compiler
+from told import label, middle
+
+pytestmark = [pytest.mark.ucx, pytest.mark.slow, needs_compiler]
+
+
+@pytest.fixture(scope="module", params=["tcp", "sqlite"])
+def run(request: pytest.FixtureRequest, way: Detour, tmp_path_factory: Any) -> Iterator[Run]:
+    with place_of(request.param, tmp_path_factory.mktemp("run")) as place, Run(place, detour=way) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def way(tmp_path_factory: Any) -> Iterator[Detour]:
+    with Detour(tmp_path_factory.mktemp("way")) as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=["on_consumed", "on_arrival"])
+def trainer(request: pytest.FixtureRequest, run: Run, way: Detour) -> Iterator[Told]:
+    """Its connections pass through this process."""
+    with run.trainer(detour=way, ack=request.param) as trainer:
+        yield trainer
+        trainer.end()
+
+
+taking = pytest.mark.parametrize("run", ["tcp"], indirect=True)
+consuming = pytest.mark.parametrize("trainer", ["on_consumed"], indirect=True)
+
+
+def test_a_connection_that_breaks_in_the_middle_of_a_payload(run: Run, way: Detour, trainer: Told) -> None:
+    numbers = run.next_numbers(4)
+    way.arm("cut", "to the trainer", middle(numbers[1]))
+    run.publish(4)  # a demand may wait already
+    accepted = trainer.ask("train", 4)
+    way.wait()
+    run.account(accepted)
+
+
+@pytest.mark.parametrize("direction", ["to the listener", "to the trainer"])
+def test_a_connection_that_breaks_before_the_payload(
+    run: Run, way: Detour, trainer: Told, direction: Direction
+) -> None:
+    run.publish(1)
+    accepted = trainer.ask("train", 1)  # so that there is a connection
+    # what asks for the payload, or the first of what is answered
+    if run.place.is_ring:  # where a demand may wait already
+        way.arm("cut", direction)
+        run.publish(3)
+    else:
+        run.publish(3)
+        trainer.ask("claim", 3)
+        way.arm("cut", direction)
+        trainer.ask("collect")
+        accepted += trainer.ask("consume")
+    accepted += trainer.ask("train", 4 - len(accepted))
+    way.wait()
+    run.account(accepted)
+
+
+@pytest.mark.parametrize("direction", ["to the listener", "to the trainer"])
+def test_a_connection_that_breaks_between_payload_and_acknowledgement(
+    run: Run, way: Detour, trainer: Told, direction: Direction
+) -> None:
+    run.publish(6)
+    trainer.ask("claim", 4)
+    trainer.ask("collect")
+    # the acknowledgement, or what answers it; where none comes, what is asked or answered next
+    way.arm("cut", direction)
+    accepted = trainer.ask("consume")
+    accepted += trainer.ask("train", 6 - len(accepted))
+    way.wait()
+    run.account(accepted)
+
+
+def test_bytes_of_a_payload_that_change_on_the_way_are_noticed_and_read_again(
+    run: Run, way: Detour, trainer: Told
+) -> None:
+    numbers = run.next_numbers(4)
+    before = trainer.ask("counted").get("checksum_failures", 0)
+    way.arm("flip", "to the trainer", middle(numbers[1]))
+    run.publish(4)  # a demand may wait already
+    accepted = trainer.ask("train", 4)
+    way.wait()
+    run.account(accepted)
+    assert trainer.ask("counted")["checksum_failures"] == before + 1
+
+
+@taking
+def test_bytes_of_a_taken_ticket_that_change_on_the_way_are_not_noticed(run: Run, way: Detour, trainer: Told) -> None:
+    """A limit, which the table states: no checksum covers the ticket that comes with a payload."""
+    numbers = run.next_numbers(4)
+    way.arm("flip", "to the trainer", [label(number).encode() for number in numbers])
+    run.publish(4)  # a demand may wait already
+    accepted = trainer.ask("train", 4)
+    way.wait()
+    run.account(accepted)
+    assert trainer.ask("changed_tickets") == 1

@@ -1,0 +1,203 @@
+"""Listeners that are killed, stopped or ended, and whole rings that die, at a step of a trainer that a test names."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accounts import Run, compare, gone, kill, looking, place_of, served_by
+from detour import Detour
+from helpers import eventually, parent_of
+from preloaded import needs_compiler
+from told import middle
+
+pytestmark = [pytest.mark.ucx, pytest.mark.slow, needs_compiler]
+
+
+@pytest.fixture(scope="module")
+def way(tmp_path_factory: Any) -> Iterator[Detour]:
+    with Detour(tmp_path_factory.mktemp("way")) as made:
+        yield made
+
+
+@pytest.fixture(params=["tcp", "sqlite"])
+def run(request: pytest.FixtureRequest, way: Detour, tmp_path: Path) -> Iterator[Run]:
+    with place_of(request.param, tmp_path) as place, Run(place, detour=way) as run:
+        yield run
+
+
+def listener_of(run: Run) -> int:
+    """The process of its only listener."""
+    with looking(run.writer.ask("segment")) as ring:
+        eventually(lambda: len(served_by(ring)()) == 1, "a listener serves")
+        return served_by(ring)()[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "how"),
+    [("sqlite", signal.SIGKILL), ("tcp", signal.SIGKILL), ("sqlite", signal.SIGSTOP), ("tcp", signal.SIGTERM)],
+    indirect=["run"],
+)
+def test_a_listener_that_fails_between_claim_and_read(run: Run, how: signal.Signals) -> None:
+    run.publish(4)
+    run.other.ask("claim", 4)
+    os.kill(listener_of(run), how)  # a stopped one is killed after ``watchdog_s``
+    run.other.ask("collect")
+    accepted = run.other.ask("consume")
+    accepted += run.other.ask("train", 4 - len(accepted))
+    run.account(accepted)
+
+
+def test_a_listener_that_is_killed_in_the_middle_of_a_payload(run: Run, way: Detour) -> None:
+    numbers = run.publish(4)
+    with run.trainer(detour=way) as trainer:
+        way.arm("hold", "to the trainer", middle(numbers[1]))
+        trainer.begin("train", 4)
+        way.wait()
+        os.kill(listener_of(run), signal.SIGKILL)
+        way.cut()
+        run.account(trainer.answer())
+        trainer.end()
+
+
+@pytest.mark.parametrize("run", ["tcp"], indirect=True)
+def test_a_listener_that_is_killed_while_a_demand_waits(run: Run) -> None:
+    assert run.other.ask("claim", 1, 0.2) == []  # its demand stays for a while
+    os.kill(listener_of(run), signal.SIGKILL)
+    run.publish(4)
+    run.account(run.other.ask("train", 4))
+
+
+@pytest.mark.parametrize("run", ["tcp"], indirect=True)
+def test_a_trainer_that_is_killed_while_an_answer_with_claims_is_on_its_way(run: Run, way: Detour) -> None:
+    numbers = run.publish(4)
+    with run.trainer(detour=way) as victim:
+        way.arm("hold", "to the trainer", middle(numbers[1]))
+        victim.begin("claim", 4)
+        way.wait()  # claimed by the listener, and unknown to the trainer
+        victim.kill()
+    way.cut()
+    run.account(run.other.ask("train", 4))
+
+
+@pytest.mark.parametrize("run", ["tcp"], indirect=True)
+def test_a_trainer_that_is_killed_before_it_hears_that_its_consume_was_accepted(run: Run, way: Detour) -> None:
+    """What was accepted counts as consumed: its trainer has trained on nothing that another one gets as well."""
+    run.publish(4)
+    with run.trainer(detour=way) as victim:
+        victim.ask("claim", 4)
+        in_question = victim.ask("collect")
+        way.arm("hold", "to the trainer")
+        victim.begin("consume")
+        way.wait()
+        run.wait_done(4)
+        victim.kill()
+    way.cut()
+    run.account(in_question)
+
+
+@pytest.mark.parametrize("run", ["tcp"], indirect=True)
+def test_a_listener_that_is_killed_behind_a_consume_that_it_accepted(run: Run, way: Detour) -> None:
+    run.publish(4)
+    with run.trainer(detour=way) as trainer:
+        trainer.ask("claim", 4)
+        trainer.ask("collect")
+        way.arm("hold", "to the trainer")
+        trainer.begin("consume")
+        way.wait()
+        run.wait_done(4)
+        os.kill(listener_of(run), signal.SIGKILL)
+        way.cut()
+        run.account(trainer.answer())  # the next listener says that they are its own
+        trainer.end()
+
+
+# --- everything that serves a ring -------------------------------------------------------------------------
+@pytest.fixture
+def doomed(way: Detour, tmp_path: Path) -> Iterator[Run]:
+    """Another ring. Who waits for an answer about it gives up after 3.5 s."""
+    with place_of("tcp", tmp_path) as place, Run(place, detour=way, **_SHORT) as run:
+        yield run
+
+
+_SHORT = {"connect_timeout_s": 1.0, "handshake_timeout_s": 1.0}
+
+
+def all_of(run: Run) -> list[int]:
+    """Writer, supervisor and listener."""
+    listener = listener_of(run)
+    return [run.writer.pid, parent_of(listener), listener]
+
+
+def test_a_ring_killed_as_a_whole_behind_a_consume_is_asked_in_its_segment(doomed: Run, way: Detour) -> None:
+    doomed.publish(4)
+    segment = doomed.writer.ask("segment")
+    with doomed.trainer(detour=way, **_SHORT) as trainer:
+        trainer.ask("claim", 4)
+        trainer.ask("collect")
+        way.arm("hold", "to the trainer")
+        trainer.begin("consume")
+        way.wait()
+        doomed.wait_done(4)
+        kill(*all_of(doomed))
+        doomed.writer.wait()
+        way.cut()
+        compare(range(4), trainer.answer())
+        trainer.end()
+    Path(f"/dev/shm{segment}").unlink(missing_ok=True)
+    assert gone(segment)
+
+
+@pytest.mark.parametrize("heard", [True, False], ids=["accepted", "not accepted"])
+def test_a_network_that_is_away_for_too_long_while_a_trainer_consumes(doomed: Run, way: Detour, heard: bool) -> None:
+    doomed.publish(4)
+    url = f"rings://127.0.0.1:{doomed.writer.ask('ports')[0]}"  # as a trainer of another host has it
+    with doomed.trainer(detour=way, url=url, **_SHORT) as trainer:
+        trainer.ask("claim", 4)
+        in_question = trainer.ask("collect")
+        way.reach(False)
+        try:
+            if heard:
+                way.arm("hold", "to the trainer")
+            else:
+                way.arm("cut", "to the listener")
+            trainer.begin("consume")
+            way.wait()
+            if heard:
+                doomed.wait_done(4)
+                way.cut()
+            assert trainer.answer() == []  # it does not know
+            [line] = [line for line in trainer.ask("logged") if "no port of the ring knows" in line]
+            assert "what became of 4 payloads" in line
+        finally:
+            way.reach(True)
+        if heard:
+            assert doomed.other.ask("claim", 1, 0.2) == []
+            compare(in_question, [], lost=in_question)  # the ring counts them as done
+        else:
+            doomed.account(doomed.other.ask("train", 4))
+        trainer.end()
+
+
+def test_a_ring_elsewhere_that_dies_as_a_whole_behind_a_consume(doomed: Run, way: Detour) -> None:
+    doomed.publish(4)
+    url = f"rings://127.0.0.1:{doomed.writer.ask('ports')[0]}"
+    segment = doomed.writer.ask("segment")
+    with doomed.trainer(detour=way, url=url, **_SHORT) as trainer:
+        trainer.ask("claim", 4)
+        in_question = trainer.ask("collect")
+        way.arm("hold", "to the trainer")
+        trainer.begin("consume")
+        way.wait()
+        doomed.wait_done(4)
+        kill(*all_of(doomed))
+        doomed.writer.wait()
+        way.cut()
+        compare(in_question, trainer.answer(), lost=in_question)
+        assert any("what became of 4 payloads" in line for line in trainer.ask("logged"))
+        trainer.end()
+    Path(f"/dev/shm{segment}").unlink(missing_ok=True)

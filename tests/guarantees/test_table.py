@@ -1,0 +1,198 @@
+"""Every row of the table of docs/GUARANTEES.md has tests: the ones below, by the row's first words.
+
+A row that is added, removed or renamed fails here until its tests are named; so does a test that is renamed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[2]
+_HEADER = "| what happens | consumed twice | lost | how |"
+_HERE = "guarantees/"
+
+# What a row's case is begun with → room/file: tests. The first ones, in this room, have a trainer and a writer as
+# processes and compare the account of a run exactly.
+TESTS: dict[str, dict[str, list[str]]] = {
+    "a listener is killed, stopped or restarted": {
+        "guarantees/test_listeners.py": [
+            "test_a_listener_that_fails_between_claim_and_read",
+            "test_a_listener_that_is_killed_in_the_middle_of_a_payload",
+        ],
+        "server/test_supervisor.py": [
+            "test_a_killed_listener_is_back_on_its_port_and_meanwhile_the_other_one_serves",
+            "test_a_stopped_listener_is_killed_by_the_watchdog_and_what_it_had_pinned_is_read_again",
+        ],
+    },
+    "a connection breaks before, during or after the payload": {
+        "guarantees/test_connections.py": [
+            "test_a_connection_that_breaks_before_the_payload",
+            "test_a_connection_that_breaks_in_the_middle_of_a_payload",
+            "test_a_connection_that_breaks_between_payload_and_acknowledgement",
+        ],
+    },
+    'a trainer is killed, `ack="on_consumed"` (default of the packer)': {
+        "guarantees/test_trainers.py": [
+            "test_what_a_killed_trainer_had_and_had_not_consumed_is_consumed_by_another_one",
+        ],
+    },
+    'a trainer is killed, `ack="on_arrival"` (default of the client)': {
+        "guarantees/test_trainers.py": ["test_what_a_killed_trainer_had_in_memory_on_arrival_is_lost_and_reported"],
+    },
+    "a rollout worker is killed while it writes": {
+        "guarantees/test_writers.py": [
+            "test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_again"
+        ],
+    },
+    "a rollout worker is killed later": {
+        "guarantees/test_writers.py": ["test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published"],
+        "server/test_supervisor_writers.py": [
+            "test_what_nobody_reads_of_a_killed_writer_vanishes_after_the_linger_time"
+        ],
+    },
+    "a rollout worker and its supervisor are killed together": {
+        "guarantees/test_writers.py": ["test_what_writer_and_supervisor_that_are_killed_together_had_not_published"],
+    },
+    "the queue is away or locked while tickets are published": {
+        "guarantees/test_writers.py": ["test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published"],
+        "packer/test_publisher.py": [
+            "test_a_server_that_is_away_while_tickets_are_published_loses_and_doubles_nothing",
+            "test_a_locked_file_stops_no_write_until_the_ring_is_full",
+            "test_a_failure_is_raised_once_at_the_next_write_and_nothing_is_lost",
+        ],
+    },
+    "a restarted rollout worker takes its ring over, and its setup fails": {
+        "guarantees/test_writers.py": [
+            "test_a_ring_that_was_taken_over_by_a_writer_whose_setup_failed_keeps_its_payloads"
+        ],
+    },
+    "a supervisor is killed": {
+        "guarantees/test_writers.py": ["test_a_killed_supervisor_is_started_again_and_adopts_its_listeners"],
+    },
+    "the processes that use the queue's file are killed": {
+        "guarantees/test_queue_file.py": [
+            "test_a_process_that_is_killed_before_or_behind_a_commit_has_done_nothing_or_everything",
+        ],
+        "guarantees/test_power_loss.py": [
+            "test_with_synchronous_full_nothing_that_the_queue_has_said_is_forgotten",
+            "test_with_synchronous_normal_the_last_transactions_may_be_forgotten_and_the_file_is_intact",
+        ],
+    },
+    "the Redis server of the queue is killed": {
+        "guarantees/test_redis_killed.py": [
+            "test_a_server_killed_behind_a_consume_costs_nothing_but_with_everysec_a_repetition",
+            "test_a_server_without_an_append_only_file_is_refused",
+        ],
+    },
+    "a trainer that claims from the ring is killed": {
+        "guarantees/test_trainers.py": [
+            "test_what_a_killed_trainer_had_and_had_not_consumed_is_consumed_by_another_one",
+            "test_what_a_killed_trainer_had_in_memory_on_arrival_is_lost_and_reported",
+        ],
+    },
+    "a trainer that claims from a mapped ring is stopped": {
+        "guarantees/test_trainers.py": [
+            "test_what_a_stopped_trainer_held_passes_to_another_one_and_its_own_consume_is_refused",
+            "test_what_a_stopped_trainer_claimed_without_a_lease_stays_its_own",
+        ],
+    },
+    "a trainer that takes from rings over the network is killed, or its connection breaks": {
+        "guarantees/test_trainers.py": [
+            "test_what_a_killed_trainer_had_and_had_not_consumed_is_consumed_by_another_one",
+            "test_what_a_killed_trainer_had_in_memory_on_arrival_is_lost_and_reported",
+        ],
+        "guarantees/test_connections.py": ["test_a_connection_that_breaks_between_payload_and_acknowledgement"],
+    },
+    "the same trainer is stopped": {
+        "guarantees/test_trainers.py": [
+            "test_what_a_stopped_trainer_held_passes_to_another_one_and_its_own_consume_is_refused"
+        ],
+    },
+    "a listener is killed while demands wait at it": {
+        "guarantees/test_listeners.py": ["test_a_listener_that_is_killed_while_a_demand_waits"],
+    },
+    "two trainers claim from a ring at once": {
+        "guarantees/test_trainers.py": ["test_trainers_that_claim_at_once_by_both_ways_get_every_payload_once"],
+        "queue/test_found_faults.py": ["test_trainers_that_claim_at_once_get_every_payload_once"],
+    },
+    "a rank of a group dies, the rings as the queue": {
+        "guarantees/test_groups.py": ["test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group"],
+        "queue/test_found_groups.py": ["test_slots_of_a_group_whose_follower_died_are_freed_for_the_writer"],
+    },
+    "a trainer is killed while it takes or ends a claim": {
+        "guarantees/test_listeners.py": [
+            "test_a_trainer_that_is_killed_while_an_answer_with_claims_is_on_its_way",
+            "test_a_trainer_that_is_killed_before_it_hears_that_its_consume_was_accepted",
+        ],
+    },
+    "a connection breaks, or a listener is killed, while a trainer consumes what it took": {
+        "guarantees/test_connections.py": ["test_a_connection_that_breaks_between_payload_and_acknowledgement"],
+        "guarantees/test_listeners.py": ["test_a_listener_that_is_killed_behind_a_consume_that_it_accepted"],
+    },
+    "the same, and the ring's writer, supervisor and listeners are killed at once": {
+        "guarantees/test_listeners.py": [
+            "test_a_ring_killed_as_a_whole_behind_a_consume_is_asked_in_its_segment",
+            "test_a_ring_elsewhere_that_dies_as_a_whole_behind_a_consume",
+        ],
+    },
+    "the network between a trainer and a ring is away": {
+        "guarantees/test_listeners.py": ["test_a_network_that_is_away_for_too_long_while_a_trainer_consumes"],
+    },
+    "a host dies, or is out of reach": {
+        "guarantees/test_hosts.py": [
+            "test_the_payloads_of_a_host_that_dies_are_lost_and_reported",
+            "test_a_host_that_dies_takes_its_ring_where_the_rings_are_the_queue",
+        ],
+    },
+    "builds of two neighbouring wire versions are mixed": {
+        "guarantees/test_builds.py": ["test_payloads_of_one_build_are_consumed_by_the_other"],
+    },
+    "bytes change on the way": {
+        "guarantees/test_connections.py": [
+            "test_bytes_of_a_payload_that_change_on_the_way_are_noticed_and_read_again",
+            "test_bytes_of_a_taken_ticket_that_change_on_the_way_are_not_noticed",
+        ],
+    },
+}
+
+
+def rows() -> list[str]:
+    """The first cell of each row."""
+    lines = (_ROOT / "docs" / "GUARANTEES.md").read_text(encoding="utf-8").splitlines()
+    begin = lines.index(_HEADER) + 2
+    found = []
+    for line in lines[begin:]:
+        if not line.startswith("|"):
+            return found
+        found.append(line.split("|")[1].strip())
+    raise AssertionError("the table does not end")
+
+
+@functools.cache
+def names_in(file: str) -> set[str]:
+    """Names of the test functions of a file of tests/."""
+    tree = ast.parse((_ROOT / "tests" / file).read_text(encoding="utf-8"))
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    return {each.name for each in tree.body if isinstance(each, kinds) and each.name.startswith("test_")}
+
+
+def case_of(row: str) -> str:
+    """The longest beginning in TESTS of this row."""
+    return max((case for case in TESTS if row.startswith(case)), key=len, default="")
+
+
+def test_every_row_of_the_table_has_tests_and_every_entry_here_has_a_row() -> None:
+    cases = [case_of(row) for row in rows()]
+    assert [row for row, case in zip(rows(), cases, strict=True) if not case] == []
+    assert sorted(cases) == sorted(TESTS), "each entry is for one row"
+
+
+@pytest.mark.parametrize("case", TESTS)
+def test_the_tests_of_a_row_are_there_and_one_of_them_is_of_this_room(case: str) -> None:
+    missing = {file: set(names) - names_in(file) for file, names in TESTS[case].items()}
+    assert {file: names for file, names in missing.items() if names} == {}
+    assert any(file.startswith(_HERE) for file in TESTS[case])

@@ -1,0 +1,162 @@
+"""Writers and supervisors that are killed: what was written is consumed once, also what was not published."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from accounts import Place, Told, compare, gone, kill, looking, place_of, served_by, states
+from helpers import eventually, parent_of
+
+pytestmark = [pytest.mark.ucx, pytest.mark.slow]
+
+
+@pytest.fixture(params=["tcp", "sqlite", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    with place_of(request.param, tmp_path) as made:
+        yield made
+
+
+file_and_ring = pytest.mark.parametrize("place", ["sqlite", "tcp"], indirect=True)
+file_alone = pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+
+
+class Serving:
+    """A writer's segment and the processes that serve it."""
+
+    def __init__(self, writer: Told) -> None:
+        self.writer = writer
+        self.segment: str = writer.ask("segment")
+        with looking(self.segment) as ring:
+            self.listeners = served_by(ring)()
+        self.supervisor = parent_of(self.listeners[0])
+
+    def kill_all(self) -> None:
+        """Writer, supervisor and listeners, at one moment."""
+        kill(self.writer.pid, self.supervisor, *self.listeners)
+        self.writer.wait()
+
+
+@contextlib.contextmanager
+def away(place: Place) -> Iterator[None]:
+    """Nothing can be published meanwhile. With rings nothing has to be."""
+    if place.kind == "sqlite":
+        with contextlib.closing(sqlite3.connect(place.url.removeprefix("sqlite://"), isolation_level=None)) as lock:
+            lock.execute("BEGIN IMMEDIATE")
+            yield
+    elif place.server is not None and place.server.process is not None:
+        os.kill(place.server.process.pid, signal.SIGSTOP)
+        yield
+        os.kill(place.server.process.pid, signal.SIGCONT)
+    else:
+        yield
+
+
+def consumed(place: Place, count: int) -> list[int]:
+    """What a trainer consumes: so many, and then there is nothing left."""
+    with Told("trainer", place) as trainer:
+        accepted: list[int] = trainer.ask("train", count)
+        assert trainer.ask("claim", 1, 0.0) == []
+        trainer.end()
+    return accepted
+
+
+def test_what_a_killed_writer_had_written_is_consumed_also_what_was_not_published(place: Place) -> None:
+    with Told("writer", place) as writer, place.open() as queue:
+        segment = writer.ask("segment")
+        writer.ask("write", 0, 3)
+        writer.ask("flush")
+        with away(place):
+            writer.ask("write", 3, 3)
+            writer.kill()
+        compare(range(6), consumed(place, 6))
+        if not place.is_ring:
+            assert states(queue.depth()) == {"done": 6, "unfinished": 0, "lost": 0, "dead": 0, "discarded": 0}
+    eventually(lambda: gone(segment), "the ring goes with its last payload")
+
+
+@file_alone
+def test_what_a_killed_writer_was_writing_was_never_there_and_its_slot_is_free_again(place: Place) -> None:
+    name = f"{place.prefix}named"
+    with Told("writer", place, name=name, slots=4) as first:
+        first.ask("write", 0, 3)
+        first.ask("flush")
+        first.ask("begin", 3)
+        with looking(first_segment := f"/transport-{name}") as ring:
+            assert (ring.statistics().writing, ring.statistics().ready) == (1, 3)
+            first.kill()
+    with Told("writer", place, name=name, slots=4) as second:
+        assert second.ask("segment") == first_segment
+        second.ask("write", 4, 1)  # the fourth slot
+        second.ask("flush")
+        compare([0, 1, 2, 4], consumed(place, 4))
+        second.end()
+
+
+@file_and_ring
+@pytest.mark.parametrize("then", ["another writer", "no writer"])
+def test_what_writer_and_supervisor_that_are_killed_together_had_not_published(place: Place, then: str) -> None:
+    """It is consumed where a writer takes the ring over, and else not published; listeners serve the rest."""
+    name = f"{place.prefix}named"
+    with Told("writer", place, name=name) as writer:
+        serving = Serving(writer)
+        writer.ask("write", 0, 3)
+        writer.ask("flush")
+        with away(place):
+            writer.ask("write", 3, 3)
+            kill(writer.pid, serving.supervisor)
+            writer.wait()
+    with looking(serving.segment) as ring:
+        assert served_by(ring)() == serving.listeners
+    if then == "another writer":
+        with Told("writer", place, name=name) as second:
+            compare(range(6), consumed(place, 6))
+            second.end()
+    else:
+        lost = () if place.is_ring else range(3, 6)
+        compare(range(6), consumed(place, 6 - len(lost)), lost=lost)
+        kill(*serving.listeners)  # they would serve the rest for ``linger_s``
+        Path(f"/dev/shm{serving.segment}").unlink(missing_ok=True)
+
+
+@file_alone
+def test_a_ring_that_was_taken_over_by_a_writer_whose_setup_failed_keeps_its_payloads(place: Place) -> None:
+    name = f"{place.prefix}named"
+    with Told("writer", place, name=name) as first:
+        serving = Serving(first)
+        first.ask("write", 0, 3)
+        serving.kill_all()
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(AssertionError, match="the child ended with 1"):
+            Told("writer", place, name=name, port=port)
+    with Told("writer", place, name=name) as third:
+        third.ask("write", 3, 1)
+        third.ask("flush")
+        compare(range(4), consumed(place, 4))
+        third.end()
+
+
+@file_alone
+def test_a_killed_supervisor_is_started_again_and_adopts_its_listeners(place: Place) -> None:
+    with Told("writer", place) as writer:
+        serving = Serving(writer)
+        writer.ask("write", 0, 3)
+        writer.ask("flush")
+        os.kill(serving.supervisor, signal.SIGKILL)
+        eventually(lambda: parent_of(serving.listeners[0]) != serving.supervisor, "it is an orphan")
+        writer.ask("write", 3, 3)
+        writer.ask("flush")
+        compare(range(6), consumed(place, 6))
+        with looking(serving.segment) as ring:
+            assert served_by(ring)() == serving.listeners
+            [listener] = serving.listeners
+            os.kill(listener, signal.SIGKILL)  # which only a supervisor notices
+            eventually(lambda: served_by(ring)() not in ([], [listener]), "the new one has started another listener")
+        writer.end()
