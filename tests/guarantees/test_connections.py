@@ -42,8 +42,9 @@ consuming = pytest.mark.parametrize("trainer", ["on_consumed"], indirect=True)
 
 
 def test_a_connection_that_breaks_in_the_middle_of_a_payload(run: Run, way: Detour, trainer: Told) -> None:
-    numbers = run.publish(4)
+    numbers = run.next_numbers(4)
     way.arm("cut", "to the trainer", middle(numbers[1]))
+    run.publish(4)  # a demand may wait already
     accepted = trainer.ask("train", 4)
     way.wait()
     run.account(accepted)
@@ -53,12 +54,16 @@ def test_a_connection_that_breaks_in_the_middle_of_a_payload(run: Run, way: Deto
 def test_a_connection_that_breaks_before_the_payload(
     run: Run, way: Detour, trainer: Told, direction: Direction
 ) -> None:
-    accepted = [run.publish(1), trainer.ask("train", 1)][1]  # so that there is a connection
-    run.publish(3)
-    if not run.place.is_ring:
+    run.publish(1)
+    accepted = trainer.ask("train", 1)  # so that there is a connection
+    # what asks for the payload, or the first of what is answered
+    if run.place.is_ring:  # where a demand may wait already
+        way.arm("cut", direction)
+        run.publish(3)
+    else:
+        run.publish(3)
         trainer.ask("claim", 3)
-    way.arm("cut", direction)  # what asks for the payload, or the first of what is answered
-    if not run.place.is_ring:
+        way.arm("cut", direction)
         trainer.ask("collect")
         accepted += trainer.ask("consume")
     accepted += trainer.ask("train", 4 - len(accepted))
@@ -70,12 +75,13 @@ def test_a_connection_that_breaks_before_the_payload(
 def test_a_connection_that_breaks_between_payload_and_acknowledgement(
     run: Run, way: Detour, trainer: Told, direction: Direction
 ) -> None:
-    run.publish(4)
+    run.publish(6)
     trainer.ask("claim", 4)
     trainer.ask("collect")
-    way.arm("cut", direction)  # the acknowledgement, or what answers it
+    # the acknowledgement, or what answers it; where none comes, what is asked or answered next
+    way.arm("cut", direction)
     accepted = trainer.ask("consume")
-    accepted += trainer.ask("train", 4 - len(accepted))
+    accepted += trainer.ask("train", 6 - len(accepted))
     way.wait()
     run.account(accepted)
 
@@ -83,9 +89,10 @@ def test_a_connection_that_breaks_between_payload_and_acknowledgement(
 def test_bytes_of_a_payload_that_change_on_the_way_are_noticed_and_read_again(
     run: Run, way: Detour, trainer: Told
 ) -> None:
-    numbers = run.publish(4)
+    numbers = run.next_numbers(4)
     before = trainer.ask("counted").get("checksum_failures", 0)
     way.arm("flip", "to the trainer", middle(numbers[1]))
+    run.publish(4)  # a demand may wait already
     accepted = trainer.ask("train", 4)
     way.wait()
     run.account(accepted)
@@ -95,8 +102,9 @@ def test_bytes_of_a_payload_that_change_on_the_way_are_noticed_and_read_again(
 @taking
 def test_bytes_of_a_taken_ticket_that_change_on_the_way_are_not_noticed(run: Run, way: Detour, trainer: Told) -> None:
     """A limit, which the table states: no checksum covers the ticket that comes with a payload."""
-    numbers = run.publish(4)
+    numbers = run.next_numbers(4)
     way.arm("flip", "to the trainer", [label(number).encode() for number in numbers])
+    run.publish(4)  # a demand may wait already
     accepted = trainer.ask("train", 4)
     way.wait()
     run.account(accepted)

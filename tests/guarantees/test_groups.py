@@ -12,7 +12,7 @@ from accounts import Place, Told, compare, place_of
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 
 
-@pytest.fixture(params=["mapped", "tcp"])
+@pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     with place_of(request.param, tmp_path) as made:
         yield made
@@ -35,7 +35,7 @@ def train(ranks: list[Told], n: int) -> list[int]:
     return accepted
 
 
-@pytest.mark.parametrize("victim", [0, 1], ids=["leader", "follower"])
+@pytest.mark.parametrize(("place", "victim"), [("mapped", 0), ("tcp", 1)], indirect=["place"])
 def test_what_a_group_had_whose_rank_was_killed_is_consumed_by_the_next_group(
     place: Place, victim: int, tmp_path: Path
 ) -> None:

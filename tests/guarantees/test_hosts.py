@@ -22,7 +22,7 @@ IMPATIENT = ONCE | {"backoff_first_s": 0.01, "backoff_most_s": 0.02}
 MAX_DELIVERIES = 20
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     with place_of(request.param, tmp_path) as made:
         yield made
@@ -38,7 +38,7 @@ def dies(writer: Told) -> None:
     Path(f"/dev/shm{segment}").unlink()
 
 
-@pytest.mark.parametrize("directory", [True, False], ids=["with a directory", "without"])
+@pytest.mark.parametrize(("place", "directory"), [("sqlite", False), ("redis", True)], indirect=["place"])
 def test_the_payloads_of_a_host_that_dies_are_lost_and_reported(place: Place, directory: bool, tmp_path: Path) -> None:
     store = f"sqlite://{tmp_path}/store.sqlite3" if directory else ""
     # with a directory a delivery must not be dead of its attempts before lease and grace (3.3 s) have ended

@@ -37,7 +37,11 @@ def listener_of(run: Run) -> int:
         return served_by(ring)()[0]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=["killed", "stopped", "ended"])
+@pytest.mark.parametrize(
+    ("run", "how"),
+    [("sqlite", signal.SIGKILL), ("tcp", signal.SIGKILL), ("sqlite", signal.SIGSTOP), ("tcp", signal.SIGTERM)],
+    indirect=["run"],
+)
 def test_a_listener_that_fails_between_claim_and_read(run: Run, how: signal.Signals) -> None:
     run.publish(4)
     run.other.ask("claim", 4)

@@ -135,9 +135,13 @@ class Run:
             if kind is None and self.writer.process.poll() is None:
                 self.writer.end()
 
+    def next_numbers(self, count: int) -> list[int]:
+        """Of the payloads that are published next."""
+        return list(range(self._next, self._next + count))
+
     def publish(self, count: int) -> list[int]:
         """Have so many payloads written and published; their numbers."""
-        numbers = list(range(self._next, self._next + count))
+        numbers = self.next_numbers(count)
         self.writer.ask("write", self._next, count)
         self.writer.ask("flush")
         self._next += count
