@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import uvloop
 from helpers import asynchronous, leaving_at_once, until
 from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
@@ -267,6 +269,9 @@ async def test_a_feed_admits_only_its_group_and_nobody_late() -> None:
         await feed.close()
 
 
+both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+
+
 @asynchronous
 async def test_a_stranger_at_a_feed_may_announce_no_more_than_a_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transport.weights.transfer.feed._HELLO_S", 1000.0)
@@ -288,6 +293,53 @@ async def test_a_stranger_at_a_feed_may_announce_no_more_than_a_greeting(monkeyp
         await feed.close()
 
 
+@both_loops
+def test_strangers_that_come_at_once_are_counted_as_they_come(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transport.weights.transfer.feed._HELLO_S", 1000.0)
+    monkeypatch.setattr("transport.weights.transfer.feed._MOST_STRANGERS", 3)
+
+    async def coming() -> None:
+        feed = Feed(lambda _: None)
+        await feed.open("127.0.0.1")
+        crowd = [socket.create_connection(("127.0.0.1", feed.port)) for _ in range(40)]  # while the loop waits
+        await until(lambda: sum(map(ended, crowd)) >= 37)
+        assert len(crowd) - sum(map(ended, crowd)) == 3
+        for each in crowd:
+            each.close()
+        await feed.close()
+
+    run(coming())
+
+
+@both_loops
+def test_a_feed_that_closes_ends_the_connections_that_it_has_just_accepted(run: Callable[..., None]) -> None:
+    async def closing() -> None:
+        feed = Feed(lambda _: None)
+        await feed.open("127.0.0.1")
+        crowd = [socket.create_connection(("127.0.0.1", feed.port)) for _ in range(3)]
+        while not feed._tasks:  # noqa: ASYNC110 - at no later moment: the tasks are there, and have not begun
+            await asyncio.sleep(0)
+        await feed.close()
+        await until(lambda: all(map(ended, crowd)))
+        for each in crowd:
+            each.close()
+
+    run(closing())
+
+
+def ended(stranger: socket.socket) -> bool:
+    """Whether the other side has ended the connection."""
+    stranger.setblocking(False)
+    try:
+        return stranger.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 @asynchronous
 async def test_a_refused_greeting_makes_no_room_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transport.weights.transfer.feed._HELLO_S", 1000.0)
@@ -301,7 +353,7 @@ async def test_a_refused_greeting_makes_no_room_for_strangers(monkeypatch: pytes
                 with pytest.raises(ParentLostError, match="group's token"):
                     await Upstream.connect("p", "127.0.0.1", feed.port, "wrong", "a")
             silent.append(await asyncio.open_connection("127.0.0.1", feed.port))
-            await until(lambda: feed._strangers == len(silent))
+            await until(lambda: len(feed._strangers) == len(silent))
         reader, writer = await asyncio.open_connection("127.0.0.1", feed.port)
         assert await reader.read() == b""
         writer.close()
@@ -368,9 +420,10 @@ async def test_policies_that_do_not_restore(policy: Any, states: list[str]) -> N
             replica.worker.weights.clear()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @asynchronous
 async def test_a_child_that_holds_a_bucket_too_long_is_dropped_and_the_others_go_on() -> None:
-    async with engines("ab", shape="star", stall_s=0.3) as made:
+    async with engines("ab", shape="star", stall_s=3.0) as made:  # in which the quick one takes its bucket
         await build(made)
         slow, quick = made[1], made[2]
         sending = asyncio.ensure_future(made[0].send_weights(iter(version_of(1).items()), 1))

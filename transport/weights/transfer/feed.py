@@ -45,8 +45,8 @@ class Feed:
         self._server: asyncio.Server | None = None
         self._children: dict[str, asyncio.StreamWriter] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._strangers = 0
-        self._joined = asyncio.Event()  # somebody came or left
+        self._strangers: set[asyncio.StreamWriter] = set()
+        self._joined = asyncio.Event()  # a child came or left
         self._left: set[str] = set()
         self._expected: frozenset[str] | None = None
         self._closing = False
@@ -92,23 +92,27 @@ class Feed:
         return frozenset(self._children)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._closing or self._strangers >= _MOST_STRANGERS:
+        if self._closing or len(self._strangers) >= _MOST_STRANGERS:
             writer.close()
             return
+        self._strangers.add(writer)  # here, since a loop may accept many before it begins their tasks
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+
+        def over(_: asyncio.Task[None]) -> None:  # also of a task that was cancelled before it began
+            self._tasks.discard(task)
+            self._strangers.discard(writer)
+            writer.close()
+
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(over)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name = None
         try:
             with contextlib.suppress(OSError, EOFError, TimeoutError, TransportError):
-                self._strangers += 1
-                try:
-                    async with asyncio.timeout(_HELLO_S):
-                        hello = await _next(reader, _MOST_HELLO)
-                finally:
-                    self._strangers -= 1
+                async with asyncio.timeout(_HELLO_S):
+                    hello = await _next(reader, _MOST_HELLO)
+                self._strangers.discard(writer)
                 try:
                     name = self._admitted(hello)
                     writer.write(encode(Welcome()))
@@ -125,7 +129,6 @@ class Feed:
                 self._left.add(name)
                 self._joined.set()
                 self._lost(name)
-            writer.close()
 
     def _admitted(self, hello: Frame) -> str:
         if not isinstance(hello, Hello) or not secrets.compare_digest(hello.token.encode(), self.token.encode()):
