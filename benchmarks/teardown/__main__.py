@@ -96,7 +96,7 @@ def main() -> int:
         "--nice",
         type=int,
         metavar="N",
-        help="of a job's processes from SIGTERM on; below 0, as root, the time says little of what else the machine does",
+        help="of a job's processes from SIGTERM on; below 0 (as root) the time says little of the machine's load",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first of these cycles")
     parser.add_argument("--folder", type=Path, default=Path("build/teardown"), help="logs of whole processes")

@@ -10,6 +10,7 @@ stopped may need the SIGKILL. A segment whose writer was stopped and killed is r
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import random
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ REDIS_ENDS = (signal.SIGKILL, signal.SIGSTOP)
 ASK_S, KILL_S = 3.5, 4.0
 LIMIT_S = 5.0
 _RUNNING_S = 0.5
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # looked up before any fork
 
 
 @dataclass
@@ -94,14 +98,23 @@ class Job:
             ]
 
     def _start_redis(self) -> tuple[subprocess.Popen[bytes], str]:
-        port = self._choose.randrange(10_000, 32_000)
+        """A server of this job alone: one that an earlier measurement left would have tickets of rings long gone."""
         place = Path(self._folder.name)
-        process = subprocess.Popen(
-            ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--dir", str(place), "--save", "",
-             "--appendonly", "yes", "--logfile", str(place / "log")],
-        )  # fmt: skip
-        until(lambda: b"Ready to accept" in _read(place / "log") or process.poll() is not None, "Redis does not start")
-        return process, f"redis://127.0.0.1:{port}/0?run=teardown"
+        while True:
+            port = random.randrange(10_000, 32_000)
+            process = subprocess.Popen(
+                ["redis-server", "--bind", "127.0.0.1", "--port", str(port), "--dir", str(place), "--save", "",
+                 "--appendonly", "yes", "--logfile", str(place / "log")],
+                preexec_fn=_die_with_parent,
+            )  # fmt: skip
+            (place / "log").touch()
+            until(
+                lambda: b"Ready to accept" in _read(place / "log") or process.poll() is not None,  # noqa: B023
+                "Redis does not start",
+            )
+            if process.poll() is None:
+                return process, f"redis://127.0.0.1:{port}/0?run=teardown"
+            (place / "log").unlink()  # the port was taken
 
     def _start(self, role: str, plan: JobPlan, errors: int) -> subprocess.Popen[bytes]:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("UCX")}
@@ -132,12 +145,23 @@ class Job:
             self._stopped.add(self._choose.choice(chosen).pid)
             for pid in self._stopped:
                 os.kill(pid, signal.SIGSTOP)
-        begun = time.monotonic()
         everybody = self.members()
         used = sum(_cpu_s(each.pid) for each in everybody)
         self._choose.shuffle(everybody)
-        if self._nice is not None:
-            _prioritise(everybody, self._nice)
+        with _prioritised([each.pid for each in everybody], self._nice):
+            took = self._end(everybody, figures)
+        figures.cycles += 1
+        figures.seconds.append(round(took, 3))
+        figures.cpu_seconds.append(round(_children_s() - self._children_s - used, 2))
+        figures.load.append(round(os.getloadavg()[0], 1))
+        figures.by_victim.setdefault(self.victim or "nobody", []).append(round(took, 3))
+        if took > LIMIT_S:
+            figures.late.append(f"{self.name}: {took:.1f} s, see {self.log}")
+        self._look(figures)
+
+    def _end(self, everybody: list[Member], figures: JobFigures) -> float:
+        """Tell all to end; the seconds until the last one has gone."""
+        begun = time.monotonic()
         _signal(signal.SIGTERM, everybody)
         asked = killed = False
         while not self._all_gone():
@@ -151,15 +175,7 @@ class Job:
             if passed > 10 * LIMIT_S:
                 raise HangError(f"still there: {self.members()}")
             time.sleep(0.005)
-        took = time.monotonic() - begun
-        figures.cycles += 1
-        figures.seconds.append(round(took, 3))
-        figures.cpu_seconds.append(round(_children_s() - self._children_s - used, 2))
-        figures.load.append(round(os.getloadavg()[0], 1))
-        figures.by_victim.setdefault(self.victim or "nobody", []).append(round(took, 3))
-        if took > LIMIT_S:
-            figures.late.append(f"{self.name}: {took:.1f} s, see {self.log}")
-        self._look(figures)
+        return time.monotonic() - begun
 
     def _kill(self, figures: JobFigures, *, first: bool) -> None:
         there = self.members()
@@ -201,19 +217,33 @@ class Job:
         self._folder.cleanup()
 
 
-def _prioritise(whom: list[Member], nice: int) -> None:
-    """Give all threads of these a priority, which those that they start inherit."""
-    for each in whom:
-        for task in _entries(Path(f"/proc/{each.pid}/task")):
-            with contextlib.suppress(OSError):  # it has ended
-                os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
+def _die_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a measurement that is ended leaves no server
 
 
-def _entries(folder: Path) -> list[Path]:
+@contextlib.contextmanager
+def _prioritised(pids: list[int], nice: int | None) -> Iterator[None]:
+    """Give these and this process a priority; what they start inherits it.
+
+    Where the kernel groups processes by session a process's own priority counts within its session only.
+    """
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    if nice is not None:
+        for pid in (os.getpid(), *pids):
+            _give(pid, nice)
     try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
+        yield
+    finally:
+        if nice is not None:
+            _give(os.getpid(), before)
+
+
+def _give(pid: int, nice: int) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
+    with contextlib.suppress(OSError):  # or the kernel does not group
+        Path(f"/proc/{pid}/autogroup").write_text(f"{nice}\n")
 
 
 def _children_s() -> float:
