@@ -79,6 +79,11 @@ class RingTrainer:
         self.came.append(brought)
         self._arrived.set()
 
+    @property
+    def unknown(self) -> int:
+        """Questions about its claims that no port of their ring has answered in time."""
+        return 0 if self.client is None else self.client.taking.outcomes.unknown
+
     def kill(self) -> None:
         """SIGKILL: nothing is said to anybody; the kernel closes the connections."""
         for task in self.tasks:
@@ -87,6 +92,7 @@ class RingTrainer:
         if self.demands is not None:
             self.ends.close()
             self.demands.close()
+        self.world.unknown += self.unknown
         if self.client is not None:
             self.client.end()
         self.client = self.demands = None
