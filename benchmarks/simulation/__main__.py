@@ -131,8 +131,9 @@ def main() -> int:
         pool.terminate()
     print(totals)
     if chosen.plant:
-        print(f"planted {chosen.plant}: {'found' if totals.failed else 'NOT FOUND'}")
-        return 0 if totals.failed else 1
+        broken = any("Traceback" in each for each in totals.failed)  # no violation: the code has changed since
+        print(f"planted {chosen.plant}: {'BROKEN' if broken else 'found' if totals.failed else 'NOT FOUND'}")
+        return 0 if totals.failed and not broken else 1
     return 1 if totals.failed else 0
 
 

@@ -131,10 +131,6 @@ class Claims:
         if token in self._ended:
             return REFUSED
         link.ends.unconfirmed[self.host.ring] -= record.length
-        if (
-            not link.usable
-        ):  # the trainer gave the answer up, learned of none, and tells again: counted twice, see the page
-            self.host.world.told[self.host.ring] += record.length
         self.finished.setdefault(token, set()).add((0, record.generation, frames.USED_ASKED))
         ours = min(self.arrived[token], record.length)
         self.arrived[token] -= ours

@@ -93,7 +93,7 @@ def _never_lost() -> None:
 
 def _lost_at_once() -> None:
     original = Whereabouts.__init__
-    Whereabouts.__init__ = lambda self, grace_s: original(self, 0.0)  # type: ignore[method-assign]
+    Whereabouts.__init__ = lambda self, grace_s, *more: original(self, 0.0, *more)  # type: ignore[method-assign]
     Directory.renew = lambda *_: True  # type: ignore[method-assign]
 
 

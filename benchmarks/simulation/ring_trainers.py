@@ -67,11 +67,17 @@ class RingTrainer(TrainerProcess):
         self.came.append(brought)
         self._arrived.set()
 
+    @property
+    def unknown(self) -> int:
+        """Questions about its claims that no port of their ring has answered in time."""
+        return 0 if self.client is None else self.client.taking.outcomes.unknown
+
     def end(self) -> None:
         """End the demands."""
         if self.demands is not None:
             self.ends.close()
             self.demands.close()
+        self.world.unknown += self.unknown
         self.demands = None
 
     async def _work(self) -> None:

@@ -12,17 +12,31 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PLANTED = [
+    "cancelled-question",
     "elected-by-arrival",
+    "end-asked-as-finish",
+    "finish-asked-anew",
     "forgetful-queue",
     "forgotten-acks",
+    "forgotten-answers",
+    "given-up-and-kept",
+    "gone-and-ranked",
+    "host-for-ever",
+    "lease-for-ever",
     "lost-at-once",
+    "never-grows",
     "never-lost",
     "never-opened-again",
+    "never-told-late",
     "quarantine-for-ever",
+    "told-again",
+    "told-late-again",
     "unanswered-is-dropped",
     "unanswered-is-kept",
     "unbounded-pool",
+    "unreachable-is-forgotten",
     "unreachable-is-lost",
+    "used-at-once",
 ]  # within seconds; `make simulation` plants the others as well
 
 
