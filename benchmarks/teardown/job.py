@@ -124,6 +124,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=errors,
             env={**inherited, MARK: self._run, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"},
+            preexec_fn=_die_with_parent,
         )
         self._roles[process.pid] = role
         return process
@@ -218,7 +219,7 @@ class Job:
 
 
 def _die_with_parent() -> None:
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a measurement that is ended leaves no server
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a measurement that is ended leaves none
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ standard output when they have carried something. At the end they do what progra
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import logging
 import signal
@@ -26,7 +25,6 @@ SCHEMA = Schema.of(values=("float32", UpTo(16384)), number=("int64",))
 BATCH = 4
 DRAIN_S = 0.5  # for the trainers that are still there
 _PAUSE_S = 0.02
-_PR_SET_PDEATHSIG = 1
 
 
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +82,6 @@ def trainer(plan: JobPlan, stopped: Stopped) -> None:
 
 def main() -> None:
     """As the command line says."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a measurement that is ended leaves no job
     faulthandler.register(signal.SIGUSR1)  # job.py asks whoever is late where it is
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(process)d %(name)s %(message)s")
     role, plan = sys.argv[1], msgspec.json.decode(sys.argv[2], type=JobPlan)
