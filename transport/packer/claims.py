@@ -86,16 +86,27 @@ class ClaimBook:
         self._in_hand.update((claim.token, claim) for claim in claims)
         return claims
 
-    def settle(self, items: list[FetchedItem]) -> list[FetchedItem]:
-        """Acknowledge (or finish) the items' claims; returns the items that this trainer may train on."""
+    def settle(self, items: list[FetchedItem], again: bool = False) -> list[FetchedItem]:
+        """Acknowledge (or finish) the items' claims; returns the items that this trainer may train on.
+
+        ``again``: of claims that were in question after a first call.
+        """
         claims = [item.claim for item in items if item.claim is not None]
         if self._queue is None or not claims:
             return items
+        if self._ack == "on_arrival" and again:
+            self._queue.ack_many(self._queue.in_question(claims), trained=False)
         accepted = self._queue.finish(claims) if self._ack == "on_arrival" else self._queue.ack_many(claims)
         mine = {claim.token for claim in accepted}
         self._let_go(claims)
-        self.counts["lost_claims"] += len(claims) - len(mine)
+        self.counts["lost_claims"] += len(claims) - len(mine) - len(self._queue.in_question(claims))
         return [item for item in items if item.claim is None or item.claim.token in mine]
+
+    def in_question(self, items: list[FetchedItem]) -> list[FetchedItem]:
+        """Those of settled items whose ring has not said whether this trainer may train on them."""
+        claims = [item.claim for item in items if item.claim is not None]
+        tokens = {claim.token for claim in self._queue.in_question(claims)} if self._queue is not None else set()
+        return [item for item in items if item.claim is not None and item.claim.token in tokens]
 
     @staticmethod
     def to_report(batch: FetchedBatch) -> bool:

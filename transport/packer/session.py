@@ -124,10 +124,10 @@ class PackerSession:
             item.payload = self.client.hand_in(item.ticket, self.rank_of(item), came.wire, came.data)
         return came is not None
 
-    def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
+    def settle(self, items: list[FetchedItem], again: bool = False) -> list[ReceivedPayload]:
         """Consume: first the queue, then the record, then the rings. Returns the payloads to train on."""
         trainable = []
-        for item in self.claims.settle(items):
+        for item in self.claims.settle(items, again):
             if item.payload is None:
                 continue
             ring, slot, generation = item.ticket.identity

@@ -271,6 +271,10 @@ class FoundRings(TicketQueue):
         accepted = self._elsewhere.ack_many(elsewhere, trained=trained)
         return _in_order(claims, [*accepted, *self._here.queue.ack_many(here, trained=trained)])
 
+    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.in_question`. At most the last 4096 are known."""
+        return self._elsewhere.in_question(arguments.held(claims, "in_question"))
+
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.finish`."""
         here, elsewhere = self._apart(claims, "finish")

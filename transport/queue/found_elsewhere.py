@@ -30,6 +30,7 @@ from transport.queue.arrivals import Arrivals, Arrived
 from transport.queue.base import Came, Claim, DeliveryState, Failure, too_old
 from transport.queue.demands import Brought, Demands, Place
 from transport.queue.ends import UNTRAINED, Answers, End, Group, Held, Said
+from transport.queue.questions import Question, Questions
 from transport.queue.rings import consumer_of, token_of
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.loop_thread import LoopThread
@@ -80,7 +81,8 @@ class FoundElsewhere:
         self._ranks: dict[int | str, _Rank] = {}
         self._changed = threading.Condition()  # guards what follows, and what came
         self._held: dict[str, Held] = {}
-        self._answers = Answers(self._changed, self._note)
+        self._questions = Questions(self._changed, self._note_late)
+        self._answers = Answers(self._changed, self._note, self._questions)
         self.arrivals = Arrivals(self._links_to, self._note_use)
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
@@ -306,7 +308,11 @@ class FoundElsewhere:
 
     def holds(self, claim: Claim) -> bool:
         """Whether the claim was made here, and has not ended by this process's own doing."""
-        return claim.token in self._held or claim.token in self.arrivals
+        return claim.token in self._held or claim.token in self.arrivals or claim.token in self._questions
+
+    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Those of which no ring has said whether they were accepted; see questions.py."""
+        return [claim for claim in claims if claim.token in self._questions]
 
     def came(self, claim: Claim) -> Came | None:
         """The payload of a claim."""
@@ -315,8 +321,26 @@ class FoundElsewhere:
 
     # --- the ends of claims ---------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool) -> list[Claim]:
-        """Consume; those that were accepted."""
-        return self._end(claims, End("done" if trained else "arrived"))
+        """Consume; those that were accepted. Of claims in question the ring is asked again."""
+        what = "done" if trained else "arrived"
+        if not self._questions.any(claims):
+            return self._end(claims, End(what))
+        settled: dict[str, Claim] = {}
+        accepted: list[Claim] = []
+        try:
+            self._questions.settle(claims, what, self._thread, settled)
+            accepted = self._end(claims, End(what))
+            return [*settled.values(), *accepted]
+        except BaseException:  # an interrupt: the call that is repeated gets them
+            self._questions.put_back([*settled.values(), *accepted], what)
+            raise
+
+    def _note_late(self, question: Question) -> None:
+        """Count a claim in question that was accepted. On the loop."""
+        claim, what = question.claim, question.what
+        if what == "arrived":
+            self.arrivals.add(claim, question.link)
+        self._count(_ring_of(claim), claim.rank, **{what: 1})
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """Of what arrived; those that were not finished before. If their connection is lost, the next one says so."""
