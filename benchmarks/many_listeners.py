@@ -34,10 +34,10 @@ RINGS_OF_A_PROCESS = 10
 BATCH = 64
 SLOTS = 256
 CONNECTED_S = 120.0
-_FULL_S = 0.001  # between two looks at rings that were full
+_FULL_S = 0.0002  # for each ring of all, between two looks of a writer at rings that were full
 
 
-def serve(rings: int) -> None:
+def serve(rings: int, of_all: int) -> None:
     """So many rings with a listener each, kept full; says their ports, and for every line it reads its memory."""
     payload = {"data": np.zeros(64, np.uint8)}
     with contextlib.ExitStack() as stack:
@@ -50,7 +50,7 @@ def serve(rings: int) -> None:
             for ring in made:
                 if free := ring.statistics().free:
                     written += len(ring.write_many([payload] * free))
-            if select.select([sys.stdin], [], [], 0.0 if written else _FULL_S)[0]:
+            if select.select([sys.stdin], [], [], 0.0 if written else _FULL_S * of_all)[0]:
                 if not sys.stdin.readline():
                     return
                 print(resident_bytes(os.getpid()), flush=True)
@@ -61,11 +61,9 @@ class Servers:
 
     def __init__(self, rings: int) -> None:
         shares = [min(RINGS_OF_A_PROCESS, rings - begin) for begin in range(0, rings, RINGS_OF_A_PROCESS)]
-        command = [sys.executable, __file__, "--serve"]
-        self._processes = [
-            subprocess.Popen([*command, str(share)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            for share in shares
-        ]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-P", __file__, "--serve"]
+        self._processes = [subprocess.Popen([*command, str(share), str(rings)], **pipes) for share in shares]
         self.ports = [port for each in self._processes for port in json.loads(self._line(each))]
 
     @staticmethod
@@ -141,14 +139,14 @@ def main() -> int:
     parser.add_argument("--rings", default="1,10,100,300")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if options.serve:
-        serve(options.serve)
+        serve(*options.serve)
         return 0
-    os.environ["TRANSPORT_WIRES"] = "tcp"
+    os.environ |= {"TRANSPORT_WIRES": "tcp", "TRANSPORT_CONNECT_TIMEOUT_S": "20", "TRANSPORT_HANDSHAKE_TIMEOUT_S": "20"}
     rows = []
     for rings in map(int, options.rings.split(",")):
         rows.append(measured(rings, options.seconds))

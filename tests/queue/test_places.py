@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from transport.errors import StoreUnavailableError
 from transport.queue.places import InDirectory
 from transport.store.directory import Directory, Serving
 from transport.store.memory import MemoryStore
@@ -34,3 +35,42 @@ def test_the_more_rings_there_are_the_more_seldom_all_of_them_are_read(
         now = step / 10
         assert len(places.served(())) == rings
     assert read == looks
+
+
+def test_rings_that_were_found_are_used_while_the_store_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, away, asked = 0.0, False, 0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    serving = [Serving(ring="a" * 32, host="elsewhere", addresses=("10.0.0.1",), ports=(7001,), epoch=1)]
+
+    def every(_: Directory) -> list[Serving]:
+        nonlocal asked
+        asked += 1
+        if away:
+            raise StoreUnavailableError("the store is away")
+        return serving
+
+    monkeypatch.setattr(Directory, "all", every)
+    places = InDirectory(Directory(MemoryStore()))
+    found = places.served(())
+    assert list(found) == ["a" * 32]
+    away = True
+    for _ in range(20):
+        now += 1.0
+        assert places.served(()) == found
+        assert places.segments() == []
+    assert asked <= 4  # each may wait for as long as the store is given
+    away = False
+    serving.clear()
+    now += 60.0
+    assert places.served(()) == {}
+
+
+def test_a_store_that_is_away_when_rings_are_first_looked_for_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def every(_: Directory) -> list[Serving]:
+        raise StoreUnavailableError("the store is away")
+
+    monkeypatch.setattr(Directory, "all", every)
+    places = InDirectory(Directory(MemoryStore()))
+    for _ in range(2):
+        with pytest.raises(StoreUnavailableError):
+            places.segments()
