@@ -177,6 +177,7 @@ async def test_what_was_consumed_is_told_by_a_ring_that_was_out_of_reach_when_it
             assert client._taking.outcomes.questions == 1
             assert any("in question" in message for message in caplog.messages)
             port = int(address.rpartition(":")[2])
+            monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
             with UCXXServer(ring, ports=(port,), mode="thread"):
                 assert (await batch.consume()).tolist() == [True, False]  # of the second it was not asked in time
                 assert (await batch.consume()).tolist() == [False, False]

@@ -6,7 +6,10 @@ import time
 
 import pytest
 
-from transport.errors import StoreUnavailableError
+from transport import Schema, UCXXRolloutMixin
+from transport.errors import RingFullError, StoreUnavailableError
+from transport.packer.options import ServerOptions
+from transport.queue import FoundRings
 from transport.queue.places import InDirectory
 from transport.store.directory import Directory, Serving
 from transport.store.memory import MemoryStore
@@ -74,3 +77,28 @@ def test_a_store_that_is_away_when_rings_are_first_looked_for_is_an_error(monkey
     for _ in range(2):
         with pytest.raises(StoreUnavailableError):
             places.segments()
+
+
+class Worker(UCXXRolloutMixin): ...
+
+
+@pytest.mark.ucx
+def test_a_writer_whose_ring_is_full_does_not_need_the_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    with FoundRings(InDirectory(Directory(MemoryStore()))) as queue:
+        worker.setup_ucxx(
+            Schema.of(number=("int64",)), slots=2, queue=queue, server=ServerOptions(addresses=("127.0.0.1",))
+        )
+        try:
+
+            def away(*_: object) -> list[Serving]:
+                raise StoreUnavailableError("the store is away")
+
+            monkeypatch.setattr(Directory, "all", away)
+            for number in range(2):
+                worker.write_to_buffer({"number": number})
+            with pytest.raises(RingFullError):
+                worker.write_to_buffer({"number": 2}, timeout_s=0.1)
+            assert worker.reconcile() == (0, 0)
+        finally:
+            worker.cleanup_ucxx()

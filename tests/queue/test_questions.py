@@ -25,8 +25,9 @@ NUMBERED = Schema.of(number=("int64",))
 class Host:
     """A ring whose listeners come and go at one port."""
 
-    def __init__(self, ring: SharedRingBuffer) -> None:
+    def __init__(self, ring: SharedRingBuffer, patch: pytest.MonkeyPatch) -> None:
         self.ring = ring
+        self._patch = patch
         self._served = contextlib.ExitStack()
         self.port = 0
         self.serve()
@@ -34,9 +35,11 @@ class Host:
     def serve(self) -> None:
         server = UCXXServer(self.ring, ports=(self.port,), addresses=("127.0.0.1",), mode="thread")
         [self.port] = self._served.enter_context(server).ports
+        self._patch.setattr(Outcomes, "patience_s", LONG_S)
 
     def end(self) -> None:
         self._served.close()
+        self._patch.setattr(Outcomes, "patience_s", 0.3)
 
     def ends_between(self, queue: FoundRings, claims: list[Claim]) -> None:
         """It consumes what is asked next, and is out of reach before it answers."""
@@ -58,9 +61,8 @@ class Host:
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
-    monkeypatch.setattr(Outcomes, "patience_s", 0.3)
     with SharedRingBuffer.create(NUMBERED, prefix=f"asked-{secrets.token_hex(4)}-", slots=32) as ring:
-        host = Host(ring)
+        host = Host(ring, monkeypatch)
         try:
             ring.write_many([{"number": np.int64(number)} for number in range(3)], timeout_s=LONG_S)
             yield host
