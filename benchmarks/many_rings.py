@@ -15,7 +15,7 @@ import msgspec
 from transport.store.base import Change, Store
 from transport.store.directory import Directory, Serving
 from transport.store.open import open_store
-from transport.taking.takers import Takers
+from transport.taking.takers import Open, Takers
 
 PLACES = (10, 100, 1000, 10_000)
 LOOKS = 20
@@ -25,9 +25,9 @@ def decision_us(places: int) -> float:
     """Microseconds of CPU of an event and the step after it."""
     takers = Takers(768, 256)
     takers.found(f"{at:05}" for at in range(places))
-    for action in takers.step(0.0):
-        takers.opened(action.place)
-    takers.step(0.0)
+    while opening := [action for action in takers.step(0.0) if isinstance(action, Open)]:
+        for action in opening:
+            takers.opened(action.place)
     begun, events = time.process_time(), 0
     for at in range(min(places, 1000)):
         name = f"{at:05}"

@@ -193,6 +193,11 @@ class Books:
         self._questions = {token: each for token, each in self._questions.items() if each in self.outstanding}
         return list(self._questions)
 
+    def answerable(self, queue_says: bool) -> bool:
+        """Whether an answer to a question can still come: from the queue, or from a ring whose host was not removed."""
+        self.questions()
+        return any(queue_says or self._writer(each[0]).removed_in is None for each in self._questions.values())
+
     def answer(self, token: str, accepted: bool, now: float) -> None:
         """Of a question: the queue had accepted the claim, or the payload is anybody's again."""
         payload = self._questions.pop(token)

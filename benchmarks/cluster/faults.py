@@ -52,6 +52,9 @@ def _spoilt(loss: float, loss_back: float, delay_s: float) -> Callable[[Run], li
     return begin
 
 
+_one_way = _spoilt(1.0, 0.0, 0.0)
+
+
 def _carry(run: Run, hosts: list[Host]) -> None:
     for host in hosts:
         host.carry()
@@ -110,7 +113,10 @@ FAULTS = {
         _cut,
         _mend_cut,
     ),
-    "one-way": Fault("frames reach these two, and theirs reach no host", 5.0, _spoilt(1.0, 0.0, 0.0), _carry),
+    "one-way": Fault("frames reach these two, and theirs reach no host", 5.0, _one_way, _carry),
+    "answers-lost": Fault(
+        "the same for 20 s: longer than a trainer waits for what it consumed", 20.0, _one_way, _carry
+    ),
     "loss": Fault("a rollout host and a trainer host lose 1 % of all frames", 8.0, _spoilt(LOSS, LOSS, 0.0), _carry),
     "delay": Fault("what they send comes 200 ms late", 8.0, _spoilt(0.0, 0.0, DELAY_S), _carry),
     "half-open": Fault(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import signal
 import socket
 import struct
@@ -28,7 +29,8 @@ RATE_BYTES_S = 25e6
 _BIT = 8
 _PATIENCE_S = 20.0
 _HERE = Path(__file__).parent
-_LOOK_S = 0.01
+_RTMGRP_LINK = 1
+_NETLINK_BYTES = 1 << 16
 
 # $1 host name, $2 boot id, $3 … init. UCX looks for interfaces in /sys.
 _ENTER = """
@@ -236,12 +238,15 @@ class Host:
             if pipe is not None:
                 pipe.close()
         self._holder = None
-        subprocess.run(["ip", "link", "delete", self.port], capture_output=True)  # its namespace may last a moment
-        give_up = time.monotonic() + _PATIENCE_S
-        while self.port in (name for _, name in socket.if_nameindex()):
-            if time.monotonic() > give_up:
-                raise TimeoutError(f"the link of {self.name} is not gone after {_PATIENCE_S:g} s")
-            time.sleep(_LOOK_S)
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as changes:
+            changes.bind((0, _RTMGRP_LINK))  # says when a link is made, changed or gone
+            subprocess.run(["ip", "link", "delete", self.port], capture_output=True)  # its namespace may last a moment
+            give_up = time.monotonic() + _PATIENCE_S
+            while self.port in (name for _, name in socket.if_nameindex()):
+                if not select.select([changes], [], [], max(0.0, give_up - time.monotonic()))[0]:
+                    raise TimeoutError(f"the link of {self.name} is not gone after {_PATIENCE_S:g} s")
+                with contextlib.suppress(OSError):  # more changes than it has room for: the look above counts
+                    changes.recv(_NETLINK_BYTES)
 
 
 def announce(address: str, mac: str) -> None:

@@ -128,4 +128,4 @@ class RedisPair:
         while not holds():
             if time.monotonic() > give_up:
                 raise TimeoutError(f"not within {_PATIENCE_S:g} s: {what}")
-            time.sleep(_LOOK_S)
+            time.sleep(_LOOK_S)  # the pace of questions: a server tells nobody that it is ready, or has everything

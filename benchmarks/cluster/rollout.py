@@ -18,9 +18,10 @@ import msgspec
 import payloads
 from journal import Journal
 from parts import RolloutPart, opened
+from saying import patiently
 
 from transport import UCXXRolloutMixin
-from transport.errors import QueueError, RingFullError, StoreError
+from transport.errors import QueueError, RingFullError
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import ticket_id
 from transport.ticket import Ticket
@@ -43,19 +44,17 @@ class Worker(UCXXRolloutMixin):
     def start(self) -> None:
         """Make the ring, as soon as the queue answers."""
         part = self.part
-        while True:
-            try:
-                self.setup_ucxx(
-                    slots=part.slots,
-                    queue=None if part.finding == "addresses" else opened(part),
-                    ring=RingOptions(slot_bytes=payloads.LARGEST),
-                    server=ServerOptions(ports=part.ports, addresses=(part.address,), directory=part.directory()),
-                    settings=part.settings,
-                )
-                return
-            except (QueueError, StoreError) as error:
-                _complain(str(error))
-                time.sleep(_PAUSE_S)
+
+        def made() -> None:
+            self.setup_ucxx(
+                slots=part.slots,
+                queue=None if part.finding == "addresses" else opened(part),
+                ring=RingOptions(slot_bytes=payloads.LARGEST),
+                server=ServerOptions(ports=part.ports, addresses=(part.address,), directory=part.directory()),
+                settings=part.settings,
+            )
+
+        patiently(made, _complain)
 
     def batch(self, count: int) -> None:
         """The next ones, or as many as there is room for."""
@@ -126,7 +125,7 @@ def main() -> None:
         due = max(due + every_s, time.monotonic())
         heard = _heard(due - time.monotonic())
     while not worker.say_published():
-        time.sleep(_PAUSE_S)
+        time.sleep(_PAUSE_S)  # the pace of tries: the queue has failed, and says nothing when it is back
     worker.finished()
     while heard != b"":
         worker.say_published()

@@ -50,6 +50,7 @@ _AROUND_S = 5.0  # of a fault, beside its length, as a rule
 _SETTLE_S = 60.0  # after that a fault counts as stuck
 _START_S = 120.0
 _END_S = 30.0
+_DUMP_S = 2.0  # for stacks to be in the logs; a process that is stuck in the kernel writes none
 _CLOCKS_APART_S = 420
 _LAST_WORDS = 2000
 _HARVESTED = 5000
@@ -203,7 +204,7 @@ class Run:
             if time.monotonic() - began > bound_s:
                 return None
             self._tend()
-            time.sleep(_LOOK_S)
+            time.sleep(_LOOK_S)  # the pace at which the journals of all processes are read: the table's resolution
         return time.monotonic() - began
 
     def _wait(self, seconds: float) -> None:
@@ -323,7 +324,7 @@ class Run:
 
         def drained() -> bool:
             written = all(self.books.finished(writer) for writer in writers)
-            return written and not self.books.questions() and not self._waited_for(time.monotonic())
+            return written and not self.books.answerable(self._reports) and not self._waited_for(time.monotonic())
 
         stuck = self._until(drained, _SETTLE_S) is None
         if stuck:
@@ -352,12 +353,13 @@ class Run:
 
     def _dump(self) -> None:
         """Where everybody is, into their logs."""
+        sizes = {each.log: each.log.stat().st_size for each in self._processes}
         for each in self._processes:
             for pid in each.host.processes():
                 if "cluster" in (command := _command(pid)) and ".py" in command:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGUSR1)
-        time.sleep(1.0)
+        self._until(lambda: all(log.stat().st_size > size for log, size in sizes.items()), _DUMP_S)
         (self._folder / "waited_for").write_text(json.dumps(self.books.waited_for(time.monotonic(), True)))
 
     def _report(self, stuck: bool) -> dict[str, Any]:

@@ -70,7 +70,10 @@ class RingTrainer(TrainerProcess):
     @property
     def unknown(self) -> int:
         """Questions about its claims that no port of their ring has answered in time."""
-        return 0 if self.client is None else self.client.taking.outcomes.unknown
+        if self.client is None:
+            return 0
+        outcomes = self.client.taking.outcomes
+        return outcomes.unknown + outcomes.questions
 
     def end(self) -> None:
         """End the demands."""

@@ -7,35 +7,31 @@ import logging
 import select
 import signal
 import sys
-import time
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
-import payloads
 from journal import Journal
 from plan import TrainerPlan
 from queues import SaidRings, opened_in_time
 from report import reason_of
+from saying import SayingTrainer, named, patiently
 
-from transport import UCXXDataPackerMixin
-from transport.errors import QueueError
 from transport.packer.mixin import FetchedBatch
 from transport.queue.base import Claim, DeliveryState, Failure
 from transport.ticket import Ticket
 
 ABANDON_EVERY = 8  # one batch in so many is given back instead of trained on, the first of each life among them
-_PAUSE_S = 0.05
 
 
-class Trainer(UCXXDataPackerMixin):
-    """Trains on nothing, but says what it would have trained on."""
+class Trainer(SayingTrainer):
+    """One rank's; names in its journal what the queue may come to report."""
 
     def __init__(self, part: TrainerPlan) -> None:
+        super().__init__()
         self.part = part
+        self.rank = part.rank
         self.journal = Journal(part.plan.journal(f"trainer-{part.number}"))
-        queue = opened_in_time(part.plan, _complain)
+        queue = opened_in_time(part.plan, self.complain)
         if isinstance(queue, SaidRings):
             queue.ending, queue.ended = self.ending, self.ended
         self.setup_ucxx_packer(
@@ -47,72 +43,26 @@ class Trainer(UCXXDataPackerMixin):
             settings=part.plan.settings,
         )
 
-    def ending(self, claims: Sequence[Claim], state: DeliveryState, reason: str) -> None:
-        """Claims are about to end without consumption; `SaidRings` says so, from any thread."""
-        for claim in claims:
-            writer, number = _named(claim)
-            failure = Failure(claim.ticket_id, claim.rank, state, claim.attempts, "", reason)
-            why = reason_of(failure, writer, number, self.part.plan)
-            said = f"{number}={writer}={_token(claim)}"
-            self.journal.say("D", self.part.rank, said, "because", *why.split())
+    def complain(self, what: str) -> None:
+        """Into its log."""
+        print(f"trainer: {what}", file=sys.stderr)
 
-    def ended(self, claims: Sequence[Claim], good: bool) -> None:
-        """What became of it."""
-        names = ["=".join(map(str, _named(claim))) for claim in claims]
-        if names:
-            self.journal.say("K" if good else "R", self.part.rank, *names)
+    def why(self, claim: Claim, state: DeliveryState, reason: str) -> str:
+        """As the report will have it."""
+        failure = Failure(claim.ticket_id, claim.rank, state, claim.attempts, "", reason)
+        return reason_of(failure, *named(claim), self.part.plan)
 
     def claimed(self, n: int, timeout_s: float) -> list[Claim]:
         """Claims, named in the journal where the queue may come to report them: the queue names no payload."""
-        claims: list[Claim] = self.patiently(partial(self.claim_tickets, n, timeout_s))
-        named = []
+        claims = patiently(partial(self.claim_tickets, n, timeout_s), self.complain)
+        words = []
         for claim in claims:
             ticket = Ticket.decode(claim.data)
             if ticket.deadline is not None or self.part.plan.ack == "on_arrival":
-                named.append(f"{claim.ticket_id}={ticket.metadata['w']}={ticket.metadata['n']}")
-        if named:
-            self.journal.say("N", self.part.rank, *named)
+                words.append(f"{claim.ticket_id}={ticket.metadata['w']}={ticket.metadata['n']}")
+        if words:
+            self.journal.say("N", self.rank, *words)
         return claims
-
-    def train(self, batch: FetchedBatch) -> None:
-        """Compare, and consume what is right."""
-        rank = self.part.rank
-        asked = []
-        for item in batch.items:
-            if item.payload is None or item.claim is None:
-                continue
-            named: Any = item.ticket.metadata
-            writer, number = named["w"], named["n"]
-            if not payloads.is_right(writer, number, item.payload.data):
-                self.journal.say("X", rank, f"{writer}={number}", item.payload.wire)
-            asked.append(f"{number}={writer}={_token(item.claim)}")
-        self.journal.say("A", rank, *asked)
-        trained = self.patiently(lambda: self.consume(batch))
-        self.journal.say("C", rank, *(f"{each.ticket.metadata['w']}={each.ticket.metadata['n']}" for each in trained))
-
-    def patiently(self, action: Any) -> Any:
-        """Until the queue does not fail."""
-        while True:
-            try:
-                return action()
-            except QueueError as error:
-                _complain(str(error))
-                time.sleep(_PAUSE_S)
-
-
-def _named(claim: Claim) -> tuple[int, int]:
-    """Writer and number of the payload."""
-    metadata: Any = Ticket.decode(claim.data).metadata
-    return metadata["w"], metadata["n"]
-
-
-def _token(claim: Claim) -> str:
-    """As one word of the journal."""
-    return claim.token.replace(" ", "|")
-
-
-def _complain(what: str) -> None:
-    print(f"trainer: {what}", file=sys.stderr)
 
 
 def main() -> None:
@@ -132,10 +82,10 @@ def main() -> None:
             fetching -= 1
             collected += 1
             if collected % ABANDON_EVERY == 1 and part.plan.ack == "on_consumed":
-                trainer.patiently(partial(trainer.abandon, batch))
+                patiently(partial(trainer.abandon, batch), trainer.complain)
             else:
                 trainer.train(batch)
-        elif not claims and select.select([sys.stdin], [], [], 0)[0]:
+        elif not claims and not trainer.ask_again() and select.select([sys.stdin], [], [], 0)[0]:
             break
     trainer.cleanup_ucxx_packer()
 

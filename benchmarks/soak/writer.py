@@ -7,9 +7,6 @@ import logging
 import select
 import signal
 import sys
-import time
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -17,18 +14,16 @@ import payloads
 from journal import Journal
 from plan import WriterPlan
 from queues import opened_in_time
+from saying import patiently
 
 from transport import UCXXRolloutMixin
-from transport.errors import QueueError, RingFullError
+from transport.errors import RingFullError
 from transport.packer.options import RingOptions, ServerOptions
 from transport.packer.rollout import queued, ticket_id
 from transport.ticket import Ticket
 
-Answer = TypeVar("Answer")
-
 BATCH = 32
 SINGLE_EVERY = 8  # one batch in so many goes payload by payload through `write_to_buffer`
-_PAUSE_S = 0.05  # before a queue that failed is asked again
 
 
 class Worker(UCXXRolloutMixin):
@@ -43,21 +38,19 @@ class Worker(UCXXRolloutMixin):
     def start(self) -> None:
         """Make the ring, or take over what a killed predecessor left."""
         plan = self.part.plan
-        while True:
-            try:
-                self.setup_ucxx(
-                    slots=plan.slots,
-                    readers=self.part.readers,
-                    name=plan.ring(self.part.number),
-                    queue=self.queue,
-                    ring=RingOptions(slot_bytes=payloads.LARGEST),
-                    server=ServerOptions(ports=(0,) * self.part.ports, addresses=("127.0.0.1",)),
-                    settings=plan.settings,
-                )
-                break
-            except QueueError as error:  # the disk is full just now, or the server away
-                _complain(str(error))
-                time.sleep(_PAUSE_S)
+
+        def made() -> None:  # not while the disk is full, or the server away
+            self.setup_ucxx(
+                slots=plan.slots,
+                readers=self.part.readers,
+                name=plan.ring(self.part.number),
+                queue=self.queue,
+                ring=RingOptions(slot_bytes=payloads.LARGEST),
+                server=ServerOptions(ports=(0,) * self.part.ports, addresses=("127.0.0.1",)),
+                settings=plan.settings,
+            )
+
+        patiently(made, _complain)
         found = [f"{ticket.metadata['n']}={ticket_id(ticket)}" for ticket in self.ring.tickets()]
         if found:
             self.journal.say("F", self.part.number, *found)
@@ -74,7 +67,7 @@ class Worker(UCXXRolloutMixin):
             deadline_s = payloads.deadline_s(self.part.number, number) if self.part.plan.deadlines else None
             tickets.append((self._single if single else self._write)(data, metadata, deadline_s))
         if not single:
-            self.patiently(lambda: self.queue.publish(map(queued, tickets), readers=self.part.readers))
+            patiently(lambda: self.queue.publish(map(queued, tickets), readers=self.part.readers), _complain)
         self.journal.say("P", self.part.number, *(f"{each.metadata['n']}={ticket_id(each)}" for each in tickets))
 
     def _write(self, data: np.ndarray, metadata: dict[str, int], deadline_s: float | None) -> Ticket:
@@ -84,19 +77,12 @@ class Worker(UCXXRolloutMixin):
                     data, readers=self.part.readers, metadata=metadata, deadline_s=deadline_s, timeout_s=1.0
                 )
             except RingFullError:
-                self.patiently(self.reconcile)
+                patiently(self.reconcile, _complain)
 
     def _single(self, data: np.ndarray, metadata: dict[str, int], deadline_s: float | None) -> Ticket:
-        return self.patiently(lambda: self.write_to_buffer({"data": data}, metadata=metadata, deadline_s=deadline_s))
-
-    def patiently(self, action: Callable[[], Answer]) -> Answer:
-        """Until the queue does not fail."""
-        while True:
-            try:
-                return action()
-            except QueueError as error:
-                _complain(str(error))
-                time.sleep(_PAUSE_S)
+        return patiently(
+            lambda: self.write_to_buffer({"data": data}, metadata=metadata, deadline_s=deadline_s), _complain
+        )
 
 
 def _complain(what: str) -> None:
@@ -112,10 +98,10 @@ def main() -> None:
     worker.start()
     for turn, left in enumerate(range(part.left, 0, -BATCH)):
         worker.batch(min(BATCH, left), single=turn % SINGLE_EVERY == 0)
-    worker.patiently(worker.flush_ucxx)
+    patiently(worker.flush_ucxx, _complain)
     worker.journal.say("E", part.number)
     while not select.select([sys.stdin], [], [], 1.0)[0]:
-        worker.patiently(worker.reconcile)  # slots of trainers that died between queue and ring
+        patiently(worker.reconcile, _complain)  # slots of trainers that died between queue and ring
     worker.cleanup_ucxx(10.0)
 
 

@@ -122,6 +122,19 @@ def test_what_a_removed_trainer_had_asked_for_counts_when_the_ring_is_empty_and_
     assert story.verdict() == Tally(delivered=2, silent=1)
 
 
+@pytest.mark.parametrize("queue_says", [False, True])
+def test_a_question_about_a_ring_that_was_removed_too_is_not_waited_for_where_only_the_ring_could_answer(
+    story: Story, queue_says: bool
+) -> None:
+    story.hear("trainer-1.1", "A 0 2=0=token")
+    story.books.removed("trainer-1.1")
+    assert story.books.answerable(queue_says)
+    story.books.removed("rollout-0.1", 0)
+    assert story.books.answerable(queue_says) == queue_says
+    story.hear("trainer-2.1", "C 0 0=0 0=1")
+    assert story.verdict() == Tally(delivered=2, with_host=1)
+
+
 def test_what_a_removed_trainer_had_asked_for_may_be_another_s(story: Story) -> None:
     story.hear("trainer-1.1", "A 0 0=0=one 1=0=two 2=0=three")
     story.books.removed("trainer-1.1")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
@@ -228,6 +230,131 @@ def test_a_write_whose_answer_was_lost_is_done_once(server: RedisServer, monkeyp
         assert version is not None
         assert [int(each) for each in lost[0]] == [version]  # type: ignore[attr-defined]
         assert store.get("a") == Entry(b"1", version)
+
+
+def forget_answers(server: RedisServer) -> None:
+    """As when a minute has passed on the server, or its clock was set."""
+    import redis
+
+    with redis.Redis(port=server.port) as client:
+        for key in client.keys("*answers:*"):
+            client.delete(key)
+
+
+def lose_and_forget(monkeypatch: pytest.MonkeyPatch, server: RedisServer, *then: Callable[[], object]) -> None:
+    """The next answer is lost, and forgotten before the call is repeated."""
+    import redis
+
+    evalsha, calls = redis.Redis.evalsha, []
+
+    def lose(self: redis.Redis, *arguments: object) -> object:
+        answer = evalsha(self, *arguments)
+        calls.append(answer)
+        if len(calls) == 1:
+            forget_answers(server)
+            for each in then:
+                each()
+            raise redis.exceptions.ConnectionError("cut after the server had done it")
+        return answer
+
+    monkeypatch.setattr(redis.Redis, "evalsha", lose)
+
+
+@pytest.mark.parametrize("expected", ["nothing", "a version"])
+def test_a_conditional_write_is_not_refused_for_itself_when_its_answer_is_forgotten(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, expected: str
+) -> None:
+    with RedisStore(place(server)) as store:
+        store.put("x", b"0")  # the script is there
+        before = ABSENT if expected == "nothing" else store.put("a", b"0")
+        lose_and_forget(monkeypatch, server)
+        version = store.compare_and_set("a", b"1", before)
+        assert store.get("a") == Entry(b"1", version or -1)
+
+
+def test_a_conditional_write_that_was_forgotten_and_written_over_is_not_called_refused(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisStore(place(server)) as store, RedisStore(place(server)) as other:
+        store.put("x", b"0")
+        lose_and_forget(monkeypatch, server, lambda: other.put("a", b"2"))
+        with pytest.raises(StoreUnavailableError, match="not known"):
+            store.compare_and_set("a", b"1", ABSENT)
+
+
+def test_a_deletion_that_was_forgotten_is_not_called_refused(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RedisStore(place(server)) as store:
+        version = store.put("a", b"0")
+        lose_and_forget(monkeypatch, server)
+        with pytest.raises(StoreUnavailableError, match="not known"):
+            store.compare_and_set("a", None, version)
+        assert store.get("a") is None
+
+
+def test_a_repeated_conditional_write_that_never_ran_is_refused_as_the_first_would_be(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import redis
+
+    with RedisStore(place(server)) as store:
+        store.put("a", b"0")  # the server remembers an answer to this client from here on
+        evalsha, calls = redis.Redis.evalsha, []
+
+        def not_sent(self: redis.Redis, *arguments: object) -> object:
+            calls.append(arguments)
+            if len(calls) == 1:
+                raise redis.exceptions.ConnectionError("refused")
+            return evalsha(self, *arguments)
+
+        monkeypatch.setattr(redis.Redis, "evalsha", not_sent)
+        assert store.compare_and_set("a", b"1", ABSENT) is None
+
+
+def test_many_records_are_read_as_few_are(server: RedisServer) -> None:
+    with RedisStore(place(server)) as store:
+        keys = [f"many/{number:03}" for number in range(200)]
+        versions = store.put_many([Change(key, key.encode()) for key in keys])
+        assert versions is not None
+        entries = dict(zip(keys, map(Entry, map(str.encode, keys), versions), strict=True))
+        assert store.get_many(keys) == list(entries.values())
+        assert list(store.scan("many/").items()) == list(entries.items())
+        store.delete(keys[7])
+        del entries[keys[7]]
+        assert store.get_many(keys) == [entries.get(key) for key in keys]
+        assert store.scan("many/") == entries
+        assert store.scan("none/") == {}
+
+
+def test_many_records_are_read_without_those_whose_lease_has_ended(harness: RedisHarness) -> None:
+    store = harness.open()
+    keys = [f"many/{number:03}" for number in range(200)]
+    store.put_many([Change(key, b"", lease_s=10.0 + number % 2) for number, key in enumerate(keys)])
+    harness.advance(10.5)
+    found = [entry is not None for entry in store.get_many(keys)]
+    assert found == [False, True] * 100
+    assert list(store.scan("many/")) == keys[1::2]
+
+
+def test_a_scan_beside_which_records_are_made_is_one_snapshot(server: RedisServer) -> None:
+    with RedisStore(place(server)) as store, RedisStore(place(server)) as other:
+        other.put("n/000000", b"")
+        ended = threading.Event()
+
+        def make() -> None:  # each one is made, and the one before it removed, in one step
+            for number in itertools.count():
+                if ended.is_set():
+                    return
+                other.put_many([Change(f"n/{number + 1:06}", b""), Change(f"n/{number:06}", None)])
+
+        thread = threading.Thread(target=make)
+        thread.start()
+        try:
+            assert [len(store.scan("n/")) for _ in range(50)] == [1] * 50
+        finally:
+            ended.set()
+            thread.join()
 
 
 def test_what_is_written_again_after_a_write_that_was_not_heard_is_a_write(

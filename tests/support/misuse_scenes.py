@@ -270,6 +270,7 @@ def found_rings() -> Iterator[Scene]:
         del calls["requeue"]
         calls["hand_out"] = lambda: {"ring": ring}
         calls["not_counted"] = nothing
+        calls["in_question"] = calls["renew"]
         calls["take"] = lambda: {"n": 1, "timeout_s": 0.0, "rank": 0}
         with contextlib.closing(queue):
             yield Scene(queue, calls, intact, room=room)

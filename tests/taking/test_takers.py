@@ -13,11 +13,16 @@ from transport.taking.takers import Ask, Close, Open, Takers, Untake
 
 
 def opened(ahead: int, most: int, *places: str) -> Takers:
-    takers = Takers(ahead, most)
+    takers = Takers(0, most)
     takers.found(places)
-    assert sorted(map(str, takers.step(0.0))) == sorted(str(Open(place)) for place in places)
-    for place in places:
-        takers.opened(place)
+    found: list[str] = []
+    while actions := takers.step(0.0):
+        for action in actions:
+            assert isinstance(action, Open)
+            found.append(action.place)
+            takers.opened(action.place)
+    assert sorted(found) == sorted(places)
+    takers.ahead = ahead
     return takers
 
 
@@ -125,6 +130,21 @@ def test_listeners_that_do_not_answer_do_not_keep_the_trainer_from_the_others() 
     assert (takers.step(0.5), takers.next_due(0.5)) == ([], 1.0)
     assert asked(takers, 1.0) == {last: (8, False)}
     assert takers.next_due(1.0) == 2.0
+
+
+def test_no_more_than_some_places_are_opened_at_once() -> None:
+    takers = Takers(0, 4)
+    takers.found(f"{at:03}" for at in range(100))
+    first = [action.place for action in takers.step(0.0)]
+    assert len(first) == 16
+    assert (takers.step(0.0), takers.next_due(0.0)) == ([], None)
+    takers.opened(first[0])
+    takers.lost(first[1], 0.0)
+    [third, fourth] = [action.place for action in takers.step(0.0)]
+    assert not {third, fourth} & set(first)
+    takers.lost(first[0], 0.0)  # it was open: that makes no room
+    assert takers.step(0.0) == []
+    takers.validate()
 
 
 def test_a_place_that_is_lost_is_tried_again_after_a_pause_that_doubles() -> None:

@@ -93,8 +93,11 @@ class ClaimBook:
                 self.give_back(claims, "the claim was interrupted")
             raise
 
-    def settle(self, items: list[FetchedItem]) -> list[FetchedItem]:
-        """Acknowledge (or finish) the items' claims; returns the items that this trainer may train on."""
+    def settle(self, items: list[FetchedItem], again: bool = False) -> list[FetchedItem]:
+        """Acknowledge (or finish) the items' claims; returns the items that this trainer may train on.
+
+        ``again``: of claims that were in question after a first call.
+        """
         claims = [item.claim for item in items if item.claim is not None]
         if self._queue is None or not claims:
             return items
@@ -103,15 +106,30 @@ class ClaimBook:
             accepted: list[Claim] = []
             ended = [item.claim for item in asked if item.claim is not None]
             try:
+                if self._ack == "on_arrival" and again:
+                    self._queue.ack_many(self._queue.in_question(ended), trained=False)
                 accepted += self._queue.finish(ended) if self._ack == "on_arrival" else self._queue.ack_many(ended)
-                _note(asked, accepted)
-                self.counts["lost_claims"] += len(asked) - sum(item.mine is True for item in asked)
+                self._note(asked, accepted)
+                self.counts["lost_claims"] += sum(item.mine is False for item in asked)
             except BaseException:  # an interrupt: the repeated call does not ask again
                 if accepted:
-                    _note(asked, accepted)
+                    self._note(asked, accepted)
                 raise
         self._let_go(claims)
         return [item for item in items if item.claim is None or item.mine]
+
+    def _note(self, asked: list[FetchedItem], accepted: list[Claim]) -> None:
+        mine = {claim.token for claim in accepted}
+        for item in asked:
+            item.mine = item.claim is not None and item.claim.token in mine
+        for item in self.in_question(asked):
+            item.mine = None
+
+    def in_question(self, items: list[FetchedItem]) -> list[FetchedItem]:
+        """Those of settled items whose ring has not said whether this trainer may train on them."""
+        claims = [item.claim for item in items if item.claim is not None]
+        tokens = {claim.token for claim in self._queue.in_question(claims)} if self._queue is not None else set()
+        return [item for item in items if item.claim is not None and item.claim.token in tokens]
 
     @staticmethod
     def to_report(batch: FetchedBatch) -> bool:
@@ -210,9 +228,3 @@ class ClaimBook:
                 log.warning(
                     "%d claims are lost: their leases ended before they were renewed", len(lost & self._in_hand.keys())
                 )
-
-
-def _note(asked: list[FetchedItem], accepted: list[Claim]) -> None:
-    mine = {claim.token for claim in accepted}
-    for item in asked:
-        item.mine = item.claim is not None and item.claim.token in mine

@@ -163,20 +163,27 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
     def consume(self, batch: FetchedBatch) -> list[ReceivedPayload]:
         """Acknowledge a batch, first to the queue, then to the rings; returns the payloads to train on, each once.
 
-        Failed payloads, duplicates, and payloads whose claim another trainer has are not returned.
+        Failed payloads, duplicates, and payloads whose claim another trainer has are not returned. Those of a ring that
+        went out of reach just then are in ``batch.in_question``: the ring may have accepted them. Call `consume` with
+        the batch again, later, and it returns those that were; or drop the batch, and they are lost.
         """
         packer = self._packer
         expect(batch, FetchedBatch, "consume()", _BATCH)
-        if batch.consumed:
+        again = batch.consumed
+        if again and not batch.in_question:
             raise UsageError("this batch was already consumed")
-        packer.claims.report(batch)
-        packer.claims.report_arrivals(batch)
-        trainable = packer.settle([item for item in batch.items if item.payload is not None and not item.handed])
+        if not again:
+            packer.claims.report(batch)
+            packer.claims.report_arrivals(batch)
+        first = [item for item in batch.items if item.payload is not None and not item.handed]
+        before, items = batch.in_question, batch.in_question if again else first
+        trainable = packer.settle(items, again)
         try:
+            batch.in_question = packer.claims.in_question(items)
             batch.consumed = True  # last, so that a call that raised can be repeated
             return trainable
         except BaseException:  # an interrupt: the repeated call returns them
-            batch.consumed = False
+            batch.in_question, batch.consumed = before, again
             raise
 
     def abandon(self, batch: FetchedBatch, reason: str = "abandoned by the trainer") -> None:

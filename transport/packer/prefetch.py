@@ -125,6 +125,7 @@ class FetchedBatch:
     reported: bool = field(default=False, repr=False)  # the queue knows what failed
     arrived: bool = field(default=False, repr=False)  # with ack="on_arrival": queue and rings know what arrived
     consumed: bool = field(default=False, repr=False)
+    in_question: list[FetchedItem] = field(default_factory=list, repr=False)  # `consume(batch)` again asks for them
 
     def __len__(self) -> int:
         return len(self.items)

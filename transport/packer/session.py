@@ -124,13 +124,13 @@ class PackerSession:
             item.payload = self.client.hand_in(item.ticket, self.rank_of(item), came.wire, came.data)
         return came is not None
 
-    def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
+    def settle(self, items: list[FetchedItem], again: bool = False) -> list[ReceivedPayload]:
         """Consume: first the queue, then the record, then the rings. Returns the payloads to train on.
 
         An interrupted call that is repeated with the same items returns what the first one would have.
         """
         trainable = []
-        for item in self.claims.settle(items):
+        for item in self.claims.settle(items, again):
             if item.payload is None:
                 continue
             identity = (*item.ticket.identity, self.rank_of(item))

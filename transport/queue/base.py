@@ -202,6 +202,14 @@ class TicketQueue(abc.ABC):
     def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
         """Consume; returns the claims that the caller still owned. Train only on the returned ones."""
 
+    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Of claims that `ack_many` did not return: those that may have been accepted; their ring is out of reach.
+
+        Keep what was made of them, and give them to `ack_many` again later: it asks the ring again. Only rings
+        elsewhere have such claims.
+        """
+        return []
+
     def ack(self, claim: Claim, *, trained: bool = True) -> bool:
         """Consume one delivery: True once, and only while the claim is the caller's.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from transport.queue.base import Claim
 from transport.queue.demands import Brought
+from transport.queue.questions import Questions
 from transport.taking.batch import Rows, Verdicts
 from transport.wire.frames import Ended
 
@@ -71,13 +72,18 @@ class Answers:
         lock: may be acquired again by the thread that has it.
         ended: is called once for each claim that was asked about, under the lock, in the thread of the loop, where no
             interrupt is raised; None: its answer did not come, and no caller waits for it any more.
+        questions: are told of what was not accepted.
     """
 
     def __init__(
-        self, lock: AbstractContextManager[Any], ended: Callable[[Claim, Brought, Said | None], object]
+        self,
+        lock: AbstractContextManager[Any],
+        ended: Callable[[Claim, Brought, Said | None], object],
+        questions: Questions,
     ) -> None:
         self._lock = lock
         self._ended = ended
+        self._questions = questions
         self._said: dict[_Key, Said] = {}
         self._asking: dict[_Key, asyncio.Task[None]] = {}
         self._given_up: set[_Key] = set()  # of them
@@ -143,6 +149,8 @@ class Answers:
                     self._given_up.discard(key)
                     if said is not None or given_up:
                         self._ended(claim, brought, said)
+                    if said is not None and not said.accepted and end.what in ("done", "arrived") and not given_up:
+                        self._questions.note(claim, brought.link, brought.batch.rows[at], end.what)
                     if said is not None and not given_up:
                         self._said[key] = said
 

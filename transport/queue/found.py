@@ -289,6 +289,10 @@ class FoundRings(TicketQueue):
 
         return self._unsaid.ended(claims, "done" if trained else "arrived", end)
 
+    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
+        """See `TicketQueue.in_question`. At most the last 4096 are known."""
+        return self._elsewhere.in_question(arguments.held(claims, "in_question"))
+
     @checked
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """See `TicketQueue.finish`."""
@@ -344,7 +348,9 @@ class FoundRings(TicketQueue):
     def known(self, ticket_ids: Iterable[str]) -> Mapping[str, tuple[DeliveryState, ...]]:
         """See `RingQueue.known`, of the rings on this host."""
         self._check_open()
-        return known_of(self._here.seen(), arguments.asked(ticket_ids), self._elsewhere.arrivals.deliveries())
+        asked = arguments.asked(ticket_ids)
+        seen = self._here.seen({each.partition("/")[0] for each in asked})
+        return known_of(seen, asked, self._elsewhere.arrivals.deliveries())
 
     def unfinished(self, n: int) -> list[bytes]:
         """See `TicketQueue.unfinished`, of the rings on this host."""

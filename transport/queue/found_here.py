@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from transport import _ring
@@ -162,10 +162,15 @@ class FoundHere:
             if ring.native.fingerprint not in fit
         }
 
-    def seen(self) -> list[SharedRingBuffer]:
-        """Every ring of these places that is on this host, some as observers."""
+    def seen(self, rings: Collection[str] | None = None) -> list[SharedRingBuffer]:
+        """Every ring of these places that is on this host, some as observers.
+
+        ``rings``: the only ones that are needed; where this process has them, others are not looked for.
+        """
         with self._lock:
             ours = [ring for ring in (*self._attached.values(), *self._own.values()) if not ring.native.closed]
+            if rings is not None and {ring.ring_id for ring in ours}.issuperset(rings):
+                return ours
             known = {ring.name for ring in ours}
             others = self._seen.look([name for name in self._places.segments() if name not in known])
             return [*ours, *others.values()]

@@ -14,6 +14,7 @@ from transport.queue.arrivals import Arrivals, Arrived
 from transport.queue.base import Came, Claim, DeliveryState, Failure
 from transport.queue.demands import Brought
 from transport.queue.ends import UNTRAINED, Answers, End, Group, Held, Said
+from transport.queue.questions import Question, Questions
 from transport.queue.rings import consumer_of
 from transport.runtime.loop_thread import LoopThread
 
@@ -32,7 +33,8 @@ class HeldElsewhere(ABC):
         self._thread: LoopThread | None = None  # the client's
         self._changed = threading.Condition()  # guards what follows
         self._held: dict[str, Held] = {}
-        self._answers = Answers(self._changed, self._note)
+        self._questions = Questions(self._changed, self._note_late)
+        self._answers = Answers(self._changed, self._note, self._questions)
         self.arrivals = Arrivals(self._links_to, self._note_use)
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
@@ -43,7 +45,11 @@ class HeldElsewhere(ABC):
 
     def holds(self, claim: Claim) -> bool:
         """Whether the claim was made here, and has not ended by this process's own doing."""
-        return claim.token in self._held or claim.token in self.arrivals
+        return claim.token in self._held or claim.token in self.arrivals or claim.token in self._questions
+
+    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Those of which no ring has said whether they were accepted; see questions.py."""
+        return [claim for claim in claims if claim.token in self._questions]
 
     def came(self, claim: Claim) -> Came | None:
         """The payload of a claim."""
@@ -52,8 +58,26 @@ class HeldElsewhere(ABC):
 
     # --- the ends of claims ---------------------------------------------------------------------------
     def ack_many(self, claims: Sequence[Claim], *, trained: bool) -> list[Claim]:
-        """Consume; those that were accepted."""
-        return self._end(claims, End("done" if trained else "arrived"))
+        """Consume; those that were accepted. Of claims in question the ring is asked again."""
+        what = "done" if trained else "arrived"
+        if not self._questions.any(claims):
+            return self._end(claims, End(what))
+        settled: dict[str, Claim] = {}
+        accepted: list[Claim] = []
+        try:
+            self._questions.settle(claims, what, self._thread, settled)
+            accepted += self._end(claims, End(what))
+            return [*settled.values(), *accepted]
+        except BaseException:  # an interrupt: the call that is repeated gets them
+            self._questions.put_back([*settled.values(), *accepted], what)
+            raise
+
+    def _note_late(self, question: Question) -> None:
+        """Count a claim in question that was accepted. On the loop."""
+        claim, what = question.claim, question.what
+        if what == "arrived":
+            self.arrivals.add(claim, question.link)
+        self._count(ring_of(claim), claim.rank, **{what: 1})
 
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
         """Of what arrived; those that were not finished before. If their connection is lost, the next one says so."""

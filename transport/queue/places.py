@@ -18,7 +18,7 @@ from typing import Final, Protocol
 from transport import _ring
 from transport.client.connections.pool import port_of
 from transport.config import configuration
-from transport.errors import ConfigurationError, RingError, UsageError
+from transport.errors import ConfigurationError, RingError, StoreUnavailableError, UsageError
 from transport.queue.demands import Place
 from transport.ring.buffer import SharedRingBuffer
 from transport.store.directory import LEASE_S, Directory, Serving
@@ -175,7 +175,15 @@ class InDirectory:
         if now < self._due:
             return
         here = host_identity()
-        records = self._directory.all()
+        try:
+            records = self._directory.all()
+        except StoreUnavailableError as error:
+            if self._due == float("-inf"):
+                raise
+            # The rings are not in the store: they are written and read while that is away.
+            self._due = now + _STORE_MOST_S
+            log.warning("rings are not looked for, those found before are used: %s", error)
+            return
         self._due = now + min(max(_STORE_EVERY_S, len(records) / _RINGS_A_SECOND), _STORE_MOST_S)
         self._known = {each.ring: each for each in records}
         self._here = {each.ring for each in records if each.host == here}

@@ -45,7 +45,8 @@ from transport.queue.statements.redis_moves import CLAIM, KEYS, MOVE, NEXT_DUE, 
 from transport.runtime.arguments import at_least, expect
 from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisConnection, Script
+from transport.storage.redis_connection import RedisConnection
+from transport.storage.redis_script import Script
 from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 

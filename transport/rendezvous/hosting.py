@@ -151,7 +151,7 @@ class Hosting:
                 for peer, seat in zip(before, there, strict=True)
                 if _sits(peer, seat, current.number - 1) and not self._ended(seat)
             )
-            return Snapshot(current, _seats(here), before, returning, open_s, self._waiting()), first.version
+            return Snapshot(current, seats_of(here), before, returning, open_s, self._waiting()), first.version
         return None
 
     def _everybody(self, current: Round) -> tuple[Snapshot, int] | None:
@@ -164,7 +164,7 @@ class Hosting:
         if first is None:
             return None
         waiting = self._waiting() if len(peers) < current.most else frozenset()
-        return Snapshot(current, _seats(entries[1:]), peers, waiting=waiting), first.version
+        return Snapshot(current, seats_of(entries[1:]), peers, waiting=waiting), first.version
 
     def _waiting(self) -> frozenset[str]:
         """Names of the spares; read after the round, so a decision that depends on them may be late, but not wrong."""
@@ -237,7 +237,8 @@ def _number(key: str, entry: Entry | None) -> int:
     return taken
 
 
-def _seats(entries: list[Entry | None]) -> list[Seat]:
+def seats_of(entries: list[Entry | None]) -> list[Seat]:
+    """The members that are there."""
     return [decode(Seat, "seat", entry) for entry in entries if entry is not None]
 
 

@@ -7,6 +7,8 @@ It handles for its users:
   is done once. With ``repeatable`` this also holds if the caller got the error "did not answer" and makes the same
   call again within a minute; otherwise an acknowledgement that the server did without being able to answer would be
   refused. A renewal is a new write each time. The retries of the redis package would do a write twice and are off.
+  The server forgets its answers after a minute by its own clock, which may be set. A script can tell whether the answer
+  to what it is asked again may have been forgotten (`forgotten`), and then answers nothing that it does not know.
 * Every key begins with ``transport:{run}:``. Runs share a server, and all keys of a run are in one slot of a cluster.
 * A connection must not be used across a fork: each process makes its own.
 * It refuses a server that evicts keys when its memory is full, one that is too old, and one without append-only file
@@ -16,7 +18,6 @@ It handles for its users:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import os
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from transport.errors import ClosedError, ConfigurationError, MissingDependencyError, TransportError
 from transport.runtime import hurry
 from transport.runtime.installing import install
+from transport.storage.redis_script import REMEMBER_MS, Script
 from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OLDEST = (6, 2)
-_REMEMBER_MS = 60_000  # answers to writes
 MOST_PATIENCE_S = 30.0  # well below that
 _MOST_UNANSWERED = 256  # writes whose numbers are kept, the latest ones
 _COMMAND_TIMEOUT_S = 5.0  # upper limit, for a suspended server or a cut cable
@@ -53,27 +54,6 @@ _BACKOFF_FIRST_S, _BACKOFF_MOST_S = 0.02, 1.0
 _BELL_LOOK_S = 1.0
 _JOIN_S = 10.0
 
-# Before each script. KEYS[1] is the hash of this client's answers. ARGV[1] is the time in ms (empty: the server's own),
-# a stroke, and the field of the answer.
-_PRELUDE = f"""
-local function now_ms()
-    local given = string.match(ARGV[1], '^(.-)/')
-    if given ~= '' then return tonumber(given) end
-    local time = redis.call('TIME')
-    return time[1] * 1000 + math.floor(time[2] / 1000)
-end
-local answer_field = string.match(ARGV[1], '/(.*)$')
-local function remembered()
-    local answer = redis.call('HGET', KEYS[1], answer_field)
-    return answer and cmsgpack.unpack(answer)
-end
-local function remember(answer)
-    redis.call('HSET', KEYS[1], answer_field, cmsgpack.pack(answer))
-    redis.call('PEXPIRE', KEYS[1], {_REMEMBER_MS})
-    return answer
-end
-"""
-
 
 def require_redis() -> Any:
     """The redis package. MissingDependencyError where it is not installed."""
@@ -82,14 +62,6 @@ def require_redis() -> Any:
     except ImportError as error:
         raise MissingDependencyError(f"a redis:// URL needs the redis package ({error}): {install('redis')}") from error
     return redis
-
-
-class Script:
-    """A Lua script that runs as one step of the server."""
-
-    def __init__(self, body: str) -> None:
-        self.text = _PRELUDE + body
-        self.sha = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
 
 class _Room:
@@ -165,16 +137,21 @@ class RedisConnection:
         writes that must take effect each time, as a renewal.
         """
         asked = (script.sha, *keys, *arguments)
-        place = (self._unanswered.pop(asked, None) if repeatable else None) or self._place()
+        before = self._unanswered.pop(asked, None) if repeatable else None
+        place = before or self._place()
         name, field = place
-        arguments = [f"{'' if now_ms is None else now_ms}/{field}", *arguments]
+        first = f"{'' if now_ms is None else now_ms}/{field}"
         every_key = [self.key(name), *map(self.key, keys)]
+        again = "" if before is None else "+"
 
         def attempt(client: redis.Redis) -> Any:
+            nonlocal again
+            words = (len(every_key), *every_key, first + again, *arguments)
+            again = "+"
             try:
-                return client.evalsha(script.sha, len(every_key), *every_key, *arguments)
+                return client.evalsha(script.sha, *words)
             except self._redis.exceptions.NoScriptError:  # the server was restarted
-                return client.eval(script.text, len(every_key), *every_key, *arguments)
+                return client.eval(script.text, *words)
 
         try:
             return self._patiently(attempt)
@@ -185,9 +162,31 @@ class RedisConnection:
                     del self._unanswered[next(iter(self._unanswered))]
             raise
 
+    def read(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """The answers to these commands, which run as one step of the server. They may run again: none may write."""
+
+        def attempt(client: redis.Redis) -> list[Any]:
+            with client.pipeline(transaction=True) as step:
+                for command in commands:
+                    step.execute_command(*command)  # type: ignore[no-untyped-call]
+                answers: list[Any] = step.execute()
+                return answers
+
+        answers: list[Any] = self._patiently(attempt)
+        return answers
+
+    def words(
+        self, script: Script, keys: Sequence[str], arguments: Sequence[Any], now_ms: int | None = None
+    ) -> list[Any]:
+        """The script as a command of `read`; what it writes must be the same whether it runs once or again."""
+        name, field = self._place()
+        every_key = [self.key(name), *map(self.key, keys)]
+        first = f"{'' if now_ms is None else now_ms}/{field}"
+        return ["EVAL", script.text, len(every_key), *every_key, first, *arguments]
+
     def _place(self) -> tuple[str, str]:
         """Hash and field of the next answer. A new hash each minute, so that the ones before expire."""
-        minute = int(time.monotonic() * 1000) // _REMEMBER_MS
+        minute = int(time.monotonic() * 1000) // REMEMBER_MS
         return f"answers:{self._client}:{os.getpid()}:{minute}", str(next(self._fields))
 
     def _patiently(self, attempt: Any) -> Any:

@@ -136,6 +136,20 @@ def check_key(key: str) -> str:
     return key
 
 
+def check_keys(keys: Sequence[str]) -> list[str]:
+    """All of ``keys``, or UsageError for the first that is wrong. Fast for many."""
+    listed = list(keys)
+    try:
+        together = "".join(listed)
+        sizes = set(map(len, listed))
+    except TypeError:
+        together, sizes = "", {0}
+    good = together.isascii() and together.isprintable() and " " not in together
+    if not listed or (good and 0 not in sizes and max(sizes) <= MOST_KEY_BYTES):
+        return listed
+    return [check_key(key) for key in listed]
+
+
 def check_value(value: bytes) -> bytes:
     """Return ``value``, or raise UsageError when it is too long."""
     if len(value) > MOST_VALUE_BYTES:

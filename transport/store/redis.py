@@ -7,6 +7,9 @@ that was answered with ``appendfsync always``, up to the last second with ``ever
 
 Values and versions are two hashes, so that a counter is the server's own; a sorted set of keys serves `scan`, one of
 lease ends serves their end. A revision of the whole store gives the versions.
+
+Reads of many records are transactions of the server's own commands (redis_reads.py): its scripting language takes four
+times as long to pass on as many strings.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from transport.errors import StoreError, StoreFullError, StoreUnavailableError, 
 from transport.runtime.arguments import expect
 from transport.runtime.explaining import explained_calls
 from transport.storage.notify import wait_for
-from transport.storage.redis_connection import RedisConnection, Script
+from transport.storage.redis_connection import RedisConnection
+from transport.storage.redis_script import Script
 from transport.storage.sqlite_file import Words
 from transport.storage.urls import RedisURL
 from transport.store.base import (
@@ -30,12 +34,14 @@ from transport.store.base import (
     Store,
     check_changes,
     check_key,
+    check_keys,
     check_lease,
     check_prefix,
 )
+from transport.store.redis_reads import MANY, RedisReads
 
 _WORDS = Words("store", StoreError, StoreFullError, StoreUnavailableError, StoreUnsuitableError)
-_KEYS = ("values", "versions", "index", "leases", "revision")
+_KEYS = ("values", "versions", "index", "leases", "revision", "calls")
 
 _COMMON = """
 local values, versions, index, leases, revision = KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -46,10 +52,14 @@ local function remove(key)
     redis.call('HDEL', versions, key)
     redis.call('ZREM', index, key)
     redis.call('ZREM', leases, key)
+    redis.call('HDEL', KEYS[7], key)
 end
 local ended = redis.call('ZRANGEBYSCORE', leases, '-inf', now)
 for _, key in ipairs(ended) do remove(key) end
 if #ended > 0 then redis.call('PUBLISH', channel, '') end
+"""
+_END_LEASES = Script(_COMMON + "return #ended")
+_GET_ANY = """
 local function get_many(keys)
     local found = {}
     for first = 1, #keys, 1000 do
@@ -64,7 +74,7 @@ local function get_many(keys)
     return found
 end
 """
-_GET_MANY = Script(_COMMON + "return get_many(cmsgpack.unpack(ARGV[3]))")
+_GET_MANY = Script(_COMMON + _GET_ANY + "return get_many(cmsgpack.unpack(ARGV[3]))")
 _LOOK = Script(
     _COMMON
     + """
@@ -74,6 +84,7 @@ return {redis.call('HGET', values, ARGV[3]), redis.call('HGET', versions, ARGV[3
 )
 _SCAN = Script(
     _COMMON
+    + _GET_ANY
     + """
 local from = ARGV[3] == '' and '-' or '[' .. ARGV[3]
 local to = ARGV[3] == '' and '+' or '(' .. ARGV[3] .. '\\127'
@@ -81,17 +92,26 @@ local keys = redis.call('ZRANGEBYLEX', index, from, to)
 return {keys, get_many(keys)}
 """
 )
+# A conditional write that is asked again, because its answer was lost, is not refused for what it has itself written.
+# The hash of calls has the call and the version that it made, for each record that was last written so.
 # Each change is five arguments: key, "1" for a value and "" for a deletion, value, expected version, lease in ms.
 _PUT_MANY = Script(
     _COMMON
     + """
 local before = remembered()
 if before then return before end
+local call = string.match(KEYS[1], 'answers:(.*)$') .. '/' .. answer_field .. ' '
+local as_expected, made = true, {}
 for at = 3, #ARGV, 5 do
-    local expected = ARGV[at + 3]
-    if expected ~= '' and (redis.call('HGET', versions, ARGV[at]) or '0') ~= expected then return 0 end
+    local expected, version = ARGV[at + 3], redis.call('HGET', versions, ARGV[at]) or '0'
+    as_expected = as_expected and (expected == '' or version == expected)
+    made[#made + 1] = redis.call('HGET', KEYS[7], ARGV[at]) == call .. version and version or nil
 end
-local made = {}
+if not as_expected then
+    if not forgotten() then return 0 end
+    return #made == (#ARGV - 2) / 5 and made or -1
+end
+made = {}
 for at = 3, #ARGV, 5 do
     local key, lease = ARGV[at], ARGV[at + 4]
     if ARGV[at + 1] == '' then
@@ -101,6 +121,7 @@ for at = 3, #ARGV, 5 do
         local version = redis.call('INCR', revision)
         redis.call('HSET', values, key, ARGV[at + 2])
         redis.call('HSET', versions, key, version)
+        if ARGV[at + 3] ~= '' then redis.call('HSET', KEYS[7], key, call .. version) end
         redis.call('ZADD', index, 0, key)
         if lease == '' then redis.call('ZREM', leases, key) else redis.call('ZADD', leases, now + lease, key) end
         made[#made + 1] = version
@@ -160,6 +181,7 @@ class RedisStore(Store):
         )
         self._clock = clock
         self._connection = RedisConnection(url, "store", _WORDS, patience_s=patience_s)
+        self._reads = RedisReads(self._connection, _KEYS, _END_LEASES, self._now_ms)
 
     def __repr__(self) -> str:
         return f"<RedisStore {self._connection.name} {'closed' if self._connection.closed else 'open'}>"
@@ -168,9 +190,11 @@ class RedisStore(Store):
         """Close the connections and end waits in other threads with ClosedError. The records stay."""
         self._connection.close()
 
+    def _now_ms(self) -> int | None:
+        return None if self._clock is None else round(self._clock() * 1000)
+
     def _run(self, script: Script, *arguments: str | bytes | int) -> object:
-        now_ms = None if self._clock is None else round(self._clock() * 1000)
-        return self._connection.run(script, _KEYS, (self._connection.channel, *arguments), now_ms)
+        return self._connection.run(script, _KEYS, (self._connection.channel, *arguments), self._now_ms())
 
     # --- reading -------------------------------------------------------------------------------
     def get(self, key: str) -> Entry | None:
@@ -187,12 +211,17 @@ class RedisStore(Store):
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         """The records in the order of ``keys``, one consistent snapshot."""
-        packed = msgspec.msgpack.encode([check_key(key) for key in keys])
-        return _entries(self._run(_GET_MANY, packed))
+        checked = check_keys(keys)
+        if len(checked) > MANY:
+            return self._reads.get_many(checked)
+        return _entries(self._run(_GET_MANY, msgspec.msgpack.encode(checked)))
 
     def scan(self, prefix: str) -> Mapping[str, Entry]:
         """All records whose keys begin with ``prefix``, in the order of keys, one consistent snapshot."""
-        answer = self._run(_SCAN, check_prefix(prefix))
+        found = self._reads.scan(check_prefix(prefix))
+        if found is not None:
+            return found
+        answer = self._run(_SCAN, prefix)
         assert isinstance(answer, list)
         keys, flat = answer
         return {key.decode(): entry for key, entry in zip(keys, _entries(flat), strict=True) if entry is not None}
@@ -210,6 +239,11 @@ class RedisStore(Store):
                 "" if lease_s is None else max(1, round(lease_s * 1000)),
             )
         answer = self._run(_PUT_MANY, *arguments)
+        if answer == -1:
+            raise StoreUnavailableError(
+                f"{self!r}: whether a write took place is not known, since its answer was lost and the server has "
+                "forgotten it: read the record"
+            )
         return [int(version) for version in answer] if isinstance(answer, list) else None
 
     def add(self, key: str, amount: int = 1) -> int:

@@ -28,6 +28,7 @@ from transport.store.base import (
     Store,
     check_changes,
     check_key,
+    check_keys,
     check_lease,
     check_prefix,
 )
@@ -112,7 +113,7 @@ class SQLiteStore(SharedFile, Store):
 
     def get_many(self, keys: Sequence[str]) -> list[Entry | None]:
         """The records in the order of ``keys``, one consistent snapshot."""
-        wanted = json.dumps([check_key(key) for key in keys])
+        wanted = json.dumps(check_keys(keys))
         with self._database.reading() as connection:
             rows = connection.execute(_GET_MANY, (wanted, self._clock())).fetchall()
         found = {key: Entry(value, version) for key, value, version in rows}

@@ -228,9 +228,9 @@ class TakenBatch:
 
         Drop what was made of the others: their claims had ended (the connection was lost, this process was stopped for
         too long), and another consumer may have them. If the connection is lost between the question and its answer,
-        any port of the ring is asked what became of it, for as long as a listener takes to be replaced. Only where the
-        ring is gone, with its host, or out of reach for longer, a payload may count as consumed although it is False
-        here. Where this is cancelled, ask again: the answer is the same.
+        any port of the ring is asked what became of it, for as long as a listener takes to be replaced. Where the ring
+        is out of reach for longer, a payload may count as consumed although it is False here: ask again, and the answer
+        is the ring's, as long as that lives. Where this is cancelled, ask again: the answer is the same.
         """
         return await self.link.finish(self._chosen(which))
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transport.taking.batch import TAKEN, Rows, Verdicts
+from transport.taking.outcomes import IN_QUESTION
 from transport.wire import frames
 from transport.wire.frames import Kind
 
@@ -37,6 +38,7 @@ class Finishing(ABC):
         self._unanswered = 0  # claims in FINISH and END messages, and USED; `MOST_UNANSWERED` of them stand in the ring
         self._answered = asyncio.Event()
         self._left: dict[bytes, _Said] = {}  # of claims whose `finish` was cancelled after it was sent
+        self.in_question: set[bytes] = set()  # rows of claims that the ring may have consumed: it was not reached yet
 
     @property
     @abstractmethod
@@ -61,11 +63,13 @@ class Finishing(ABC):
         """An answer; None: there is none, and the connection has ended."""
 
     @abstractmethod
-    async def _said_elsewhere(self, rows: Rows) -> Sequence[int] | None:
-        """What became of claims whose answer was lost; None: it is not known anywhere."""
+    async def _said_elsewhere(self, rows: Rows, again: bool = False) -> Sequence[int] | None:
+        """What became of claims whose answer was lost; None: it is not known anywhere. ``again``: asked before."""
 
     async def finish(self, rows: Rows, *, arrived: bool = False) -> Verdicts:
         """Consume claims; which were accepted. Where it is cancelled, asking again has the same answer.
+
+        Those whose rows are `in_question` afterwards may have been accepted: asking again asks the ring again.
 
         ``arrived``: the ring counts them as arrived until `used` says more, and as lost if the connection ends before.
         """
@@ -76,9 +80,13 @@ class Finishing(ABC):
             said = [self._left.pop(row.tobytes(), None) for row in rows]
             fresh = [at for at, each in enumerate(said) if each is None]
             asked = [_Asked((at,), (each[1],), each[0]) for at, each in enumerate(said) if each is not None]
+        questions: list[int] = []
+        if self.in_question:
+            questions = [at for at in fresh if rows[at].tobytes() in self.in_question]
+            fresh = [at for at in fresh if rows[at].tobytes() not in self.in_question]
         try:
             await self._finish(rows, fresh, asked, arrived)
-            return await self._verdicts(rows, asked)
+            return await self._verdicts(rows, asked, questions)
         except BaseException:
             for positions, indexes, future in asked:
                 for at, index in zip(positions, indexes, strict=True):
@@ -119,7 +127,7 @@ class Finishing(ABC):
         if not future.cancelled():
             future.exception()  # `finish` may have been cancelled
 
-    async def _verdicts(self, rows: Rows, asked: list[_Asked]) -> Verdicts:
+    async def _verdicts(self, rows: Rows, asked: list[_Asked], questions: Sequence[int]) -> Verdicts:
         accepted = np.zeros(len(rows), np.bool_)
         unsaid: list[int] = []
         outcomes = {future: await self._codes(future) for future in dict.fromkeys(each.answer for each in asked)}
@@ -129,6 +137,9 @@ class Finishing(ABC):
                 unsaid += positions
             else:
                 accepted[_selected(positions)] = np.equal(codes, 0)[_selected(indexes)]
-        if unsaid and (said := await self._said_elsewhere(rows[unsaid])) is not None:
-            accepted[unsaid] = np.equal(said, 0)
+        for positions, again in ((unsaid, False), (questions, True)):
+            if positions and (said := await self._said_elsewhere(rows[positions], again)) is not None:
+                accepted[positions] = np.equal(said, 0)
+                for at, code in zip(positions, said, strict=True):
+                    (self.in_question.add if code == IN_QUESTION else self.in_question.discard)(rows[at].tobytes())
         return accepted

@@ -26,6 +26,7 @@ from transport.wire.frames import Kind
 
 log = logging.getLogger(__name__)
 
+IN_QUESTION = -1  # no port of the ring was reached, and it may be asked again
 _AGAIN = 8  # its listener is at it
 _PAUSE_S = 0.05
 _CODES = (frames.UNKNOWN, _AGAIN, 0, 1)  # by `Ring.outcome`
@@ -73,6 +74,7 @@ class Outcomes:
         self._links = links
         self._settings = settings
         self.unknown = 0  # claims whose outcome no port of the ring knew
+        self.questions = 0  # how often a claim's outcome was asked for and no port was reached
 
     @property
     def patience_s(self) -> float:
@@ -80,20 +82,26 @@ class Outcomes:
         settings = self._settings
         return settings.watchdog_s + settings.connect_timeout_s + settings.handshake_timeout_s
 
-    async def of(self, broken: Link, rows: Rows, served: Callable[[], Served] = Served) -> list[int]:
+    async def of(
+        self, broken: Link, rows: Rows, served: Callable[[], Served] = Served, again: bool = False
+    ) -> list[int]:
         """A code for each row, of claims that were finished through a link which is broken: 0 is accepted.
 
         Rows whose attempts have `frames.END_ASKED` or `frames.USED_ASKED` are about an END or a USED.
 
         ``served``: where the ring is now. A listener may have got another port than the ring had, and a ring whose
         writer and listeners were all killed is not served until another writer takes it over.
+        ``again``: they were in question, and are asked about for no longer than a connection takes.
 
-        Every other one is to be dropped: refused, or unknown, because the ring is gone or out of reach.
+        `IN_QUESTION` may be asked again: the ring was out of reach for ``patience_s``. Every other one is to be
+        dropped: refused, or unknown, because another ring is there, or this client is closed.
         """
-        codes = [frames.UNKNOWN] * len(rows)
+        codes = [IN_QUESTION] * len(rows)
         left = np.arange(len(rows))
         elsewhere: set[PortKey] = set()  # ports of other rings by now
-        give_up = time.monotonic() + self.patience_s
+        gone = False
+        patience_s = min(self.patience_s, self._settings.connect_timeout_s) if again else self.patience_s
+        give_up = time.monotonic() + patience_s
         pause_s = _PAUSE_S
         to_ask: deque[PortKey] = deque()
         passes = 0
@@ -107,15 +115,20 @@ class Outcomes:
                 if segment:
                     answers = await asyncio.to_thread(_looked_up, segment, broken.ring, rows[left], broken.native.token)
                 else:
-                    answers = await self._asked(port, broken, rows[left])
+                    async with asyncio.timeout(max(0.0, give_up - time.monotonic())):
+                        answers = await self._asked(port, broken, rows[left])
             except ClosedError:
+                gone = True
                 break
             except WrongRingError:
                 elsewhere.add(port)
                 if elsewhere >= {*served().ports, *_ports(broken)}:
+                    gone = True
                     break
             except TransportError as error:
                 log.debug("%s:%d did not tell what became of %d claims: %s", *port, len(left), error)
+            except TimeoutError:
+                break
             else:
                 for at, code in zip(left.tolist(), answers, strict=True):
                     codes[at] = code
@@ -124,8 +137,20 @@ class Outcomes:
                 break
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 1.0)
-        unknown = sum(code in (frames.UNKNOWN, _AGAIN) for code in codes)
-        if unknown:
+        codes = [IN_QUESTION if code == _AGAIN else code for code in codes]
+        if gone:
+            codes = [frames.UNKNOWN if code == IN_QUESTION else code for code in codes]
+        if waiting := codes.count(IN_QUESTION):
+            self.questions += waiting
+            log.warning(
+                "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring has "
+                "answered for %.3g s. They are in question: consume them again to ask again",
+                broken.ring[:8],
+                waiting,
+                patience_s,
+                extra={"ring": broken.ring},
+            )
+        if unknown := codes.count(frames.UNKNOWN):
             self.unknown += unknown
             log.warning(
                 "ring %s: a connection broke before it said what became of %d payloads, and no port of the ring "

@@ -33,6 +33,7 @@ _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 5.0
 _NEVER: Final = float("inf")
 _LATE_S: Final = 1.0  # an answer that was due at once
+_OPENING: Final = 16  # places at once: hundreds of handshakes on a busy host keep each other from their time
 _BATCHES_OF_ONE: Final = 2  # that the only place is asked for at once: half as many demands
 _WAITING_SHARE: Final = 3  # of ``ahead`` the part that demands may wait for where there are many places: 1/3
 
@@ -132,6 +133,7 @@ class Takers:
         self.in_hand = self.unused = self.demanded = 0
         self._places: dict[str, _Place] = {}
         self._known = 0  # places
+        self._opening = 0  # places
         self._gone: dict[str, _Place] = {}  # that are not known any more
         self._counted = 0  # payloads that demands may bring whose answers are not late
         self._closed: list[_Entry] = []  # by `due`
@@ -165,6 +167,7 @@ class Takers:
     def opened(self, name: str) -> None:
         """Connected."""
         place = self._places[name]
+        self._opening -= place.state is _State.OPENING
         place.state = _State.OPEN
         self._next(place)
 
@@ -204,6 +207,7 @@ class Takers:
         """The connection failed or broke: its claims and its demand are gone. Tried again after a pause."""
         place = self._places[name]
         self._end_demand(place)
+        self._opening -= place.state is _State.OPENING
         place.state = _State.CLOSED
         place.plenty = False
         self.in_hand -= place.in_hand
@@ -332,7 +336,7 @@ class Takers:
         """When `step` has something to do without an event; None: only after one."""
         self._look_at_clock(now)
         dues = []
-        if (closed := self._top(self._closed, self._is_closed)) is not None:
+        if self._opening < _OPENING and (closed := self._top(self._closed, self._is_closed)) is not None:
             dues.append(max(closed[0], now))
         if self.unused < self.ahead:
             of_places = (self._top(self._paused, self._is_paused), self._top(self._late, self._has_time))
@@ -340,9 +344,13 @@ class Takers:
         return min(dues, default=None)
 
     def _open(self, now: float) -> Iterator[Action]:
-        while (closed := self._top(self._closed, self._is_closed)) is not None and closed[0] <= now:
+        while self._opening < _OPENING:
+            closed = self._top(self._closed, self._is_closed)
+            if closed is None or closed[0] > now:
+                return
             place = self._places[heapq.heappop(self._closed)[2]]
             place.state = _State.OPENING
+            self._opening += 1
             yield Open(place.name)
 
     def _forget(self, now: float) -> Iterator[Action]:
@@ -378,5 +386,6 @@ class Takers:
         assert self.unused == sum(place.unused for place in places), "unused payloads"
         assert self.demanded == sum(demand.n for demand in demands), "payloads asked for"
         assert self._counted == sum(demand.counts for demand in demands), "payloads that may come"
+        assert self._opening == sum(place.state is _State.OPENING for place in places), "places that are opened"
         assert self._known == sum(place.known for place in places), "known places"
         assert self._gone.keys() == {place.name for place in places if not place.known}, "places that are gone"

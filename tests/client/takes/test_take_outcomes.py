@@ -154,15 +154,48 @@ async def test_a_consume_that_is_cancelled_has_the_same_answer_when_it_is_asked_
 
 
 @asynchronous
-async def test_a_ring_that_is_gone_leaves_its_finishes_unknown(
+async def test_what_was_consumed_is_told_by_a_ring_that_was_out_of_reach_when_it_is_asked_again(
     ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring.write_raw(b"its host dies")
+    for _ in range(2):
+        ring.write_raw(b"its answer is lost")
     monkeypatch.setattr(Outcomes, "patience_s", 0.5)
     with UCXXServer(ring, mode="thread") as server:
         async with tcp() as client:
-            batch = await client.take(addresses(ring)[0], 1)
-            broken_between(batch, server.close)
+            address = addresses(ring)[0]
+            batch = await client.take(address, 2)
+            broken_between(
+                batch,
+                lambda: eventually(lambda: ring.statistics().free == SLOTS - 1, "the ring has consumed it"),
+                server.close,
+            )
+            assert (await batch.consume([0])).tolist() == [False]
+            assert client._taking.outcomes.questions == 1
+            assert any("in question" in message for message in caplog.messages)
+            port = int(address.rpartition(":")[2])
+            monkeypatch.setattr(Outcomes, "patience_s", LONG_S)
+            with UCXXServer(ring, ports=(port,), mode="thread"):
+                assert (await batch.consume()).tolist() == [True, False]  # of the second it was not asked in time
+                assert (await batch.consume()).tolist() == [False, False]
+
+
+@asynchronous
+async def test_another_ring_at_the_ports_of_one_that_is_gone_leaves_its_finishes_unknown(
+    ring: SharedRingBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    ring.write_raw(b"its host dies")
+    with (
+        SharedRingBuffer.create(slots=SLOTS, slot_bytes=4096) as another,
+        contextlib.ExitStack() as later,
+        UCXXServer(ring, mode="thread") as server,
+    ):
+        async with tcp() as client:
+            address = addresses(ring)[0]
+            batch = await client.take(address, 1)
+            port = int(address.rpartition(":")[2])
+            broken_between(
+                batch, server.close, lambda: later.enter_context(UCXXServer(another, ports=(port,), mode="thread"))
+            )
             assert (await batch.consume()).tolist() == [False]
             assert client._taking.outcomes.unknown == 1
             assert any("no port of the ring knows" in message for message in caplog.messages)

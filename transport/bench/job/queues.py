@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from transport.bench.job.placing import placed
 from transport.bench.job.work import HEADER, Job, Training, Writing
 from transport.client.client import UCXXClient
 from transport.errors import InternalError, RingFullError
@@ -21,7 +22,6 @@ from transport.packer.prefetch import FetchedBatch
 from transport.packer.rollout import UCXXRolloutMixin
 from transport.queue import FoundRings, open_queue
 from transport.queue.demands import Brought
-from transport.queue.placing import placed
 from transport.ring.batch_shape import Shape
 from transport.ring.batches import BatchLayout, PayloadBatch, claim_batch
 from transport.ring.buffer import SharedRingBuffer

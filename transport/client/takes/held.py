@@ -139,8 +139,8 @@ class HeldClaims(Finishing):
         said = await self._said_elsewhere(asked)
         return np.zeros(len(rows), np.bool_) if said is None else np.equal(said, 0)
 
-    async def _said_elsewhere(self, rows: Rows) -> Sequence[int] | None:
-        return None if self._outcomes is None else await self._outcomes.of(self.link, rows, self.served)
+    async def _said_elsewhere(self, rows: Rows, again: bool = False) -> Sequence[int] | None:
+        return None if self._outcomes is None else await self._outcomes.of(self.link, rows, self.served, again)
 
     async def give_back(self, rows: Rows, delay_s: float = 0.0) -> Verdicts:
         """Give claims up; which were still held.

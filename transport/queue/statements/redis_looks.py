@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transport.queue.statements.redis_moves import COMMON, ONCE, PREPARED
-from transport.storage.redis_connection import Script
+from transport.storage.redis_script import Script
 
 # ids. For each the states of its ranks in one word, "" where it is not known.
 KNOWN = Script(

@@ -7,7 +7,7 @@ first end the expired leases, so what they see never depends on whether another 
 
 from __future__ import annotations
 
-from transport.storage.redis_connection import Script
+from transport.storage.redis_script import Script
 
 KEYS = ("tickets", "ids", "info", "rows", "leases", "back", "failed", "finished", "counts", "seq", "notices", "dead")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from transport import Schema, SharedRingBuffer, UCXXServer, UpTo
+from transport.bench.job.placing import placed
 from transport.queue import FoundRings, open_queue
-from transport.queue.placing import placed
 from transport.ring.batch_shape import Shape
 
 pytestmark = pytest.mark.ucx

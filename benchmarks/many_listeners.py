@@ -1,0 +1,161 @@
+"""Claims a second of one trainer over n listeners of n rings, and what a ring that it follows costs in memory.
+
+    python benchmarks/many_listeners.py                              # 1, 10, 100 and 300 rings, 5 s each
+    python benchmarks/many_listeners.py --rings 1,10,100 --seconds 3 --json build/many_listeners.json
+
+Rings, listeners and connections are real, over tcp. A process has ten rings, with a thread for each listener, since a
+listener process of its own for each of 300 rings does not fit a test machine. Writers keep every ring full of 64-byte
+payloads. On a machine whose cores are shared the CPU of the trainer for a claim says more than the rate: a core can
+do no more than its inverse. ``claim`` makes a `Claim` of each payload, ``take`` has whole batches of a ring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transport import Schema, SharedRingBuffer, UCXXServer
+from transport.bench.observe import resident_bytes
+from transport.queue import FoundRings, open_queue
+
+SCHEMA = Schema.of(data=("uint8", 64))
+RINGS_OF_A_PROCESS = 10
+BATCH = 64
+SLOTS = 256
+CONNECTED_S = 120.0
+_FULL_S = 0.0002  # for each ring of all, between two looks of a writer at rings that were full
+
+
+def serve(rings: int, of_all: int) -> None:
+    """So many rings with a listener each, kept full; says their ports, and for every line it reads its memory."""
+    payload = {"data": np.zeros(64, np.uint8)}
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(SharedRingBuffer.create(SCHEMA, slots=SLOTS)) for _ in range(rings)]
+        served = [UCXXServer(ring, ports=(0,), addresses=("127.0.0.1",), mode="thread") for ring in made]
+        ports = [stack.enter_context(server).ports[0] for server in served]
+        print(json.dumps(ports), flush=True)
+        while True:
+            written = 0
+            for ring in made:
+                if free := ring.statistics().free:
+                    written += len(ring.write_many([payload] * free))
+            if select.select([sys.stdin], [], [], 0.0 if written else _FULL_S * of_all)[0]:
+                if not sys.stdin.readline():
+                    return
+                print(resident_bytes(os.getpid()), flush=True)
+
+
+class Servers:
+    """The processes with the rings."""
+
+    def __init__(self, rings: int) -> None:
+        shares = [min(RINGS_OF_A_PROCESS, rings - begin) for begin in range(0, rings, RINGS_OF_A_PROCESS)]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        command = [sys.executable, "-P", __file__, "--serve"]
+        self._processes = [subprocess.Popen([*command, str(share), str(rings)], **pipes) for share in shares]
+        self.ports = [port for each in self._processes for port in json.loads(self._line(each))]
+
+    @staticmethod
+    def _line(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline()
+
+    def memory(self) -> int:
+        """Of all, in bytes."""
+        total = 0
+        for each in self._processes:
+            assert each.stdin is not None
+            each.stdin.write("look\n")
+            each.stdin.flush()
+            total += int(self._line(each))
+        return total
+
+    def close(self) -> None:
+        """End them."""
+        for each in self._processes:
+            assert each.stdin is not None
+            each.stdin.close()
+        for each in self._processes:
+            each.wait()
+
+
+def rate(queue: FoundRings, how: str, seconds: float) -> tuple[float, float, int]:
+    """Claims a second, microseconds of this process's CPU for each, and of how many rings they were."""
+    claimed, rings = 0, set()
+    begun, cpu = time.perf_counter(), time.process_time()
+    while time.perf_counter() - begun < seconds:
+        if how == "claim":
+            claims = queue.claim(BATCH, 1.0, consumer="bench")
+            rings |= {claim.ticket_id.partition("/")[0] for claim in claims}
+            claimed += len(queue.ack_many(claims))
+        elif (brought := queue.take(BATCH, 1.0)) is not None:
+            rings.add(brought.batch.ring)
+            claimed += int(queue.consume(brought).sum())
+    lasted, used = time.perf_counter() - begun, time.process_time() - cpu
+    return claimed / lasted, used / max(1, claimed) * 1e6, len(rings)
+
+
+def measured(rings: int, seconds: float) -> dict[str, Any]:
+    """One row."""
+    row: dict[str, Any] = {"rings": rings}
+    with contextlib.closing(Servers(rings)) as servers:
+        before_there, before_here = servers.memory(), resident_bytes(os.getpid())
+        addresses = ",".join(f"127.0.0.1:{port}" for port in servers.ports)
+        begun = time.perf_counter()
+        with open_queue(f"rings://{addresses}") as queue:
+            assert isinstance(queue, FoundRings)
+            demands = queue._elsewhere.rank(0).demands
+            while len(demands.links) < rings:
+                queue.ack_many(queue.claim(BATCH, 0.1, consumer="bench"))
+                if time.perf_counter() - begun > CONNECTED_S:
+                    raise SystemExit(f"{len(demands.links)} of {rings} rings connected within {CONNECTED_S:g} s")
+            row["connected_s"] = round(time.perf_counter() - begun, 1)
+            row["trainer_KiB_per_ring"] = round((resident_bytes(os.getpid()) - before_here) / rings / 1024)
+            row["listener_KiB_per_connection"] = round((servers.memory() - before_there) / rings / 1024)
+            for how in ("claim", "take"):
+                per_s, cpu_us, seen = rate(queue, how, seconds)
+                row |= {
+                    f"{how}_per_s": round(per_s),
+                    f"{how}_cpu_us": round(cpu_us, 1),
+                    f"{how}_per_core_s": round(1e6 / cpu_us),
+                    f"{how}_rings": seen,
+                }
+    return row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rings", default="1,10,100,300")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", type=int, nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    if options.serve:
+        serve(*options.serve)
+        return 0
+    os.environ |= {"TRANSPORT_WIRES": "tcp", "TRANSPORT_CONNECT_TIMEOUT_S": "20", "TRANSPORT_HANDSHAKE_TIMEOUT_S": "20"}
+    rows = []
+    for rings in map(int, options.rings.split(",")):
+        rows.append(measured(rings, options.seconds))
+        print(json.dumps(rows[-1]), flush=True)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
