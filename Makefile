@@ -247,7 +247,7 @@ simulation: $(VENV)/installed ## simulated hosts, trainers and members with the 
 	@$(BIN)/python benchmarks/simulation --seeds $(or $(SEEDS),100) --jobs 2
 	@$(BIN)/python benchmarks/simulation --members --seeds $(or $(SEEDS),100) --jobs 2
 	@for fault in $$($(BIN)/python benchmarks/simulation --list-plants); do \
-		$(BIN)/python benchmarks/simulation --plant $$fault --seeds 60 | tail -1 || exit 1; done
+		$(BIN)/python benchmarks/simulation --plant $$fault --seeds 200 | tail -1 || exit 1; done
 
 CLUSTER_OPTIONS ?= --hosts 8
 .PHONY: cluster

@@ -77,6 +77,7 @@ class Members:
         self._ended: dict[str, bytes] = {}  # epochs, as they ended
         self._ranks: dict[tuple[int, int], str] = {}  # by round and rank, of the incarnation
         self.most_records = 0
+        self._last_fault = self.now + plan.minutes * 60.0
         self._within = False  # a step of a member
 
     def run(self) -> Result:
@@ -88,7 +89,7 @@ class Members:
         begun = self.now
         for _ in range(self.plan.members + self.plan.spares):
             self._new()
-        last_fault = self.now + self.plan.minutes * 60.0
+        last_fault = self._last_fault
         fault_at = self.now + self.rng.expovariate(self.plan.faults_per_minute / 60.0)
         steps = [(self.now, order, member) for order, member in enumerate(self.members)]
         order = itertools.count(len(steps))
@@ -134,7 +135,8 @@ class Members:
             return
         self._within = True
         others = [member for member in self._living() if member.name != name]
-        seconds = self.rng.uniform(1.0, 25.0) if chance < _STOPPED else 0.0
+        stopped = chance < _STOPPED and self.now < self._last_fault
+        seconds = self.rng.uniform(1.0, 25.0) if stopped else 0.0
         until = self.now + seconds
         while True:
             for other in others if seconds else others and [self.rng.choice(others)]:
