@@ -31,8 +31,8 @@ from transport.errors import (
 from transport.queue.base import Claim, too_old
 from transport.queue.demands import Brought, Demands, Place
 from transport.queue.ends import End, Held
-from transport.queue.held_elsewhere import HeldElsewhere, ring_of
-from transport.queue.rings import token_of
+from transport.queue.held_elsewhere import HeldElsewhere
+from transport.queue.looks import ring_of, token_of
 from transport.ring.consumers import consumers_of, rank_of
 from transport.runtime.loop_thread import LoopThread
 from transport.taking.batch import TakenBatch, Verdicts

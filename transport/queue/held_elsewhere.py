@@ -14,8 +14,8 @@ from transport.queue.arrivals import Arrivals, Arrived
 from transport.queue.base import Came, Claim, DeliveryState, Failure
 from transport.queue.demands import Brought
 from transport.queue.ends import UNTRAINED, Answers, End, Group, Held, Said
+from transport.queue.looks import consumer_of, ring_of
 from transport.queue.questions import Question, Questions
-from transport.queue.rings import consumer_of
 from transport.runtime.loop_thread import LoopThread
 
 _MOST_FAILURES: Final = 256
@@ -197,8 +197,3 @@ class HeldElsewhere(ABC):
                     for (of, name), amount in counts.items():
                         sums[name] += amount * (rank is None or of == rank)
         return sums
-
-
-def ring_of(claim: Claim) -> str:
-    """The ring that the payload of a claim is in."""
-    return claim.ticket_id.partition("/")[0]

@@ -1,4 +1,4 @@
-"""What rings of this host say of their deliveries, to every attachment: also to an observer."""
+"""Claims of rings by token and id, and what rings of this host say of their deliveries, also to an observer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
 from transport import _ring as _native
-from transport.queue.base import DeliveryState, Failure, QueueDepth
+from transport.queue.base import Claim, DeliveryState, Failure, QueueDepth
 from transport.ring.buffer import MAX_READERS, SharedRingBuffer
 
 _ENDINGS: Final = {
@@ -20,6 +20,32 @@ _ENDINGS: Final = {
 _COUNTED: Final = ("ready", "claimed", "arrived", "done", "discarded", "dead", "lost", "retried", "expired", "aged")
 _ALL: Final = 1 << 30
 Place = tuple[SharedRingBuffer, int, int]  # slot and generation of a ring
+
+
+def token_of(name: str, rank: int, attempts: int, consumer: str) -> str:
+    """Callers keep claims by their tokens, so each claim has one of its own. The consumer's name stands last."""
+    return f"{name} {rank} {attempts} {consumer}"
+
+
+def consumer_of(claim: Claim) -> str:
+    """The name that the claimant gave."""
+    return claim.token.split(" ", 3)[-1]
+
+
+def ring_of(claim: Claim) -> str:
+    """The ring that the payload of a claim is in."""
+    return claim.ticket_id.partition("/")[0]
+
+
+def id_of(claim: Claim) -> _native.ClaimId:
+    """Of the claim in its ring."""
+    _, slot, generation = claim.ticket_id.split("/")
+    return _native.ClaimId(int(slot), int(generation), claim.rank, claim.attempts)
+
+
+def delivery_of(claim: Claim) -> tuple[str, int, int]:
+    """Ticket id, rank and number of the attempt."""
+    return claim.ticket_id, claim.rank, claim.attempts
 
 
 def place_of(rings: Mapping[str, SharedRingBuffer], ticket_id: str) -> Place | None:

@@ -35,7 +35,7 @@ from transport.errors import (
     TransportError,
     UsageError,
 )
-from transport.queue import arguments
+from transport.queue import arguments, looks
 from transport.queue.base import (
     MAX_DELIVERIES,
     Claim,
@@ -47,7 +47,6 @@ from transport.queue.base import (
     TicketQueue,
 )
 from transport.queue.ends import Unsaid
-from transport.queue.looks import Place, depth_of, failures_of, known_of, place_of, unfinished_of
 from transport.ring.buffer import SharedRingBuffer
 from transport.ring.claimed import ClaimedPayload
 from transport.runtime.arguments import expect
@@ -252,12 +251,12 @@ class RingQueue(TicketQueue):
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
             by_ring: dict[str, list[Claim]] = {}
             for claim in claims:
-                by_ring.setdefault(_ring_of(claim), []).append(claim)
+                by_ring.setdefault(looks.ring_of(claim), []).append(claim)
             for ring_id, of_ring in by_ring.items():
                 ring = self._rings.get(ring_id)
                 if ring is not None and not ring.native.closed:
                     finish = functools.partial(ring.native.finish_all, arrived=not trained)
-                    answers = map(finish, ([_id_of(claim) for claim in of_ring],))
+                    answers = map(finish, ([looks.id_of(claim) for claim in of_ring],))
                     accepted.extend(itertools.compress(of_ring, itertools.chain.from_iterable(answers)))
 
         if trained:
@@ -268,9 +267,9 @@ class RingQueue(TicketQueue):
         """Add them to what has arrived, or take them out."""
         with self._lock:
             for claim in claims:
-                ring = self._rings.get(_ring_of(claim))
+                ring = self._rings.get(looks.ring_of(claim))
                 if ring is not None:
-                    change(_arrived_of(ring), _delivery(claim))
+                    change(_arrived_of(ring), looks.delivery_of(claim))
 
     @checked
     def finish(self, claims: Sequence[Claim]) -> list[Claim]:
@@ -281,12 +280,12 @@ class RingQueue(TicketQueue):
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
             with self._lock:
                 for claim in claims:
-                    ring = self._rings.get(_ring_of(claim))
-                    if ring is None or ring.native.closed or _delivery(claim) not in _arrived_of(ring):
+                    ring = self._rings.get(looks.ring_of(claim))
+                    if ring is None or ring.native.closed or looks.delivery_of(claim) not in _arrived_of(ring):
                         continue
                     counted = map(operator.is_, map(ring.native.trained, (claim.rank,), (1,)), (None,))
                     accepted.extend(itertools.compress((claim,), counted))
-                    _arrived_of(ring).discard(_delivery(claim))
+                    _arrived_of(ring).discard(looks.delivery_of(claim))
 
         return self._unsaid.ended(claims, "finished", end, functools.partial(self._note, set.discard))
 
@@ -295,14 +294,16 @@ class RingQueue(TicketQueue):
         """See `TicketQueue.retry`."""
         delay_s = arguments.given_back(claim, delay_s, reason, "retry")
         if claim.attempts >= self._max_deliveries:
-            return self._end(claim, "dead", lambda ring: ring.native.end, "dead", reason, consumer_of(claim))
+            return self._end(claim, "dead", lambda ring: ring.native.end, "dead", reason, looks.consumer_of(claim))
         return self._end(claim, "retried", lambda ring: ring.native.give_back, delay_s)
 
     @checked
     def discard(self, claim: Claim, reason: str) -> bool:
         """See `TicketQueue.discard`."""
         arguments.given_back(claim, 0.0, reason, "discard")
-        return self._end(claim, "discarded", lambda ring: ring.native.end, "discarded", reason, consumer_of(claim))
+        return self._end(
+            claim, "discarded", lambda ring: ring.native.end, "discarded", reason, looks.consumer_of(claim)
+        )
 
     def _end(
         self, claim: Claim, what: str, how: Callable[[SharedRingBuffer], Callable[..., bool]], *arguments: Any
@@ -311,7 +312,7 @@ class RingQueue(TicketQueue):
 
         def end(claims: list[Claim], accepted: list[Claim]) -> None:
             if ring is not None:
-                answers = map(how(ring), map(_id_of, claims), *((each,) for each in arguments))
+                answers = map(how(ring), map(looks.id_of, claims), *((each,) for each in arguments))
                 accepted.extend(itertools.compress(claims, answers))
 
         return self._unsaid.ended([claim], what, end) != []  # bool() would be a call, after which an interrupt may come
@@ -325,28 +326,28 @@ class RingQueue(TicketQueue):
         ring = self._ring(claim)
         if ring is None:
             return False
-        return ring.native.renew(_id_of(claim)) or _delivery(claim) in _arrived_of(ring)
+        return ring.native.renew(looks.id_of(claim)) or looks.delivery_of(claim) in _arrived_of(ring)
 
     # --- looking -----------------------------------------------------------------------------------
     def depth(self, rank: int | None = None) -> QueueDepth:
         """Counts of one rank, or of all; the finished ones from the beginning of each ring."""
         self._check_open()
-        return depth_of(self._open_rings(), rank)
+        return looks.depth_of(self._open_rings(), rank)
 
     def failures(self, limit: int = 100) -> list[Failure]:
         """See `TicketQueue.failures`. Each ring keeps its last 256; what was lost on arrival is one entry a rank."""
         self._check_open()
-        return failures_of(self._open_rings(), limit)
+        return looks.failures_of(self._open_rings(), limit)
 
     def known(self, ticket_ids: Iterable[str]) -> dict[str, tuple[DeliveryState, ...]]:
         """See `TicketQueue.known`. For a payload whose slot was reused, only rank 0's state is returned."""
         self._check_open()
-        return known_of(self._open_rings(), ticket_ids)
+        return looks.known_of(self._open_rings(), ticket_ids)
 
     def unfinished(self, n: int) -> list[bytes]:
         """See `TicketQueue.unfinished`. Of several rings one after the other."""
         self._check_open()
-        return unfinished_of(self._open_rings(), n)
+        return looks.unfinished_of(self._open_rings(), n)
 
     # --- notices -----------------------------------------------------------------------------------
     def announce(self, topic: str, version: int, payload: bytes = b"") -> bool:
@@ -375,12 +376,12 @@ class RingQueue(TicketQueue):
 
     def _ring(self, claim: Claim) -> SharedRingBuffer | None:
         self._check_open()
-        ring = self._rings.get(_ring_of(claim))
+        ring = self._rings.get(looks.ring_of(claim))
         return None if ring is None or ring.native.closed else ring
 
-    def place(self, ticket_id: str) -> Place | None:
+    def place(self, ticket_id: str) -> looks.Place | None:
         """(ring, slot, generation) of a ticket; None: it is of no ring of this queue."""
-        return place_of(self._rings, ticket_id)
+        return looks.place_of(self._rings, ticket_id)
 
 
 def _claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:
@@ -388,31 +389,8 @@ def _claim_of(claimed: ClaimedPayload, consumer: str) -> Claim:
         data = claimed.encoded
     except RingError:  # consumed by ticket meanwhile, which the ack will be told
         data = b""
-    token = token_of(claimed.name, claimed.rank, claimed.attempts, consumer)
+    token = looks.token_of(claimed.name, claimed.rank, claimed.attempts, consumer)
     return Claim(claimed.name, data, claimed.rank, claimed.attempts, token, claimed.policy_version)
-
-
-def token_of(name: str, rank: int, attempts: int, consumer: str) -> str:
-    """Callers keep claims by their tokens, so each claim has one of its own. The consumer's name stands last."""
-    return f"{name} {rank} {attempts} {consumer}"
-
-
-def consumer_of(claim: Claim) -> str:
-    """The name that the claimant gave."""
-    return claim.token.split(" ", 3)[-1]
-
-
-def _ring_of(claim: Claim) -> str:
-    return claim.ticket_id.partition("/")[0]
-
-
-def _id_of(claim: Claim) -> _native.ClaimId:
-    _, slot, generation = claim.ticket_id.split("/")
-    return _native.ClaimId(int(slot), int(generation), claim.rank, claim.attempts)
-
-
-def _delivery(claim: Claim) -> tuple[str, int, int]:
-    return claim.ticket_id, claim.rank, claim.attempts
 
 
 def _arrived_of(ring: SharedRingBuffer) -> set[tuple[str, int, int]]:
