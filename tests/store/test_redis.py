@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import settings
 from queue_waits import in_thread
-from redis_server import RedisServer, lose_answers, needs_redis, redis_server
+from redis_server import RedisServer, needs_redis, redis_server
+from redis_stores import RedisHarness, place
 from store_conformance import StoreConformance
 from store_model import StoreMachine
 
@@ -26,54 +24,9 @@ from transport.errors import (
     StoreUnavailableError,
     StoreUnsuitableError,
 )
-from transport.storage.urls import RedisURL, parse_url
 from transport.store import ABSENT, Change, Entry, RedisStore, open_store
 
 pytestmark = needs_redis
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: RedisServer) -> RedisServer:
-    running.flush()
-    return running
-
-
-def place(server: RedisServer, run: str = "test") -> RedisURL:
-    found = parse_url(server.place(run))
-    assert isinstance(found, RedisURL)
-    return found
-
-
-class RedisHarness:
-    def __init__(self, server: RedisServer) -> None:
-        self.server = server
-        self.now = 1000.0
-        self.stores: list[RedisStore] = []
-
-    def open(self, *, real_time: bool = False) -> RedisStore:
-        store = RedisStore(place(self.server), clock=None if real_time else lambda: self.now)
-        self.stores.append(store)
-        return store
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-
-    def close(self) -> None:
-        for store in self.stores:
-            store.close()
-
-
-@pytest.fixture
-def harness(server: RedisServer) -> Iterator[RedisHarness]:
-    harness = RedisHarness(server)
-    yield harness
-    harness.close()
 
 
 class TestConformance(StoreConformance):
@@ -217,159 +170,6 @@ def _kind_of(call: object) -> type[BaseException] | None:
     except Exception as error:
         return type(error)
     return None
-
-
-def test_a_write_whose_answer_was_lost_is_done_once(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    with RedisStore(place(server)) as store:
-        store.add("n", 0)  # the scripts are there
-        store.put("x", b"0")
-        lost = lose_answers(monkeypatch)
-        assert store.add("n") == 1
-        lost.clear()
-        version = store.compare_and_set("a", b"1", ABSENT)
-        assert version is not None
-        assert [int(each) for each in lost[0]] == [version]  # type: ignore[attr-defined]
-        assert store.get("a") == Entry(b"1", version)
-
-
-def forget_answers(server: RedisServer) -> None:
-    """As when a minute has passed on the server, or its clock was set."""
-    import redis
-
-    with redis.Redis(port=server.port) as client:
-        for key in client.keys("*answers:*"):
-            client.delete(key)
-
-
-def lose_and_forget(monkeypatch: pytest.MonkeyPatch, server: RedisServer, *then: Callable[[], object]) -> None:
-    """The next answer is lost, and forgotten before the call is repeated."""
-    import redis
-
-    evalsha, calls = redis.Redis.evalsha, []
-
-    def lose(self: redis.Redis, *arguments: object) -> object:
-        answer = evalsha(self, *arguments)
-        calls.append(answer)
-        if len(calls) == 1:
-            forget_answers(server)
-            for each in then:
-                each()
-            raise redis.exceptions.ConnectionError("cut after the server had done it")
-        return answer
-
-    monkeypatch.setattr(redis.Redis, "evalsha", lose)
-
-
-@pytest.mark.parametrize("expected", ["nothing", "a version"])
-def test_a_conditional_write_is_not_refused_for_itself_when_its_answer_is_forgotten(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch, expected: str
-) -> None:
-    with RedisStore(place(server)) as store:
-        store.put("x", b"0")  # the script is there
-        before = ABSENT if expected == "nothing" else store.put("a", b"0")
-        lose_and_forget(monkeypatch, server)
-        version = store.compare_and_set("a", b"1", before)
-        assert store.get("a") == Entry(b"1", version or -1)
-
-
-def test_a_conditional_write_that_was_forgotten_and_written_over_is_not_called_refused(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RedisStore(place(server)) as store, RedisStore(place(server)) as other:
-        store.put("x", b"0")
-        lose_and_forget(monkeypatch, server, lambda: other.put("a", b"2"))
-        with pytest.raises(StoreUnavailableError, match="not known"):
-            store.compare_and_set("a", b"1", ABSENT)
-
-
-def test_a_deletion_that_was_forgotten_is_not_called_refused(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RedisStore(place(server)) as store:
-        version = store.put("a", b"0")
-        lose_and_forget(monkeypatch, server)
-        with pytest.raises(StoreUnavailableError, match="not known"):
-            store.compare_and_set("a", None, version)
-        assert store.get("a") is None
-
-
-def test_a_repeated_conditional_write_that_never_ran_is_refused_as_the_first_would_be(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import redis
-
-    with RedisStore(place(server)) as store:
-        store.put("a", b"0")  # the server remembers an answer to this client from here on
-        evalsha, calls = redis.Redis.evalsha, []
-
-        def not_sent(self: redis.Redis, *arguments: object) -> object:
-            calls.append(arguments)
-            if len(calls) == 1:
-                raise redis.exceptions.ConnectionError("refused")
-            return evalsha(self, *arguments)
-
-        monkeypatch.setattr(redis.Redis, "evalsha", not_sent)
-        assert store.compare_and_set("a", b"1", ABSENT) is None
-
-
-def test_many_records_are_read_as_few_are(server: RedisServer) -> None:
-    with RedisStore(place(server)) as store:
-        keys = [f"many/{number:03}" for number in range(200)]
-        versions = store.put_many([Change(key, key.encode()) for key in keys])
-        assert versions is not None
-        entries = dict(zip(keys, map(Entry, map(str.encode, keys), versions), strict=True))
-        assert store.get_many(keys) == list(entries.values())
-        assert list(store.scan("many/").items()) == list(entries.items())
-        store.delete(keys[7])
-        del entries[keys[7]]
-        assert store.get_many(keys) == [entries.get(key) for key in keys]
-        assert store.scan("many/") == entries
-        assert store.scan("none/") == {}
-
-
-def test_many_records_are_read_without_those_whose_lease_has_ended(harness: RedisHarness) -> None:
-    store = harness.open()
-    keys = [f"many/{number:03}" for number in range(200)]
-    store.put_many([Change(key, b"", lease_s=10.0 + number % 2) for number, key in enumerate(keys)])
-    harness.advance(10.5)
-    found = [entry is not None for entry in store.get_many(keys)]
-    assert found == [False, True] * 100
-    assert list(store.scan("many/")) == keys[1::2]
-
-
-def test_a_scan_beside_which_records_are_made_is_one_snapshot(server: RedisServer) -> None:
-    with RedisStore(place(server)) as store, RedisStore(place(server)) as other:
-        other.put("n/000000", b"")
-        ended = threading.Event()
-
-        def make() -> None:  # each one is made, and the one before it removed, in one step
-            for number in itertools.count():
-                if ended.is_set():
-                    return
-                other.put_many([Change(f"n/{number + 1:06}", b""), Change(f"n/{number:06}", None)])
-
-        thread = threading.Thread(target=make)
-        thread.start()
-        try:
-            assert [len(store.scan("n/")) for _ in range(50)] == [1] * 50
-        finally:
-            ended.set()
-            thread.join()
-
-
-def test_what_is_written_again_after_a_write_that_was_not_heard_is_a_write(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RedisStore(place(server), patience_s=0.0) as store:
-        store.put("x", b"0")  # the script is there
-        lose_answers(monkeypatch)
-        with pytest.raises(StoreUnavailableError):
-            store.put("x", b"a")
-        store.put("x", b"b")
-        store.put("x", b"a")
-        found = store.get("x")
-        assert found is not None
-        assert found.value == b"a"
 
 
 # --- servers that will not do --------------------------------------------------------------------------

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
-from helpers import asynchronous, leaving_at_once, until
+from helpers import asynchronous, leaving_at_once
 from weights_engines import BUCKET, TOTAL, build, engine, engines, transfer
 from weights_members import checksum_of, version_of
 
@@ -34,8 +32,7 @@ from transport.weights import Trainer
 from transport.weights.manager import WeightUpdate
 from transport.weights.plan.steps import Proof
 from transport.weights.transfer.bucket_sender import BucketSender
-from transport.weights.transfer.feed import Feed, Upstream
-from transport.weights.transfer.messages import Begin, encode
+from transport.weights.transfer.feed import Feed
 from transport.weights.versions.copies import Copies, Held, attach
 from transport.weights.versions.layout import VersionLayout, specs_of, weights_checksum
 from transport.weights.worker import ReferenceWorker, Replica
@@ -241,126 +238,6 @@ def test_a_landed_version_that_changed_afterwards_is_not_mapped() -> None:
         held.release()
     finally:
         copies.close()
-
-
-@asynchronous
-async def test_a_feed_admits_only_its_group_and_nobody_late() -> None:
-    lost: list[str] = []
-    feed = Feed(lost.append)
-    await feed.open("127.0.0.1")
-    try:
-        with pytest.raises(ParentLostError, match="group's token"):
-            await Upstream.connect("p", "127.0.0.1", feed.port, "wrong", "a")
-        joining = asyncio.ensure_future(feed.joined(["a"]))
-        first = await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, "a")
-        await joining
-        with pytest.raises(ParentLostError, match="already connected"):
-            await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, "a")
-        with pytest.raises(ParentLostError, match="joins with the next update"):
-            await Upstream.connect("p", "127.0.0.1", feed.port, feed.token, "late")
-        begin = Begin(1, (("t", "float32", (3,)),))
-        await feed.tell(begin, ["a", "not there"])
-        assert await first.next() == begin
-        feed.drop("a")
-        with pytest.raises(ParentLostError):
-            await first.next()
-        first.close()
-    finally:
-        await feed.close()
-
-
-both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
-
-
-@asynchronous
-async def test_a_stranger_at_a_feed_may_announce_no_more_than_a_greeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.transfer.feed._HELLO_S", 1000.0)
-    feed = Feed(lambda _: None)
-    await feed.open("127.0.0.1")
-    try:
-        for said in (
-            b"\0\0\x10\0",
-            b"GET / HTTP/1.1\r\n\r\n",
-            b"\x16\x03\x01\0",
-            encode(Begin(1, (("x" * 70_000, "", ()),))),
-        ):
-            reader, writer = await asyncio.open_connection("127.0.0.1", feed.port)
-            writer.write(said)
-            with contextlib.suppress(ConnectionError):  # ended with some of it unread
-                assert await reader.read() == b""
-            writer.close()
-    finally:
-        await feed.close()
-
-
-@both_loops
-def test_strangers_that_come_at_once_are_counted_as_they_come(
-    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transport.weights.transfer.feed._HELLO_S", 1000.0)
-    monkeypatch.setattr("transport.weights.transfer.feed._MOST_STRANGERS", 3)
-
-    async def coming() -> None:
-        feed = Feed(lambda _: None)
-        await feed.open("127.0.0.1")
-        crowd = [socket.create_connection(("127.0.0.1", feed.port)) for _ in range(40)]  # while the loop waits
-        await until(lambda: sum(map(ended, crowd)) >= 37)
-        assert len(crowd) - sum(map(ended, crowd)) == 3
-        for each in crowd:
-            each.close()
-        await feed.close()
-
-    run(coming())
-
-
-@both_loops
-def test_a_feed_that_closes_ends_the_connections_that_it_has_just_accepted(run: Callable[..., None]) -> None:
-    async def closing() -> None:
-        feed = Feed(lambda _: None)
-        await feed.open("127.0.0.1")
-        crowd = [socket.create_connection(("127.0.0.1", feed.port)) for _ in range(3)]
-        while not feed._tasks:  # noqa: ASYNC110 - at no later moment: the tasks are there, and have not begun
-            await asyncio.sleep(0)
-        await feed.close()
-        await until(lambda: all(map(ended, crowd)))
-        for each in crowd:
-            each.close()
-
-    run(closing())
-
-
-def ended(stranger: socket.socket) -> bool:
-    """Whether the other side has ended the connection."""
-    stranger.setblocking(False)
-    try:
-        return stranger.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-
-
-@asynchronous
-async def test_a_refused_greeting_makes_no_room_for_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transport.weights.transfer.feed._HELLO_S", 1000.0)
-    monkeypatch.setattr("transport.weights.transfer.feed._MOST_STRANGERS", 3)
-    feed = Feed(lambda _: None)
-    await feed.open("127.0.0.1")
-    silent = []
-    try:
-        for _ in range(3):
-            if len(silent) < 2:
-                with pytest.raises(ParentLostError, match="group's token"):
-                    await Upstream.connect("p", "127.0.0.1", feed.port, "wrong", "a")
-            silent.append(await asyncio.open_connection("127.0.0.1", feed.port))
-            await until(lambda: len(feed._strangers) == len(silent))
-        reader, writer = await asyncio.open_connection("127.0.0.1", feed.port)
-        assert await reader.read() == b""
-        writer.close()
-    finally:
-        for _, each in silent:
-            each.close()
-        await feed.close()
 
 
 class Source:
