@@ -18,7 +18,7 @@ LONGEST = {
     "tests/bench/test_job_runs": 20, "tests/benchmarks/test_cluster": 20, "tests/bench/test_runs": 20,
     "tests/benchmarks/test_simulation": 15, "tests/benchmarks/test_teardown": 15, "tests/queue/test_found_faults": 15,
     "tests/client/test_two_hosts": 12, "tests/cooldown/test_kill_matrix": 12, "tests/weights/test_manager": 12,
-    "tests/client/test_take_outcomes": 12, "tests/test_scheduling": 10, "tests/cli/test_interrupts": 10,
+    "tests/client/takes/test_take_outcomes": 12, "tests/test_scheduling": 10, "tests/cli/test_interrupts": 10,
     "tests/cooldown/test_s3": 10, "tests/cooldown/test_sharded": 10, "tests/bench/test_floor": 10,
     "tests/bench/test_job": 10, "tests/weights/test_sharded": 8, "tests/server/test_attacks": 8,
     "tests/client/test_two_users": 8, "tests/server/test_server": 8, "tests/ring/test_interrupted_claims": 8,
