@@ -331,11 +331,12 @@ OPTIONS: dict[type, dict[str, Shown]] = {
                   {"star": None, "chain": None}),
         "fanout": (parents, {1: None, 4: None}),
         "host": (lambda options: described(options)["host"], {"a": "a", "b": "b"}),
-        "wires": "weights/test_manager.py::test_a_corrupted_bucket_is_never_loaded",
+        "wires": "weights/test_manager_deaths.py::test_a_corrupted_bucket_is_never_loaded",
         "secret": "weights/test_engine.py::test_members_with_another_secret_get_nothing",
         "rate": "weights/test_messages.py::test_a_pace_keeps_the_rate_and_saves_nothing_up",
         "stall_s": "weights/test_engine.py::"
         "test_a_child_that_holds_a_bucket_too_long_is_dropped_and_the_others_go_on",
+        "join_s": "weights/test_joining.py::test_a_group_that_does_not_come_together_names_who_is_missing",
         "prefix": "weights/test_sharded.py::"
         "test_a_sender_has_room_for_the_buckets_that_are_sent_and_for_no_larger_ones",
     },

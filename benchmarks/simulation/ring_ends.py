@@ -18,6 +18,7 @@ from transport.queue.arrivals import Arrivals
 from transport.queue.base import Claim
 from transport.queue.demands import Brought
 from transport.queue.ends import UNTRAINED, Answers, End, Held, Said
+from transport.queue.questions import Questions
 from transport.wire import frames
 
 _INTERRUPTED: Final = 0.25  # of calls
@@ -28,7 +29,8 @@ class Ends:
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.world = trainer, trainer.world
-        self.answers = Answers(contextlib.nullcontext(), self._note)
+        self.questions = Questions(contextlib.nullcontext(), lambda _: None)  # no trainer asks again here
+        self.answers = Answers(contextlib.nullcontext(), self._note, self.questions)
         self.arrivals = Arrivals(lambda ring: [link for link in self._links() if link.ring == ring], self._used)
         self.unconfirmed: Counter[str] = Counter()  # by ring: used, and not counted there yet
         self.over = False

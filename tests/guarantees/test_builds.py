@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accounts import Told, compare, place_of
+from delivery_accounts import Told, compare, place_of
 from former_build import environment_of, former_build
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]

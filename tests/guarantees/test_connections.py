@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from accounts import Run, Told, place_of
+from delivery_accounts import Run, Told, place_of
 from detour import Detour, Direction
 from preloaded import needs_compiler
 from told import label, middle

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accounts import Place, Told, compare, place_of
+from delivery_accounts import Place, Told, compare, place_of
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
 

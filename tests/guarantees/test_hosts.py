@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from accounts import Place, Told, compare, kill, looking, place_of, served_by, states
+from delivery_accounts import Place, Told, compare, kill, looking, place_of, served_by, states
 from helpers import parent_of
 
 from transport.queue import DeliveryState, QueueDepth

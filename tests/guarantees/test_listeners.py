@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accounts import Run, compare, gone, kill, looking, place_of, served_by
+from delivery_accounts import Run, compare, gone, kill, looking, place_of, served_by
 from detour import Detour
 from helpers import eventually, parent_of
 from preloaded import needs_compiler

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accounts import SHORT_LEASE, Told, compare, place_of
+from delivery_accounts import SHORT_LEASE, Told, compare, place_of
 from redis_server import RedisServer, needs_redis
 
 from transport.errors import QueueUnsuitableError

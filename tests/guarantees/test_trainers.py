@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from accounts import SHORT_LEASE, Run, place_of
+from delivery_accounts import SHORT_LEASE, Run, place_of
 
 from transport.queue import DeliveryState
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from accounts import Place, Told, compare, gone, kill, looking, place_of, served_by, states
+from delivery_accounts import Place, Told, compare, gone, kill, looking, place_of, served_by, states
 from helpers import eventually, parent_of
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
