@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
-from helpers import eventually, free
+from out_of_reach import LONG_S, NUMBERED, Host
 
-from transport import Schema, SharedRingBuffer, UCXXServer
-from transport.errors import UsageError
-from transport.packer.mixin import UCXXDataPackerMixin
+from transport import SharedRingBuffer
 from transport.queue import Claim, FoundRings, open_queue
-from transport.taking.outcomes import Outcomes
 
 pytestmark = [pytest.mark.ucx, pytest.mark.slow]
-LONG_S = 30.0
-NUMBERED = Schema.of(number=("int64",))
-
-
-class Host:
-    """A ring whose listeners come and go at one port."""
-
-    def __init__(self, ring: SharedRingBuffer, patch: pytest.MonkeyPatch) -> None:
-        self.ring = ring
-        self._patch = patch
-        self._served = contextlib.ExitStack()
-        self.port = 0
-        self.serve()
-
-    def serve(self) -> None:
-        server = UCXXServer(self.ring, ports=(self.port,), addresses=("127.0.0.1",), mode="thread")
-        [self.port] = self._served.enter_context(server).ports
-        self._patch.setattr(Outcomes, "patience_s", LONG_S)
-
-    def end(self) -> None:
-        self._served.close()
-        self._patch.setattr(Outcomes, "patience_s", 0.3)
-
-    def ends_between(self, queue: FoundRings, claims: list[Claim]) -> None:
-        """It consumes what is asked next, and is out of reach before it answers."""
-        [link] = {queue._elsewhere._held[claim.token].brought.link for claim in claims}
-        outcome = link._outcome
-
-        async def lost(future: Any, limit_s: float, what: str) -> Any:
-            if what != "the end of claims":
-                return await outcome(future, limit_s, what)
-            link._outcome = outcome  # type: ignore[method-assign]
-            eventually(lambda: free(self.ring), "the ring has consumed them")
-            self.end()
-            link.link.abort()
-            return await outcome(future, limit_s, what)
-
-        link._outcome = lost  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -131,34 +89,3 @@ def test_a_closed_queue_has_no_questions(host: Host) -> None:
         assert queue.ack_many(claims) == []
         elsewhere = queue._elsewhere
     assert elsewhere.ack_many(claims, trained=True) == []
-
-
-class Packer(UCXXDataPackerMixin): ...
-
-
-@pytest.mark.parametrize("ack", ["on_consumed", "on_arrival"])
-def test_a_trainer_consumes_a_batch_again_for_what_was_in_question(
-    host: Host, queue: FoundRings, ack: Literal["on_consumed", "on_arrival"]
-) -> None:
-    packer = Packer()
-    packer.setup_ucxx_packer(schemas=[NUMBERED], queue=queue, ack=ack)
-    try:
-        claims: list[Claim] = []
-        while len(claims) < 3:
-            claims += packer.claim_tickets(3 - len(claims), LONG_S)
-        host.ends_between(queue, claims)
-        packer.start_prefetch(claims)
-        batch = packer.collect_prefetch(LONG_S)
-        assert batch is not None
-        assert packer.consume(batch) == []
-        assert [item.claim for item in batch.in_question] == claims
-        assert packer.ucxx_statistics().lost_claims == 0
-        host.serve()
-        trained = packer.consume(batch)
-        assert sorted(int(payload["number"].item()) for payload in trained) == [0, 1, 2]
-        assert batch.in_question == []
-        assert packer.ucxx_statistics().consumed == 3
-        with pytest.raises(UsageError, match="already consumed"):
-            packer.consume(batch)
-    finally:
-        packer.cleanup_ucxx_packer()

@@ -93,10 +93,10 @@ class ClaimBook:
                 self.give_back(claims, "the claim was interrupted")
             raise
 
-    def settle(self, items: list[FetchedItem], again: bool = False) -> list[FetchedItem]:
+    def settle(self, items: list[FetchedItem]) -> list[FetchedItem]:
         """Acknowledge (or finish) the items' claims; returns the items that this trainer may train on.
 
-        ``again``: of claims that were in question after a first call.
+        Of claims that are in question after a first call the ring is asked again.
         """
         claims = [item.claim for item in items if item.claim is not None]
         if self._queue is None or not claims:
@@ -106,11 +106,11 @@ class ClaimBook:
             accepted: list[Claim] = []
             ended = [item.claim for item in asked if item.claim is not None]
             try:
+                again = [item.claim for item in asked if item.asked and item.claim is not None]
                 if self._ack == "on_arrival" and again:
-                    self._queue.ack_many(self._queue.in_question(ended), trained=False)
+                    self._queue.ack_many(self._queue.in_question(again), trained=False)
                 accepted += self._queue.finish(ended) if self._ack == "on_arrival" else self._queue.ack_many(ended)
                 self._note(asked, accepted)
-                self.counts["lost_claims"] += sum(item.mine is False for item in asked)
             except BaseException:  # an interrupt: the repeated call does not ask again
                 if accepted:
                     self._note(asked, accepted)
@@ -120,10 +120,14 @@ class ClaimBook:
 
     def _note(self, asked: list[FetchedItem], accepted: list[Claim]) -> None:
         mine = {claim.token for claim in accepted}
+        in_question = {id(item) for item in self.in_question(asked)}
+        counts = self.counts
         for item in asked:
-            item.mine = item.claim is not None and item.claim.token in mine
-        for item in self.in_question(asked):
-            item.mine = None
+            item.asked = True
+            if item.mine is None and id(item) not in in_question:
+                accepts = item.claim is not None and item.claim.token in mine
+                # In one statement, which no interrupt divides.
+                item.mine, counts["lost_claims"] = accepts, counts["lost_claims"] + (not accepts)
 
     def in_question(self, items: list[FetchedItem]) -> list[FetchedItem]:
         """Those of settled items whose ring has not said whether this trainer may train on them."""

@@ -25,11 +25,7 @@ from transport.client.client import WirePolicy
 from transport.client.payload import AckMode, ReceivedPayload
 from transport.client.retry import Deadline
 from transport.config import configuration
-from transport.errors import (
-    StaleSlotError,
-    TransportError,
-    UsageError,
-)
+from transport.errors import ConnectionLostError, StaleSlotError, TransportError, UsageError
 from transport.observe.metrics import configured_exporter
 from transport.observe.statistics import PackerStatistics
 from transport.packer.claims import ClaimBook
@@ -177,7 +173,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             packer.claims.report_arrivals(batch)
         first = [item for item in batch.items if item.payload is not None and not item.handed]
         before, items = batch.in_question, batch.in_question if again else first
-        trainable = packer.settle(items, again)
+        trainable = packer.settle(items)
         try:
             batch.in_question = packer.claims.in_question(items)
             batch.consumed = True  # last, so that a call that raised can be repeated
@@ -191,7 +187,7 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         packer = self._packer
         expect(batch, FetchedBatch, "abandon()", _BATCH)
         text(reason, "reason of abandon()")  # before anything is given up
-        batch.consumed = True
+        batch.consumed, batch.in_question = True, []
         for item in batch.items:
             packer.collected.pop(item.ticket.identity, None)
         batch.release()
@@ -269,7 +265,8 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
         A ticket of a collected batch is looked up; one that was not prefetched is read now. This call consumes the
         payload, unless `consume` has already consumed its batch.
 
-        Raises StaleSlotError if the payload was already consumed, or another trainer has claimed it.
+        Raises StaleSlotError if the payload was already consumed, or another trainer has claimed it, and
+        ConnectionLostError if its ring went out of reach before it said so: the repeated call asks again.
         """
         if not isinstance(item, Ticket | Claim) and not (isinstance(item, bytes) and item.startswith(b"TK")):
             of_the_base = getattr(super(), "get_policy_input", None)  # of the packer mixed with
@@ -302,6 +299,12 @@ class UCXXDataPackerMixin(Fetching, WithBlock):
             if fetched.alone:
                 packer.claims.report_arrivals(FetchedBatch([fetched]))
             consumed = packer.settle([fetched])
+            if not consumed and packer.claims.in_question([fetched]):
+                packer.collected[ticket.identity] = fetched  # the payload, for the call that is repeated
+                raise ConnectionLostError(
+                    f"payload {ticket.name}: its ring went out of reach before it said whether this trainer may train "
+                    "on it; call get_policy_input() again"
+                )
             if not consumed:
                 raise StaleSlotError(f"payload {ticket.name} was already consumed, or another trainer has claimed it")
             given = self.payload_to_policy_input(consumed[0], *arguments, **named)

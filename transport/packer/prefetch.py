@@ -106,6 +106,7 @@ class FetchedItem:
     alone: bool = field(default=False, init=False, repr=False)  # of no batch
     # What a call that was interrupted had found out; a repeated one goes on from there.
     counted: bool = field(default=False, init=False, repr=False)  # its failure
+    asked: bool = field(default=False, init=False, repr=False)  # the queue, to end the claim
     mine: bool | None = field(default=None, init=False, repr=False)  # the queue accepted the claim's end
     fresh: bool | None = field(default=None, init=False, repr=False)  # the record did not have it
     settled: bool = field(default=False, init=False, repr=False)

@@ -81,8 +81,10 @@ class Publisher:
         self._queue = queue
         self._most_waiting = most_waiting
         self._pid = os.getpid()
-        # Invariant: guards what follows. Held for short, never while the queue is called.
-        self._changed = threading.Condition()
+        # Invariant: guards what follows. Held for short, never while the queue is called. A lock of C: an interrupt
+        # within a Condition's own `with` would leave it locked for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._waiting: deque[Waiting] = deque()
         self._most_at_once = MOST_AT_ONCE
         self._tidy = tidy
@@ -107,7 +109,7 @@ class Publisher:
         Raises ("immediate" only) what `publish` raises. The tickets keep waiting, unless `refused` takes them back.
         """
         self._check()
-        with self._changed:
+        with self._lock:
             self._waiting.extend(tickets)
             if self._thread is not None:
                 self._changed.notify_all()
@@ -122,7 +124,7 @@ class Publisher:
         if not isinstance(error, TransportError) or isinstance(error, QueueUnavailableError):
             return []
         mine = {each.queued.id for each in tickets}
-        with self._changed:
+        with self._lock:
             forgotten = [each for each in self._waiting if each.queued.id in mine]
             self._waiting = deque(each for each in self._waiting if each.queued.id not in mine)
         return forgotten
@@ -132,7 +134,7 @@ class Publisher:
         self._check()  # before the lock, which another thread may have held when this process was forked
         if len(self._waiting) < self._most_waiting and self._failure is None:
             return True
-        with self._changed:
+        with self._lock:
             self._raise_failure()
             while len(self._waiting) >= self._most_waiting:
                 left_s = give_up_at - time.monotonic()
@@ -147,7 +149,7 @@ class Publisher:
         """Ids of the tickets that wait."""
         if os.getpid() != self._pid:
             return set()
-        with self._changed:
+        with self._lock:
             return {each.queued.id for each in self._waiting}
 
     def flush(self, timeout_s: float | None = None) -> None:
@@ -163,7 +165,7 @@ class Publisher:
             self._publish_waiting()
             return
         give_up_at = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             self._hurry = True
             self._changed.notify_all()
             while self._waiting:
@@ -187,7 +189,7 @@ class Publisher:
         try:
             self.flush()
         finally:
-            with self._changed:
+            with self._lock:
                 self._closing = self._hurry = True
                 self._changed.notify_all()
         if self._thread is not None:
@@ -196,7 +198,7 @@ class Publisher:
     def abort(self) -> None:
         """End without publishing what waits. Does not wait for the thread."""
         if os.getpid() == self._pid:
-            with self._changed:
+            with self._lock:
                 self._closing = self._hurry = True
                 self._changed.notify_all()
 
@@ -221,7 +223,7 @@ class Publisher:
     def _publish_once(self) -> bool:
         """Publish the first batch; False: nothing waits. Raises what the queue raises."""
         with self._publishing:
-            with self._changed:
+            with self._lock:
                 batch = next(iter(runs(itertools.islice(self._waiting, self._most_at_once))), None)
             if batch is None:
                 return False
@@ -233,7 +235,7 @@ class Publisher:
                     return True
                 raise
             self._most_at_once = min(MOST_AT_ONCE, 2 * self._most_at_once)
-            with self._changed:
+            with self._lock:
                 for _ in batch:
                     self._waiting.popleft()
                 self._failures = 0
@@ -255,7 +257,7 @@ class Publisher:
 
     def _wait_for_work(self) -> bool:
         """Until there is something to publish now. False: the publisher was closed."""
-        with self._changed:
+        with self._lock:
             if self._failures:
                 pause_s = min(_PAUSE_FIRST_S * 2 ** min(self._failures - 1, 16), _PAUSE_MOST_S)
                 self._changed.wait_for(lambda: self._hurry or self._closing, pause_s)
@@ -264,7 +266,7 @@ class Publisher:
             return not self._closing
 
     def _failed(self, error: TransportError) -> None:
-        with self._changed:
+        with self._lock:
             self._failure = error
             self._failures += 1
             self._hurry = False  # who waits hears of this attempt before the next one

@@ -124,13 +124,13 @@ class PackerSession:
             item.payload = self.client.hand_in(item.ticket, self.rank_of(item), came.wire, came.data)
         return came is not None
 
-    def settle(self, items: list[FetchedItem], again: bool = False) -> list[ReceivedPayload]:
+    def settle(self, items: list[FetchedItem]) -> list[ReceivedPayload]:
         """Consume: first the queue, then the record, then the rings. Returns the payloads to train on.
 
         An interrupted call that is repeated with the same items returns what the first one would have.
         """
         trainable = []
-        for item in self.claims.settle(items, again):
+        for item in self.claims.settle(items):
             if item.payload is None:
                 continue
             identity = (*item.ticket.identity, self.rank_of(item))
@@ -144,9 +144,19 @@ class PackerSession:
             if not item.settled:  # both in one statement, which no interrupt divides
                 self.consumed, item.settled = self.consumed + item.fresh, True
                 self.claims.counts["duplicates"] += not item.fresh
+        self._decide_what_is_in_question(items)
         for item in items:
             self.collected.pop(item.ticket.identity, None)
         return trainable
+
+    def _decide_what_is_in_question(self, items: list[FetchedItem]) -> None:
+        """Whether they were consumed before is known now only: later payloads of their slots may come in between."""
+        seen = set()
+        for item in self.claims.in_question(items):
+            identity = (*item.ticket.identity, self.rank_of(item))
+            if item.fresh is None:
+                item.fresh = identity not in seen and not self.record.contains(*identity)
+            seen.add(identity)
 
     def cancel(self) -> None:
         """Stop fetching. On return no fetch runs, and claims without a payload are back in the queue."""

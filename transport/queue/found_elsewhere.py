@@ -129,7 +129,7 @@ class FoundElsewhere(HeldElsewhere):
 
     async def _start(self, client: UCXXClient, rank: int | str) -> _Rank:
         def came(brought: Brought) -> None:
-            with self._changed:
+            with self._lock:
                 made.came.append((brought, 0))
                 self._changed.notify_all()
             self._ring()
@@ -161,7 +161,7 @@ class FoundElsewhere(HeldElsewhere):
     def take(self, n: int, wait_s: float, rank: int | str) -> Brought | None:
         """A whole batch that has come, whatever its size; for those who need no `Claim` of each payload."""
         of = self.rank(rank)
-        with self._changed:
+        with self._lock:
             if not of.came:
                 if of.unsaid:  # it does not consume what it took before it takes more
                     for each in of.unsaid.values():
@@ -217,7 +217,7 @@ class FoundElsewhere(HeldElsewhere):
         claims: list[Claim] = []
         aged: list[Claim] = []
         try:
-            with self._changed:
+            with self._lock:
                 if not of.came:
                     self._changed.wait(wait_s)
                 while of.came and len(claims) < n:
@@ -264,7 +264,7 @@ class FoundElsewhere(HeldElsewhere):
 
     def forget(self, claims: Sequence[Claim]) -> None:
         """Give up claims without waiting for the answer."""
-        with self._changed:
+        with self._lock:
             for claim in claims:
                 held = self._held.pop(claim.token, None)
                 if held is not None and not self._answers.give_up(held):
@@ -305,7 +305,7 @@ class FoundElsewhere(HeldElsewhere):
         """What is claimed can be claimed by others. Idempotent."""
         with self._starting:
             self._closed = True
-        with self._changed:
+        with self._lock:
             self._changed.notify_all()
         self._ring()
         self.disconnect(None)

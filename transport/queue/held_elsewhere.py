@@ -31,10 +31,12 @@ class HeldElsewhere(ABC):
     def __init__(self, max_deliveries: int) -> None:
         self._most_attempts = min(max_deliveries, _ring.MAX_ATTEMPTS)
         self._thread: LoopThread | None = None  # the client's
-        self._changed = threading.Condition()  # guards what follows
+        # Guards what follows. A lock of C: an interrupt within a Condition's own `with` would leave it locked for ever.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._held: dict[str, Held] = {}
-        self._questions = Questions(self._changed, self._note_late)
-        self._answers = Answers(self._changed, self._note, self._questions)
+        self._questions = Questions(self._lock, self._note_late)
+        self._answers = Answers(self._lock, self._note, self._questions)
         self.arrivals = Arrivals(self._links_to, self._note_use)
         self.counts: dict[str, Counter[tuple[int, str]]] = {}  # by ring
         self.failures: deque[Failure] = deque(maxlen=_MOST_FAILURES)
@@ -99,7 +101,7 @@ class HeldElsewhere(ABC):
             raise
 
     def _note_use(self, claim: Claim) -> None:
-        with self._changed:
+        with self._lock:
             self._count(ring_of(claim), claim.rank, arrived=-1, done=1)
 
     def retry(self, claim: Claim, delay_s: float, reason: str) -> bool:
@@ -126,7 +128,7 @@ class HeldElsewhere(ABC):
         answered: dict[Held, Said] = {}
         groups: dict[int, Group] = {}
         try:
-            with self._changed:
+            with self._lock:
                 for claim in claims:
                     held = self._held.get(claim.token)
                     if held is None:
@@ -138,7 +140,7 @@ class HeldElsewhere(ABC):
             if groups:
                 self._settle(list(groups.values()), end, consumer_of(claims[0]))
             accepted: dict[str, Claim] = {}
-            with self._changed:
+            with self._lock:
                 for claim in claims:
                     if (ended := taken.get(claim.token)) is None:
                         continue
@@ -152,7 +154,7 @@ class HeldElsewhere(ABC):
                 self._answers.drop(answered)
             return list(accepted.values())
         except BaseException:  # an interrupt: the call that is repeated gets the answers of this one
-            with self._changed:
+            with self._lock:
                 self._answers.put_back(answered)
                 self._held.update(taken)
             raise
@@ -191,7 +193,7 @@ class HeldElsewhere(ABC):
     def depth(self, rank: int | None, but: set[str]) -> Counter[str]:
         """What this process knows of rings that are not seen from here."""
         sums: Counter[str] = Counter()
-        with self._changed:
+        with self._lock:
             for ring, counts in self.counts.items():
                 if ring not in but:
                     for (of, name), amount in counts.items():

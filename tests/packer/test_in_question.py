@@ -1,0 +1,173 @@
+"""What a trainer does with payloads in question: their ring went out of reach before it said who consumed them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import interrupted_instants
+import interrupted_lines
+import numpy as np
+import pytest
+from out_of_reach import LONG_S, NUMBERED, Host
+
+from transport import SharedRingBuffer
+from transport.errors import ConnectionLostError, UsageError
+from transport.packer.claims import ClaimBook
+from transport.packer.mixin import UCXXDataPackerMixin
+from transport.packer.prefetch import FetchedBatch, FetchedItem
+from transport.queue import Claim, FoundRings, open_queue
+from transport.settings import DEFAULTS
+from transport.testing import MemoryQueue
+from transport.ticket import Ticket
+
+pytestmark = [pytest.mark.ucx, pytest.mark.slow]
+SLOTS = 4
+Ack = Literal["on_consumed", "on_arrival"]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setenv("TRANSPORT_WIRES", "tcp")
+    with SharedRingBuffer.create(NUMBERED, prefix=f"asked-{secrets.token_hex(4)}-", slots=SLOTS) as ring:
+        host = Host(ring, monkeypatch)
+        try:
+            yield host
+        finally:
+            host.end()
+
+
+class Packer(UCXXDataPackerMixin):
+    def take(self, count: int) -> list[Claim]:
+        claims: list[Claim] = []
+        while len(claims) < count:
+            claims += self.claim_tickets(count - len(claims), LONG_S)
+        return claims
+
+    def collected(self, claims: Sequence[Claim]) -> FetchedBatch:
+        self.start_prefetch(claims)
+        batch = self.collect_prefetch(LONG_S)
+        assert batch is not None
+        return batch
+
+    def payload_to_policy_input(self, payload: Any, *_: Any, **__: Any) -> int:
+        return int(payload["number"].item())
+
+
+@pytest.fixture(params=["on_consumed", "on_arrival"])
+def packer(host: Host, request: pytest.FixtureRequest) -> Iterator[Packer]:
+    with open_queue(f"rings://127.0.0.1:{host.port}") as queue:
+        packer = Packer()
+        packer.setup_ucxx_packer(schemas=[NUMBERED], queue=queue, ack=request.param)
+        try:
+            yield packer
+        finally:
+            packer.cleanup_ucxx_packer()
+
+
+def write(host: Host, numbers: Sequence[int]) -> None:
+    host.ring.write_many([{"number": np.int64(number)} for number in numbers], timeout_s=LONG_S)
+
+
+def found(packer: Packer) -> FoundRings:
+    queue = packer._packer.queue
+    assert isinstance(queue, FoundRings)
+    return queue
+
+
+def test_a_batch_that_is_consumed_again_brings_what_was_in_question(host: Host, packer: Packer) -> None:
+    write(host, range(3))
+    claims = packer.take(3)
+    host.ends_between(found(packer), claims)
+    batch = packer.collected(claims)
+    assert packer.consume(batch) == []
+    assert [item.claim for item in batch.in_question] == claims
+    assert packer.ucxx_statistics().lost_claims == 0
+    host.serve()
+    assert sorted(map(packer.payload_to_policy_input, packer.consume(batch))) == [0, 1, 2]
+    assert batch.in_question == []
+    assert packer.ucxx_statistics().consumed == 3
+    with pytest.raises(UsageError, match="already consumed"):
+        packer.consume(batch)
+
+
+def test_what_was_in_question_is_no_duplicate_because_its_slots_were_used_again(host: Host, packer: Packer) -> None:
+    write(host, range(SLOTS))
+    claims = packer.take(SLOTS)
+    host.ends_between(found(packer), claims)
+    batch = packer.collected(claims)
+    assert packer.consume(batch) == []
+    host.serve()
+    write(host, range(SLOTS, 2 * SLOTS))
+    later = packer.consume(packer.collected(packer.take(SLOTS)))
+    assert sorted(map(packer.payload_to_policy_input, later)) == list(range(SLOTS, 2 * SLOTS))
+    assert sorted(map(packer.payload_to_policy_input, packer.consume(batch))) == list(range(SLOTS))
+    assert packer.ucxx_statistics().duplicates == 0
+
+
+def test_a_policy_input_in_question_is_had_by_asking_again(host: Host, packer: Packer) -> None:
+    write(host, [7])
+    [claim] = packer.take(1)
+    host.ends_between(found(packer), [claim])
+    with pytest.raises(ConnectionLostError, match="again"):
+        packer.get_policy_input(claim)
+    host.serve()
+    assert packer.get_policy_input(claim) == 7
+    assert packer.ucxx_statistics().consumed == 1
+
+
+def test_an_abandoned_batch_has_nothing_in_question(host: Host, packer: Packer) -> None:
+    write(host, range(2))
+    claims = packer.take(2)
+    host.ends_between(found(packer), claims)
+    batch = packer.collected(claims)
+    assert packer.consume(batch) == []
+    packer.abandon(batch)
+    with pytest.raises(UsageError, match="already consumed"):
+        packer.consume(batch)
+
+
+def ticket(slot: int) -> Ticket:
+    return Ticket(ring="0" * 32, host="h", addresses=(), ports=(), slot=slot, generation=1, key=1, size=8, created=0.0)
+
+
+class Unsure(MemoryQueue):
+    """A queue of which some claims are in question until ``sure``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sure = False
+
+    def in_question(self, claims: Sequence[Claim]) -> list[Claim]:
+        return [] if self.sure else [claim for claim in claims if claim.attempts == 2]
+
+    def ack_many(self, claims: Sequence[Claim], *, trained: bool = True) -> list[Claim]:
+        return [claim for claim in claims if self.sure or claim.attempts == 1]
+
+    def finish(self, claims: Sequence[Claim]) -> list[Claim]:
+        return self.ack_many(claims)
+
+
+@pytest.mark.parametrize(
+    "interrupted", [interrupted_lines.interrupted, interrupted_instants.interrupted], ids=["lines", "instants"]
+)
+@pytest.mark.parametrize("ack", ["on_consumed", "on_arrival"])
+@pytest.mark.parametrize("attempts", [(2, 2, 2), (2, 1, 3)], ids=["all of it", "some of it"])
+def test_an_interrupted_trainer_still_asks_for_what_is_in_question(
+    interrupted: Callable[[int, Callable[[], object]], bool], ack: Ack, attempts: tuple[int, ...]
+) -> None:
+    at, goes_on = 0, True
+    while goes_on:
+        at += 1
+        with Unsure() as queue:
+            book = ClaimBook(queue, 0, "test", ack, DEFAULTS)
+            claims = [Claim(f"r/{slot}/1", b"", 0, of, f"r/{slot}/1 0 {of} t") for slot, of in enumerate(attempts)]
+            items = [FetchedItem(ticket(slot), claim) for slot, claim in enumerate(claims)]
+            goes_on = interrupted(at, lambda: book.settle(items))  # noqa: B023
+            book.settle(items)
+            assert [item.mine for item in items] == [{1: True, 2: None, 3: False}[of] for of in attempts], at
+            queue.sure = True
+            assert [item.claim for item in book.settle(items)] == [claim for claim in claims if claim.attempts != 3], at
+            assert book.counts["lost_claims"] == attempts.count(3), at
+    assert at > 10
