@@ -5,6 +5,9 @@ from __future__ import annotations
 import secrets
 
 import pytest
+from redis_stores import running, server
+
+__all__ = ["running", "server"]
 
 
 @pytest.fixture

@@ -19,30 +19,12 @@ from queue_harness import LEASE_S, ids, tickets
 from queue_model import QueueMachine
 from queue_waits import in_thread, ticket
 from redis_server import RedisServer, lose_answers, needs_redis, redis_server
+from redis_stores import place
 
 from transport.errors import QueueFullError, QueueUnavailableError
 from transport.queue import DeliveryState, QueueDepth, QueuedTicket, RedisQueue
-from transport.storage.urls import RedisURL, parse_url
 
 pytestmark = needs_redis
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: RedisServer) -> RedisServer:
-    running.flush()
-    return running
-
-
-def place(server: RedisServer, run: str = "test") -> RedisURL:
-    found = parse_url(server.place(run))
-    assert isinstance(found, RedisURL)
-    return found
 
 
 class RedisHarness:

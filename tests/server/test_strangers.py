@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import eventually, listener_pids, noise, settings_with, until
+from helpers import ended, eventually, listener_pids, noise, settings_with, until
 
 from transport import SharedRingBuffer, UCXXClient, UCXXServer
 from transport.testing import run
@@ -88,17 +88,6 @@ def said(port: int, what: bytes) -> socket.socket:
     with contextlib.suppress(OSError):  # ended before it had said all of it
         stranger.sendall(what)
     return stranger
-
-
-def ended(stranger: socket.socket) -> bool:
-    """Whether the other side has ended the connection."""
-    stranger.setblocking(False)
-    try:
-        return stranger.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def reads(ring: SharedRingBuffer, count: int) -> None:

@@ -1,24 +1,14 @@
-"""A Redis server for the tests of a file, empty for each of them."""
+"""A Redis server for the tests of a file, empty for each of them, and stores on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from redis_server import RedisServer, redis_server
-from redis_stores import RedisHarness
+from redis_server import RedisServer
+from redis_stores import RedisHarness, running, server
 
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(running: RedisServer) -> RedisServer:
-    running.flush()
-    return running
+__all__ = ["running", "server"]
 
 
 @pytest.fixture

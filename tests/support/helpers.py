@@ -269,6 +269,17 @@ class Child:
             self.process.communicate()
 
 
+def ended(stranger: socket.socket) -> bool:
+    """Whether the other side has ended the connection."""
+    stranger.setblocking(False)
+    try:
+        return stranger.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def listener_pids(ring: SharedRingBuffer) -> dict[int, int]:
     """Process of each living listener, by its port."""
     return {owner.port: owner.pid for owner in ring.native.owners() if owner.alive and owner.port}

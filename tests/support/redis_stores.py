@@ -1,11 +1,28 @@
-"""Stores on a real Redis server, by their own clock."""
+"""A real Redis server for the tests of a file, and stores on it by their own clock."""
 
 from __future__ import annotations
 
-from redis_server import RedisServer
+from collections.abc import Iterator
+
+import pytest
+from redis_server import RedisServer, redis_server
 
 from transport.storage.urls import RedisURL, parse_url
 from transport.store import RedisStore
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RedisServer]:
+    """One server for all tests of a file."""
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(running: RedisServer) -> RedisServer:
+    """The same, without any keys."""
+    running.flush()
+    return running
 
 
 def place(server: RedisServer, run: str = "test") -> RedisURL:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import uvloop
-from helpers import asynchronous, until
+from helpers import asynchronous, ended, until
 
 from transport.errors import ParentLostError
 from transport.weights.transfer.feed import Feed, Upstream
@@ -100,17 +100,6 @@ def test_a_feed_that_closes_ends_the_connections_that_it_has_just_accepted(run: 
             each.close()
 
     run(closing())
-
-
-def ended(stranger: socket.socket) -> bool:
-    """Whether the other side has ended the connection."""
-    stranger.setblocking(False)
-    try:
-        return stranger.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 @asynchronous
